@@ -1,0 +1,38 @@
+# Every target sets up what it needs: a virtual environment in .venv with the pinned packages of constraints.txt.
+
+# The first of these that is a working Python of a supported version; `make PYTHON=/path/to/python3.11 run` overrides it.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
+	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
+	&& command -v $$python && break; done)
+INSTALLED := .venv/.installed
+ARGS ?=
+
+.PHONY: help run test test-all check
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make run       train on the built-in spoken corpus (ARGS="key=value ..." changes the configuration)'
+	@echo 'make test      every test that is not slow (ARGS="tests/data -k name" chooses)'
+	@echo 'make test-all  every test'
+	@echo 'make check     style and types'
+
+run: $(INSTALLED)
+	.venv/bin/raydfl run jobs/quickstart.yaml $(ARGS)
+
+test: $(INSTALLED)
+	.venv/bin/python -m pytest -m 'not slow' $(ARGS)
+
+test-all: $(INSTALLED)
+	.venv/bin/python -m pytest $(ARGS)
+
+check: $(INSTALLED)
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy --strict -p raydfl
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -x .venv/bin/pip || test -n "$(PYTHON)" || { \
+		echo 'raydfl needs Python 3.11 or 3.12: install one, or name it: make PYTHON=/path/to/python3.12 ...' >&2; exit 2; }
+	test -x .venv/bin/pip || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --constraint constraints.txt --editable '.[speech,dev]'
+	@touch $@

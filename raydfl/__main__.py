@@ -1,0 +1,6 @@
+"""``python -m raydfl`` is the command ``raydfl``."""
+
+from raydfl.cli import main
+
+if __name__ == "__main__":
+    main()

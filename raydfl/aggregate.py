@@ -1,0 +1,457 @@
+"""Aggregation rules: many clients' updates in, the server's new tensors out.
+
+A rule works per key and, within a key, per tensor name, over the clients that sent that name: partial models, several
+global models and masks need no rule of their own. What nobody sent, or nobody gave any weight, stays as it is.
+
+Updates are taken in client order, and sums run in that order or in a single thread, so that the result is a function of
+the updates alone, to the bit.
+
+A rule of one's own is a subclass of :class:`CollectingRule` with one short method, or of :class:`Rule` for full control.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache, cached_property
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from threadpoolctl import ThreadpoolController
+from torch import Tensor
+
+from raydfl import registry
+from raydfl.errors import ConfigError, RaydflError, nearest
+from raydfl.tensors import FlatTensors, Layout
+from raydfl.types import Ratio, Tensors, Update
+
+Weight = float | np.ndarray
+"""How much one client's tensor counts: one number, or float64 [elements] with one for each."""
+
+_STRIP = 16_384  # elements that are added at a time: their float64 copy (128 KiB) stays in the second-level cache
+_BLOCK = 8 * 2**20  # bytes of a [clients, elements] block: it stays in the last-level cache while it is worked on
+
+
+@dataclasses.dataclass(frozen=True)
+class Aggregate:
+    """What a rule returns."""
+
+    tensors: dict[str, dict[str, Tensor]]
+    """By key, then by name: everything that the server had or the clients sent; float32."""
+    report: Mapping[str, Ratio]
+    """What the rule did: ``"lpa/pruned/plugin/gru"`` = clients left out, of the clients that took part."""
+
+
+@dataclass(frozen=True)
+class Rule(ABC):
+    """A rule; the fields of a subclass are its options."""
+
+    @abstractmethod
+    def __call__(self, updates: Iterable[Update], current: Mapping[str, Tensors]) -> Aggregate:
+        """Combine the updates, which are read once, in client order.
+
+        Args:
+            updates: finite tensors; each update names the key that it changes.
+            current: the server's tensors by key; what no update changes is returned as it is.
+
+        Raises:
+            RaydflError: tensors of one name differ in shape, or a weight is missing, negative, not finite or of another
+                shape than its tensor.
+        """
+
+
+@dataclass(frozen=True)
+class WeightedMean(Rule):
+    """The mean weighted by ``Update.weight`` (the number of examples, as a rule), summed in float64.
+
+    It keeps one sum for each parameter and no update: its memory does not grow with the cohort.
+    """
+
+    def __call__(self, updates: Iterable[Update], current: Mapping[str, Tensors]) -> Aggregate:
+        """See :class:`Rule`."""
+        means: dict[str, _RunningMean] = {}
+        for update in updates:
+            if update.key not in means:
+                means[update.key] = _RunningMean(current.get(update.key, {}))
+            means[update.key].add(update, self._counted(update.weight))
+        return Aggregate(_over_current({key: mean.result() for key, mean in means.items()}, current), {})
+
+    def _counted(self, weight: Any) -> Any:
+        return weight
+
+
+@dataclass(frozen=True)
+class UniformMean(WeightedMean):
+    """The mean in which every client (with masks: every client's element) of a weight above 0 counts the same."""
+
+    def _counted(self, weight: Any) -> Any:
+        if isinstance(weight, Mapping):
+            return {name: self._counted(value) for name, value in weight.items()}
+        return weight.sign() if isinstance(weight, Tensor) else float(np.sign(weight))
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The tensors of one key that the same clients sent: a matrix [clients, elements] whose rows lie apart in memory."""
+
+    layout: Layout
+    """Where each tensor lies in a row."""
+    rows: Sequence[np.ndarray]
+    """One float32 [elements] for each client, in client order. Read-only: they may be other processes' memory."""
+    updates: Sequence[Update]
+    """Where the rows come from: their clients and weights."""
+    current: Tensors
+    """The server's tensors of this key."""
+    report: dict[str, Ratio] = dataclasses.field(default_factory=dict)
+    """What the rule has to say about this group; groups' reports are added up."""
+
+    def blocks(
+        self,
+        columns: slice | None = None,
+        rows: Sequence[int] | None = None,
+        dtype: type[np.floating[Any]] = np.float32,
+    ) -> Iterator[tuple[slice, np.ndarray]]:
+        """The matrix (or some columns and rows of it), cut into blocks of columns that fit into the processor's cache.
+
+        Yields:
+            The columns of a block, and the block: ``dtype`` [rows, columns], scratch memory to work in, overwritten by the
+            next block of this group.
+        """
+        columns = columns or slice(0, self.layout.size)
+        chosen = self.rows if rows is None else [self.rows[row] for row in rows]
+        size, most = columns.stop - columns.start, max(1, _BLOCK // (np.dtype(dtype).itemsize * len(chosen)))
+        width = -(-size // max(1, -(-size // most)))  # blocks of nearly equal width, none wider than most
+        scratch = self._scratch.view(dtype)
+        for start in range(columns.start, columns.stop, width):
+            stop = min(start + width, columns.stop)
+            block = scratch[: len(chosen) * (stop - start)].reshape(len(chosen), stop - start)
+            for target, row in zip(block, chosen, strict=True):
+                target[:] = row[start:stop]
+            yield slice(start, stop), block
+
+    @cached_property
+    def _scratch(self) -> np.ndarray:
+        # One for all blocks: fresh memory of this size would cost more than the work done in it.
+        return np.empty(max(_BLOCK, 8 * len(self.rows)), dtype=np.uint8)
+
+    def layers(self, by: Literal["module", "tensor"]) -> dict[str, list[str]]:
+        """The tensors' names by layer: each tensor for itself, or all tensors of a module (names up to the last dot)."""
+        layers: dict[str, list[str]] = {}
+        for name in self.layout.names:
+            layers.setdefault(name.rpartition(".")[0] or name if by == "module" else name, []).append(name)
+        return layers
+
+    def mean(self, name: str, kept: Sequence[int]) -> np.ndarray:
+        """The weighted mean of one tensor over some of the clients: float32 [elements].
+
+        With all clients kept this is :class:`WeightedMean`, bit for bit.
+
+        Args:
+            kept: positions in ``rows``, ascending.
+        """
+        columns = self.layout.columns(name)
+        weights = [_weight_of(self.updates[row], self.updates[row].weight, name, self._shape(name)) for row in kept]
+        total = np.zeros(columns.stop - columns.start)
+        if len(kept) < len(self.rows) and all(isinstance(weight, float) for weight in weights):
+            for part, block in self.blocks(columns, kept, np.float64):
+                np.dot(weights, block, out=total[part.start - columns.start : part.stop - columns.start])
+        else:
+            for row, weight in zip(kept, weights, strict=True):
+                _add(total, self.rows[row][columns], weight)
+        return _divided(total, sum(weights, start=0.0), self.current.get(name))
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return self.layout.shapes[self.layout.positions[name]]
+
+
+@dataclass(frozen=True)
+class CollectingRule(Rule):
+    """A rule that needs all updates at once. A subclass says how one :class:`Group` becomes one vector.
+
+    The coordinate-wise median, for example::
+
+        @dataclass(frozen=True)
+        class Median(CollectingRule):
+            def combine(self, group: Group) -> np.ndarray:
+                return np.concatenate([np.median(block, axis=0) for _, block in group.blocks()])
+    """
+
+    @abstractmethod
+    def combine(self, group: Group) -> np.ndarray:
+        """The server's new values, float [group.layout.size], from those that the clients sent."""
+
+    def __call__(self, updates: Iterable[Update], current: Mapping[str, Tensors]) -> Aggregate:
+        """See :class:`Rule`."""
+        by_key: dict[str, list[Update]] = {}
+        for update in updates:
+            by_key.setdefault(update.key, []).append(update)
+        changed: dict[str, dict[str, Tensor]] = {}
+        report: dict[str, Ratio] = {}
+        with _blas().limit(limits=1, user_api="blas"):  # how a matrix product sums depends on its number of threads
+            for key, sent in by_key.items():
+                changed[key] = {}
+                for group in _groups(sent, current.get(key, {})):
+                    vector = np.ascontiguousarray(self.combine(group), dtype=np.float32)
+                    # Each tensor gets memory of its own: pickling a view would pickle the whole vector.
+                    changed[key] |= {name: view.clone() for name, view in group.layout.views(vector).items()}
+                    for name, ratio in group.report.items():
+                        report[name] = report.get(name, Ratio(0, 0)) + ratio
+        return Aggregate(_over_current(changed, current), report)
+
+
+@dataclass(frozen=True)
+class LayerwisePruning(CollectingRule):
+    """Layer-wise pruning aggregation of FedMLAC.
+
+    For each layer, the clients are sorted by the Euclidean distance of their parameters to the uniform mean of all; those
+    with the smallest and the largest deviations are left out, and the others are averaged by their weights. A layer of the
+    new model can therefore come from other clients than the next layer. Equations 10 to 14 of the paper.
+
+    Ties go by client order. Where nobody would be left, the client of median deviation is kept. One client is never pruned.
+    The report counts the clients left out of each layer.
+    """
+
+    vl: Annotated[
+        float, Field(ge=0, lt=1, description="share of clients left out for the smallest deviation, 0..1")
+    ] = 0.1
+    vh: Annotated[float, Field(ge=0, lt=1, description="share of clients left out for the largest deviation, 0..1")] = (
+        0.1
+    )
+    by: Annotated[
+        Literal["module", "tensor"],
+        Field(description="what a layer is: all tensors of a module (weights and biases together), or each tensor"),
+    ] = "module"
+
+    def combine(self, group: Group) -> np.ndarray:
+        """See :class:`CollectingRule`."""
+        vector = np.empty(group.layout.size, dtype=np.float32)
+        for layer, names in group.layers(self.by).items():
+            kept = self._kept(group, names)
+            for name in names:
+                vector[group.layout.columns(name)] = group.mean(name, kept)
+            clients = len(group.rows)
+            group.report[f"lpa/pruned/{layer}"] = Ratio(clients - len(kept), clients)
+        return vector
+
+    def _kept(self, group: Group, names: Sequence[str]) -> list[int]:
+        """The clients whose layer counts, ascending."""
+        clients = len(group.rows)
+        # 0.29 * 100 is 28.999...: the guard makes the floor the one of the decimal numbers that the user wrote.
+        smallest, largest = (int(np.floor(share * clients + 1e-9)) for share in (self.vl, self.vh))
+        if clients == 1 or smallest + largest == 0:
+            return list(range(clients))
+        columns = [group.layout.columns(name) for name in names]
+        order = np.argsort(_squared_deviations(group, columns), kind="stable")
+        middle = (clients - 1) // 2
+        kept = order[smallest : clients - largest] if smallest + largest < clients else order[middle : middle + 1]
+        return sorted(kept.tolist())
+
+
+RULES: Mapping[str, type[Rule]] = {"weighted_mean": WeightedMean, "uniform_mean": UniformMean, "lpa": LayerwisePruning}
+"""The built-in rules by their name in a configuration."""
+
+
+def find_rule(setting: str | Mapping[str, Any] | None, default: Rule, where: str = "rule") -> Rule:
+    """The rule that a configuration asks for.
+
+    Args:
+        setting: a name of :data:`RULES` or ``my_file.py:Class``; or a mapping with ``name`` and the rule's options; or
+            ``None`` for ``default``, the method's own rule.
+        where: the place in the configuration, for the messages.
+
+    Raises:
+        ConfigError: no such rule, or an option that it does not have or whose value is out of range.
+    """
+    if setting is None:
+        return default
+    options = {"name": setting} if isinstance(setting, str) else dict(setting)
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"{where}: name a rule, as in {where}: {{name: lpa, vl: 0.1}}; {nearest('', RULES)}")
+    if ":" in name:
+        found = registry.load_object(name)
+        if not (isinstance(found, type) and issubclass(found, Rule)):
+            raise ConfigError(f"{where}: {name!r} is not a subclass of raydfl.aggregate.Rule")
+    elif name in RULES:
+        found = RULES[name]
+    else:
+        raise ConfigError(f"{where}: unknown rule {name!r}; {nearest(name, RULES)} Your own class: my_file.py:Class")
+    return registry.build(found, options, where)
+
+
+class _RunningMean:
+    """The weighted mean of one key's updates, of which it keeps only the sums."""
+
+    def __init__(self, current: Tensors) -> None:
+        self._current = current
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in current.items()}
+        self._totals: dict[str, np.ndarray] = {}  # float64 [elements]; those of the first update lie in _flat
+        self._weights: dict[str, Weight] = {}
+        self._layout = Layout((), ())  # of _flat
+        self._flat = np.zeros(0)
+
+    def add(self, update: Update, weight: float | Mapping[str, float | Tensor]) -> None:
+        """Add one update, counted with ``weight`` in place of its own."""
+        sent = FlatTensors.of(update.tensors)
+        _check_shapes(update, sent.layout, self._shapes)
+        if not self._totals:
+            self._layout, self._flat = sent.layout, np.zeros(sent.layout.size)
+        for name in sent:
+            if name not in self._totals:
+                columns = sent.layout.columns(name)
+                self._totals[name] = (
+                    self._flat[columns] if self._layout is sent.layout else np.zeros(columns.stop - columns.start)
+                )
+                self._weights[name] = 0.0
+        if sent.layout == self._layout and not isinstance(weight, Mapping):
+            # The same sums as below, in few operations however many tensors there are.
+            number = _weight_of(update, weight, "", ())
+            _add(self._flat, sent.vector, number)
+            for name in sent:
+                self._weights[name] = self._weights[name] + number
+            return
+        for name, shape in zip(sent.layout.names, sent.layout.shapes, strict=True):
+            own = _weight_of(update, weight, name, shape)
+            _add(self._totals[name], sent.vector[sent.layout.columns(name)], own)
+            self._weights[name] = self._weights[name] + own
+
+    def result(self) -> dict[str, Tensor]:
+        """The mean by name, each tensor in memory of its own."""
+        return {
+            name: torch.from_numpy(_divided(total, self._weights[name], self._current.get(name))).view(
+                self._shapes[name]
+            )
+            for name, total in self._totals.items()
+        }
+
+
+def _add(total: np.ndarray, vector: np.ndarray, weight: Weight) -> None:
+    """``total += weight * vector`` in float64, product first, so that no fused operation rounds differently.
+
+    Args:
+        total: float64 [elements].
+        vector: float32 [elements].
+        weight: one number, or float64 [elements].
+    """
+    scratch = np.empty(min(_STRIP, len(vector)))
+    for start in range(0, len(vector), _STRIP):
+        strip = slice(start, start + _STRIP)
+        part = scratch[: min(_STRIP, len(vector) - start)]
+        part[:] = vector[strip]
+        part *= weight[strip] if isinstance(weight, np.ndarray) else weight
+        total[strip] += part
+
+
+def _divided(total: np.ndarray, weight: Weight, current: Tensor | None) -> np.ndarray:
+    """``total / weight`` as float32 [elements]; where the weight is 0, what the server has, or 0 if it has nothing."""
+    if isinstance(weight, float) and weight > 0:
+        return (total / weight).astype(np.float32)
+    before = np.zeros(total.shape) if current is None else current.detach().cpu().double().flatten().numpy()
+    return np.divide(total, weight, out=before.copy(), where=np.asarray(weight) > 0).astype(np.float32)
+
+
+def _weight_of(
+    update: Update, weight: float | Mapping[str, float | Tensor], name: str, shape: tuple[int, ...]
+) -> Weight:
+    """The weight of one tensor of an update, checked."""
+    what = f"client {update.client_id!r}: the weight of its update"
+    value: float | Tensor
+    if isinstance(weight, Mapping):
+        what = f"client {update.client_id!r}: the weight of {name!r}"
+        if name not in weight:
+            raise RaydflError(f"{what} is missing; a mapping of weights needs one for each tensor sent")
+        value = weight[name]
+    else:
+        value = weight
+    if isinstance(value, Tensor) and value.ndim > 0:
+        if tuple(value.shape) != shape:
+            raise RaydflError(
+                f"{what} has shape {tuple(value.shape)}, the tensor has {shape}; one number does for all too"
+            )
+        elements = value.detach().cpu().double().flatten().numpy()
+        if not (np.isfinite(elements).all() and (elements >= 0).all()):
+            raise RaydflError(f"{what} has elements that are negative or not finite; 0 leaves an element out")
+        return elements
+    number = float(value)
+    if not 0 <= number < np.inf:
+        raise RaydflError(f"{what} is {number}; it has to be finite and not negative, and 0 leaves the client out")
+    return number
+
+
+def _check_shapes(update: Update, sent: Layout, known: dict[str, tuple[int, ...]]) -> None:
+    """Compare an update's shapes with those known, and learn the new ones."""
+    for name, shape in zip(sent.names, sent.shapes, strict=True):
+        if known.setdefault(name, shape) != shape:
+            raise RaydflError(
+                f"client {update.client_id!r} sent {name!r} with shape {shape}, elsewhere under key {update.key!r} it has "
+                f"{known[name]}; give networks of different shapes different keys, or do not share this tensor"
+            )
+
+
+def _groups(updates: Sequence[Update], current: Tensors) -> Iterator[Group]:
+    """The updates of one key, cut so that within a group every client has every tensor."""
+    rows = [FlatTensors.of(update.tensors) for update in updates]
+    shapes = {name: tuple(tensor.shape) for name, tensor in current.items()}
+    for update, row in zip(updates, rows, strict=True):
+        _check_shapes(update, row.layout, shapes)
+    senders: dict[str, list[int]] = {}
+    for position, row in enumerate(rows):
+        for name in row:
+            senders.setdefault(name, []).append(position)
+    names: dict[tuple[int, ...], list[str]] = {}
+    for name, positions in senders.items():
+        names.setdefault(tuple(positions), []).append(name)
+    for positions, together in names.items():
+        layout = Layout(tuple(together), tuple(shapes[name] for name in together))
+        yield Group(
+            layout,
+            [_part(rows[position], layout) for position in positions],
+            [updates[position] for position in positions],
+            current,
+        )
+
+
+def _part(row: FlatTensors, layout: Layout) -> np.ndarray:
+    """The tensors of ``layout`` out of a row: float32 [layout.size], the row itself where it has no others."""
+    if row.layout == layout:
+        return row.vector
+    return np.concatenate([row.vector[row.layout.columns(name)] for name in layout.names])
+
+
+def _squared_deviations(group: Group, columns: Sequence[slice]) -> np.ndarray:
+    """Each client's squared Euclidean distance to the uniform mean, over some columns: float64 [clients]."""
+    squares = _squares(group, columns, np.float32)
+    if not np.all((squares > 1e-30) & (squares < np.inf)):  # beyond the range of float32, where it cannot sort
+        squares = _squares(group, columns, np.float64)
+    return squares
+
+
+def _squares(group: Group, columns: Sequence[slice], dtype: type[np.floating[Any]]) -> np.ndarray:
+    """:func:`_squared_deviations` with the differences in ``dtype``."""
+    clients = len(group.rows)
+    ones = np.ones(clients, dtype=dtype)
+    squares = np.zeros(clients)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for part in columns:
+            for _, block in group.blocks(part, dtype=dtype):
+                block -= np.dot(ones, block) / dtype(clients)
+                squares += np.vecdot(block, block)
+    return squares
+
+
+def _over_current(
+    changed: dict[str, dict[str, Tensor]], current: Mapping[str, Tensors]
+) -> dict[str, dict[str, Tensor]]:
+    """What the server had, with what changed in its place: names keep their order, new ones come last."""
+    keys = dict.fromkeys((*current, *changed))
+    return {key: {**current.get(key, {}), **changed.get(key, {})} for key in keys}
+
+
+@cache
+def _blas() -> ThreadpoolController:
+    """The libraries behind NumPy's matrix products."""
+    return ThreadpoolController()

@@ -1,0 +1,1 @@
+"""Recordings in, clients' batches out: data sets, features, partitions and corruption."""

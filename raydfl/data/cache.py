@@ -1,0 +1,394 @@
+"""The cache of features: one memory-mapped array for (clips, settings), found by content and shared by all processes of a node.
+
+A store is a folder ``KEY`` below the cache folder:
+
+- ``frames.npy``: [all frames, bands], float32 or float16;
+- ``offsets.npy``: int64 [clips + 1], clip ``i`` owns the rows ``offsets[i]`` to ``offsets[i + 1] - 1``;
+- ``lengths.npy``: int32 [clips], how many of those rows are sound and not padding (0: the clip could not be read);
+- ``store.json``: what it is, the sizes and digests of the files, and why clips could not be read.
+
+``KEY`` is a digest of every clip's content in order and of all settings that change a number. While a store is made its
+chunks lie in ``KEY.parts`` (an interrupted preparation goes on from them) under the lock ``KEY.lock``; the folder gets its
+name when it is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from raydfl.data.chunks import (
+    Chunk,
+    RunChunks,
+    Source,
+    chunk_bounds,
+    compute_chunk,
+    read_report,
+    run_locally,
+)
+from raydfl.data.corrupt import Noise
+from raydfl.data.digests import content_digests, rows_of
+from raydfl.data.features import EPSILON, FeatureSettings
+from raydfl.data.files import free_bytes, full_disk, write_atomically, writing
+from raydfl.data.steps import Progress, Silent
+from raydfl.errors import DataError
+
+FORMAT = 1
+"""Goes into every key; raised when the calculation of features or the files change."""
+
+_log = logging.getLogger(__name__)
+
+
+def default_cache() -> Path:
+    """``$RAYDFL_CACHE``, or ``raydfl`` below ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    if named := os.environ.get("RAYDFL_CACHE"):
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "raydfl"
+
+
+@dataclass(frozen=True)
+class FeatureStore:
+    """The features of some clips; the arrays are read-only maps of files that all processes share."""
+
+    folder: Path
+    frames: np.ndarray
+    """float32 or float16 [all frames, bands]."""
+    offsets: np.ndarray
+    """int64 [clips + 1]."""
+    lengths: np.ndarray
+    """int32 [clips]: sounding frames; 0 for clips that could not be read."""
+    length: int | None
+    """Frames of every clip when all have the same number by the settings, else ``None``."""
+    failures: Mapping[int, str]
+    """Why a clip (by its number) could not be read."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def bands(self) -> int:
+        """Features of a frame."""
+        return int(self.frames.shape[1])
+
+    def clip(self, index: int) -> np.ndarray:
+        """[frames, bands] of clip ``index``, padding included; a view."""
+        view: np.ndarray = self.frames[self.offsets[index] : self.offsets[index + 1]]
+        return view
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_store, (self.folder,)  # a pickle of the arrays themselves would be a copy of everything
+
+
+def open_store(folder: Path, verify: bool = False) -> FeatureStore:
+    """The store in ``folder``, in about a millisecond.
+
+    Args:
+        verify: compare the digests of files that changed since they were written.
+
+    Raises:
+        DataError: the folder or a file of it is missing, damaged, or not what its name says.
+    """
+    try:
+        facts = json.loads((folder / "store.json").read_bytes())
+        if (facts["format"], facts["key"]) != (FORMAT, folder.name):
+            raise ValueError(f"store.json is of format {facts['format']}, key {facts['key']}")
+        for name, (size, changed, digest) in facts["files"].items():
+            status = (folder / name).stat()
+            if status.st_size != size:
+                raise ValueError(f"{name} has {status.st_size} bytes instead of {size}")
+            if verify and status.st_mtime_ns != changed and _file_digest(folder / name) != digest:
+                raise ValueError(f"the content of {name} has changed")
+        frames, offsets, lengths = (
+            np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ("frames", "offsets", "lengths")
+        )
+        if len(offsets) != len(lengths) + 1 or offsets[-1] != len(frames):
+            raise ValueError("offsets.npy, lengths.npy and frames.npy do not belong together")
+        failures = {int(index): reason for index, reason in facts["failures"].items()}
+        return FeatureStore(folder, frames, offsets, lengths, facts["length"], failures)
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+        raise DataError(
+            f"the cached features in {folder} cannot be used ({error}); make them again with `raydfl data prepare`"
+        ) from error
+
+
+def prepare(
+    source: Source,
+    manifest: pa.Table,
+    features: FeatureSettings,
+    *,
+    cache: Path | None = None,
+    unreadable: Literal["stop", "skip"] = "stop",
+    noise: Noise | None = None,
+    progress: Progress | None = None,
+    run_chunks: RunChunks | None = None,
+) -> FeatureStore:
+    """The features of a manifest's clips, from the cache or made now.
+
+    Safe to call from several processes at once (the first makes them, the others wait) and to interrupt (the next call goes on).
+
+    Args:
+        source: the data set that reads the clips.
+        manifest: columns ``clip``, ``path``, ``group`` and ``seconds``; clip ``i`` of the store is its row ``i``.
+        cache: the cache folder; :func:`default_cache` when ``None``.
+        unreadable: raise at clips that cannot be read, or record them in ``failures``.
+        noise: added to the waves, with one seed for each row.
+        progress: shown while clips are looked at and features computed.
+        run_chunks: an executor whose workers see the recordings and the cache folder; local processes when ``None``.
+
+    Raises:
+        DataError: clips that cannot be read (``unreadable="stop"``), or an executor that left no result.
+        ResourcesError: the disk is full or the cache folder cannot be written.
+    """
+    progress = progress or Silent()
+    cache = (default_cache() if cache is None else cache).expanduser().absolute()
+    needed = _needed_bytes(manifest, features)
+    with writing(cache, needed, "the features"):
+        cache.mkdir(parents=True, exist_ok=True)
+        digests, missing = content_digests(source.open(), manifest, cache, progress)
+        if missing and unreadable == "stop":
+            raise _unreadable(manifest, missing)
+        folder = cache / _store_key(digests, manifest, features, noise)
+        with _locked(folder.with_suffix(".lock")):
+            store = _open_if_whole(folder)
+            if store is None:
+                if free_bytes(cache) < needed:
+                    raise full_disk(cache, needed, "the features")
+                work = _Preparation(source, manifest, features, folder, noise, unreadable)
+                store = work.run(run_chunks or run_locally, progress)
+    if store.failures and unreadable == "stop":
+        raise _unreadable(manifest, store.failures, f" (as recorded in {folder}; delete that folder to try them again)")
+    return store
+
+
+def _needed_bytes(manifest: pa.Table, features: FeatureSettings) -> int:
+    """Roughly what chunks and store take together, as far as the clips' lengths are known."""
+    lengths = manifest.column("seconds").to_pylist()
+    frames = sum(features.frames_of(seconds or 0.0) for seconds in lengths)
+    return frames * features.bands * (4 + np.dtype(features.dtype).itemsize)
+
+
+def _store_key(digests: Sequence[bytes], manifest: pa.Table, features: FeatureSettings, noise: Noise | None) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    settings = features.model_dump() | {"fft": features.points, "high_hz": features.highest_hz}
+    snr = None if noise is None else noise.snr_db
+    digest.update(json.dumps([FORMAT, settings, snr], sort_keys=True).encode())
+    digest.update(b"".join(digests))
+    if noise is not None:
+        digest.update(np.array(noise.seeds, np.int64).tobytes())
+    if features.normalise == "group":
+        digest.update(_group_numbers(manifest).tobytes())
+    return digest.hexdigest()
+
+
+def _group_numbers(manifest: pa.Table) -> np.ndarray:
+    """int64 [clips]: a number for each group in order of appearance; clips without a group form one of their own."""
+    column = manifest.column("group").combine_chunks().dictionary_encode(null_encoding="encode")
+    numbers: np.ndarray = column.indices.to_numpy().astype(np.int64)
+    return numbers
+
+
+def _unreadable(manifest: pa.Table, failures: Mapping[int, str], note: str = "") -> DataError:
+    shown = [
+        f"  {manifest.column('path')[index].as_py() or manifest.column('clip')[index].as_py()}: {reason}"
+        for index, reason in sorted(failures.items())[:5]
+    ]
+    more = f"\n  and {len(failures) - len(shown)} more" if len(failures) > len(shown) else ""
+    return DataError(
+        f"{len(failures)} of {manifest.num_rows} clips cannot be read{note}:\n"
+        + "\n".join(shown)
+        + more
+        + "\nRepair or remove them, or leave them out with data.unreadable=skip"
+    )
+
+
+def _open_if_whole(folder: Path) -> FeatureStore | None:
+    if not folder.exists():
+        return None
+    try:
+        return open_store(folder, verify=True)
+    except DataError as error:
+        _log.warning("%s: making them again now", error)
+        shutil.rmtree(folder)
+        return None
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds a lock that ends with the process, however that ends."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _log.warning("another process is preparing the same features (%s); waiting for it", path)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+@dataclass(frozen=True)
+class _Preparation:
+    """The making of one store, by the process that holds its lock."""
+
+    source: Source
+    manifest: pa.Table
+    features: FeatureSettings
+    folder: Path
+    noise: Noise | None
+    unreadable: Literal["stop", "skip"]
+
+    def run(self, run_chunks: RunChunks, progress: Progress) -> FeatureStore:
+        parts = self.folder.with_suffix(".parts")
+        parts.mkdir(exist_ok=True)
+        chunks = self._chunks(parts)
+        reports = {chunk.number: report for chunk in chunks if (report := read_report(chunk)) is not None}
+        missing = [chunk for chunk in chunks if chunk.number not in reports]
+        starts = {chunk.number: start for chunk, (start, _) in zip(chunks, self._bounds, strict=True)}
+        with progress.steps("computing features", self.manifest.num_rows) as advance:
+            advance(sum(report.clips for report in reports.values()))
+            for report in run_chunks(compute_chunk, missing) if missing else ():
+                reports[report.number] = report
+                if report.failures and self.unreadable == "stop":
+                    failed = {starts[report.number] + position: why for position, why in report.failures.items()}
+                    raise _unreadable(self.manifest, failed)
+                advance(report.clips)
+        absent = [chunk.path for chunk in chunks if chunk.number not in reports or not Path(chunk.path).exists()]
+        if absent:
+            raise DataError(
+                f"{len(absent)} of {len(chunks)} chunks of features were not written, the first to {absent[0]}: the machines that "
+                "compute them must share the cache folder (data.cache or RAYDFL_CACHE)"
+            )
+        failures = {
+            starts[number] + position: reason
+            for number, report in sorted(reports.items())
+            for position, reason in sorted(report.failures.items())
+        }
+        self._assemble(chunks, failures)
+        shutil.rmtree(parts)
+        return open_store(self.folder)
+
+    @functools.cached_property
+    def _bounds(self) -> list[tuple[int, int]]:
+        return chunk_bounds(self.manifest.column("seconds").to_pylist())
+
+    def _chunks(self, parts: Path) -> list[Chunk]:
+        rows = list(rows_of(self.manifest))
+        return [
+            Chunk(
+                number,
+                self.source,
+                rows[start:stop],
+                self.features,
+                str(parts / f"{number:06d}.npz"),
+                None if self.noise is None else self.noise.part(start, stop),
+            )
+            for number, (start, stop) in enumerate(self._bounds)
+        ]
+
+    def _assemble(self, chunks: Sequence[Chunk], failures: Mapping[int, str]) -> None:
+        """Puts the chunks together in a folder beside the final one, which then takes its name."""
+        new = self.folder.with_suffix(".new")
+        shutil.rmtree(new, ignore_errors=True)  # left by a process that was killed right here
+        new.mkdir()
+        counts = [_part(chunk, "counts") for chunk in chunks]
+        lengths = np.concatenate([np.zeros(0, np.int64), *counts])
+        length = self.features.frames
+        rows = lengths if length is None else np.full(len(lengths), length)
+        offsets = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
+        np.save(new / "offsets.npy", offsets)
+        np.save(new / "lengths.npy", lengths.astype(np.int32))
+        self._write_frames(new / "frames.npy", chunks, counts, int(offsets[-1]))
+        facts = {
+            "format": FORMAT,
+            "key": self.folder.name,
+            "length": length,
+            "features": self.features.model_dump(),
+            "snr_db": None if self.noise is None else self.noise.snr_db,
+            "files": {path.name: _facts_of(path) for path in sorted(new.iterdir())},
+            "failures": failures,
+        }
+        write_atomically(new / "store.json", functools.partial(_write_json, facts))
+        new.rename(self.folder)
+
+    def _write_frames(self, path: Path, chunks: Sequence[Chunk], counts: Sequence[np.ndarray], total: int) -> None:
+        dtype, bands = np.dtype(self.features.dtype), self.features.bands
+        normalise = (
+            _GroupNormaliser(self.manifest, chunks, counts, bands) if self.features.normalise == "group" else None
+        )
+        # Written through the file and not through a map: a full disk is then an error and not a killed process.
+        with path.open("wb") as file:
+            header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (total, bands)}
+            np.lib.format.write_array_header_1_0(file, header)
+            for chunk, lengths in zip(chunks, counts, strict=True):
+                frames = _part(chunk, "frames")
+                if normalise is not None:
+                    frames = normalise(frames, chunk.number)
+                if self.features.frames is not None:
+                    frames = _padded(frames, lengths, self.features.frames)
+                file.write(np.ascontiguousarray(frames, dtype=dtype).data)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _part(chunk: Chunk, name: str) -> np.ndarray:
+    with np.load(chunk.path) as arrays:
+        array: np.ndarray = arrays[name]
+        return array
+
+
+def _write_json(facts: Mapping[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+
+
+def _facts_of(path: Path) -> tuple[int, int, str]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, _file_digest(path)
+
+
+def _padded(frames: np.ndarray, lengths: np.ndarray, length: int) -> np.ndarray:
+    """[clips * length, bands] of frames of clips of these lengths, zeros after each."""
+    padded = np.zeros((len(lengths), length, frames.shape[1]), np.float32)
+    padded[np.arange(length) < lengths[:, None]] = frames
+    return padded.reshape(-1, frames.shape[1])
+
+
+class _GroupNormaliser:
+    """z-score of each band over all frames of a group's clips."""
+
+    def __init__(self, manifest: pa.Table, chunks: Sequence[Chunk], counts: Sequence[np.ndarray], bands: int) -> None:
+        numbers = _group_numbers(manifest)
+        ends = np.cumsum([len(part) for part in counts])[:-1]
+        self._group_of_frame = [np.repeat(part, n) for part, n in zip(np.split(numbers, ends), counts, strict=True)]
+        groups = int(numbers.max(initial=-1)) + 1
+        frames = np.zeros(groups)
+        total, squares = np.zeros((groups, bands)), np.zeros((groups, bands))
+        for chunk, group in zip(chunks, self._group_of_frame, strict=True):
+            values = _part(chunk, "frames").astype(np.float64)
+            frames += np.bincount(group, minlength=groups)
+            for present in np.unique(group):
+                total[present] += values[group == present].sum(axis=0)
+                squares[present] += np.square(values[group == present]).sum(axis=0)
+        seen = np.maximum(frames, 1)[:, None]
+        self._mean = total / seen
+        self._deviation = np.sqrt(np.maximum(squares / seen - np.square(self._mean), 0))
+
+    def __call__(self, frames: np.ndarray, number: int) -> np.ndarray:
+        group = self._group_of_frame[number]
+        result: np.ndarray = (frames - self._mean[group]) / (self._deviation[group] + EPSILON)
+        return result

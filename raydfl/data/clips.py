@@ -1,0 +1,248 @@
+"""The manifest (one row for each clip) and the reading of audio files.
+
+A manifest is a ``pyarrow.Table``. Its first six columns are the same for every data set:
+
+========= ======= =====================================================================================================
+column    type    meaning
+========= ======= =====================================================================================================
+clip      string  unique id: POSIX path relative to the set's root, or a made-up name for what is not a file
+path      string  absolute path of the file; null for clips that are generated
+label     string  the class
+group     string  speaker, actor, device ...: whoever would own the clip; null where the set does not say
+split     string  "train", "validation" or "test"; null in every row when the set has no official split
+seconds   float64 duration; null where it is not known without opening the file
+========= ======= =====================================================================================================
+
+What else a set knows (fold, session, recording, take) follows in columns of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import soundfile
+
+from raydfl.errors import DataError, nearest
+
+SPLITS = ("train", "validation", "test")
+AUDIO_SUFFIXES = (".wav", ".flac", ".ogg")
+
+_TYPES = {
+    "clip": pa.string(),
+    "path": pa.string(),
+    "label": pa.string(),
+    "group": pa.string(),
+    "split": pa.string(),
+    "seconds": pa.float64(),
+}
+_REQUIRED = ("clip", "path", "label")
+
+# Some recorders write a size that counts their own headers too; fewer missing bytes than that are no lost recording.
+_HEADER_SLACK = 64
+# What programs that write to a pipe put where the size is not known yet: 0x7FFFF000 and above.
+_UNKNOWN_SIZE = 0x7FFFF000
+
+
+def make_manifest(
+    rows_or_columns: Sequence[Mapping[str, Any]] | Mapping[str, Any] | pa.Table, where: str
+) -> pa.Table:
+    """A validated manifest from rows, from columns, or from another table.
+
+    ``clip``, ``path`` and ``label`` must be given (``path`` may hold nulls); ``group``, ``split`` and ``seconds`` are null
+    when absent. The order of the rows is kept, further columns follow the six standard ones.
+
+    Args:
+        where: what the messages call this manifest: the set's name and root, or the manifest's file.
+
+    Raises:
+        DataError: no rows, a missing column, a value of the wrong type, a null or empty label or clip, two clips of one
+            name, an unknown split, or a split in some rows only.
+    """
+    table = _as_table(rows_or_columns, where)
+    for name in _REQUIRED:
+        if name not in table.column_names:
+            raise DataError(
+                f"{where}: the manifest has no column {name!r}; its columns: {', '.join(table.column_names) or 'none'}"
+            )
+    if table.num_rows == 0:
+        raise DataError(f"{where}: the manifest is empty; check the root folder and the options that select clips")
+    columns = {name: _standard_column(table, name, kind, where) for name, kind in _TYPES.items()}
+    columns |= {name: table.column(name) for name in table.column_names if name not in _TYPES}
+    manifest = pa.table(columns)
+    _check_rows(manifest, where)
+    return manifest
+
+
+def write_manifest(manifest: pa.Table, path: str | os.PathLike[str]) -> None:
+    """Writes a manifest as Parquet."""
+    pq.write_table(manifest, os.fspath(path))
+
+
+def read_manifest(path: str | os.PathLike[str]) -> pa.Table:
+    """Reads and validates a manifest that :func:`write_manifest` wrote.
+
+    Raises:
+        DataError: the file is missing, is not Parquet, or is not a manifest.
+    """
+    if not Path(path).is_file():
+        raise DataError(f"{path}: there is no such manifest file")
+    try:
+        table = pq.read_table(os.fspath(path))
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
+    return make_manifest(table, str(path))
+
+
+def read_audio(path: str | os.PathLike[str]) -> tuple[npt.NDArray[np.float32], int]:
+    """All samples of an audio file.
+
+    Returns:
+        ``(samples, rate)``: float32 [samples, channels], -1..1 (a file of floats keeps its own scale), and the rate in Hz.
+
+    Raises:
+        DataError: naming the file: it is missing, unreadable, empty, no audio, or truncated; it has no samples; or it has
+            samples that are NaN or infinite.
+    """
+    name = os.fspath(path)
+    try:
+        size = os.stat(name).st_size
+        if size:
+            with open(name, "rb") as file:
+                _check_size(file, size, name)
+    except FileNotFoundError:
+        raise DataError(f"{name}: there is no such file") from None
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read: {error.strerror}") from error
+    if size == 0:
+        raise DataError(f"{name}: the file is empty (0 bytes)")
+    try:
+        with soundfile.SoundFile(name) as sound:
+            rate = int(sound.samplerate)
+            promised = len(sound)
+            samples: npt.NDArray[np.float32] = sound.read(dtype="float32", always_2d=True)
+    except (soundfile.SoundFileError, OSError, RuntimeError) as error:
+        raise DataError(f"{name}: cannot be read as audio: {error}") from error
+    if len(samples) < promised:
+        raise DataError(f"{name}: truncated: its header promises {promised} samples and {len(samples)} can be read")
+    check_samples(samples, name)
+    return samples, rate
+
+
+def check_samples(samples: npt.NDArray[np.float32], name: str) -> None:
+    """Refuses a clip that has no samples, or samples that are NaN or infinite.
+
+    Args:
+        samples: float32 [samples, channels].
+        name: what the message calls the clip.
+
+    Raises:
+        DataError: as said.
+    """
+    if samples.size == 0:
+        raise DataError(f"{name}: the clip has no samples (zero length)")
+    finite = np.isfinite(samples)
+    if not finite.all():
+        bad = int(np.argmin(finite.all(axis=1)))
+        raise DataError(
+            f"{name}: {finite.size - int(finite.sum())} of {finite.size} samples are NaN or infinite, the first at sample {bad}"
+        )
+
+
+def audio_seconds(path: str | os.PathLike[str]) -> float:
+    """The duration that a file's header states, in seconds, without decoding it.
+
+    Raises:
+        DataError: the file is missing or is no audio.
+    """
+    name = os.fspath(path)
+    if not os.path.isfile(name):
+        raise DataError(f"{name}: there is no such file")
+    try:
+        return float(soundfile.info(name).duration)
+    except (soundfile.SoundFileError, OSError, RuntimeError) as error:
+        raise DataError(f"{name}: cannot be read as audio: {error}") from error
+
+
+def _as_table(rows_or_columns: Sequence[Mapping[str, Any]] | Mapping[str, Any] | pa.Table, where: str) -> pa.Table:
+    if isinstance(rows_or_columns, pa.Table):
+        return rows_or_columns
+    try:
+        if isinstance(rows_or_columns, Mapping):
+            return pa.table(dict(rows_or_columns))
+        return pa.Table.from_pylist([dict(row) for row in rows_or_columns]) if rows_or_columns else _no_rows()
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise DataError(f"{where}: the manifest's values do not form columns: {error}") from error
+
+
+def _no_rows() -> pa.Table:
+    return pa.table({name: pa.array([], kind) for name, kind in _TYPES.items()})
+
+
+def _standard_column(table: pa.Table, name: str, kind: pa.DataType, where: str) -> pa.ChunkedArray:
+    if name not in table.column_names:
+        return pa.chunked_array([pa.nulls(table.num_rows, kind)])
+    try:
+        return table.column(name).cast(kind)
+    except pa.ArrowException as error:
+        raise DataError(f"{where}: column {name!r} cannot be read as {kind}: {error}") from error
+
+
+def _check_rows(manifest: pa.Table, where: str) -> None:
+    for name in ("clip", "label"):
+        column = manifest.column(name)
+        blank = pc.fill_null(pc.equal(column, ""), True)
+        if pc.any(blank).as_py():
+            index = pc.index(blank, True).as_py()
+            raise DataError(
+                f"{where}: row {index + 1} (clip {manifest.column('clip')[index].as_py()!r}) has no {name}; "
+                f"{pc.sum(blank).as_py()} such rows"
+            )
+    counts = pc.value_counts(manifest.column("clip"))
+    twice = [entry["values"] for entry in counts.to_pylist() if entry["counts"] > 1]
+    if twice:
+        raise DataError(f"{where}: {len(twice)} clips are named more than once, the first {twice[0]!r}")
+    split = manifest.column("split")
+    for value in pc.unique(split).to_pylist():
+        if value is not None and value not in SPLITS:
+            raise DataError(f"{where}: unknown split {value!r}; {nearest(value, SPLITS)}")
+    if 0 < split.null_count < len(split):
+        index = pc.index(pc.is_null(split), True).as_py()
+        raise DataError(
+            f"{where}: row {index + 1} (clip {manifest.column('clip')[index].as_py()!r}) has no split while others have; "
+            f"{split.null_count} of {len(split)} rows; give every row one of {', '.join(SPLITS)}, or none any"
+        )
+
+
+def _check_size(file: BinaryIO, size: int, name: str) -> None:
+    """Refuses a RIFF wav whose data chunk says that it is longer than the file: libsndfile silently reads what is there.
+
+    Raises:
+        DataError: truncated, or the text that Git LFS leaves in place of a file.
+    """
+    head = file.read(12)
+    if head.startswith(b"version http"):
+        raise DataError(f"{name}: is a Git LFS pointer, not the recording; run 'git lfs pull' where you cloned the set")
+    if head[:4] != b"RIFF" or head[8:] != b"WAVE":
+        return
+    position = len(head)
+    while len(header := file.read(8)) == 8:
+        position += 8
+        length = int.from_bytes(header[4:], "little")
+        if header[:4] == b"data":
+            missing = position + length - size
+            if missing > _HEADER_SLACK and length < _UNKNOWN_SIZE:
+                raise DataError(
+                    f"{name}: truncated: its header promises {length} bytes of samples and the file holds {size - position}"
+                )
+            return
+        position += length + length % 2  # chunks are padded to an even length
+        file.seek(position)
+    raise DataError(f"{name}: truncated: a wav header without samples behind it ({size} bytes)")

@@ -1,0 +1,98 @@
+"""A data set: who lists its clips, who reads one, and what ``raydfl data list`` and ``info`` say about it.
+
+A set of your own is one class in one file, named in a configuration as ``my_file.py:MySet``::
+
+    @dataclass(frozen=True, kw_only=True)          # pydantic.dataclasses.dataclass: the fields are the options
+    class MySet(Dataset):
+        root: Path
+
+        def manifest(self):
+            files = sorted(self.root.glob("*.wav"))
+            return make_manifest(
+                [{"clip": f.name, "path": str(f.absolute()), "label": f.name[0], "group": f.name[1:4]} for f in files], "MySet"
+            )
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from pydantic.dataclasses import dataclass
+
+from raydfl import registry
+from raydfl.data.clips import read_audio
+
+PACKAGE = "raydfl.data.sets"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Card:
+    """What there is to say about a set before opening it."""
+
+    title: str
+    """Its full name."""
+    layout: str = ""
+    """The files and folders that a root must hold."""
+    licence: str = ""
+    """Under which terms it is published."""
+    url: str = ""
+    """Where to get it."""
+    classes: int | None = None
+    """Number of classes with the default options; ``None`` when the recordings decide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """Base of every data set. The fields of a subclass (a frozen pydantic dataclass) are its options."""
+
+    card: ClassVar[Card] = Card("a data set of your own")
+
+    def manifest(self) -> pa.Table:
+        """All clips of the set: a table as :func:`raydfl.data.clips.make_manifest` returns it, in an order that depends on
+        nothing but the set and the options.
+
+        Raises:
+            DataError: the root is missing, laid out in another way, or holds clips that cannot be labelled.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must say in manifest() which clips it has")
+
+    def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
+        """The samples of one clip.
+
+        Args:
+            row: the clip's row of the manifest, by column.
+
+        Returns:
+            ``(samples, rate)``: float32 [samples, channels], -1..1, and the rate in Hz.
+
+        Raises:
+            DataError: the clip cannot be read; the message names the file.
+        """
+        return read_audio(row["path"])
+
+    def identity(self, row: Mapping[str, Any]) -> str | None:
+        """What decides the samples of a clip, for the feature cache.
+
+        ``None`` when that is the content of the file at ``row["path"]``; otherwise (a generated clip, a part of a file) a
+        string that changes whenever the samples would.
+        """
+        return None
+
+
+def dataset_names() -> list[str]:
+    """The built-in sets' names in a configuration, sorted."""
+    return registry.names(PACKAGE)
+
+
+def find_dataset(name: str) -> type[Dataset]:
+    """The set called ``name``: a built-in, or the user's ``my_file.py:Class`` or ``my_module:Class``.
+
+    Raises:
+        ConfigError: there is none; the nearest name is given.
+    """
+    return registry.find(PACKAGE, name, Dataset, "data set")

@@ -1,0 +1,143 @@
+"""What a clip's content is: a digest of its file's bytes, or of the identity that its data set gives it.
+
+Digests of files are remembered by (path, size, time of change), so that a second run only asks the file system for those. They do
+not depend on where a file lies: a folder that was moved or copied is read once more, and then found in the cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from raydfl.data.files import write_atomically
+from raydfl.data.processes import available_cpus
+from raydfl.data.steps import Progress
+
+if TYPE_CHECKING:
+    from raydfl.data.dataset import Dataset
+
+DIGEST_BYTES = 16
+UNREADABLE = bytes(DIGEST_BYTES)
+"""The digest of a file that cannot be read."""
+
+_SETTLED_NS = 2_000_000_000
+_SCHEMA = pa.schema(
+    [("path", pa.string()), ("size", pa.int64()), ("changed", pa.int64()), ("digest", pa.binary(DIGEST_BYTES))]
+)
+
+
+def rows_of(manifest: pa.Table) -> Iterator[dict[str, Any]]:
+    """The rows of a manifest one by one, a few thousand at a time in memory."""
+    for batch in manifest.to_batches(max_chunksize=4096):
+        yield from batch.to_pylist()
+
+
+def content_digests(
+    dataset: Dataset, manifest: pa.Table, cache: Path, progress: Progress
+) -> tuple[list[bytes], dict[int, str]]:
+    """The digest of every clip's content, in the manifest's order, and why some could not be read.
+
+    Args:
+        manifest: columns ``clip``, ``path`` and whatever else the data set's ``identity`` asks for.
+        cache: folder in which digests are remembered.
+
+    Returns:
+        Digests of 16 bytes, :data:`UNREADABLE` for files that cannot be read; and by row number the reason for those.
+    """
+    digests = [UNREADABLE] * manifest.num_rows
+    files: dict[int, str] = {}
+    for index, row in enumerate(rows_of(manifest)):
+        identity = dataset.identity(row)
+        if identity is None:
+            files[index] = str(Path(row["path"]).absolute())
+        else:
+            digests[index] = _digest(b"identity:" + identity.encode())
+    unreadable: dict[int, str] = {}
+    if files:
+        for index, digest in _file_digests(files, cache, progress).items():
+            if isinstance(digest, OSError):
+                unreadable[index] = f"cannot be read: {digest.strerror or digest}"
+            else:
+                digests[index] = digest
+    return digests, unreadable
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
+
+
+def _file_digests(files: Mapping[int, str], cache: Path, progress: Progress) -> dict[int, bytes | OSError]:
+    folder = os.path.commonpath({str(Path(path).parent) for path in files.values()})
+    memory = cache / "digests" / f"{_digest(os.fsencode(folder)).hex()}.arrow"
+    known = _read_memory(memory)
+    digests: dict[int, bytes | OSError] = {}
+    unknown: dict[int, tuple[int, int]] = {}
+    for index, path in files.items():
+        try:
+            status = Path(path).stat()
+        except OSError as error:
+            digests[index] = error
+            continue
+        state = status.st_size, status.st_mtime_ns
+        size, changed, digest = known.get(path, (-1, -1, b""))
+        if state == (size, changed):
+            digests[index] = digest
+        else:
+            unknown[index] = state
+    if not unknown:
+        return digests
+
+    def read(path: str) -> bytes | OSError:
+        try:
+            return _digest(Path(path).read_bytes())
+        except OSError as error:
+            return error
+
+    now = time.time_ns()
+    learned = False
+    with (
+        ThreadPoolExecutor(min(8, 2 * available_cpus())) as threads,  # reading and hashing both release the interpreter
+        progress.steps("looking at clips", len(unknown)) as advance,
+    ):
+        found = threads.map(read, [files[index] for index in unknown])
+        for (index, (size, changed)), digest_or_error in zip(unknown.items(), found, strict=True):
+            advance()
+            digests[index] = digest_or_error
+            # A file changed this instant may change again within one tick of the file system's clock: look again next time.
+            if isinstance(digest_or_error, bytes) and changed < now - _SETTLED_NS:
+                known[files[index]] = (size, changed, digest_or_error)
+                learned = True
+    if learned:
+        write_atomically(memory, functools.partial(_write_memory, known))
+    return digests
+
+
+def _read_memory(path: Path) -> dict[str, tuple[int, int, bytes]]:
+    """By path size, time of change and digest; nothing when the file is missing or damaged, for it can be made again."""
+    try:
+        with pa.OSFile(str(path)) as file:
+            table = pa.ipc.open_file(file).read_all()
+        if table.schema != _SCHEMA:
+            return {}
+    except (OSError, pa.ArrowInvalid):
+        return {}
+    columns = (table.column(name).to_pylist() for name in _SCHEMA.names)
+    return {path: (size, changed, digest) for path, size, changed, digest in zip(*columns, strict=True)}
+
+
+def _write_memory(known: Mapping[str, tuple[int, int, bytes]], path: Path) -> None:
+    sizes, changes, digests = zip(*known.values(), strict=True)
+    arrays = [list(known), list(sizes), list(changes), list(digests)]
+    table = pa.table(
+        [pa.array(values, field.type) for values, field in zip(arrays, _SCHEMA, strict=True)], schema=_SCHEMA
+    )
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
+        writer.write_table(table)

@@ -1,0 +1,90 @@
+"""Examples: batches cut by index from memory-mapped features."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from raydfl.data.cache import FeatureStore
+from raydfl.types import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """Some examples of a feature store. An example is a clip, or a segment of one."""
+
+    store: FeatureStore
+    starts: np.ndarray
+    """int64 [examples]: first row in the store's frames."""
+    counts: np.ndarray
+    """int [examples]: frames of each example."""
+    labels: np.ndarray
+    """int64 [examples]: class indices."""
+    clips: np.ndarray
+    """int64 [examples]: number of the clip; segments of one clip have the same."""
+    length: int | None
+    """Frames of every example when all of the population have the same number, else ``None``."""
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def take(self, indices: np.ndarray) -> Examples:
+        """The examples at these positions (int [n]), in that order."""
+        indices = np.asarray(indices, np.int64)
+        return Examples(
+            self.store,
+            self.starts[indices],
+            self.counts[indices],
+            self.labels[indices],
+            self.clips[indices],
+            self.length,
+        )
+
+    def batch(self, index: np.ndarray, device: torch.device | str = "cpu") -> Batch:
+        """The examples at positions ``index`` (int [n]) as one batch on ``device``.
+
+        ``x`` is float32 [n, frames, bands]. When lengths differ, all are padded with zeros to the batch's longest and ``lengths``
+        holds their own; in a population whose examples all have one length ``lengths`` is ``None``.
+        """
+        frames = self.store.frames
+        counts = self.counts[index].tolist()
+        longest = self.length if self.length is not None else max(counts, default=1)
+        x = np.empty((len(counts), longest, frames.shape[1]), np.float32)
+        for row, start, count in zip(x, self.starts[index].tolist(), counts, strict=True):
+            row[:count] = frames[start : start + count]
+            if count < longest:
+                row[count:] = 0.0
+        lengths = None
+        if self.length is None:
+            lengths = torch.tensor(counts, dtype=torch.int64, device=device)
+        return Batch(
+            x=torch.from_numpy(x).to(device),
+            y=torch.from_numpy(self.labels[index].astype(np.int64)).to(device),
+            lengths=lengths,
+        )
+
+    def batches(
+        self, batch_size: int, rng: np.random.Generator | None, device: torch.device | str = "cpu"
+    ) -> Iterator[Batch]:
+        """All examples once, ``batch_size`` at a time (the last batch may be smaller).
+
+        Args:
+            rng: shuffles; ``None``: in order.
+        """
+        order = np.arange(len(self)) if rng is None else rng.permutation(len(self))
+        for start in range(0, len(order), batch_size):
+            yield self.batch(order[start : start + batch_size], device)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientData:
+    """What a client has."""
+
+    train: Examples
+    validation: Examples
+    """Its own hold-out, clean; may be empty."""
+    test: Examples
+    """Empty at a client; the server's held-out data where the server itself computes."""

@@ -1,0 +1,259 @@
+"""Log-mel features: a wave in, a matrix of frames x bands out.
+
+The front end of the FedAudio protocol (Zhang et al., "FedAudio: A Federated Learning Benchmark for Audio Tasks", ICASSP
+2023), which FedMLAC's log-mel tables use, is expressible exactly: ``sample_rate: 16000, window_ms: 64, fft: 1024, hop_ms: 10,
+bands: 128, normalise: clip``. Steps: choose the channel, resample, (add noise), cut to ``seconds``, power spectrogram with a
+periodic Hann window and centred frames, HTK mel bands without area normalisation, 10 log10 without a floor relative to the
+loudest, z-score.
+
+Deviations from that protocol: a band's standard deviation is the population's (divides by the number of frames); clips shorter
+than half a window are zero-padded for the transform instead of failing.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from fractions import Fraction
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from raydfl.errors import ConfigError, DataError
+from raydfl.settings import Settings
+
+if TYPE_CHECKING:
+    from torch import nn
+
+EPSILON = 1e-5
+"""Added to a band's standard deviation (decibels) before dividing by it, so that a silent band gives 0."""
+_LARGEST_FFT = 16_384
+_LARGEST_DENOMINATOR = 1_000
+
+
+class FeatureSettings(Settings):
+    """How a wave becomes a matrix of frames x bands."""
+
+    kind: Annotated[Literal["logmel"], Field(description="logmel: log of the power in mel bands, in decibels.")] = (
+        "logmel"
+    )
+    sample_rate: Annotated[
+        int, Field(ge=1_000, le=192_000, description="Hz: every clip is resampled to this rate. 1000 to 192000.")
+    ] = 16_000
+    bands: Annotated[int, Field(ge=1, le=512, description="Mel bands of a frame. 1 to 512.")] = 64
+    window_ms: Annotated[
+        float, Field(gt=0, le=500, description="Length of the Hann window in ms. Above 0, to 500.")
+    ] = 25.0
+    hop_ms: Annotated[
+        float, Field(gt=0, le=500, description="Time from one frame to the next in ms. Above 0, to 500.")
+    ] = 10.0
+    fft: Annotated[
+        int | None,
+        Field(
+            ge=2,
+            le=_LARGEST_FFT,
+            description="Points of the Fourier transform, at least the window's samples. null: the least power of two with which "
+            "no mel band is empty.",
+        ),
+    ] = None
+    low_hz: Annotated[float, Field(ge=0, description="Lower edge of the lowest band in Hz.")] = 0.0
+    high_hz: Annotated[
+        float | None, Field(gt=0, description="Upper edge of the highest band in Hz. null: half the sample rate.")
+    ] = None
+    seconds: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            le=3_600,
+            description="Longer clips are cut at this length, shorter ones get frames of zeros at the end (after normalisation), "
+            "so that all have 1 + seconds / hop frames. null: every clip keeps its length.",
+        ),
+    ] = None
+    channel: Annotated[
+        Literal["first", "mean"], Field(description="Of several channels take the first, or their mean.")
+    ] = "first"
+    normalise: Annotated[
+        Literal["clip", "group", "none"],
+        Field(
+            description="z-score of each band over the frames of the clip, or over all frames of all clips of its group (speaker), "
+            "or none: decibels."
+        ),
+    ] = "clip"
+    dtype: Annotated[
+        Literal["float32", "float16"],
+        Field(description="Type in the cache; batches are float32 in any case. float16 halves it."),
+    ] = "float32"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> FeatureSettings:
+        if self.window < 2 or self.hop < 1:
+            raise ValueError(
+                f"window_ms {self.window_ms} and hop_ms {self.hop_ms} are {self.window} and {self.hop} samples at "
+                f"{self.sample_rate} Hz; at least 2 and 1 are needed"
+            )
+        if not self.low_hz < self.highest_hz <= self.sample_rate / 2:
+            raise ValueError(
+                f"low_hz {self.low_hz} < high_hz {self.highest_hz} <= sample_rate / 2 = {self.sample_rate / 2} must hold"
+            )
+        if self.fft is not None and self.fft < self.window:
+            raise ValueError(
+                f"fft {self.fft} is shorter than the window of {self.window} samples ({self.window_ms} ms)"
+            )
+        empty = _empty_bands(self, self.points)
+        if empty:
+            raise ValueError(
+                f"{empty} of {self.bands} mel bands are empty with fft {self.points} at {self.sample_rate} Hz; "
+                "take fewer bands, or a larger fft (null chooses it)"
+            )
+        return self
+
+    @property
+    def window(self) -> int:
+        """Samples of the window."""
+        return round(self.sample_rate * self.window_ms / 1000)
+
+    @property
+    def hop(self) -> int:
+        """Samples from one frame to the next."""
+        return round(self.sample_rate * self.hop_ms / 1000)
+
+    @property
+    def highest_hz(self) -> float:
+        """Upper edge of the highest band in Hz."""
+        return self.sample_rate / 2 if self.high_hz is None else self.high_hz
+
+    @property
+    def points(self) -> int:
+        """Points of the Fourier transform."""
+        if self.fft is not None:
+            return self.fft
+        points = 1 << (self.window - 1).bit_length()
+        while points < _LARGEST_FFT and _empty_bands(self, points):
+            points *= 2
+        return points
+
+    @property
+    def samples(self) -> int | None:
+        """Samples to which waves are cut; ``None`` when clips keep their length."""
+        return None if self.seconds is None else max(1, round(self.seconds * self.sample_rate))
+
+    @property
+    def frames(self) -> int | None:
+        """Frames that every clip has; ``None`` when clips keep their length."""
+        return None if self.samples is None else 1 + self.samples // self.hop
+
+    def frames_of(self, seconds: float) -> int:
+        """Frames that a clip of this length occupies in the cache (to within the rounding of resampling)."""
+        return self.frames or 1 + math.ceil(seconds * self.sample_rate) // self.hop
+
+
+@functools.lru_cache(maxsize=256)
+def _count_empty(sample_rate: int, low_hz: float, high_hz: float, bands: int, points: int) -> int:
+    low, high = (2595.0 * math.log10(1.0 + hz / 700.0) for hz in (low_hz, high_hz))
+    edges = 700.0 * (10.0 ** (np.linspace(low, high, bands + 2) / 2595.0) - 1.0)
+    bins = np.linspace(0.0, sample_rate / 2, points // 2 + 1)
+    first = np.searchsorted(bins, edges[:-2], side="right")  # first bin inside the band
+    stop = np.searchsorted(bins, edges[2:], side="left")
+    return int((stop <= first).sum())
+
+
+def _empty_bands(settings: FeatureSettings, points: int) -> int:
+    """How many mel bands hold no Fourier bin: they would be a constant, and no information."""
+    return _count_empty(settings.sample_rate, settings.low_hz, settings.highest_hz, settings.bands, points)
+
+
+class FeatureExtractor:
+    """Computes the features of one clip at a time; keeps the transforms that it built.
+
+    Runs on one thread per call only if the caller has set torch to one: the cache does, for speed and for equal bits everywhere.
+    """
+
+    def __init__(self, settings: FeatureSettings) -> None:
+        # Importing torch takes seconds: only who computes features pays for it.
+        from torchaudio.transforms import AmplitudeToDB, MelSpectrogram
+
+        self.settings = settings
+        self._power = MelSpectrogram(
+            sample_rate=settings.sample_rate,
+            n_fft=settings.points,
+            win_length=settings.window,
+            hop_length=settings.hop,
+            f_min=settings.low_hz,
+            f_max=settings.highest_hz,
+            n_mels=settings.bands,
+            power=2.0,
+            center=True,
+            pad_mode="reflect",
+            norm=None,
+            mel_scale="htk",
+        )
+        self._decibels = AmplitudeToDB("power", top_db=None)
+        self._resamplers: dict[int, nn.Module] = {}
+
+    def wave(self, samples: np.ndarray, rate: int) -> np.ndarray:
+        """One channel at the settings' rate: float32 [samples].
+
+        Args:
+            samples: float32 [samples, channels] or [samples], usually -1..1.
+            rate: Hz.
+
+        Raises:
+            DataError: no samples, samples that are not finite, or a rate that is not positive.
+        """
+        import torch
+
+        wave = np.asarray(samples, dtype=np.float32)
+        if wave.size == 0:
+            raise DataError("the clip has no samples")
+        if rate <= 0:
+            raise DataError(f"the clip's sample rate is {rate} Hz")
+        if wave.ndim == 2:
+            wave = wave[:, 0] if self.settings.channel == "first" else wave.mean(axis=1)
+        if wave.ndim != 1:
+            raise DataError(f"the clip's samples have shape {samples.shape}, not [samples, channels]")
+        if not np.isfinite(wave).all():
+            raise DataError(f"{int((~np.isfinite(wave)).sum())} of the clip's {wave.size} samples are NaN or infinite")
+        if rate == self.settings.sample_rate:
+            return np.ascontiguousarray(wave)
+        with torch.no_grad():
+            resampled = self._resampler(rate)(torch.from_numpy(np.array(wave)))
+        result: np.ndarray = resampled.numpy()
+        return result
+
+    def features(self, wave: np.ndarray) -> np.ndarray:
+        """float32 [frames, bands]: the log-mel of a wave of the settings' rate, cut but not padded to ``seconds``.
+
+        Normalised when ``normalise`` is ``clip``; otherwise decibels.
+        """
+        import torch
+
+        settings = self.settings
+        wave = wave[: settings.samples]
+        frames = 1 + len(wave) // settings.hop
+        # The reflection at both ends needs more samples than half a window; frames of the padding alone are not kept.
+        least = settings.points // 2 + 1
+        if len(wave) < least:
+            wave = np.pad(wave, (0, least - len(wave)))
+        with torch.no_grad():
+            decibels = self._decibels(self._power(torch.from_numpy(np.ascontiguousarray(wave))))
+        matrix: np.ndarray = decibels.numpy()[:, :frames].T
+        if settings.normalise == "clip":
+            matrix = (matrix - matrix.mean(axis=0)) / (matrix.std(axis=0) + EPSILON)
+        return np.ascontiguousarray(matrix, dtype=np.float32)
+
+    def __call__(self, samples: np.ndarray, rate: int) -> np.ndarray:
+        """float32 [frames, bands] of float32 [samples, channels] at ``rate`` Hz: :meth:`wave`, then :meth:`features`."""
+        return self.features(self.wave(samples, rate))
+
+    def _resampler(self, rate: int) -> nn.Module:
+        from torchaudio.transforms import Resample
+
+        if rate not in self._resamplers:
+            # Resample keeps a filter for every phase of the ratio: gigabytes for two rates with no common divisor. Such odd
+            # rates (11127 Hz, say) get the nearest small ratio, less than one millionth away.
+            ratio = Fraction(self.settings.sample_rate, rate).limit_denominator(_LARGEST_DENOMINATOR)
+            if not ratio:
+                raise ConfigError(f"a rate of {rate} Hz is too far above sample_rate {self.settings.sample_rate} Hz")
+            self._resamplers[rate] = Resample(ratio.denominator, ratio.numerator)
+        return self._resamplers[rate]

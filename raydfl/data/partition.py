@@ -1,0 +1,382 @@
+"""Which client has which clips.
+
+- ``group``: the natural one: a speaker, an actor, a device is a client, or several (``shards``).
+- ``dirichlet``: each label's clips are dealt in proportions drawn from Dirichlet(alpha) over the clients; with ``column:
+  recording`` whole recordings are dealt and not clips. ``balance`` gives nothing more to a client that holds its even share
+  already, which is how FedAudio (Zhang et al., ICASSP 2023) and NIID-Bench (Li et al., ICDE 2022) draw it.
+- ``quantity``: labels alike, sizes not: Dirichlet(alpha) over the clients, or with ``spread`` sigma FedSTAR's rule: everyone
+  starts with int(m - v) clips, m the mean and v = int(sigma m), and the others go one by one to random clients with less than
+  int(m + v).
+- ``classes``: every client has ``classes`` labels; a label's clips are dealt evenly to those who have it.
+- ``iid``: shuffled and dealt evenly.
+
+All of them end: a draw that leaves a client below ``minimum`` is repeated a fixed number of times, then it is an error with
+numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, cast
+
+import numpy as np
+import pyarrow as pa
+from pydantic import Field, model_validator
+
+from raydfl.errors import DataError, nearest
+from raydfl.seeds import generator
+from raydfl.settings import Settings
+
+DRAWS = 1_000
+"""How often a random partition is drawn before it counts as impossible."""
+
+_USES = {
+    "group": ({"column", "shards", "smaller"}, set()),
+    "dirichlet": ({"column", "balance"}, {"clients", "alpha"}),
+    "quantity": ({"alpha", "spread"}, {"clients"}),
+    "classes": (set(), {"clients", "classes"}),
+    "iid": (set(), {"clients"}),
+}
+"""By kind of partition: the fields that it may and those that it must be given, besides ``minimum``."""
+
+
+class PartitionSettings(Settings):
+    """How training clips are dealt to clients."""
+
+    by: Annotated[
+        Literal["group", "dirichlet", "quantity", "classes", "iid"],
+        Field(
+            description="group: a client for each value of a column; dirichlet: skewed labels; quantity: skewed sizes; classes: a "
+            "few labels for each client; iid: evenly."
+        ),
+    ] = "group"
+    column: Annotated[
+        str | None,
+        Field(
+            description="group: the column whose values are the clients, null: group. dirichlet: deal the values of this column "
+            "(recording) whole; null: deal clips."
+        ),
+    ] = None
+    shards: Annotated[
+        int, Field(ge=1, description="group: clients into which each group's clips are dealt evenly.")
+    ] = 1
+    smaller: Annotated[
+        Literal["stop", "drop"],
+        Field(description="group: stop at clients with fewer clips than minimum, or leave them out."),
+    ] = "stop"
+    clients: Annotated[int | None, Field(ge=1, description="Number of clients (all but group, which counts them).")] = (
+        None
+    )
+    alpha: Annotated[
+        float | None,
+        Field(gt=0, description="dirichlet, quantity: concentration; small is skewed (0.1), large is even (100)."),
+    ] = None
+    balance: Annotated[
+        bool,
+        Field(description="dirichlet: clients that hold their even share get nothing of the labels still to be dealt."),
+    ] = True
+    spread: Annotated[
+        float | None,
+        Field(ge=0, le=1, description="quantity: sizes between (1 - spread) and (1 + spread) times the mean. 0 to 1."),
+    ] = None
+    classes: Annotated[int | None, Field(ge=1, description="classes: labels of each client.")] = None
+    minimum: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="Clips (or values of dirichlet's column) that every client must get, its own validation included.",
+        ),
+    ] = 1
+
+    @model_validator(mode="after")
+    def _fields_belong(self) -> PartitionSettings:
+        may, must = _USES[self.by]
+        absent = sorted(name for name in must if getattr(self, name) is None)
+        if absent:
+            raise ValueError(f"by: {self.by} needs {' and '.join(absent)}")
+        for name, field in type(self).model_fields.items():
+            if name not in may | must | {"by", "minimum"} and getattr(self, name) != field.default:
+                raise ValueError(f"{name} means nothing with by: {self.by}")
+        if self.by == "quantity" and (self.alpha is None) == (self.spread is None):
+            raise ValueError("by: quantity needs either alpha or spread")
+        return self
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Who has which rows."""
+
+    ids: Sequence[str]
+    """Client ids, in the population's order."""
+    rows: np.ndarray
+    """int64: row numbers of the manifest, client after client, ascending within a client."""
+    offsets: np.ndarray
+    """int64 [clients + 1]: client ``i`` has ``rows[offsets[i]:offsets[i + 1]]``."""
+    groups: Sequence[str]
+    """Names of the groups that clients were made of; empty when they are not made of groups."""
+    group_of: np.ndarray
+    """int32 [clients]: index into ``groups``, -1 for none."""
+
+
+def partition_clips(
+    manifest: pa.Table, rows: np.ndarray, labels: np.ndarray, settings: PartitionSettings, seed: int
+) -> Partition:
+    """Deals clips to clients.
+
+    Args:
+        manifest: columns ``clip`` and those that the settings name.
+        rows: int64: the rows to deal.
+        labels: int64 [all rows of the manifest]: class indices.
+        seed: the run's.
+
+    Raises:
+        DataError: clips without a group, or a minimum that cannot be met, with the numbers.
+    """
+    rng = generator(seed, 0, "", "partition")
+    if settings.by == "group":
+        return _by_group(manifest, rows, settings, rng)
+    clients = cast(int, settings.clients)  # the settings have seen to it that each kind has what it needs
+    if settings.by == "dirichlet":
+        owner = _dirichlet(manifest, rows, labels[rows], settings, clients, rng)
+    else:
+        _check_total(len(rows), "clips", clients, settings.minimum)
+        if settings.by == "quantity":
+            owner = _quantity(len(rows), settings, clients, rng)
+        elif settings.by == "classes":
+            owner = _classes(labels[rows], settings, clients, rng)
+        else:
+            owner = rng.permutation(np.arange(len(rows)) % clients)
+    digits = len(str(clients - 1))
+    ids = [f"client-{number:0{digits}d}" for number in range(clients)]
+    return _sorted_partition(ids, rows, owner, (), np.full(clients, -1, np.int32))
+
+
+def natural_order(names: Sequence[str]) -> list[str]:
+    """Names sorted with the numbers in them as numbers: ``a/2`` before ``a/10``."""
+    return sorted(
+        names, key=lambda name: [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in _parts(name)]
+    )
+
+
+def _parts(name: str) -> list[str]:
+    return re.split(r"([0-9]+)", name)
+
+
+def _sorted_partition(
+    ids: Sequence[str], rows: np.ndarray, owner: np.ndarray, groups: Sequence[str], group_of: np.ndarray
+) -> Partition:
+    order = np.lexsort((rows, owner))
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(ids)))]).astype(np.int64)
+    return Partition(ids, rows[order], offsets, groups, group_of)
+
+
+def _values(manifest: pa.Table, rows: np.ndarray, column: str) -> tuple[list[str], np.ndarray]:
+    """The column's values among these rows, in natural order, and int64 [rows] which of them each row has."""
+    if column not in manifest.column_names:
+        raise DataError(
+            f"the manifest has no column {column!r} to partition by; {nearest(column, manifest.column_names)}"
+        )
+    encoded = manifest.column(column).take(pa.array(rows)).combine_chunks().cast(pa.string()).dictionary_encode()
+    if encoded.null_count:
+        clips = manifest.column("clip").take(pa.array(rows)).filter(encoded.is_null()).to_pylist()
+        raise DataError(
+            f"{len(clips)} of {len(rows)} training clips have no {column!r}, so no client to go to: {', '.join(clips[:5])}"
+            f"{' ...' if len(clips) > 5 else ''}; fill the column, remove them, or choose another data.partition"
+        )
+    found = encoded.dictionary.to_pylist()
+    names = natural_order(found)
+    position = {name: number for number, name in enumerate(names)}
+    places = np.array([position[name] for name in found], np.int64)
+    return names, places[encoded.indices.to_numpy()]
+
+
+def _by_group(manifest: pa.Table, rows: np.ndarray, settings: PartitionSettings, rng: np.random.Generator) -> Partition:
+    column = settings.column or "group"
+    names, group = _values(manifest, rows, column)
+    shards = settings.shards
+    # Shuffled, then dealt in turn within each group.
+    shuffled = rng.permutation(len(rows))
+    order = shuffled[np.argsort(group[shuffled], kind="stable")]
+    sizes = np.bincount(group, minlength=len(names))
+    turn = np.arange(len(rows)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    owner = np.empty(len(rows), np.int64)
+    owner[order] = group[order] * shards + turn % shards
+    counts = np.bincount(owner, minlength=len(names) * shards)
+    kept = counts >= settings.minimum
+    if not kept.all():
+        least = int(counts.argmin())
+        few = (
+            f"{int((~kept).sum())} of {len(counts)} clients (by {column!r}, {shards} shards each) get fewer than "
+            f"data.partition.minimum {settings.minimum} training clips; the fewest, {counts[least]}, has "
+            f"{_shard_id(names, least, shards)!r}"
+        )
+        if settings.smaller == "stop":
+            raise DataError(
+                f"{few}. Lower minimum, take fewer shards, or leave them out with data.partition.smaller=drop"
+            )
+        if not kept.any():
+            raise DataError(f"{few}. With data.partition.smaller=drop no client is left")
+    clients = np.flatnonzero(kept)
+    place = np.cumsum(kept) - 1
+    mine = kept[owner]
+    ids = [_shard_id(names, int(client), shards) for client in clients]
+    return _sorted_partition(ids, rows[mine], place[owner[mine]], names, (clients // shards).astype(np.int32))
+
+
+def _shard_id(names: Sequence[str], client: int, shards: int) -> str:
+    return names[client] if shards == 1 else f"{names[client // shards]}/{client % shards}"
+
+
+def _check_total(units: int, what: str, clients: int, minimum: int) -> None:
+    if units < clients * minimum:
+        raise DataError(
+            f"data.partition: {units} {what} cannot give {clients} clients {minimum} each ({clients * minimum} needed); "
+            f"take at most {units // minimum} clients or a smaller minimum"
+        )
+
+
+def _until_all_have(minimum: int, clients: int, draw: Callable[[], np.ndarray], what: str, hint: str) -> np.ndarray:
+    """Draws owners until everyone has ``minimum``."""
+    best = 0
+    for _ in range(DRAWS):
+        owner = draw()
+        least = int(np.bincount(owner, minlength=clients).min())
+        if least >= minimum:
+            return owner
+        best = max(best, least)
+    raise DataError(
+        f"data.partition: in {DRAWS} draws {what} at least one of {clients} clients always had fewer than minimum {minimum}; "
+        f"the best draw gave everyone {best} ({len(owner) / clients:.1f} on average). {hint}"
+    )
+
+
+def _dealt(count: int, proportions: np.ndarray) -> np.ndarray:
+    """int64 [count], ascending: owners of ``count`` things dealt in these proportions (they add up to 1)."""
+    # The small number keeps a sum of 0.999... from giving the last thing to someone with proportion 0.
+    cuts = np.floor(np.cumsum(proportions)[:-1] * count + 1e-9).astype(np.int64)
+    owners: np.ndarray = np.repeat(np.arange(len(proportions)), np.diff(cuts, prepend=0, append=count))
+    return owners
+
+
+def _dirichlet(
+    manifest: pa.Table,
+    rows: np.ndarray,
+    labels: np.ndarray,
+    settings: PartitionSettings,
+    clients: int,
+    rng: np.random.Generator,
+) -> np.ndarray:
+    """int64 [rows]: owners."""
+    what = "clips"
+    unit_of = np.arange(len(rows))
+    if settings.column is not None:
+        names, unit_of = _values(manifest, rows, settings.column)
+        what = f"values of column {settings.column!r}"
+        labels = _most_frequent(unit_of, labels, len(names))
+    units = len(labels)
+    _check_total(units, what, clients, settings.minimum)
+    members = [np.flatnonzero(labels == label) for label in np.unique(labels)]
+    concentration = np.full(clients, cast(float, settings.alpha))
+
+    def draw() -> np.ndarray:
+        owner = np.empty(units, np.int64)
+        held = np.zeros(clients, np.int64)
+        for group in members:
+            proportions = rng.dirichlet(concentration)
+            if settings.balance:
+                open_ = held < units / clients
+                proportions = proportions * open_
+                if not proportions.sum() > 0:  # alpha so small that all the weight fell on clients that have enough
+                    proportions = open_.astype(float)
+            owner[rng.permutation(group)] = _dealt(len(group), proportions / proportions.sum())
+            held += np.bincount(owner[group], minlength=clients)
+        return owner
+
+    hint = "Raise alpha, take fewer clients, or lower minimum" + ("" if settings.balance else ", or set balance: true")
+    owner = _until_all_have(settings.minimum, clients, draw, f"with alpha {settings.alpha}", hint)
+    return owner[unit_of]
+
+
+def _most_frequent(unit_of: np.ndarray, labels: np.ndarray, units: int) -> np.ndarray:
+    """int64 [units]: the label that most of a unit's clips have, the smallest of several."""
+    counts = np.zeros((units, int(labels.max()) + 1), np.int64)
+    np.add.at(counts, (unit_of, labels), 1)
+    result: np.ndarray = counts.argmax(axis=1)
+    return result
+
+
+def _quantity(count: int, settings: PartitionSettings, clients: int, rng: np.random.Generator) -> np.ndarray:
+    if settings.spread is None:
+        concentration = np.full(clients, cast(float, settings.alpha))
+        owner = _until_all_have(
+            settings.minimum,
+            clients,
+            lambda: _dealt(count, rng.dirichlet(concentration)),
+            f"with alpha {settings.alpha}",
+            "Raise alpha, take fewer clients, or lower minimum",
+        )
+    else:
+        sizes = _spread_sizes(count, clients, settings.spread, rng)
+        if sizes.min() < settings.minimum:
+            raise DataError(
+                f"data.partition: with spread {settings.spread} the smallest client has {sizes.min()} clips ({count / clients:.1f} "
+                f"on average), fewer than minimum {settings.minimum}; lower spread or minimum, or take fewer clients"
+            )
+        owner = np.repeat(np.arange(clients), sizes)
+    return rng.permutation(owner)
+
+
+def _least_and_most(count: int, clients: int, spread: float) -> tuple[int, int]:
+    mean = count / clients
+    beyond = int(spread * mean + 1e-9)
+    # At least the rounded-up mean, or there would be clips that nobody may take.
+    return int(mean - beyond), max(int(mean + beyond), -(-count // clients))
+
+
+def _spread_sizes(count: int, clients: int, spread: float, rng: np.random.Generator) -> np.ndarray:
+    """int64 [clients]: sizes by FedSTAR's rule."""
+    least, most = _least_and_most(count, clients, spread)
+    sizes = np.full(clients, least, np.int64)
+    while (left := count - int(sizes.sum())) > 0:
+        # One at a time to a random client that is not full; those drawn after they became full are drawn again.
+        open_ = np.flatnonzero(sizes < most)
+        drawn = np.bincount(open_[rng.integers(len(open_), size=left)], minlength=clients)
+        sizes = np.minimum(sizes + drawn, most)
+    return sizes
+
+
+def _classes(labels: np.ndarray, settings: PartitionSettings, clients: int, rng: np.random.Generator) -> np.ndarray:
+    wanted = cast(int, settings.classes)
+    present = np.unique(labels)
+    if wanted > len(present):
+        raise DataError(f"data.partition.classes {wanted} is more than the {len(present)} labels of the training clips")
+    if clients * wanted < len(present):
+        raise DataError(
+            f"data.partition: {clients} clients with {wanted} classes each cannot hold all {len(present)} labels; take at least "
+            f"{-(-len(present) // wanted)} clients or {-(-len(present) // clients)} classes"
+        )
+    members = [np.flatnonzero(labels == label) for label in present]
+
+    def draw() -> np.ndarray:
+        has = _class_holders(len(present), clients, wanted, rng)
+        owner = np.empty(len(labels), np.int64)
+        for number, group in enumerate(members):
+            holders = rng.permutation(np.flatnonzero(has[:, number]))
+            owner[rng.permutation(group)] = holders[np.arange(len(group)) % len(holders)]
+        return owner
+
+    hint = "Take fewer clients or classes, or lower minimum"
+    return _until_all_have(settings.minimum, clients, draw, f"with {wanted} classes each", hint)
+
+
+def _class_holders(classes: int, clients: int, wanted: int, rng: np.random.Generator) -> np.ndarray:
+    """Bool [clients, classes]: ``wanted`` classes for every client, at least one client for every class."""
+    has = np.zeros((clients, classes), bool)
+    # Each class to one client first, all clients taking turns; then everyone fills up at random.
+    has[np.resize(rng.permutation(clients), classes), rng.permutation(classes)] = True
+    for mine in has:
+        others = rng.permutation(np.flatnonzero(~mine))
+        mine[others[: wanted - int(mine.sum())]] = True
+    return has

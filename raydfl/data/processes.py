@@ -1,0 +1,129 @@
+"""Local worker processes for calculations that are cut into independent chunks.
+
+Not ``multiprocessing``: a fresh interpreter that talks over pipes never imports the caller's ``__main__``, so a script without
+a ``if __name__ == "__main__"`` guard, a notebook and a Ray worker can all start one. Workers end by themselves when their
+caller does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar, cast
+
+from raydfl.errors import RaydflError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_PROGRAM = "from raydfl.data.processes import serve; serve()"
+
+
+def available_cpus() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def map_in_processes(function: Callable[[T], R], items: Sequence[T], workers: int) -> Iterator[R]:
+    """``function`` of each item in worker processes; results in order of completion.
+
+    Args:
+        function: defined at the top level of an importable module.
+        items: what can be pickled; so must the results be.
+        workers: processes; at most one for each item is started.
+
+    Raises:
+        RaydflError: a worker process was killed, by the system for memory perhaps.
+        Exception: whatever ``function`` raised; items that had not started are dropped.
+    """
+    pool: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    started = [_Worker() for _ in range(min(workers, len(items)))]
+    for worker in started:
+        pool.put(worker)
+
+    def run(item: T) -> R:
+        worker = pool.get()
+        try:
+            result: R = worker.call(function, item)
+            return result
+        finally:
+            pool.put(worker)
+
+    threads = ThreadPoolExecutor(max(1, len(started)))
+    try:
+        for future in as_completed([threads.submit(run, item) for item in items]):
+            yield future.result()
+    finally:
+        threads.shutdown(wait=True, cancel_futures=True)
+        for worker in started:
+            worker.close()
+
+
+class _Worker:
+    """One interpreter that calls what it is sent."""
+
+    def __init__(self) -> None:
+        environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path or str(Path.cwd()) for path in sys.path))
+        # A session of its own: Ctrl-C reaches the caller only, which lets running chunks end and then closes the pipes.
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        self._input = cast(BinaryIO, self._process.stdin)
+        self._output = cast(BinaryIO, self._process.stdout)
+
+    def call(self, function: Callable[[T], R], item: T) -> Any:
+        try:
+            pickle.dump((function, item), self._input)
+            self._input.flush()
+            good, value = pickle.load(self._output)  # noqa: S301  (from our own child)
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
+            raise RaydflError(
+                f"a worker process ended with code {self._process.wait()} in the middle of its work (-9: killed, often for lack "
+                "of memory); what the others finished is kept, so run the same command again"
+            ) from error
+        if not good:
+            raise value
+        return value
+
+    def close(self) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it has gone already
+            self._input.close()
+        self._output.close()
+        self._process.wait()
+
+
+def serve() -> None:
+    """What a worker process runs: calls from standard input, results to standard output, until the input ends."""
+    answers: BinaryIO = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print must not land between the answers
+    while True:
+        try:
+            function, item = pickle.load(sys.stdin.buffer)  # noqa: S301  (from our own parent)
+        except (EOFError, pickle.UnpicklingError):  # the caller has ended
+            return
+        try:
+            answer = pickle.dumps((True, function(item)))
+        except Exception as error:  # noqa: BLE001  (handed to the caller)
+            answer = _pickled_error(error)
+        answers.write(answer)
+        answers.flush()
+
+
+def _pickled_error(error: Exception) -> bytes:
+    try:
+        answer = pickle.dumps((False, error))
+        pickle.loads(answer)  # noqa: S301  (some exceptions pickle but do not come back)
+    except Exception:  # noqa: BLE001
+        answer = pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}")))
+    return answer

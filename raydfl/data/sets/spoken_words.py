@@ -1,0 +1,249 @@
+"""The built-in corpus: words that eSpeak NG says on the spot, in as many voices as wanted. No download, no files.
+
+A speaker is a voice variant x pitch x liveliness x speaking rate x loudness x room (level and colour of its noise), and for several
+languages one of these; each take varies pitch, rate, loudness, place in the clip and noise a little. Everything is drawn from the seed,
+the speaker's number, the word and the take, so a clip has the same samples whichever process makes it and whatever else is in the corpus.
+
+``speakers=2618, words="speech_commands_35", clips=105829`` has the shape of Speech Commands v0.02: speakers of very uneven size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from raydfl.data import espeak
+from raydfl.data.clips import make_manifest
+from raydfl.data.dataset import Card, Dataset
+from raydfl.data.sets.speech_commands import KEYWORDS, WORDS
+from raydfl.errors import ConfigError, nearest
+from raydfl.seeds import generator
+
+_WORD_LISTS = {"speech_commands_10": KEYWORDS, "speech_commands_35": WORDS}
+
+# Goes into the identity of each clip; raised when the same options would give other samples.
+_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Speaker:
+    """What stays the same in all clips of a speaker."""
+
+    language: str
+    variant: str
+    pitch: float
+    pitch_range: int
+    rate: float
+    level_db: float
+    snr_db: float
+    rumble: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpokenWords(Dataset):
+    """Words spoken by eSpeak NG (``pip install 'raydfl[speech]'``)."""
+
+    card: ClassVar[Card] = Card(
+        title="Spoken words, made on the spot by eSpeak NG",
+        layout="nothing: the clips are generated",
+        licence="eSpeak NG is GPL-3; the package espeakng-loader brings it",
+        url="https://github.com/espeak-ng/espeak-ng",
+        classes=len(KEYWORDS),
+    )
+
+    speakers: Annotated[int, Field(ge=1, description="number of speakers; each is a group")] = 40
+    words: Annotated[
+        Literal["speech_commands_10", "speech_commands_35"] | tuple[str, ...],
+        Field(description="the classes: a list of words, or the ten commands or all 35 words of Speech Commands"),
+    ] = "speech_commands_10"
+    languages: Annotated[
+        tuple[str, ...],
+        Field(min_length=1, description="eSpeak's languages or accents (en-us, en-gb-scotland, de ...); a speaker has one"),
+    ] = ("en-us",)
+    takes: Annotated[int, Field(ge=1, description="clips of each speaker and word; not used when clips is given")] = 5
+    clips: Annotated[
+        int | None,
+        Field(ge=1, description="clips in all, spread unevenly over the speakers (log-normal sizes, at least one each)"),
+    ] = None
+    seconds: Annotated[float, Field(gt=0.1, le=60, description="length of a clip, s; longer speech is cut")] = 1.0
+    snr_db: Annotated[
+        tuple[float, float] | None,
+        Field(description="speech to room noise, dB: the noisiest and the quietest of the speakers' rooms; null: no noise"),
+    ] = (10.0, 30.0)
+    test_speakers: Annotated[float, Field(ge=0, lt=1, description="share of the speakers whose clips are the test set")] = 0.2
+    validation_speakers: Annotated[
+        float, Field(ge=0, lt=1, description="share of the speakers whose clips are the validation set")
+    ] = 0.0
+    seed: Annotated[int, Field(ge=0, description="another seed is another corpus: other voices, takes and noise")] = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> SpokenWords:
+        for name, values in (("words", self.word_list), ("languages", self.languages)):
+            if not values or not all(value.strip() for value in values):
+                raise ValueError(f"{name} must name at least one, and none may be empty")
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name} names {next(v for v in values if values.count(v) > 1)!r} more than once")
+        if self.clips is not None and self.clips < self.speakers:
+            raise ValueError(f"clips is {self.clips} for {self.speakers} speakers; each needs at least one")
+        if self.snr_db is not None and not -20 <= self.snr_db[0] <= self.snr_db[1] <= 100:
+            raise ValueError(f"snr_db must be two numbers from -20 to 100, the lower one first, not {self.snr_db}")
+        if self.test_speakers + self.validation_speakers >= 1:
+            raise ValueError("test_speakers and validation_speakers leave no speaker to train on")
+        return self
+
+    @property
+    def word_list(self) -> tuple[str, ...]:
+        """The classes."""
+        return _WORD_LISTS[self.words] if isinstance(self.words, str) else self.words
+
+    def manifest(self) -> pa.Table:
+        """One row for each speaker, word and take. Extra columns: ``take`` (int64) and ``language``.
+
+        Raises:
+            ConfigError: eSpeak NG is not installed, or has no such language.
+        """
+        for language in self.languages:
+            if language not in espeak.languages():
+                raise ConfigError(f"eSpeak NG has no language {language!r}; {nearest(language, espeak.languages())}")
+        splits = self._splits()
+        rows: dict[str, list[Any]] = {name: [] for name in ("clip", "label", "group", "split", "take", "language")}
+        for index, counts in enumerate(self._counts()):
+            name = _speaker_name(index)
+            language = self._speaker(index).language
+            for word, count in zip(self.word_list, counts, strict=True):
+                rows["clip"].extend(f"{name}/{word}/{take}" for take in range(count))
+                rows["label"].extend([word] * count)
+                rows["take"].extend(range(count))
+            added = len(rows["clip"]) - len(rows["group"])
+            rows["group"].extend([name] * added)
+            rows["split"].extend([splits[index]] * added)
+            rows["language"].extend([language] * added)
+        size = len(rows["clip"])
+        columns = {**rows, "path": pa.nulls(size, pa.string()), "seconds": np.full(size, self._samples / espeak.SAMPLE_RATE)}
+        return make_manifest(columns, self.card.title)
+
+    def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
+        """Says the word of one row of the manifest: float32 [samples, 1], -1..1, at 22,050 Hz."""
+        speaker = self._speaker(_speaker_index(row["group"]))
+        random = generator(self.seed, row["take"], f"{row['group']}/{row['label']}", "take")
+        speech = espeak.speak(
+            row["label"],
+            speaker.language,
+            speaker.variant,
+            rate=round(speaker.rate * random.uniform(0.92, 1.08)),
+            pitch=round(float(np.clip(speaker.pitch + random.normal(0, 3), 0, 99))),
+            pitch_range=speaker.pitch_range,
+            seed=int(random.integers(2**31)),
+        )
+        speech = _trim(speech)[: self._samples]
+        clip = np.zeros(self._samples, np.float32)
+        free = self._samples - len(speech)
+        start = round(free * random.uniform(0.2, 0.8))
+        clip[start : start + len(speech)] = speech
+        if self.snr_db is not None:
+            noise = _coloured_noise(self._samples, speaker.rumble, random)
+            clip += noise * np.float32(_rms(speech) / _rms(noise) * 10 ** (-speaker.snr_db / 20))
+        level_db = min(speaker.level_db + random.normal(0, 1.5), -0.5)
+        clip *= np.float32(10 ** (level_db / 20) / np.abs(clip).max())
+        return clip[:, None], espeak.SAMPLE_RATE
+
+    def identity(self, row: Mapping[str, Any]) -> str:
+        """All that decides the samples of a clip; not how many speakers, words or takes there are beside it."""
+        options = (self.seed, self.languages, self.snr_db, self._samples)
+        return f"spoken words {_VERSION}, espeakng-loader {espeak.version()}, {options}, {row['clip']}"
+
+    @property
+    def _samples(self) -> int:
+        return round(self.seconds * espeak.SAMPLE_RATE)
+
+    def _speaker(self, index: int) -> _Speaker:
+        return _draw_speaker(self.seed, self.languages, self.snr_db, index)
+
+    def _counts(self) -> list[list[int]]:
+        """Clips by speaker and word."""
+        size = len(self.word_list)
+        if self.clips is None:
+            return [[self.takes] * size] * self.speakers
+        weights = generator(self.seed, 0, "", "sizes").lognormal(0.0, 1.0, self.speakers)
+        # Everybody has one clip; the rest goes out in proportion, what rounding leaves to the largest remainders.
+        shares = weights / weights.sum() * (self.clips - self.speakers)
+        totals = 1 + np.floor(shares).astype(np.int64)
+        short = self.clips - int(totals.sum())
+        totals[np.argsort(np.floor(shares) - shares, kind="stable")[:short]] += 1
+        counts = []
+        for index, total in enumerate(totals.tolist()):
+            extra = generator(self.seed, 0, _speaker_name(index), "words").permutation(size)[: total % size]
+            of_word = np.full(size, total // size)
+            of_word[extra] += 1
+            counts.append(of_word.tolist())
+        return counts
+
+    def _splits(self) -> list[str | None]:
+        """The split of each speaker."""
+        if not self.test_speakers and not self.validation_speakers:
+            return [None] * self.speakers
+        sizes = {"test": self.test_speakers, "validation": self.validation_speakers}
+        order = generator(self.seed, 0, "", "splits").permutation(self.speakers).tolist()
+        splits: list[str | None] = ["train"] * self.speakers
+        for name, share in sizes.items():
+            # A share above nothing is at least one speaker, and one is always left to train on.
+            count = min(max(round(share * self.speakers), 1 if share else 0), len(order) - 1)
+            for index in order[:count]:
+                splits[index] = name
+            del order[:count]
+        return splits
+
+
+def _speaker_name(index: int) -> str:
+    return f"speaker_{index:04d}"
+
+
+def _speaker_index(name: str) -> int:
+    return int(name.removeprefix("speaker_"))
+
+
+@functools.lru_cache(maxsize=4096)
+def _draw_speaker(seed: int, languages: tuple[str, ...], snr_db: tuple[float, float] | None, index: int) -> _Speaker:
+    variants = espeak.variants()
+    random = generator(seed, 0, _speaker_name(index), "voice")
+    # A shuffled list of all variants, then the next: as few speakers as possible share one.
+    order = generator(seed, index // len(variants), "", "variants").permutation(len(variants))
+    return _Speaker(
+        language=languages[int(random.integers(len(languages)))],
+        variant=variants[int(order[index % len(variants)])],
+        pitch=random.uniform(30, 70),
+        pitch_range=int(random.integers(30, 71)),
+        rate=random.uniform(140, 200),
+        level_db=random.uniform(-18, -2),
+        snr_db=random.uniform(*snr_db) if snr_db is not None else 0.0,
+        rumble=random.uniform(0.0, 0.95),
+    )
+
+
+def _trim(speech: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Without what is quieter than 1 % of the peak before and after."""
+    loud = np.flatnonzero(np.abs(speech) > 0.01 * np.abs(speech).max())
+    return speech[loud[0] : loud[-1] + 1]
+
+
+def _rms(samples: npt.NDArray[np.float32]) -> float:
+    return float(np.sqrt(np.mean(np.square(samples, dtype=np.float64))))
+
+
+def _coloured_noise(size: int, rumble: float, random: np.random.Generator) -> npt.NDArray[np.float32]:
+    """Noise [size], white at rumble 0, more and more of it low towards 1: white noise through 1 + r z + ... + (r z)**31.
+
+    Written as (1 + r z)(1 + (r z)**2) ... (1 + (r z)**16): only sums and products of elements, the same bits everywhere.
+    """
+    noise: npt.NDArray[np.float32] = random.standard_normal(size + 31, np.float32)
+    for delay in (1, 2, 4, 8, 16):
+        noise = noise[delay:] + np.float32(rumble**delay) * noise[:-delay]
+    return noise

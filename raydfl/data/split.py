@@ -1,0 +1,182 @@
+"""Which clips are held out for the server's test, which for its validation, and which the clients train on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, cast
+
+import numpy as np
+import pyarrow as pa
+from pydantic import Field, model_validator
+
+from raydfl.errors import DataError, nearest
+from raydfl.seeds import generator
+from raydfl.settings import Settings
+
+
+class HoldOutSettings(Settings):
+    """The server's test set: clips with certain values in a column, a share of the column's values, or a share of the clips."""
+
+    by: Annotated[
+        str,
+        Field(
+            description="A column of the manifest: split (the official one), group (whole speakers), fold, session ...; or clip: "
+            "single clips, the same share of every label."
+        ),
+    ] = "split"
+    values: Annotated[
+        tuple[str | int | float, ...] | None,
+        Field(min_length=1, description="Clips with one of these values in the column are the test set, [1] of folds."),
+    ] = None
+    fraction: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            lt=1,
+            description="Share of the column's values (or of the clips) that is drawn for the test set, 0 to 1.",
+        ),
+    ] = None
+
+    @model_validator(mode="after")
+    def _one_way(self) -> HoldOutSettings:
+        if self.by == "split" and self.fraction is None:
+            return self
+        if (self.values is None) == (self.fraction is None):
+            raise ValueError(f"by: {self.by} needs either values or fraction")
+        if self.by == "clip" and self.values is not None:
+            raise ValueError("by: clip needs fraction, not values")
+        return self
+
+
+class SplitSettings(Settings):
+    """What is held out, and where."""
+
+    test: Annotated[
+        HoldOutSettings | None, Field(description="The server's test set. null: none, the clients train on everything.")
+    ] = HoldOutSettings()
+    official_validation: Annotated[
+        Literal["train", "validation", "drop"],
+        Field(
+            description="Clips of the official validation split: train (clients train on them), validation (the server keeps "
+            "them, to choose a round or a setting), drop."
+        ),
+    ] = "train"
+    validation: Annotated[
+        float,
+        Field(
+            ge=0,
+            lt=1,
+            description="Share of every client's clips that it holds out for its own validation, rounded, 0 to 1; one clip at "
+            "least stays in training.",
+        ),
+    ] = 0.0
+
+
+@dataclass(frozen=True)
+class Split:
+    """Row numbers of a manifest, each ascending int64."""
+
+    train: np.ndarray
+    validation: np.ndarray
+    """The server's."""
+    test: np.ndarray
+
+
+def split_clips(manifest: pa.Table, settings: SplitSettings, seed: int) -> Split:
+    """Divides the clips of a manifest between clients and server.
+
+    Args:
+        manifest: columns ``clip``, ``label``, ``split`` (train, validation, test, or null everywhere) and the one that the
+            settings name.
+        seed: the run's.
+
+    Raises:
+        DataError: an unknown column, a value that no clip has, clips without a value, or nothing left to train or test on.
+    """
+    official = _column(manifest, "split")
+    held_out = np.zeros(manifest.num_rows, bool) if settings.test is None else _held_out(manifest, settings.test, seed)
+    validation = (official == "validation") & ~held_out
+    train = ~held_out
+    if settings.official_validation != "train":
+        train &= ~validation
+    kept = validation if settings.official_validation == "validation" else np.zeros_like(validation)
+    split = Split(np.flatnonzero(train), np.flatnonzero(kept), np.flatnonzero(held_out))
+    if not len(split.train):
+        raise DataError(
+            f"no clips are left to train on: {len(split.test)} of {manifest.num_rows} are the test set and "
+            f"{int(validation.sum())} the official validation set; choose data.split.test differently, for example "
+            "{by: group, fraction: 0.2} or {by: clip, fraction: 0.2}"
+        )
+    return split
+
+
+def hold_out(count: int, fraction: float, rng: np.random.Generator) -> np.ndarray:
+    """Which of a client's ``count`` clips are its validation: bool [count], round(fraction * count) of them, never all."""
+    chosen = np.zeros(count, bool)
+    number = min(count - 1, _rounded(fraction * count))
+    chosen[rng.permutation(count)[:number]] = True
+    return chosen
+
+
+def _rounded(value: float) -> int:
+    return int(np.floor(value + 0.5))  # halves up, unlike round()
+
+
+def _strings(values: tuple[str | int | float, ...] | None) -> tuple[str, ...]:
+    return ("test",) if values is None else tuple(str(value) for value in values)
+
+
+def _column(manifest: pa.Table, name: str) -> np.ndarray:
+    """Object [clips]: the column's values, ``None`` where there is none."""
+    if name not in manifest.column_names:
+        raise DataError(f"the manifest has no column {name!r}; {nearest(name, manifest.column_names)}")
+    values: np.ndarray = np.array(manifest.column(name).to_pylist(), dtype=object)
+    return values
+
+
+def _held_out(manifest: pa.Table, settings: HoldOutSettings, seed: int) -> np.ndarray:
+    """Bool [clips]: the test set."""
+    rng = generator(seed, 0, "", "split test")
+    if settings.by == "clip":
+        return _share_of_each_label(_column(manifest, "label"), cast(float, settings.fraction), rng)
+    column = _column(manifest, settings.by)
+    named = np.array([None if value is None else str(value) for value in column], dtype=object)
+    present = sorted({value for value in named if value is not None})
+    if settings.fraction is None:
+        wanted = _strings(settings.values)
+        for value in wanted:
+            if value not in present:
+                hint = nearest(value, present) if present else "the column is empty"
+                raise DataError(
+                    f"no clip has {value!r} in column {settings.by!r} ({hint}); choose data.split.test differently, for example "
+                    "{by: group, fraction: 0.2} or {by: clip, fraction: 0.2}"
+                )
+    else:
+        missing = manifest.column("clip").filter(pa.array([value is None for value in named])).to_pylist()
+        if missing:
+            raise DataError(
+                f"{len(missing)} clips have no {settings.by!r} by which to hold them out: {', '.join(missing[:5])} ...; fill the "
+                "column, or choose data.split.test differently"
+            )
+        number = max(1, _rounded(settings.fraction * len(present)))
+        if number >= len(present):
+            raise DataError(
+                f"data.split.test.fraction {settings.fraction} of {len(present)} values of column {settings.by!r} leaves none to "
+                "train on"
+            )
+        wanted = tuple(present[index] for index in rng.permutation(len(present))[:number])
+    chosen: np.ndarray = np.isin(named.astype(str), wanted) & np.array([value is not None for value in named], bool)
+    return chosen
+
+
+def _share_of_each_label(labels: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
+    chosen = np.zeros(len(labels), bool)
+    for label in sorted(set(labels)):
+        members = np.flatnonzero(labels == label)
+        number = min(len(members) - 1, _rounded(fraction * len(members)))
+        chosen[rng.permutation(members)[:number]] = True
+    if not chosen.any():
+        raise DataError(
+            f"data.split.test.fraction {fraction} of {len(labels)} clips of {len(set(labels))} labels is no clip"
+        )
+    return chosen

@@ -1,0 +1,345 @@
+"""The round: plan, dispatch, aggregate, evaluate, commit. A plain class that knows no Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import nn
+
+from raydfl import record, seeds
+from raydfl.clients import Clients
+from raydfl.config import Config
+from raydfl.data.population import Population
+from raydfl.errors import ClientError, ConfigError
+from raydfl.method import Method
+from raydfl.metrics import pool as pool_metrics
+from raydfl.metrics import summarise
+from raydfl.pool import Pool
+from raydfl.store import PrivateRef, RunStore
+from raydfl.tensors import FlatTensors
+from raydfl.types import Client, Metrics, ModelSpec, Ratio, State, Task, Update
+from raydfl.worker import SERVER, Measurement, Order, Result, build_models
+
+_SHARD = 512
+"""Test examples in one order of the server's evaluation."""
+_MERGE = 100
+"""Commits after which their small files of rows are merged into one."""
+
+
+@dataclass(slots=True)
+class RoundReport:
+    """What a round did: for the progress line, the record and the trackers."""
+
+    round: int
+    """Rounds completed."""
+    clients: int = 0
+    loss: float = float("nan")
+    """Mean training loss per example, before aggregation."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """What was evaluated after the round, pooled: ``"test plugin/accuracy"``."""
+    rejected: dict[str, str] = field(default_factory=dict)
+    """Reason by client id."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    bytes_down: int = 0
+    bytes_up: int = 0
+    committed: bool = False
+    rows: list[record.Row] = field(default_factory=list)
+    """With a commit: all rows since the last one."""
+
+
+class Federation:
+    """A federation that can be asked for one round at a time.
+
+    All that it knows is State and the index of the clients' private records; both are in every commit, so a new Federation on the
+    same folder goes on where the last commit was, and does the same rounds to the same bits.
+    """
+
+    def __init__(self, config: Config, population: Population, store: RunStore, pool: Pool) -> None:
+        """Opens the newest commit, or begins with round 0. The store must be locked."""
+        self.config = config
+        self.store = store
+        self.pool = pool
+        self.method = config.build_method()
+        self.clients = Clients(population, config)
+        self.cohort = config.train.cohort_size(len(self.clients))
+        self._test_shards = _shards(population.test.clips, _SHARD)
+        self._variants = [
+            (client, build_models(self.method, client, config.run.seed)) for client in self.clients.variants()
+        ]
+        self._fully_shared = _shared_models(self.method, self._variants)
+        self._segments: set[str] = set()
+        self._rows: list[record.Row] = []
+        self._commits = 0
+        commit, self.warnings = store.open_latest()
+        if commit is None:
+            self.state = self._first_state()
+            self._private: dict[int, PrivateRef] = {}
+            record.discard_rows(store.folder, -1)
+            store.commit(self.state, {})
+        else:
+            self.state, self._private = commit.state, dict(commit.private)
+            record.discard_rows(store.folder, self.state.round_index)
+
+    def _first_state(self) -> State:
+        rng = seeds.generator(self.config.run.seed, 0, "", "init")
+        state = self.method.init(self.clients, [models for _, models in self._variants], rng)
+        if not state.tensors:
+            raise ConfigError(
+                f"method {self.config.method['name']!r} starts with no tensors at all: its shared() keeps everything private"
+            )
+        return state
+
+    def plan(self) -> list[Order]:
+        """The orders of the next round: the same whenever they are asked for."""
+        r = self.state.round_index
+        tasks = self.method.plan(
+            self.state, self.clients, seeds.generator(self.config.run.seed, r, "", "plan"), self.cohort
+        )
+        return self._orders(tasks, None)
+
+    def _orders(self, tasks: Sequence[Task], measure: tuple[Measurement, ...] | None) -> list[Order]:
+        """Orders in client order; checks what a method planned."""
+        placed = sorted(((self.clients.index_of(t.client_id), t) for t in _by_client(tasks)), key=lambda pair: pair[0])
+        orders = []
+        for position, (index, task) in enumerate(placed):
+            for key in task.receive:
+                if key not in self.state.tensors:
+                    raise ConfigError(
+                        f"the method planned to send {key!r} to client {task.client_id!r}, but the server's state has only "
+                        f"{', '.join(self.state.tensors)}"
+                    )
+            cost = float(self.clients[index].num_examples)
+            orders.append(Order(position, task, self.state.round_index, cost, self._private.get(index), measure))
+        return orders
+
+    def round(self) -> RoundReport:
+        """One round: train a cohort, aggregate, evaluate if it is time, commit if it is time.
+
+        Raises:
+            ClientError: a method's code failed, or too many updates were rejected; nothing of the round counts.
+        """
+        started = time.perf_counter()
+        report = RoundReport(self.state.round_index + 1)
+        orders = self.plan()
+        rng = seeds.generator(self.config.run.seed, self.state.round_index, "", "aggregate")
+        updates = self._updates(orders, report)
+        state, metrics = self.method.aggregate(self.state, updates, rng)
+        for _ in updates:
+            pass  # a rule need not look at every update, but every client's result counts
+        aggregated = time.perf_counter()
+        self._check_rejected(report, len(orders))
+        self.state = dataclasses.replace(state, round_index=report.round)
+        self._record(report, "", metrics)
+        if report.round % self.config.evaluate.every == 0 or report.round == self.config.train.rounds:
+            self._evaluate(report, [order.task.client_id for order in orders])
+        evaluated = time.perf_counter()
+        report.seconds.update(train_and_aggregate=aggregated - started, evaluate=evaluated - aggregated)
+        if report.round % self.config.run.commit_every == 0 or report.round == self.config.train.rounds:
+            self.commit(report)
+            report.seconds["commit"] = time.perf_counter() - evaluated
+        report.seconds["round"] = time.perf_counter() - started
+        return report
+
+    def _updates(self, orders: Sequence[Order], report: RoundReport) -> Iterator[Update]:
+        """Updates one after another in client order, whatever the order of arrival; what else came with them is recorded."""
+        trained: dict[str, Metrics] = {}
+        fit_seconds = 0.0
+        needed = {key for order in orders for key in order.task.receive}
+        for result in in_order(self.pool.run(orders, self.broadcast(needed)), len(orders)):
+            report.clients += 1
+            report.bytes_down += result.bytes_down
+            report.bytes_up += result.bytes_up
+            fit_seconds += result.seconds
+            if result.private is not None and result.private != orders[result.position].private:
+                self._private[self.clients.index_of(result.client_id)] = result.private
+                self._segments.add(result.private.segment)
+            if result.update is None:
+                report.rejected[result.client_id] = result.rejected
+                continue
+            trained[result.client_id] = result.measured["train"]
+            yield result.update
+        pooled = pool_metrics(trained.values())
+        loss = pooled.get("loss")
+        if isinstance(loss, Ratio):
+            report.loss = loss.value
+        self._rows += record.rows_from_clients(report.round, "train", "train", trained)
+        self._record(
+            report,
+            "",
+            {
+                "bytes_down": Ratio(report.bytes_down, 1),
+                "bytes_up": Ratio(report.bytes_up, 1),
+                "clients": Ratio(report.clients, 1),
+                "failed": Ratio(len(report.rejected), 1),
+                "seconds/fit": Ratio(fit_seconds, max(1, report.clients)),
+            },
+        )
+        for client_id in report.rejected:
+            self._record(report, client_id, {"failed": Ratio(1, 1)})
+
+    def _record(self, report: RoundReport, client: str, metrics: Metrics) -> None:
+        self._rows += record.rows_from_metrics(report.round, "train", client, "server", metrics)
+
+    def broadcast(self, keys: set[str]) -> dict[str, FlatTensors]:
+        """The entries of the state as they are sent."""
+        return {key: FlatTensors.of(self.state.tensors[key]) for key in sorted(keys)}
+
+    def _check_rejected(self, report: RoundReport, cohort: int) -> None:
+        if len(report.rejected) > self.config.run.max_failed * cohort:
+            client, reason = next(iter(report.rejected.items()))
+            raise ClientError(
+                f"round {report.round}: the updates of {len(report.rejected)} of {cohort} clients were rejected "
+                f"(client {client!r}: {reason}), "
+                f"more than run.max_failed={self.config.run.max_failed:g} allows; lower train.optimiser.lr or set "
+                f"train.optimiser.clip_norm, and start afresh, or look at one with: raydfl replay {self.store.folder} "
+                f"--round {report.round} --client '{client}'"
+            )
+
+    def _evaluate(self, report: RoundReport, cohort: Sequence[str]) -> None:
+        """Measure the new state: shared models on the server's data, and clients on their own hold-out."""
+        orders = self._server_orders() if self.config.evaluate.server else []
+        server_positions = len(orders)
+        prefixes = {order.position: _prefix(order.task.receive[0]) for order in orders}
+        orders += self._client_orders(cohort, server_positions)
+        server: list[Metrics] = []
+        clients: dict[str, dict[str, Metrics]] = {}
+        needed = {key for order in orders for key in order.task.receive}
+        results = in_order(self.pool.run(orders, self.broadcast(needed)), len(orders)) if orders else iter(())
+        for result in results:
+            for split, metrics in result.measured.items():
+                if result.position < server_positions:
+                    server.append({prefixes[result.position] + name: value for name, value in metrics.items()})
+                else:
+                    clients.setdefault(split, {})[result.client_id] = metrics
+        rows: list[record.Row] = []
+        if server:
+            pooled = pool_metrics(server)
+            rows += record.rows_from_metrics(report.round, "evaluate", "", "test", {**pooled, **summarise(pooled)})
+        for split, measured in clients.items():
+            rows += record.rows_from_clients(report.round, "evaluate", split, measured)
+        report.scores = {f"{row.split} {row.metric}": row.value for row in rows if not row.client and row.array is None}
+        self._rows += rows
+
+    def _server_orders(self) -> list[Order]:
+        """The shared models, under every key that holds them whole, on shards of the server's test data."""
+        orders: list[Order] = []
+        for key, tensors in self.state.tensors.items():
+            specs = tuple(spec for spec, names in self._fully_shared.items() if names <= tensors.keys())
+            if not specs:
+                continue
+            for start, stop in self._test_shards:
+                measure = (Measurement("test", tuple(spec.name for spec in specs), start, stop),)
+                task = Task(SERVER, phase="evaluate", receive=(key,))
+                orders.append(
+                    Order(
+                        len(orders),
+                        task,
+                        self.state.round_index,
+                        float(stop - start),
+                        None,
+                        measure,
+                        server_models=specs,
+                    )
+                )
+        return orders
+
+    def _client_orders(self, cohort: Sequence[str], first_position: int) -> list[Order]:
+        settings = self.config.evaluate
+        if settings.clients == "none":
+            return []
+        chosen = list(self.clients) if settings.clients == "all" else [self.clients.by_id(name) for name in cohort]
+        whole = {spec.name for spec in self._fully_shared}
+        names = tuple(type(self.method).models)
+        measure = [Measurement("validation", names)]
+        private = tuple(name for name in names if name not in whole)
+        if private and settings.client_test_clips and self._test_shards:
+            measure.append(Measurement("test", private, sample=settings.client_test_clips))
+        orders = self._orders(self.method.plan_evaluation(self.state, chosen), tuple(measure))
+        return [dataclasses.replace(order, position=first_position + order.position) for order in orders]
+
+    def commit(self, report: RoundReport | None = None) -> None:
+        """Make everything up to now durable. Rows first: what LATEST names is never without its record.
+
+        Raises:
+            ResourcesError: the disk is full; the last commit still counts.
+        """
+        self._compact()
+        record.write_rows(record.rows_path(self.store.folder, self.state.round_index), self._rows)
+        self.store.commit(self.state, self._private, self._segments)
+        if report is not None:
+            report.rows, report.committed = self._rows, True
+        self._rows, self._segments = [], set()
+        self._commits += 1
+        if self._commits % _MERGE == 0:
+            record.compact(self.store.folder, gather=_MERGE)
+
+    def _compact(self) -> None:
+        """Keep the private segments below about twice what counts."""
+        live = sum(ref.length for ref in self._private.values())
+        if self.store.bytes_of_segments() > 2 * live + (64 << 20):
+            moved = self.pool.compact(self.state.round_index, self._private)
+            self._private.update(moved)
+            self._segments.update(ref.segment for ref in moved.values())
+
+
+def in_order(results: Iterator[Result], count: int) -> Iterator[Result]:
+    """Results by rising position; those that come early wait."""
+    early: dict[int, Result] = {}
+    following = 0
+    for result in results:
+        early[result.position] = result
+        while following in early:
+            yield early.pop(following)
+            following += 1
+    if following != count:
+        raise AssertionError(f"the pool returned {following} of {count} results")
+
+
+def _by_client(tasks: Sequence[Task]) -> Sequence[Task]:
+    seen: set[str] = set()
+    for task in tasks:
+        if task.client_id in seen:
+            raise ConfigError(
+                f"the method planned two tasks for client {task.client_id!r} in one round; one is possible"
+            )
+        seen.add(task.client_id)
+    return tasks
+
+
+def _prefix(key: str) -> str:
+    """Metrics of the one global state carry no prefix; those of one of several keys do."""
+    return "" if key == "global" else f"{key}:"
+
+
+def _shards(clips: np.ndarray, size: int) -> list[tuple[int, int]]:
+    """Ranges of about ``size`` examples that never part the segments of one clip."""
+    starts = np.flatnonzero(np.r_[True, clips[1:] != clips[:-1]]) if len(clips) else np.zeros(0, np.int64)
+    shards, begin = [], 0
+    while begin < len(clips):
+        later = starts[starts >= begin + size]
+        end = int(later[0]) if len(later) else len(clips)
+        shards.append((begin, end))
+        begin = end
+    return shards
+
+
+def _shared_models(
+    method: Method, variants: Sequence[tuple[Client, Mapping[str, nn.Module]]]
+) -> dict[ModelSpec, set[str]]:
+    """The models that the server can evaluate, because every floating tensor of theirs is shared, with those tensors' names.
+
+    One architecture for each name: the first; a model with several architectures cannot be shared as a whole.
+    """
+    found: dict[str, tuple[ModelSpec, set[str]]] = {}
+    for client, models in variants:
+        for spec in client.models:
+            if spec.name in models and spec.name not in found:
+                state = models[spec.name].state_dict()
+                names = {f"{spec.name}/{key}" for key, value in state.items() if value.is_floating_point()}
+                if all(method.shared(name) for name in names):
+                    found[spec.name] = (spec, names)
+    return dict(found.values())

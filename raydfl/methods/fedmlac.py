@@ -1,0 +1,125 @@
+"""FedMLAC: a private local model and a shared plug-in model learn from each other; layers are pruned in the aggregation.
+
+FedMLAC: Mutual Learning Driven Heterogeneous Federated Audio Classification, equations:
+
+    (6)     CE of the local model
+    (7, 8)  L_local = alpha CE(F_k(x), y) + (1 - alpha) KL(p_g || p_k)
+    (9)     L_plug  = KL(p_k || p_g)
+    (10-14) layer-wise pruning aggregation (LPA): raydfl.aggregate.LayerwisePruning
+
+p_k and p_g are the softmax outputs of the client's local model and of its plug-in copy; KL(a || b) = sum_c a_c (log a_c - log b_c),
+mean over the batch; in each loss the other model's output is a constant. The local model never leaves the client and may have any
+architecture; the plug-in is overwritten by the server's at each participation.
+
+Readings of what the paper leaves open, and deviations:
+
+- Equation 4 puts the learner first in the divergence, 7 and 9 the teacher; 7 and 9 are used.
+- alpha, vl, vh and the temperature are not given: 0.5, 0.1, 0.1 and 1. A temperature T other than 1 softens both outputs and
+  multiplies the divergence by T^2, so that gradients keep their size.
+- ``plug_ce_weight`` adds a cross-entropy term to the plug-in's loss; equation 9 has none (0).
+- Both models are updated from one forward pass each; ``sequential`` updates the local model first and lets the plug-in learn from
+  the updated one, as the order of algorithm 1 could also be read.
+- "Layer" means a module (weight and bias together, a GRU is one layer); ``layer: tensor`` takes each tensor alone.
+- Ablations: ``lpa: false`` uses the mean weighted by examples; ``mutual: false`` trains both models with cross-entropy alone and
+  keeps LPA (the paper does not define it; a plug-in without any loss would not learn).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+import torch.nn.functional as F
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from raydfl.aggregate import LayerwisePruning, Rule, WeightedMean
+from raydfl.method import Method
+from raydfl.step import Step
+from raydfl.train import fit
+from raydfl.types import Batch, Update
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedMLAC(Method):
+    """Mutual learning of a private local model and a shared plug-in model."""
+
+    models: ClassVar[Mapping[str, str]] = {"plugin": "crnn_lite", "local": "crnn_base"}
+
+    alpha: Annotated[
+        float,
+        Field(ge=0, le=1, description="share of cross-entropy in the local loss; 1: the local model learns alone"),
+    ] = 0.5
+    temperature: Annotated[float, Field(gt=0, description="softening of both outputs in the divergences; 1: none")] = (
+        1.0
+    )
+    vl: Annotated[
+        float, Field(ge=0, lt=1, description="share of clients with the smallest deviation pruned in a layer")
+    ] = 0.1
+    vh: Annotated[
+        float, Field(ge=0, lt=1, description="share of clients with the largest deviation pruned in a layer")
+    ] = 0.1
+    layer: Annotated[
+        Literal["module", "tensor"], Field(description="what a layer is: a module with its bias, or each tensor")
+    ] = "module"
+    plug_ce_weight: Annotated[
+        float, Field(ge=0, description="weight of a cross-entropy term in the plug-in's loss; the paper's form is 0")
+    ] = 0.0
+    sequential: Annotated[bool, Field(description="the plug-in learns from the already updated local model")] = False
+    lpa: Annotated[bool, Field(description="false: without layer-wise pruning")] = True
+    mutual: Annotated[
+        bool, Field(description="false: without mutual learning, both models learn from labels alone")
+    ] = True
+
+    def shared(self, name: str) -> bool:
+        """The plug-in only."""
+        return name.startswith("plugin/")
+
+    def loss(self, step: Step, batch: Batch) -> Tensor:
+        """Equations 8 and 9 together: their gradients meet disjoint parameters."""
+        local, plugin = step.forward("local", batch), step.forward("plugin", batch)
+        return self._local_loss(local, plugin, batch) + self._plugin_loss(local, plugin, batch)
+
+    def local(self, step: Step) -> Update:
+        """Train both models; the plug-in goes back."""
+        if not self.sequential:
+            return step.update(fit(step, self.loss))
+
+        def first(step: Step, batch: Batch) -> Tensor:
+            return self._local_loss(step.forward("local", batch), step.forward("plugin", batch), batch)
+
+        def second(step: Step, batch: Batch) -> Tensor:
+            return self._plugin_loss(step.forward("local", batch), step.forward("plugin", batch), batch)
+
+        return step.update(fit(step, first, second))
+
+    def default_rule(self) -> Rule:
+        """LPA, or the mean weighted by examples in the ablation."""
+        return LayerwisePruning(vl=self.vl, vh=self.vh, by=self.layer) if self.lpa else WeightedMean()
+
+    def _local_loss(self, local: Tensor, plugin: Tensor, batch: Batch) -> Tensor:
+        """Equation 8 from both models' logits [batch, classes]."""
+        cross_entropy = batch.mean(F.cross_entropy(local, batch.y, reduction="none"))
+        if not self.mutual or self.alpha == 1:
+            return cross_entropy
+        return self.alpha * cross_entropy + (1 - self.alpha) * self._divergence(plugin, local, batch)
+
+    def _plugin_loss(self, local: Tensor, plugin: Tensor, batch: Batch) -> Tensor:
+        """Equation 9 from both models' logits, with the optional cross-entropy term."""
+        cross_entropy = batch.mean(F.cross_entropy(plugin, batch.y, reduction="none"))
+        if not self.mutual:
+            return cross_entropy
+        divergence = self._divergence(local, plugin, batch)
+        return divergence if self.plug_ce_weight == 0 else divergence + self.plug_ce_weight * cross_entropy
+
+    def _divergence(self, teacher: Tensor, student: Tensor, batch: Batch) -> Tensor:
+        """T^2 KL(softmax(teacher / T) || softmax(student / T)), mean over the batch; no gradient reaches the teacher."""
+        t = self.temperature
+        each = F.kl_div(
+            F.log_softmax(student / t, dim=1),
+            F.log_softmax(teacher.detach() / t, dim=1),
+            reduction="none",
+            log_target=True,
+        )
+        return t * t * batch.mean(each.sum(dim=1))

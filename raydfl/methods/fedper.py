@@ -1,0 +1,53 @@
+"""FedPer: base layers are averaged, the last layers stay with each client.
+
+M. G. Arivazhagan, V. Aggarwal, A. K. Singh, S. Choudhary, Federated Learning with Personalization Layers, 2019, algorithms 1-2:
+clients train base and personal layers together and send the base only; the server averages it weighted by examples.
+
+Personal layers start from the same initial values at every client. Deviation: the paper counts personal layers from the output
+(K_P); here they are named by the beginnings of their tensors' names, which works for any network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import nn
+
+from raydfl.errors import ConfigError
+from raydfl.method import Method
+from raydfl.types import Client, State
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedPer(Method):
+    """Federated averaging of all but the personal layers."""
+
+    personal: Annotated[
+        tuple[str, ...],
+        Field(description="beginnings of the names of personal tensors, e.g. [model/output]; empty is FedAvg"),
+    ] = ("model/output",)
+
+    def shared(self, name: str) -> bool:
+        """All but the personal layers."""
+        return not name.startswith(self.personal)
+
+    def init(
+        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
+    ) -> State:
+        """FedAvg's state without the personal layers.
+
+        Raises:
+            ConfigError: an entry of ``personal`` names no tensor, so that the method would silently be FedAvg.
+        """
+        names = [f"{n}/{k}" for built in models for n, m in built.items() for k in m.state_dict()]
+        for prefix in self.personal:
+            if not any(name.startswith(prefix) for name in names):
+                layers = sorted({name.rpartition(".")[0] for name in names})
+                raise ConfigError(
+                    f"method.personal: no tensor's name begins with {prefix!r}; layers: {', '.join(layers)}"
+                )
+        return super().init(clients, models, rng)

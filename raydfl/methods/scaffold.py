@@ -1,0 +1,122 @@
+"""SCAFFOLD: control variates correct the drift of the clients.
+
+S. P. Karimireddy, S. Kale, M. Mohri, S. J. Reddi, S. U. Stich, A. T. Suresh, SCAFFOLD: Stochastic Controlled Averaging for
+Federated Learning, ICML 2020, algorithm 1, option II:
+
+    local step            y <- y - lr (grad(y) - c_k + c)
+    after K steps         c_k+ = c_k - c + (x - y) / (K lr),    dc = c_k+ - c_k
+    server                x <- x + server_lr mean_S(y - x),     c <- c + (|S| / N) mean_S(dc)
+
+The correction is written as a term of the loss, <y, c - c_k>, whose gradient is exactly c - c_k; so the training loop needs to know
+nothing of it. With momentum rho, K is replaced by the effective number of steps (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho).
+
+Deviations: means over the cohort are uniform, as in the paper, whatever the clients' sizes. Floating buffers are averaged without
+control. Adam is refused: the correction is not defined for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, cast
+
+import numpy as np
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from raydfl.aggregate import Rule, UniformMean
+from raydfl.errors import ConfigError
+from raydfl.method import Method
+from raydfl.step import Step
+from raydfl.train import fit
+from raydfl.types import Batch, Client, Metrics, Ratio, State, Update
+
+if TYPE_CHECKING:
+    from raydfl.config import TrainSettings
+
+CONTROL = "control/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaffold(Method):
+    """Stochastic controlled averaging."""
+
+    server_lr: Annotated[
+        float, Field(gt=0, description="server step along the mean change; 1 takes the clients' mean")
+    ] = 1.0
+
+    def check(self, train: TrainSettings) -> None:
+        """The correction is defined for SGD only."""
+        if train.optimiser.name != "sgd":
+            raise ConfigError(f"scaffold needs train.optimiser.name=sgd, not {train.optimiser.name!r}")
+
+    def init(
+        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
+    ) -> State:
+        """FedAvg's state and the server's control variate, zero."""
+        state = super().init(clients, models, rng)
+        parameters = {f"{n}/{k}" for built in models for n, m in built.items() for k, _ in m.named_parameters()}
+        control = {CONTROL + n: torch.zeros_like(v) for n, v in state.tensors["global"].items() if n in parameters}
+        return dataclasses.replace(
+            state, tensors={"global": {**state.tensors["global"], **control}}, extra={"clients": len(clients)}
+        )
+
+    def loss(self, step: Step, batch: Batch) -> Tensor:
+        """Cross-entropy plus <y, c - c_k>."""
+        value = super().loss(step, batch)
+        for name, parameter in step.parameters().items():
+            value = value + (parameter * step.state["correction/" + name]).sum()
+        return value
+
+    def local(self, step: Step) -> Update:
+        """Train with the correction, then renew the client's control variate."""
+        names = list(step.parameters())
+        c = {name: step.reference(CONTROL + name) for name in names}
+        c_k = {name: step.state.get(CONTROL + name, torch.zeros_like(c[name])) for name in names}
+        for name in names:
+            step.state["correction/" + name] = c[name] - c_k[name]
+        metrics = fit(step, self.loss)
+        trained = step.parameters()
+        tensors = {name: value for name, value in step.floating_state().items() if self.shared(name)}
+        for name in names:
+            del step.state["correction/" + name]
+            scale = self._effective_steps(step, metrics) * self._rate(step, name)
+            new = c_k[name] - c[name] + (step.reference(name) - trained[name].detach()) / scale
+            tensors[CONTROL + name] = new - c_k[name]
+            step.state[CONTROL + name] = new
+        return step.update(metrics, tensors=tensors)
+
+    def _effective_steps(self, step: Step, metrics: Metrics) -> float:
+        """K, or with momentum the number of plain steps that moves a constant gradient as far."""
+        k, rho = cast(Ratio, metrics["steps"]).total, step.training.optimiser.momentum
+        return float((k - rho * (1 - rho**k) / (1 - rho)) / (1 - rho))
+
+    def _rate(self, step: Step, name: str) -> float:
+        settings = step.training.optimiser
+        return float(settings.models.get(name.partition("/")[0], settings.lr) * settings.decay**step.round_index)
+
+    def default_rule(self) -> Rule:
+        """The plain mean over the cohort."""
+        return UniformMean()
+
+    def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
+        """Step along the mean change and move the control variate by the cohort's share."""
+        cohort = 0
+
+        def counted() -> Iterable[Update]:
+            nonlocal cohort
+            for update in updates:
+                cohort += 1
+                yield update
+
+        averaged, report = super().aggregate(state, counted(), rng)
+        old, new = state.tensors["global"], dict(averaged.tensors["global"])
+        if cohort:
+            for name in old:
+                if name.startswith(CONTROL):
+                    new[name] = old[name] + cohort / state.extra["clients"] * new[name]
+                elif CONTROL + name in old:
+                    new[name] = old[name] + self.server_lr * (new[name] - old[name])
+        return dataclasses.replace(averaged, tensors={**averaged.tensors, "global": new}), report

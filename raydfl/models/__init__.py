@@ -1,0 +1,100 @@
+"""Networks, one file for each family; a client may have any, and different clients different ones.
+
+An architecture is an ``nn.Module`` with the constructor ``(inputs, classes, **options)`` and
+
+- ``forward(x, lengths=None) -> logits``: x float32 [batch, frames, inputs], lengths int64 [batch] = frames that count (all,
+  if ``None``), logits float32 [batch, classes];
+- ``embed(x, lengths=None)`` -> float32 [batch, width]: what the last layer, ``output``, sees. Only some methods need it.
+
+A file of this package lists its architectures in ``ARCHITECTURES``: name -> (class, options that the name stands for). A
+user's own class is ``my_file.py:Class``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import typing
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from torch import nn
+
+from raydfl import registry
+from raydfl.errors import ConfigError, nearest
+from raydfl.types import ModelSpec
+
+Architecture = tuple[type[nn.Module], Mapping[str, Any]]
+
+
+def architectures() -> list[str]:
+    """The names of the built-in architectures, sorted."""
+    return sorted(_built_in())
+
+
+def build_model(spec: ModelSpec) -> nn.Module:
+    """A freshly initialised network, on the CPU, from PyTorch's global generator (which the engine seeds before).
+
+    Raises:
+        ConfigError: no such architecture, an option that it does not have (the nearest is named), a value of the wrong type
+            or out of range, or a user's constructor that fails.
+    """
+    where = f"models.{spec.name}"
+    cls, preset = _find(spec.architecture, where)
+    options = _checked(cls, {**preset, **dict(spec.options)}, f"{where}: {spec.architecture}")
+    try:
+        return cls(spec.inputs, spec.classes, **options)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except Exception as error:  # whatever a user's constructor does
+        raise ConfigError(f"{where}: {spec.architecture} cannot be built: {type(error).__name__}: {error}") from error
+
+
+@cache
+def _built_in() -> Mapping[str, Architecture]:
+    """All of this package's architectures by name."""
+    found: dict[str, Architecture] = {}
+    for file in registry.names(__name__):
+        found |= getattr(importlib.import_module(f"{__name__}.{file}"), "ARCHITECTURES", {})
+    return found
+
+
+def _find(name: str, where: str) -> Architecture:
+    if ":" in name:
+        cls = registry.load_object(name)
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise ConfigError(f"{where}: {name!r} is not a subclass of torch.nn.Module")
+        return cls, {}
+    known = _built_in()
+    if name not in known:
+        raise ConfigError(
+            f"{where}: unknown architecture {name!r}; {nearest(name, known)} Your own class: my_file.py:Class"
+        )
+    return known[name]
+
+
+def _checked(cls: type[nn.Module], options: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The options, each converted to the type and held to the range that the constructor's annotation gives."""
+    parameters = list(inspect.signature(cls).parameters.values())
+    known = [parameter.name for parameter in parameters[2:] if parameter.kind is not parameter.VAR_KEYWORD]
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    annotations = _annotations(cls)
+    checked = {}
+    for key, value in options.items():
+        if key not in known and not anything:
+            raise ConfigError(f"{where}: unknown option {key!r}; {nearest(key, known)}")
+        adapter = TypeAdapter(annotations.get(key, Any), config=ConfigDict(arbitrary_types_allowed=True))
+        try:
+            checked[key] = adapter.validate_python(value)
+        except ValidationError as error:
+            raise ConfigError(registry.explain(error, f"{where}.{key}")) from error
+    return checked
+
+
+def _annotations(cls: type[nn.Module]) -> Mapping[str, Any]:
+    try:
+        return typing.get_type_hints(cls.__init__, include_extras=True)
+    except NameError:  # a user's annotation that only a type checker can resolve: its options go unchecked
+        return {}

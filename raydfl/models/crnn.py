@@ -1,0 +1,123 @@
+"""CRNN: 1-d convolutions over time, a GRU, the mean over time, one linear layer.
+
+The five sizes of FedMLAC's table 3; what the table leaves open follows FedAudio's convolutional recurrent network: each
+convolution keeps the number of frames and is followed by ReLU and max pooling; dropout once, after the last pooling; the GRU has
+one layer; PyTorch's default initialisation; no normalisation layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from raydfl.errors import ConfigError, DataError
+from raydfl.models._time import masked, mean_over_time, reversed_in_time
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class CRNN(nn.Module):
+    """A network for sequences of feature frames.
+
+    With ``lengths`` a batch gives the same as its items alone, to float tolerance: neither a convolution at an item's end, nor
+    the GRU's backward direction, nor the mean sees padding.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        classes: int,
+        filters: Annotated[tuple[Count, ...], Field(min_length=1)] = (64, 64),
+        kernel: Count = 3,
+        hidden: Count = 128,
+        bidirectional: bool = True,
+        dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1,
+        pool: Count = 2,
+    ) -> None:
+        """Build it.
+
+        Args:
+            inputs: features of a frame.
+            classes: outputs.
+            filters: channels of each convolution.
+            kernel: frames that a convolution sees; odd.
+            hidden: units of the GRU, in each direction.
+            bidirectional: a second GRU direction, from the end.
+            dropout: share of values zeroed before the GRU while training, 0..1.
+            pool: frames that become one after each convolution; 1 is no pooling.
+
+        Raises:
+            ConfigError: an even kernel.
+        """
+        super().__init__()
+        if kernel % 2 == 0:
+            raise ConfigError(f"kernel is {kernel}; an odd number of frames has a middle one, use {kernel + 1}")
+        self.pool = pool
+        channels = (inputs, *filters)
+        self.convolutions = nn.ModuleList(
+            nn.Conv1d(before, after, kernel, padding=kernel // 2)
+            for before, after in pairwise(channels)
+        )
+        self.dropout = nn.Dropout(dropout)
+        self.gru = nn.GRU(filters[-1], hidden, batch_first=True, bidirectional=bidirectional)
+        self.output = nn.Linear(hidden * (1 + bidirectional), classes)
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Logits float32 [batch, classes]; see :meth:`embed` for the arguments."""
+        logits: Tensor = self.output(self.embed(x, lengths))
+        return logits
+
+    def embed(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """The mean over time of the GRU's output: float32 [batch, hidden * directions].
+
+        Args:
+            x: float32 [batch, frames, inputs].
+            lengths: int64 [batch]: frames that count, at least 1 each; ``None``: all. An item too short for the pooling is
+                taken as one frame after it.
+
+        Raises:
+            DataError: the whole batch has fewer frames than the pooling needs.
+        """
+        needed = self.pool ** len(self.convolutions)
+        if x.shape[1] < needed:
+            raise DataError(
+                f"{x.shape[1]} frames are too few: {len(self.convolutions)} times max pooling by {self.pool} need at least "
+                f"{needed}; use longer clips, a shorter hop, or a network with fewer filters or pool: 1"
+            )
+        x = x.transpose(1, 2)
+        for convolution in self.convolutions:
+            if lengths is not None:  # the convolution before this one has written into the padding
+                x = masked(x, lengths, dim=2)
+                lengths = (lengths // self.pool).clamp_min(1)
+            x = F.max_pool1d(F.relu(convolution(x)), self.pool)
+        return mean_over_time(self._recur(self.dropout(x).transpose(1, 2), lengths), lengths)
+
+    def _recur(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        """The GRU's output [batch, frames, hidden * directions] for x [batch, frames, channels]."""
+        if lengths is None or not self.gru.bidirectional:  # forwards in time, padding comes after all that counts
+            output: Tensor = self.gru(x)[0]
+            return output
+        weights = [getattr(self.gru, name) for name in self.gru._flat_weights_names]
+        forwards = self._one_direction(x, weights[:4])
+        backwards = self._one_direction(reversed_in_time(x, lengths), weights[4:])
+        return torch.cat([forwards, reversed_in_time(backwards, lengths)], dim=2)
+
+    def _one_direction(self, x: Tensor, weights: list[Tensor]) -> Tensor:
+        start = x.new_zeros(1, x.shape[0], self.gru.hidden_size)
+        return torch.gru(x, start, weights, True, 1, 0.0, self.training, False, True)[0]
+
+
+ARCHITECTURES: Mapping[str, tuple[type[nn.Module], Mapping[str, Any]]] = {
+    "crnn": (CRNN, {}),
+    "crnn_tiny": (CRNN, {"filters": (16,), "hidden": 32, "bidirectional": False}),
+    "crnn_lite": (CRNN, {"filters": (32, 32), "hidden": 64, "bidirectional": False}),
+    "crnn_mid": (CRNN, {"filters": (32, 32, 32), "hidden": 64, "bidirectional": False}),
+    "crnn_base": (CRNN, {"filters": (64, 64), "hidden": 128, "bidirectional": True}),
+    "crnn_deep": (CRNN, {"filters": (64, 128, 128), "hidden": 128, "bidirectional": True}),
+}

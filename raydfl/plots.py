@@ -1,0 +1,313 @@
+"""The figures of a report: one function each, from plain numbers to a figure; :func:`to_svg` makes it part of a page.
+
+Colours are those of Okabe and Ito, which colour-blind readers can tell apart, and every curve also has its own dashes.
+In a page the colours are CSS variables (``--series-0`` ..., ``currentColor``), so that one figure suits a light and a
+dark page.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PatchCollection
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import ArrayLike, NDArray
+
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#777777")
+"""Colours of curves; a page replaces each by ``var(--series-<index>)``."""
+_INK = "#010203"  # text and axes: currentColor in a page
+_DASHES = ("-", "--", "-.", ":")
+_WIDTH = 6.4  # inches
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.size": 9,
+    "text.color": _INK,
+    "axes.edgecolor": _INK,
+    "axes.labelcolor": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": _INK,
+    "grid.alpha": 0.15,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+    "text.parse_math": False,  # a name with dollar signs is a name
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One curve."""
+
+    label: str
+    x: NDArray[np.float64]
+    """[points], rising."""
+    y: NDArray[np.float64]
+    """[points]; NaN leaves a gap."""
+    low: NDArray[np.float64] | None = None
+    """[points]: lower edge of a band around the curve."""
+    high: NDArray[np.float64] | None = None
+    """[points]: upper edge."""
+    colour: int = 0
+    """Index into :data:`SERIES`, taken modulo its length."""
+    dash: int = 0
+    """0 solid, 1 dashed, 2 dash-dotted, 3 dotted."""
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    """Our look, and quiet: names may hold letters that the measuring font lacks, but the page's fonts have."""
+    logger = logging.getLogger("matplotlib.font_manager")
+    level = logger.level
+    with mpl.rc_context(), warnings.catch_warnings():
+        mpl.rcdefaults()  # whatever the user's matplotlibrc says
+        mpl.rcParams.update(_STYLE)
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        logger.setLevel(logging.ERROR)
+        yield
+    logger.setLevel(level)
+
+
+def _axes(height: float = 3.2, rows: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure of its own: no global state, so reports can be made in any thread."""
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, list(figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0])
+
+
+def _draw(axes: Axes, series: Sequence[Series]) -> None:
+    for item in series:
+        colour, dash = SERIES[item.colour % len(SERIES)], _DASHES[item.dash % len(_DASHES)]
+        marker = "o" if len(item.x) <= 30 else None
+        axes.plot(item.x, item.y, color=colour, linestyle=dash, linewidth=1.4, marker=marker, markersize=3)
+        # Set afterwards: a label given to plot() is left out of the legend when it starts with an underscore.
+        axes.lines[-1].set_label(" " + item.label if item.label.startswith("_") else item.label)
+        if item.low is not None and item.high is not None:
+            axes.fill_between(item.x, item.low, item.high, color=colour, alpha=0.15, linewidth=0)
+
+
+def _round_axis(axes: Axes) -> None:
+    axes.set_xlabel("round")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    """Below the plot, where it hides nothing, in as many columns as long names allow."""
+    handles, labels = axes.get_legend_handles_labels()
+    if labels:
+        longest = max(len(label) for label in labels)
+        columns = max(1, min(3, len(labels), 100 // (longest + 8)))
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+
+
+def curves(series: Sequence[Series], unit: str, percent: bool = False) -> Figure:
+    """Learning curves.
+
+    Args:
+        series: x: rounds completed; y: the score.
+        unit: label of the y axis, with its unit.
+        percent: y is a share, shown as 0 to 100 %.
+    """
+    with _style():
+        height = 2.9 + 0.16 * len(series)
+        figure, (axes,) = _axes(height)
+        _draw(axes, series)
+        _round_axis(axes)
+        axes.set_ylabel(unit)
+        if percent:
+            _percent(axes, series)
+        _legend(figure, axes)
+    return figure
+
+
+def _percent(axes: Axes, series: Sequence[Series]) -> None:
+    """From 0, and to 100 % where the curves come near: so that pages of different runs look alike."""
+    top = max((float(np.nanmax(item.y)) for item in series if np.isfinite(item.y).any()), default=1.0)
+    axes.set_ylim(0, 1.0 if top > 0.5 else None)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}")
+
+
+def client_spread(scores: Sequence[Series], unit: str) -> Figure:
+    """Clients' scores, sorted: how uneven the federation is. The worst tenth is shaded.
+
+    Args:
+        scores: y: one score a client, 0 to 1, in any order; x is not used.
+        unit: label of the y axis, with its unit.
+    """
+    with _style():
+        figure, (axes,) = _axes(2.9 + 0.16 * len(scores))
+        ordered = []
+        for item in scores:
+            count = len(item.y)
+            x = (np.arange(count) + 0.5) / count
+            ordered.append(Series(item.label, x, np.sort(item.y), colour=item.colour, dash=item.dash))
+        axes.axvspan(0, 0.1, color=_INK, alpha=0.08, linewidth=0)
+        transform = axes.get_xaxis_transform()
+        axes.text(0.05, 1.01, "worst\ntenth", transform=transform, ha="center", va="bottom", fontsize=7)
+        _draw(axes, ordered)
+        _percent(axes, ordered)
+        axes.set_xlim(0, 1)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}")
+        axes.set_xlabel("clients from the worst to the best (%)")
+        axes.set_ylabel(unit)
+        _legend(figure, axes)
+    return figure
+
+
+def confusion(matrix: ArrayLike, classes: Sequence[str]) -> Figure:
+    """A confusion matrix: the larger a cell's share of its row, the stronger its colour; with counts where there is room.
+
+    Args:
+        matrix: [classes, classes] counts; row: truth, column: prediction.
+        classes: names, in the matrix's order.
+    """
+    counts = np.asarray(matrix, np.float64)
+    number = len(counts)
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    with _style():
+        side = min(_WIDTH, max(3.2, 0.34 * number + 1.2))
+        figure = Figure(figsize=(side, side), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        cells = [Rectangle((column - 0.5, row - 0.5), 1, 1) for row, column in np.argwhere(counts > 0)]
+        strength = shares**0.6  # so that one confusion in fifty is still seen
+        colours = [(*to_rgb(SERIES[0]), alpha) for alpha in strength[counts > 0]]
+        axes.add_collection(PatchCollection(cells, facecolors=colours, edgecolors="none"))
+        if number <= 14:
+            for row, column in np.argwhere(counts > 0):
+                colour = "white" if strength[row, column] > 0.6 else _INK
+                axes.text(column, row, f"{counts[row, column]:.0f}", ha="center", va="center", fontsize=7, color=colour)
+        axes.set_xlim(-0.5, number - 0.5)
+        axes.set_ylim(number - 0.5, -0.5)
+        axes.set_aspect("equal")
+        axes.grid(visible=False)
+        every = max(1, -(-number // 60))  # more labels than that would overlap
+        ticks = range(0, number, every)
+        size = 8 if number <= 20 else max(4, 160 / (number / every))
+        axes.set_xticks(ticks, classes[::every], rotation=90, fontsize=size)
+        axes.set_yticks(ticks, classes[::every], fontsize=size)
+        axes.set_xlabel("predicted class")
+        axes.set_ylabel("true class")
+    return figure
+
+
+def pruned(layers: Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]]) -> Figure:
+    """Clients that layer-wise pruning left out, over the rounds, a strip for each layer.
+
+    Args:
+        layers: by layer: rounds, and the number of clients left out in them.
+    """
+    with _style():
+        figure, strips = _axes(0.7 + 0.55 * len(layers), rows=len(layers))
+        top = max((float(number.max()) for _, number in layers.values() if len(number)), default=0.0)
+        for axes, (layer, (rounds, number)) in zip(strips, layers.items(), strict=True):
+            axes.fill_between(rounds, number, step="mid", color=SERIES[0], alpha=0.3, linewidth=0)
+            axes.step(rounds, number, where="mid", color=SERIES[0], linewidth=1)
+            axes.set_ylim(0, max(1.0, top * 1.15))
+            axes.yaxis.set_major_locator(MaxNLocator(nbins=2, integer=True))
+            axes.set_title(layer, loc="left", fontsize=8, pad=2)
+        _round_axis(strips[-1])
+        figure.supylabel("clients left out", fontsize=9)
+    return figure
+
+
+def cumulative_bytes(series: Sequence[Series]) -> Figure:
+    """Bytes sent since the first round.
+
+    Args:
+        series: y: bytes of each round, not yet added up.
+    """
+    with _style():
+        figure, (axes,) = _axes()
+        sums = [Series(i.label, i.x, np.cumsum(np.nan_to_num(i.y)), colour=i.colour, dash=i.dash) for i in series]
+        largest = max((float(item.y[-1]) for item in sums if len(item.y)), default=0.0)
+        unit, scale = next(((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if largest >= s), ("bytes", 1.0))
+        _draw(axes, [Series(i.label, i.x, i.y / scale, colour=i.colour, dash=i.dash) for i in sums])
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel(f"sent so far ({unit})")
+        _round_axis(axes)
+        _legend(figure, axes)
+    return figure
+
+
+def round_seconds(series: Sequence[Series]) -> Figure:
+    """Seconds that the parts of each round took."""
+    with _style():
+        figure, (axes,) = _axes(2.9 + 0.1 * len(series))
+        _draw(axes, series)
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("time per round (s)")
+        _round_axis(axes)
+        _legend(figure, axes)
+    return figure
+
+
+def failures(series: Sequence[Series]) -> Figure:
+    """Updates that were not used, a bar for each round, the kinds on top of each other.
+
+    Args:
+        series: y: number of updates; all with the same x.
+    """
+    with _style():
+        figure, (axes,) = _axes(2.6)
+        below = np.zeros(len(series[0].x))
+        for item in series:
+            axes.bar(item.x, item.y, bottom=below, width=0.9, color=SERIES[item.colour % len(SERIES)], label=item.label)
+            below = below + item.y
+        axes.set_ylabel("updates not used")
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        _round_axis(axes)
+        _legend(figure, axes)
+    return figure
+
+
+def to_svg(figure: Figure, name: str, description: str) -> str:
+    """The figure as an ``<svg>`` element for an HTML page: of any size, without outside references, colours as CSS variables.
+
+    Args:
+        figure: from one of the functions above.
+        name: distinguishes the figures of a page.
+        description: what it shows, for readers who do not see it.
+    """
+    buffer = io.StringIO()
+    with _style(), mpl.rc_context({"svg.hashsalt": name}):
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(buffer, format="svg", metadata=nothing)
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)  # an HTML parser knows what svg is
+    text = text.replace("xlink:href", "href")
+    text = re.sub(r"font-family: [^;]*; ", "", text)  # the page's
+    used = set(re.findall(r"#([\w.-]+)", text))
+    text = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", text)
+    for index, colour in enumerate(SERIES):
+        text = text.replace(colour, f"var(--series-{index})")
+    text = text.replace(_INK, "currentColor")
+    label = re.sub(r"[<>&\"]", " ", description)
+    width = f"{figure.get_figwidth() / _WIDTH * 44:.4g}rem"  # wider would only be larger letters
+    return text.replace("<svg", f'<svg role="img" aria-label="{label}" style="max-width: {width}"', 1).strip()

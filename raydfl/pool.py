@@ -1,0 +1,252 @@
+"""Pools carry out orders: SerialPool one after another in this process, RayPool on client actors. Both behind one interface."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
+
+from raydfl.client import ClientActor
+from raydfl.config import Config, RaySettings
+from raydfl.errors import RaydflError, ResourcesError
+from raydfl.store import PrivateRef
+from raydfl.tensors import FlatTensors
+from raydfl.worker import Order, Result, Worker
+
+logger = logging.getLogger(__name__)
+
+
+class Pool(Protocol):
+    """Where clients' work is done."""
+
+    def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Result]:
+        """Results of all orders, in order of completion."""
+        ...
+
+    def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
+        """PrivateStore.compact, where private state may be read."""
+        ...
+
+    def close(self) -> None:
+        """Free what the pool holds."""
+        ...
+
+
+class SerialPool:
+    """Everything in this process, in the order given: for tests, debuggers and small work."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Result]:
+        """Carry out one order after another, each when its result is asked for."""
+        for order in orders:
+            yield self._worker.carry_out(order, broadcast)
+
+    def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
+        """Compact in this process."""
+        return self._worker.private.compact(round_index, refs)
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+LOST = (RayActorError, OutOfMemoryError, ObjectLostError)
+"""What a lost actor, process, node or result looks like. OutOfMemoryError is no RayActorError."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A place for an actor: the actor that has it now, and what it was given."""
+
+    actor: ActorHandle[ClientActor]
+    ready: Any
+    deadline: float
+    """When to give up waiting for ``ready``; infinite once it has answered."""
+    load: int = 0
+
+
+class RayPool:
+    """Client actors, each carrying out many clients' orders.
+
+    The longest orders go out first. Each actor is given its next order while it works, as long as others have enough to do, so
+    that it never waits for the server. Orders of a lost actor go to others, and a new actor takes its place; that work is done
+    twice changes nothing, because a client's work depends on its order alone.
+    """
+
+    def __init__(self, start_actor: Callable[[], ActorHandle[ClientActor]], settings: RaySettings) -> None:
+        """Open it.
+
+        Args:
+            start_actor: makes one more client actor.
+            settings: number of actors and their resources.
+        """
+        self._start_actor = start_actor
+        self._settings = settings
+        self._slots: dict[Any, _Slot] = {}
+        if settings.actors != "per_client":
+            for number in range(int(settings.actors)):
+                self._open(number)
+            self._await_all()
+
+    def _open(self, key: Any) -> _Slot:
+        actor = self._start_actor()
+        slot = _Slot(actor, actor.ready.remote(), time.monotonic() + self._settings.ready_timeout)
+        self._slots[key] = slot
+        return slot
+
+    def _await_all(self) -> None:
+        waiting = [slot.ready for slot in self._slots.values()]
+        try:
+            ray.get(waiting, timeout=self._settings.ready_timeout)
+        except GetTimeoutError:
+            done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+            raise self._not_started(len(done), len(waiting)) from None
+        except RayTaskError as error:
+            raise task_cause(error) from error
+        except RayActorError as error:
+            raise ResourcesError(f"a client actor ended while it started: {_first_line(error)}") from error
+        for slot in self._slots.values():
+            slot.deadline = math.inf
+
+    def _not_started(self, started: int, wanted: int) -> ResourcesError:
+        settings = self._settings
+        return ResourcesError(
+            f"{started} of {wanted} client actors started within {settings.ready_timeout:g} s; each needs {settings.cpus:g} CPU and "
+            f"{settings.gpus:g} GPU, free in the cluster: {free_resources()}; lower ray.actors, ray.cpus or ray.gpus, or raise "
+            f"ray.ready_timeout if nodes are still starting"
+        )
+
+    def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Result]:
+        """Results in order of completion.
+
+        Raises:
+            ClientError: a method's code failed.
+            ResourcesError: an order's actor was lost more often than ``ray.retries``, or no actor can be started any more.
+        """
+        references = {
+            key: ray.put(broadcast[key]) for key in sorted({k for order in orders for k in order.task.receive})
+        }
+        waiting = sorted(orders, key=lambda order: (order.cost, -order.position))  # the longest is taken from the end
+        in_flight: dict[Any, tuple[Order, Any, _Slot]] = {}
+        losses: dict[int, int] = {}
+        while waiting or in_flight:
+            self._hand_out(waiting, in_flight, references)
+            done, _ = ray.wait(list(in_flight), num_returns=1, timeout=5.0)
+            if not done:
+                self._check_starting()
+                continue
+            order, key, slot = in_flight.pop(done[0])
+            slot.load -= 1
+            try:
+                result = ray.get(done[0])
+            except LOST as error:
+                losses[order.position] = losses.get(order.position, 0) + 1
+                if losses[order.position] > self._settings.retries:
+                    raise self._lost_too_often(order, losses[order.position], error) from error
+                waiting.append(order)
+                if self._slots.get(key) is slot:  # else another of its orders has already told of its end
+                    self._close(key)
+                    self._open(key)
+                continue
+            except RayTaskError as error:
+                raise task_cause(error) from error
+            slot.deadline = math.inf
+            yield result
+
+    def _hand_out(
+        self, waiting: list[Order], in_flight: dict[Any, tuple[Order, Any, _Slot]], references: Mapping[str, Any]
+    ) -> None:
+        """Give waiting orders to the actors with the least to do: one each, and a second while there are enough for all."""
+        while waiting:
+            if self._settings.actors == "per_client":
+                key: Any = waiting[-1].task.client_id
+                slot = self._slots.get(key) or self._open(key)
+            else:
+                key, slot = min(self._slots.items(), key=lambda item: (item[1].load, item[0]))
+                if slot.load >= (2 if len(waiting) > len(self._slots) else 1):
+                    return
+            order = waiting.pop()
+            receive = list(order.task.receive)
+            reference = slot.actor.carry_out.remote(order, receive, *[references[name] for name in receive])
+            in_flight[reference] = (order, key, slot)
+            slot.load += 1
+
+    def _check_starting(self) -> None:
+        """Give up actors that do not start (their node left, say); the others take over their orders."""
+        for key, slot in list(self._slots.items()):
+            if slot.deadline < math.inf:
+                if ray.wait([slot.ready], timeout=0)[0]:
+                    slot.deadline = math.inf
+                elif time.monotonic() > slot.deadline:
+                    if len(self._slots) == 1 or self._settings.actors == "per_client":
+                        raise self._not_started(len(self._slots) - 1, len(self._slots))
+                    logger.warning("a client actor could not be started again; going on with %d", len(self._slots) - 1)
+                    self._close(key)
+
+    def _lost_too_often(self, order: Order, times: int, error: Exception) -> ResourcesError:
+        return ResourcesError(
+            f"the actor of client {order.task.client_id!r} was lost {times} times in round {order.round_index + 1}: "
+            f"{type(error).__name__}: {_first_line(error)}; check memory (an out-of-memory kill ends an actor), lower ray.actors or "
+            f"raise ray.retries, then resume the run"
+        )
+
+    def _close(self, key: Any) -> None:
+        ray.kill(self._slots.pop(key).actor)
+
+    def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
+        """Compact on one of the actors: private state never passes through the server."""
+        if not self._slots:
+            return {}
+        slot = next(iter(self._slots.values()))
+        try:
+            moved: dict[int, PrivateRef] = ray.get(slot.actor.compact.remote(round_index, dict(refs)))
+        except LOST:
+            return {}  # nothing is lost: it is tried again after a later commit
+        return moved
+
+    def close(self) -> None:
+        """End the actors."""
+        for key in list(self._slots):
+            self._close(key)
+
+
+def task_cause(error: RayTaskError) -> BaseException:
+    """The exception that an actor raised, without Ray's wrapping when it is one of ours."""
+    cause = error.cause
+    return cause if isinstance(cause, RaydflError) else error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+def free_resources() -> str:
+    """Free CPUs and GPUs of the cluster, for messages."""
+    free = ray.available_resources()
+    return f"{free.get('CPU', 0):g} CPU, {free.get('GPU', 0):g} GPU"
+
+
+def check_resources(config: Config, clients: int) -> None:
+    """Refuse a configuration that the cluster can never hold.
+
+    Raises:
+        ResourcesError: with what is needed and what is there.
+    """
+    settings = config.ray
+    number = clients if settings.actors == "per_client" else int(settings.actors)
+    there = ray.cluster_resources()
+    for kind, each in (("CPU", settings.cpus), ("GPU", settings.gpus)):
+        has = there.get(kind, 0.0)
+        if number * each > has + 1e-6:
+            raise ResourcesError(
+                f"{number} client actors with {each:g} {kind} each need {number * each:g} {kind}, the cluster has {has:g}; lower "
+                f"ray.actors or ray.{kind.lower()}s"
+            )

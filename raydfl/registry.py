@@ -1,0 +1,127 @@
+"""Finding methods, data sets and rules by name, and building them from a configuration.
+
+A built-in is one file of a package and its file name is its name in a configuration. A user's own class is named as
+``my_file.py:Class`` or ``my_module:Class``. The fields of the class (a pydantic dataclass) are its options: there is no second
+schema, and a wrong key or value is an error that names the place and the nearest valid key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from raydfl.errors import ConfigError, nearest
+
+T = TypeVar("T")
+
+
+def names(package: str) -> list[str]:
+    """The built-in names of a package (``"raydfl.methods"``): its public modules, sorted."""
+    module = importlib.import_module(package)
+    return sorted(m.name for m in pkgutil.iter_modules(module.__path__) if not m.name.startswith("_"))
+
+
+@functools.cache
+def _load_file(path: Path) -> ModuleType:
+    """A module from a file; its name depends only on the path, so that classes pickle between processes that share it."""
+    name = f"raydfl_user_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is not a Python file; name your class as my_file.py:Class")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_object(reference: str) -> Any:
+    """What ``file.py:Name`` or ``module:Name`` points to.
+
+    Raises:
+        ConfigError: the file, the module or the name does not exist, or importing it fails.
+    """
+    place, _, name = reference.rpartition(":")
+    try:
+        if place.endswith(".py"):
+            path = Path(place).expanduser().resolve()
+            if not path.is_file():
+                raise ConfigError(f"{reference!r}: there is no file {path}")
+            module = _load_file(path)
+        else:
+            module = importlib.import_module(place)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a user's module does at import
+        raise ConfigError(f"{reference!r} cannot be imported: {type(error).__name__}: {error}") from error
+    if not hasattr(module, name):
+        public = [n for n in vars(module) if not n.startswith("_")]
+        raise ConfigError(f"{reference!r}: {place} has no {name!r}; {nearest(name, public)}")
+    return getattr(module, name)
+
+
+def find(package: str, name: str, base: type[T], what: str) -> type[T]:
+    """The subclass of ``base`` called ``name``: the one defined in ``package/name.py``, or the user's ``file.py:Class``.
+
+    Args:
+        what: how an error names the kind of thing, ``"method"``.
+
+    Raises:
+        ConfigError: no such name (the nearest is named), or it is not a subclass of ``base``.
+    """
+    if ":" in name:
+        found = load_object(name)
+        if not (isinstance(found, type) and issubclass(found, base)):
+            raise ConfigError(f"{what} {name!r} is not a subclass of {base.__module__}.{base.__name__}")
+        return found
+    known = names(package)
+    if name not in known:
+        raise ConfigError(f"unknown {what} {name!r}; {nearest(name, known)} Your own class: my_file.py:Class")
+    module = importlib.import_module(f"{package}.{name}")
+    classes = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, base) and value.__module__ == module.__name__
+    ]
+    if not classes:
+        raise ConfigError(f"{what} file {module.__name__} defines no subclass of {base.__name__}")
+    return classes[-1]  # helpers may stand before it; the last class of the file is the one it is named for
+
+
+def build(cls: type[T], options: Mapping[str, Any], where: str) -> T:
+    """``cls(**options)``, every option checked against the class's fields.
+
+    Args:
+        where: the place in the configuration, ``"method"``, for the messages.
+
+    Raises:
+        ConfigError: unknown option (the nearest is named), wrong type, or a value out of range.
+    """
+    known = [f.name for f in dataclasses.fields(cls) if f.init] if dataclasses.is_dataclass(cls) else []
+    for key in options:
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key {key!r} for {cls.__name__}; {nearest(key, known)}")
+    try:
+        # A plain dataclass of a user's is checked as strictly as our own.
+        return TypeAdapter(cls).validate_python(dict(options))
+    except ValidationError as error:
+        raise ConfigError(explain(error, where)) from error
+
+
+def explain(error: ValidationError, where: str) -> str:
+    """One line for each thing pydantic found: place, what is wrong, and the value."""
+    lines = []
+    for item in error.errors():
+        place = ".".join(str(part) for part in (where, *item["loc"]) if str(part))
+        lines.append(f"{place}: {item['msg'][:1].lower()}{item['msg'][1:]} (got {item.get('input')!r})")
+    return "\n".join(lines)

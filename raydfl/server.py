@@ -1,0 +1,109 @@
+"""ServerActor: a Ray actor that holds the federation's state, aggregates, and restarts from the last commit."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from raydfl.client import start_client_actor
+from raydfl.config import Config
+from raydfl.data.population import Population
+from raydfl.federation import Federation, RoundReport
+from raydfl.pool import Pool, RayPool, SerialPool
+from raydfl.store import PrivateStore, RunStore
+from raydfl.worker import Worker
+
+
+class Server:
+    """A federation opened on a run directory: in a ServerActor with client actors, or in this process with none."""
+
+    def __init__(self, run_dir: Path, config: Config) -> None:
+        """Locks the directory, starts the pool and opens the newest commit.
+
+        Raises:
+            RunDirectoryError: the directory is in use, or no commit of it is whole.
+            ResourcesError: the client actors cannot be started.
+        """
+        self._store = RunStore(run_dir, config.run.keep)
+        self._store.lock()
+        self._pool: Pool | None = None
+        try:
+            population = Population.load(run_dir / "population")
+            if config.ray.actors == 0:
+                self._pool = SerialPool(Worker(run_dir, config, PrivateStore(run_dir / "private")))
+            else:
+                self._pool = RayPool(functools.partial(start_client_actor, run_dir, config), config.ray)
+            self._federation = Federation(config, population, self._store, self._pool)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def round_index(self) -> int:
+        """Rounds completed."""
+        return self._federation.state.round_index
+
+    @property
+    def warnings(self) -> list[str]:
+        """What was found damaged and passed over when the directory was opened."""
+        return self._federation.warnings
+
+    def round(self) -> RoundReport:
+        """Federation.round."""
+        return self._federation.round()
+
+    def commit(self) -> RoundReport:
+        """Commit what is not committed yet; the report holds its rows."""
+        report = RoundReport(self.round_index)
+        self._federation.commit(report)
+        return report
+
+    def close(self) -> None:
+        """End the pool and unlock the directory."""
+        if self._pool is not None:
+            self._pool.close()
+        self._store.unlock()
+
+
+class ServerActor:
+    """The server as an actor. Ray restarts it when its process is lost; it then goes on from the last commit."""
+
+    def __init__(self, run_dir: str, config: dict[str, Any]) -> None:
+        import torch
+
+        self._run_dir, self._config = Path(run_dir), Config.model_validate(config)
+        torch.set_num_threads(self._config.ray.threads)
+        self._server: Server | None = None
+
+    def _open(self) -> Server:
+        # Not in __init__: what that raises reaches the driver without its type.
+        if self._server is None:
+            self._server = Server(self._run_dir, self._config)
+        return self._server
+
+    def open(self) -> tuple[int, list[str]]:
+        """Rounds completed, and warnings about damaged commits."""
+        server = self._open()
+        return server.round_index, server.warnings
+
+    def round(self, round_index: int) -> RoundReport:
+        """The round after ``round_index`` completed ones.
+
+        Raises:
+            LookupError: this server stands elsewhere, because it was restarted from a commit.
+        """
+        server = self._open()
+        if server.round_index != round_index:
+            raise LookupError(f"the server has completed {server.round_index} rounds, not {round_index}")
+        return server.round()
+
+    def commit(self) -> RoundReport:
+        """Server.commit."""
+        return self._open().commit()
+
+    def close(self) -> None:
+        """End the client actors and unlock the run directory."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None

@@ -1,0 +1,105 @@
+"""Step: all that a client's code can reach while it carries out one task. No server, no store, no other client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from raydfl.types import Batch, Client, Metrics, Tensors, Update
+
+if TYPE_CHECKING:
+    from raydfl.config import TrainSettings
+    from raydfl.data.examples import ClientData
+
+
+@dataclass(slots=True)
+class Step:
+    """One client carrying out one task."""
+
+    client: Client
+    models: dict[str, nn.Module]
+    """By name, built and loaded: shared tensors as received, private ones as this client left them."""
+    received: Mapping[str, dict[str, Tensor]]
+    """The server's tensors as sent, by key; this client's own copy."""
+    data: ClientData
+    state: dict[str, Tensor]
+    """What the method keeps for this client between its participations, in and out. Never leaves the client."""
+    rng: np.random.Generator
+    """Seeded by (run seed, round, client, phase)."""
+    device: torch.device
+    training: TrainSettings
+    phase: str
+    round_index: int
+    """Rounds completed before this one."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The task's options."""
+    shared: Callable[[str], bool] = lambda name: True
+    """The method's ``shared``: which tensors leave the client."""
+
+    def forward(self, model: str, batch: Batch) -> Tensor:
+        """Logits float32 [batch, classes] of the named model."""
+        return cast(Tensor, self.models[model](batch.x, batch.lengths))
+
+    def parameters(self, *models: str) -> dict[str, Tensor]:
+        """The trainable parameters of the named models (all by default) as ``"model/layer.weight"`` -> the live tensor."""
+        return {
+            f"{name}/{key}": parameter
+            for name in (models or self.models)
+            for key, parameter in self.models[name].named_parameters()
+        }
+
+    def floating_state(self, *models: str) -> dict[str, Tensor]:
+        """Parameters and floating buffers of the named models (all by default), detached views of the live tensors.
+
+        Integer buffers (counters) are neither sent nor kept.
+        """
+        return {
+            f"{name}/{key}": value
+            for name in (models or self.models)
+            for key, value in self.models[name].state_dict().items()
+            if value.is_floating_point()
+        }
+
+    def reference(self, name: str) -> Tensor:
+        """The tensor of that flat name as it was received, from the first key that holds it."""
+        for tensors in self.received.values():
+            if name in tensors:
+                return tensors[name]
+        raise KeyError(f"{name!r} was not received; received keys: {list(self.received)}")
+
+    def load(self, key: str, *models: str) -> None:
+        """Load the named models (all by default) from the received entry ``key``, where it holds their tensors."""
+        tensors = self.received[key]
+        with torch.no_grad():
+            for name, value in self.floating_state(*models).items():
+                if name in tensors:
+                    value.copy_(tensors[name])
+
+    def update(
+        self,
+        metrics: Metrics | None = None,
+        *,
+        tensors: Tensors | None = None,
+        weight: float | Mapping[str, float | Tensor] | None = None,
+        key: str | None = None,
+    ) -> Update:
+        """What this client returns.
+
+        Args:
+            metrics: sums and counts of what was measured.
+            tensors: by flat name; by default every shared tensor of the models as they are now.
+            weight: by default the number of training examples.
+            key: the entry of the server's state that it changes; by default the first that was received.
+        """
+        if tensors is None:
+            tensors = {name: value for name, value in self.floating_state().items() if self.shared(name)}
+        if key is None:
+            key = next(iter(self.received), "global")
+        if weight is None:
+            weight = float(self.client.num_examples)
+        return Update(tensors=tensors, weight=weight, metrics=metrics or {}, key=key, client_id=self.client.id)

@@ -1,0 +1,159 @@
+"""Many tensors as one flat float32 vector, and back as views, without a copy.
+
+Weights travel between processes as one vector per key: Ray reads a NumPy array from its object store without copying it,
+which it does not do for torch tensors. Everything travels as float32, counts and masks included (whole numbers are exact
+up to 2**24).
+
+An array that comes out of the object store is shared by every process of the node and read-only. torch knows no read-only
+tensors: writing into a view of such an array would succeed and change what all the others read. So views are for reading.
+``module.load_state_dict(views)`` copies and is safe; ``parameter.data = view``, an optimiser over views and every in-place
+operation on one are not.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor lies in a flat vector. Hashable: equal layouts describe interchangeable vectors."""
+
+    names: tuple[str, ...]
+    """In the order in which they lie in the vector."""
+    shapes: tuple[tuple[int, ...], ...]
+    """One for each name."""
+
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.shapes):
+            raise ValueError(
+                f"a layout needs one shape for each name: {len(self.names)} names, {len(self.shapes)} shapes"
+            )
+        if len(set(self.names)) != len(self.names):
+            raise ValueError(f"a layout names each tensor once: {self.names}")
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
+        """The layout of these tensors, in the mapping's order."""
+        if isinstance(tensors, FlatTensors):
+            return tensors.layout
+        return cls(tuple(tensors), tuple(tuple(tensor.shape) for tensor in tensors.values()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What is derived stays out of the pickle: a layout travels with every update.
+        return Layout, (self.names, self.shapes)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """First element of each tensor, and at the end the vector's length: names + 1 numbers."""
+        return tuple(accumulate((math.prod(shape) for shape in self.shapes), initial=0))
+
+    @property
+    def size(self) -> int:
+        """Elements of the vector."""
+        return self.offsets[-1]
+
+    @cached_property
+    def positions(self) -> Mapping[str, int]:
+        """Name -> its index in ``names``."""
+        return {name: position for position, name in enumerate(self.names)}
+
+    def columns(self, name: str) -> slice:
+        """The elements of one tensor. Raises ``KeyError`` for an unknown name."""
+        position = self.positions[name]
+        return slice(self.offsets[position], self.offsets[position + 1])
+
+    def views(self, vector: np.ndarray | Tensor) -> dict[str, Tensor]:
+        """The tensors in ``vector``, as views of its memory: see the module's warning about writing into them.
+
+        Args:
+            vector: float32 [size]; contiguous.
+        """
+        whole = _as_tensor(vector)
+        if whole.shape != (self.size,):
+            raise ValueError(f"a vector of {self.size} elements is needed, this one has shape {tuple(whole.shape)}")
+        parts = zip(self.names, self.shapes, self.offsets, self.offsets[1:], strict=False)
+        return {name: whole[start:stop].view(shape) for name, shape, start, stop in parts}
+
+
+class FlatTensors(Mapping[str, Tensor]):
+    """A mapping of tensors that lie in one vector; reading an item makes a view (see the module's warning).
+
+    It pickles as its layout and one array, which Ray moves without a copy.
+    """
+
+    __slots__ = ("layout", "vector")
+
+    def __init__(self, layout: Layout, vector: np.ndarray) -> None:
+        """Wrap ``vector`` (float32 [layout.size], contiguous) without copying it."""
+        if vector.dtype != np.float32 or vector.shape != (layout.size,) or not vector.flags.c_contiguous:
+            raise ValueError(
+                f"a contiguous float32 vector of {layout.size} elements is needed, "
+                f"this one is {vector.dtype} with shape {vector.shape}"
+            )
+        self.layout = layout
+        self.vector = vector
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> FlatTensors:
+        """These tensors, flattened (see :func:`flatten`)."""
+        return tensors if isinstance(tensors, cls) else cls(*flatten(tensors))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FlatTensors, (self.layout, self.vector)
+
+    def __getitem__(self, name: str) -> Tensor:
+        part = self.vector[self.layout.columns(name)]
+        return _as_tensor(part).view(self.layout.shapes[self.layout.positions[name]])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout.names)
+
+    def __len__(self) -> int:
+        return len(self.layout.names)
+
+    def __repr__(self) -> str:
+        return f"FlatTensors({len(self)} tensors, {self.layout.size} elements)"
+
+
+def flatten(tensors: Mapping[str, Tensor]) -> tuple[Layout, np.ndarray]:
+    """The tensors one after another in a new vector: float32 [layout.size], on the CPU, detached.
+
+    :class:`FlatTensors` give the layout and vector that they have, without a copy.
+
+    Raises:
+        TypeError: a tensor is complex, which float32 cannot hold.
+    """
+    if isinstance(tensors, FlatTensors):
+        return tensors.layout, tensors.vector
+    layout = Layout.of(tensors)
+    vector = np.empty(layout.size, dtype=np.float32)
+    for name, view in layout.views(vector).items():
+        if tensors[name].is_complex():
+            raise TypeError(
+                f"tensor {name!r} is {tensors[name].dtype}: send its real and imaginary parts as two tensors"
+            )
+        view.copy_(tensors[name].detach())
+    return layout, vector
+
+
+def _as_tensor(vector: np.ndarray | Tensor) -> Tensor:
+    """The same memory as a tensor."""
+    if isinstance(vector, Tensor):
+        return vector
+    if vector.flags.writeable:
+        return torch.from_numpy(vector)
+    with warnings.catch_warnings():
+        # Reading the shared memory of the object store is the purpose; the module's text says what must not be done.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
+        return torch.from_numpy(vector)

@@ -1,0 +1,291 @@
+"""Worker: carries out tasks for any client, one after another, in one process.
+
+A client is an id plus a record in the private store, so a worker serves as many clients as there are; it keeps one built network for
+each combination of architectures and re-loads it in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from raydfl import seeds
+from raydfl.clients import Clients
+from raydfl.config import Config
+from raydfl.data.examples import ClientData, Examples
+from raydfl.data.population import Population
+from raydfl.errors import ClientError, RaydflError
+from raydfl.method import Method
+from raydfl.step import Step
+from raydfl.store import PrivateRef, PrivateStore
+from raydfl.tensors import FlatTensors
+from raydfl.types import Client, Metrics, ModelSpec, Task, Update
+
+SERVER = ""
+"""The client id under which the server's own test data are evaluated."""
+
+_MODEL, _STATE = "model:", "state:"
+"""Prefixes in a private record: tensors of models that are not shared, and what the method keeps in step.state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Which examples to measure which models on."""
+
+    split: str
+    """``"test"`` (the server's held-out data) or ``"validation"`` (the client's own hold-out)."""
+    models: tuple[str, ...]
+    start: int = 0
+    stop: int | None = None
+    sample: int | None = None
+    """At most that many clips of the split, drawn by the run seed, the same for every client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A task with what a worker needs to carry it out."""
+
+    position: int
+    """Place in the round: results are consumed in this order, whatever the order of arrival."""
+    task: Task
+    round_index: int
+    cost: float
+    """Expected work, in examples; the pool hands out the longest first."""
+    private: PrivateRef | None = None
+    measure: tuple[Measurement, ...] | None = None
+    """``None``: train; else evaluate."""
+    server_models: tuple[ModelSpec, ...] = ()
+    """For the server's own evaluation: the shared models."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What comes back from a worker: all that leaves a client."""
+
+    position: int
+    client_id: str
+    update: Update | None = None
+    """``None`` for an evaluation, and for an update that was rejected."""
+    rejected: str = ""
+    """Why the update was rejected; empty when it was not."""
+    private: PrivateRef | None = None
+    """Where the client's new private state was written; the state itself stays there."""
+    measured: Mapping[str, Metrics] = field(default_factory=dict)
+    """Metrics by split."""
+    seconds: float = 0.0
+    bytes_down: int = 0
+    bytes_up: int = 0
+
+
+@dataclass(slots=True)
+class _Built:
+    """One built network set, with what it was like when it was new."""
+
+    models: dict[str, nn.Module]
+    initial: dict[str, Tensor]
+    trainable: dict[str, bool]
+
+    def reset(self) -> None:
+        """Undo what the last client's code may have done to it: weights, counters, frozen parameters, mode."""
+        with torch.no_grad():
+            for name, model in self.models.items():
+                for key, value in model.state_dict().items():
+                    value.copy_(self.initial[f"{name}/{key}"])
+                for key, parameter in model.named_parameters():
+                    parameter.requires_grad_(self.trainable[f"{name}/{key}"])
+                    parameter.grad = None
+                model.train()
+
+
+def build_models(method: Method, client: Client, run_seed: int) -> dict[str, nn.Module]:
+    """Freshly initialised models; equal architectures start from equal weights at every client."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seeds.seed_for(run_seed, 0, "", "init"))
+        return method.build(client)
+
+
+def copy_of(tensors: FlatTensors, device: torch.device) -> dict[str, Tensor]:
+    """Tensors in memory of their own on the device, made by one copy of the whole vector."""
+    return tensors.layout.views(torch.from_numpy(tensors.vector.copy()).to(device))
+
+
+class Worker:
+    """Carries out orders. Owns nothing: any worker of a run can serve any client at any time."""
+
+    def __init__(self, run_dir: Path, config: Config, private: PrivateStore, device: str = "cpu") -> None:
+        self.run_dir = run_dir
+        self.config = config
+        self.private = private
+        self.device = torch.device(device)
+        self.method = config.build_method()
+        self.population = Population.load(run_dir / "population")
+        self.clients = Clients(self.population, config)
+        self._built: dict[tuple[ModelSpec, ...], _Built] = {}
+        self._samples: dict[int, Examples] = {}
+        torch.set_num_threads(config.ray.threads)
+
+    def carry_out(self, order: Order, broadcast: Mapping[str, FlatTensors]) -> Result:
+        """Train or evaluate one client.
+
+        Args:
+            order: what to do.
+            broadcast: the server's tensors by key, at least those that the task receives; only read.
+
+        Raises:
+            ClientError: the method's code failed; says client, round, phase and how to replay it.
+        """
+        started = time.perf_counter()
+        try:
+            result = self._train(order, broadcast) if order.measure is None else self._evaluate(order, broadcast)
+        except RaydflError:
+            raise
+        except Exception as error:  # whatever a method's code raises
+            raise ClientError(self._describe(order, error)) from error
+        return dataclasses.replace(result, seconds=time.perf_counter() - started)
+
+    def _describe(self, order: Order, error: Exception) -> str:
+        task, frame = order.task, traceback.extract_tb(error.__traceback__)[-1]
+        who = f"client {task.client_id!r}" if task.client_id else "the evaluation on the server's data"
+        text = (
+            f"{who} failed in round {order.round_index + 1}, phase {task.phase!r}: "
+            f"{type(error).__name__}: {error} (at {frame.filename}:{frame.lineno})"
+        )
+        if task.client_id and order.measure is None:
+            round_, client = order.round_index + 1, shlex.quote(task.client_id)
+            text += (
+                f"\nlook at it with: raydfl replay {shlex.quote(str(self.run_dir))} --round {round_} --client {client}"
+            )
+        return text
+
+    def prepare(self, order: Order, broadcast: Mapping[str, FlatTensors]) -> Step:
+        """A step ready for the method's code: data opened, models loaded, generators seeded."""
+        task, training = order.task, self.config.train
+        client, data = self._who(order)
+        purpose = task.phase if order.measure is None else f"evaluate/{task.phase}"
+        torch.manual_seed(seeds.seed_for(self.config.run.seed, order.round_index, client.id, f"torch/{purpose}"))
+        built = self._build(client)
+        built.reset()
+        # A copy: whatever a method does to what it received, the next client gets what the server sent.
+        received = {key: copy_of(broadcast[key], self.device) for key in task.receive}
+        kept = self.private.read(order.private) if order.private is not None else {}
+        step = Step(
+            client=client,
+            models=built.models,
+            received=received,
+            data=data,
+            state={n[len(_STATE) :]: t.to(self.device) for n, t in kept.items() if n.startswith(_STATE)},
+            rng=seeds.generator(self.config.run.seed, order.round_index, client.id, purpose),
+            device=self.device,
+            training=training,
+            phase=task.phase,
+            round_index=order.round_index,
+            options=task.options,
+            shared=self.method.shared,
+        )
+        self._load(step, kept)
+        return step
+
+    def _who(self, order: Order) -> tuple[Client, ClientData]:
+        if order.task.client_id == SERVER:
+            nothing = self.population.test.take(np.zeros(0, np.int64))
+            client = Client(SERVER, -1, 0, order.server_models)
+            return client, ClientData(train=nothing, validation=nothing, test=self.population.test)
+        client = self.clients.by_id(order.task.client_id)
+        return client, self.population.data(client.index)
+
+    def _build(self, client: Client) -> _Built:
+        if client.models not in self._built:
+            models = build_models(self.method, client, self.config.run.seed)
+            for model in models.values():
+                model.to(self.device)
+            self._built[client.models] = _Built(
+                models,
+                {f"{n}/{k}": v.detach().clone() for n, m in models.items() for k, v in m.state_dict().items()},
+                {f"{n}/{k}": p.requires_grad for n, m in models.items() for k, p in m.named_parameters()},
+            )
+        return self._built[client.models]
+
+    def _load(self, step: Step, kept: Mapping[str, Tensor]) -> None:
+        """Shared tensors from what was received, private ones from what this client kept; else they stay as initialised."""
+        with torch.no_grad():
+            for name, value in step.floating_state().items():
+                if not self.method.shared(name):
+                    if _MODEL + name in kept:
+                        value.copy_(kept[_MODEL + name])
+                    continue
+                for tensors in step.received.values():
+                    if name in tensors:
+                        value.copy_(tensors[name])
+                        break
+
+    def _train(self, order: Order, broadcast: Mapping[str, FlatTensors]) -> Result:
+        step = self.prepare(order, broadcast)
+        bytes_down = sum(broadcast[key].vector.nbytes for key in order.task.receive)
+        update = self.method.local(step)
+        hidden = [name for name in update.tensors if not self.method.shared(name)]
+        if hidden:
+            raise ClientError(
+                f"client {step.client.id!r}, round {order.round_index + 1}: the update holds tensors that the method's shared() "
+                f"keeps private: {', '.join(hidden[:5])}; leave them out of step.update(tensors=...)"
+            )
+        flat = FlatTensors.of(update.tensors)
+        result = Result(order.position, step.client.id, private=order.private, bytes_down=bytes_down)
+        if not np.isfinite(flat.vector).all():
+            bad = [name for name, tensor in flat.items() if not bool(torch.isfinite(tensor).all())]
+            return dataclasses.replace(
+                result, rejected=f"not finite: {', '.join(bad[:3])}{' ...' if len(bad) > 3 else ''}"
+            )
+        weights = update.weight.values() if isinstance(update.weight, Mapping) else ()
+        return dataclasses.replace(
+            result,
+            update=dataclasses.replace(update, tensors=flat, client_id=step.client.id, metrics={}),
+            measured={"train": update.metrics},
+            private=self._keep(order, step),
+            bytes_up=flat.vector.nbytes + sum(w.nbytes if isinstance(w, Tensor) else 8 for w in weights),
+        )
+
+    def _keep(self, order: Order, step: Step) -> PrivateRef | None:
+        """Write what stays with the client: private tensors of its models, and the method's state."""
+        kept = {_MODEL + n: t for n, t in step.floating_state().items() if not self.method.shared(n)}
+        kept.update({_STATE + n: t for n, t in step.state.items()})
+        return self.private.append(order.round_index + 1, kept) if kept else None
+
+    def _evaluate(self, order: Order, broadcast: Mapping[str, FlatTensors]) -> Result:
+        step = self.prepare(order, broadcast)
+        models = step.models
+        measured: dict[str, Metrics] = {}
+        for measurement in order.measure or ():
+            step.models = {name: models[name] for name in measurement.models if name in models}
+            examples = self._examples(step, measurement)
+            if len(examples) and step.models:
+                measured[measurement.split] = self.method.evaluate(step, examples, self.config.evaluate.batch_size)
+        bytes_down = sum(broadcast[key].vector.nbytes for key in order.task.receive)
+        return Result(order.position, step.client.id, private=order.private, measured=measured, bytes_down=bytes_down)
+
+    def _examples(self, step: Step, measurement: Measurement) -> Examples:
+        if measurement.split == "validation":
+            return step.data.validation
+        test = self.population.test
+        if measurement.sample is not None:
+            return self._sample(measurement.sample)
+        stop = len(test) if measurement.stop is None else measurement.stop
+        return test.take(np.arange(measurement.start, stop))
+
+    def _sample(self, count: int) -> Examples:
+        """Some of the server's test clips, drawn by the run seed, with all their segments."""
+        if count not in self._samples:
+            test = self.population.test
+            clips = np.unique(test.clips)
+            rng = seeds.generator(self.config.run.seed, 0, "", "test sample")
+            drawn = rng.permutation(clips)[:count]
+            self._samples[count] = test.take(np.flatnonzero(np.isin(test.clips, drawn)))
+        return self._samples[count]

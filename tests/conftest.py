@@ -1,0 +1,83 @@
+"""What all tests share: a tiny federation that trains in a second, and one Ray for those that need it."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raydfl.config import Config, apply_overrides, make_config
+
+TESTS = Path(__file__).parent
+
+TINY: dict[str, Any] = {
+    "method": {"name": "fedavg"},
+    "models": {"model": {"name": "crnn_tiny", "hidden": 8, "filters": [4]}},
+    "data": {
+        "name": f"{TESTS / 'tones.py'}:Tones",
+        "features": {"sample_rate": 8000, "bands": 16, "window_ms": 25, "hop_ms": 10, "seconds": 0.25},
+        "partition": {"by": "group"},
+        "split": {"validation": 0.2},
+    },
+    "train": {"rounds": 3, "cohort": 0.5, "batch_size": 8, "optimiser": {"lr": 0.1}},
+    "evaluate": {"every": 1, "client_test_clips": 10},
+    "ray": {"actors": 0},
+    "track": {"mlflow": False},
+    "run": {"seed": 1, "name": "tiny"},
+}
+
+TINY_MODELS = {
+    "fedmlac": {
+        "plugin": TINY["models"]["model"],
+        "local": [TINY["models"]["model"], {"name": "crnn_tiny", "hidden": 4, "filters": [4]}],
+    }
+}
+
+
+@pytest.fixture(scope="session")
+def feature_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, feature_cache: Path) -> Callable[..., Config]:
+    """``tiny("key=value", ...)``: the tiny federation's configuration, its runs in this test's folder."""
+
+    def configure(*overrides: str, method: str = "fedavg") -> Config:
+        values = copy.deepcopy(TINY)
+        values["method"] = {"name": method}
+        values["models"] = copy.deepcopy(TINY_MODELS.get(method, TINY["models"]))
+        values["data"]["cache"] = str(feature_cache)
+        values["run"]["dir"] = str(tmp_path / "runs")
+        return make_config(apply_overrides(values, overrides))
+
+    return configure
+
+
+@pytest.fixture(scope="session")
+def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One local Ray with 4 logical CPUs and a logical GPU for all tests that need it; it never joins another."""
+    import ray
+
+    token = tmp_path_factory.mktemp("ray") / "token"
+    token.write_text("for-tests-only-0123456789")
+    os.environ.update(
+        RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token)
+    )
+    os.environ.pop("RAY_ADDRESS", None)
+    ray.init(
+        "local",
+        num_cpus=4,
+        num_gpus=1,
+        include_dashboard=False,
+        object_store_memory=150 * 2**20,
+        log_to_driver=False,
+        logging_level="ERROR",
+        namespace="tests",
+    )
+    yield
+    ray.shutdown()

@@ -1,0 +1,55 @@
+"""What several test files compare runs with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from raydfl.config import Config
+from raydfl.progress import Progress
+from raydfl.runs import create, final_state, run
+from raydfl.server import Server
+from raydfl.store import PrivateStore, RunStore
+
+
+def finish(config: Config) -> dict[str, bytes]:
+    """Run to the end; the exact bytes of everything that the run then knows."""
+    return truth(run(config).run_dir)
+
+
+def truth(run_dir: Path) -> dict[str, bytes]:
+    """The server's tensors and every client's private tensors after the last commit, as bytes by name."""
+    store = RunStore(run_dir)
+    latest = store.latest()
+    assert latest is not None
+    commit = store.load(latest)
+    private = PrivateStore(run_dir / "private")
+    found = {"round": str(commit.state.round_index).encode(), "extra": repr(commit.state.extra).encode()}
+    groups = {f"server {key}": tensors for key, tensors in commit.state.tensors.items()}
+    groups.update({f"client {index}": private.read(ref) for index, ref in commit.private.items()})
+    for group, tensors in groups.items():
+        for name, tensor in tensors.items():
+            found[f"{group} {name}"] = raw(tensor)
+    return found
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """A tensor's memory."""
+    return np.ascontiguousarray(tensor.detach().cpu().numpy()).tobytes()
+
+
+def same(a: dict[str, bytes], b: dict[str, bytes]) -> None:
+    """Assert equality to the bit, naming what differs."""
+    assert set(a) == set(b)
+    differing = [name for name in a if a[name] != b[name]]
+    assert not differing, f"differ: {differing[:5]} ({len(differing)} of {len(a)})"
+
+
+def start(config: Config) -> Server:
+    """A new run's server in this process, before its first round."""
+    return Server(create(config, Progress("quiet")), config)
+
+
+__all__ = ["final_state", "finish", "raw", "same", "start", "truth"]

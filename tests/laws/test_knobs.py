@@ -1,0 +1,150 @@
+"""Law 7: every hyperparameter moves something, and its neutral value is the simpler method to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+from helpers import finish, same
+
+from raydfl import registry
+from raydfl.config import Config
+from raydfl.method import Method
+
+Tiny = Callable[..., Config]
+
+ALL = {
+    name: registry.find("raydfl.methods", name, Method, "method")  # type: ignore[type-abstract]
+    for name in registry.names("raydfl.methods")
+}
+
+MOVES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
+    # (method, field): overrides under which two runs must differ
+    ("fedprox", "mu"): (["method.mu=0.5"], ["method.mu=0.0"]),
+    ("fedprox", "squared"): (["method.mu=1.0", "method.squared=false"], ["method.mu=1.0"]),
+    ("fedadam", "server_lr"): (["method.server_lr=0.02"], []),
+    ("fedadam", "beta1"): (["method.beta1=0.5"], []),
+    ("fedadam", "beta2"): (["method.beta2=0.5"], []),
+    ("fedadam", "tau"): (["method.tau=0.1"], []),
+    ("scaffold", "server_lr"): (["method.server_lr=0.5"], []),
+    ("fedper", "personal"): (["method.personal=[]"], []),
+    ("fedmlac", "alpha"): (["method.alpha=0.9"], []),
+    ("fedmlac", "temperature"): (["method.temperature=3.0"], []),
+    ("fedmlac", "vl"): (["method.vl=0.4"], []),
+    ("fedmlac", "vh"): (["method.vh=0.4"], []),
+    ("fedmlac", "layer"): (["method.vh=0.4", "method.layer=tensor"], ["method.vh=0.4"]),
+    ("fedmlac", "plug_ce_weight"): (["method.plug_ce_weight=1.0"], []),
+    ("fedmlac", "sequential"): (["method.sequential=true"], []),
+    ("fedmlac", "lpa"): (["method.vh=0.4", "method.lpa=false"], ["method.vh=0.4"]),
+    ("fedmlac", "mutual"): (["method.mutual=false"], []),
+}
+MOVES.update({(name, "rule"): (["method.rule=uniform_mean"], ["method.rule=weighted_mean"]) for name in ALL})
+
+
+def test_every_hyperparameter_of_every_method_is_listed() -> None:
+    fields = {(name, field.name) for name, cls in ALL.items() for field in dataclasses.fields(cls) if field.init}
+    assert fields == set(MOVES)
+    assert len(ALL) >= 6
+
+
+@pytest.mark.parametrize(("method", "field"), sorted(MOVES))
+def test_a_knob_moves_something(tiny: Tiny, method: str, field: str) -> None:
+    turned, reference = MOVES[method, field]
+    # Sizes of the cohort and the models are as small as they may be for the knob to matter: six clients, two rounds.
+    common = ["train.cohort=1.0", "train.rounds=2", "evaluate.every=9", "evaluate.server=false", "evaluate.clients=none"]
+    a = finish(tiny(*common, *turned, "run.name=a", method=method))
+    b = finish(tiny(*common, *reference, "run.name=b", method=method))
+    assert a != b
+
+
+NEUTRAL: list[tuple[str, list[str], str, list[str]]] = [
+    # method, its neutral values, the simpler method, its settings
+    ("fedprox", ["method.mu=0.0"], "fedavg", []),
+    ("fedprox", ["method.mu=0.0", "method.squared=false"], "fedavg", []),
+    ("fedper", ["method.personal=[]"], "fedavg", []),
+    ("fedmlac", ["method.vl=0.0", "method.vh=0.0"], "fedmlac", ["method.lpa=false"]),
+    ("fedmlac", ["method.rule=weighted_mean"], "fedmlac", ["method.lpa=false"]),
+    ("fedmlac", ["method.mutual=false", "method.alpha=0.2"], "fedmlac", ["method.mutual=false"]),
+    ("fedavg", ["method.rule={name: lpa, vl: 0.0, vh: 0.0}"], "fedavg", []),
+]
+
+
+@pytest.mark.parametrize(("method", "neutral", "simpler", "settings"), NEUTRAL)
+def test_a_neutral_value_is_the_simpler_method(
+    tiny: Tiny, method: str, neutral: list[str], simpler: str, settings: list[str]
+) -> None:
+    common = ["train.cohort=1.0", "train.rounds=2", "evaluate.every=9"]
+    a = finish(tiny(*common, *neutral, "run.name=a", method=method))
+    b = finish(tiny(*common, *settings, "run.name=b", method=simpler))
+    same(a, b)
+
+
+def test_scaffold_begins_as_fedavg_with_a_uniform_mean(tiny: Tiny) -> None:
+    """All control variates are zero in the first round, so only the second can differ."""
+    for rounds, equal in ((1, True), (2, False)):
+        common = [f"train.rounds={rounds}", "train.cohort=1.0", "evaluate.every=9"]
+        a = finish(tiny(*common, f"run.name=a{rounds}", method="scaffold"))
+        b = finish(tiny(*common, f"run.name=b{rounds}", "method.rule=uniform_mean"))
+        models = [name for name in b if name.startswith("server global model/")]
+        assert models
+        close = all(_close(a[name], b[name]) for name in models)
+        assert close is equal
+
+
+def _close(a: bytes, b: bytes) -> bool:
+    import numpy as np
+
+    return bool(np.allclose(np.frombuffer(a, np.float32), np.frombuffer(b, np.float32), rtol=1e-5, atol=1e-6))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.optimiser.lr=0.2",
+        "train.optimiser.momentum=0.5",
+        "train.optimiser.weight_decay=0.1",
+        "train.optimiser.decay=0.5",
+        "train.optimiser.clip_norm=0.01",
+        "train.optimiser.models={model: 0.01}",
+        "train.optimiser.name=adam",
+        "train.optimiser.name=adamw",
+        "train.local_epochs=2",
+        "train.batch_size=4",
+        "train.cohort=2",
+        "run.seed=2",
+        "models.model={name: crnn_tiny, hidden: 8, filters: [4], kernel: 5}",
+        "data.split.validation=0.4",
+        "data.features.bands=8",
+        "data.corrupt={labels: {rate: 0.5, clients: 0.5}}",
+        "data.corrupt={noise: {snr_db: 0, clients: 0.5}}",
+        "data.partition.shards=2",
+    ],
+)
+def test_a_setting_moves_something(tiny: Tiny, override: str) -> None:
+    common = ["train.rounds=2", "evaluate.every=9"]
+    assert finish(tiny(*common, override, "run.name=a")) != finish(tiny(*common, "run.name=b"))
+
+
+@pytest.mark.parametrize(
+    ("override", "base"),
+    [
+        ("train.optimiser.betas=[0.5, 0.999]", "train.optimiser.name=adam"),
+        ("train.optimiser.eps=0.1", "train.optimiser.name=adam"),
+    ],
+)
+def test_a_setting_of_adam_moves_something(tiny: Tiny, override: str, base: str) -> None:
+    common = ["train.rounds=2", "evaluate.every=9", base]
+    assert finish(tiny(*common, override, "run.name=a")) != finish(tiny(*common, "run.name=b"))
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["evaluate.every=1", "evaluate.clients=all", "evaluate.batch_size=3", "run.commit_every=2", "run.keep=1"],
+)
+def test_measuring_and_committing_move_nothing(tiny: Tiny, override: str) -> None:
+    common = ["train.rounds=3", "evaluate.every=9"]
+    for method in ("fedavg", "fedmlac"):
+        a = finish(tiny(*common, override, f"run.name=a-{method}", method=method))
+        b = finish(tiny(*common, f"run.name=b-{method}", method=method))
+        same(a, b)
