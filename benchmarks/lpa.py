@@ -6,19 +6,16 @@ interleaved, so that whatever else the machine does falls on all of them, and ea
 
 from __future__ import annotations
 
-import os
-
-for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ[_name] = "1"  # read when NumPy and torch are loaded, hence before they are
-
 import argparse
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import numpy as np
 import torch
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from raydfl.aggregate import LayerwisePruning, WeightedMean
@@ -33,7 +30,11 @@ def make_updates(clients: int, parameters: int, layers: int) -> list[Update]:
     width = parameters // layers
     inputs = math.isqrt(width)
     names = [f"net/layer{index:02d}.{part}" for index in range(layers) for part in ("weight", "bias")]
-    shapes = [shape for _ in range(layers) for shape in ((width // inputs - 1, inputs), (width - (width // inputs - 1) * inputs,))]
+    shapes = [
+        shape
+        for _ in range(layers)
+        for shape in ((width // inputs - 1, inputs), (width - (width // inputs - 1) * inputs,))
+    ]
     layout = Layout(tuple(names), tuple(shapes))
     generator = np.random.default_rng(0)
     updates = []
@@ -62,8 +63,7 @@ def naive(updates: Sequence[Update], vl: float, vh: float) -> Mapping[str, Tenso
         deviations = [float(torch.linalg.vector_norm(vector - mean)) for vector in vectors]
         order = sorted(range(len(vectors)), key=deviations.__getitem__)
         kept = sorted(order[int(vl * len(order) + 1e-9) : len(order) - int(vh * len(order) + 1e-9)])
-        weights = [updates[index].weight for index in kept]
-        assert all(isinstance(weight, float) for weight in weights)
+        weights = [cast(float, updates[index].weight) for index in kept]
         for name in names:
             parts = [weight * updates[index].tensors[name] for weight, index in zip(weights, kept, strict=True)]
             result[name] = sum(parts[1:], start=parts[0]) / sum(weights)
@@ -76,9 +76,8 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--parameters", type=int, default=1_000_000)
     parser.add_argument("--layers", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=15)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     updates = make_updates(arguments.clients, arguments.parameters, arguments.layers)
     current = {"global": {name: torch.zeros_like(tensor) for name, tensor in updates[0].tensors.items()}}
     rule, mean = LayerwisePruning(vl=0.1, vh=0.1), WeightedMean()
@@ -99,14 +98,19 @@ def main() -> None:
             start = time.perf_counter()
             function()
             seconds[name].append(time.perf_counter() - start)
+
+    print(f"{'':14}{'median ms':>10}{'reads':>8}{'fastest ms':>13}{'reads':>8}")
+    reads = seconds["one read"]
     for name, times in seconds.items():
-        ratios = [time / read for time, read in zip(times, seconds["one read"], strict=True)]
+        paired = statistics.median(time / read for time, read in zip(times, reads, strict=True))
+        fastest = min(times)
         print(
-            f"{name:14} {1000 * statistics.median(times):7.1f} ms   {statistics.median(ratios):5.2f} reads "
-            f"(from {min(ratios):.2f} to {max(ratios):.2f})"
+            f"{name:14}{1000 * statistics.median(times):10.1f}{paired:8.2f}{1000 * fastest:13.1f}{fastest / min(reads):8.2f}"
         )
     print(f"target: LPA within {TARGET:g} reads")
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    with threadpool_limits(limits=1):
+        main()

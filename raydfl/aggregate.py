@@ -12,10 +12,11 @@ A rule of one's own is a subclass of :class:`CollectingRule` with one short meth
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache, cached_property
-from typing import Annotated, Any, Literal
+from functools import cache
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -32,8 +33,7 @@ from raydfl.types import Ratio, Tensors, Update
 Weight = float | np.ndarray
 """How much one client's tensor counts: one number, or float64 [elements] with one for each."""
 
-_STRIP = 16_384  # elements that are added at a time: their float64 copy (128 KiB) stays in the second-level cache
-_BLOCK = 8 * 2**20  # bytes of a [clients, elements] block: it stays in the last-level cache while it is worked on
+_STRIP = 32_768  # elements worked on at a time: a float64 copy of them (256 KiB) stays in the second-level cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +94,12 @@ class UniformMean(WeightedMean):
         return weight.sign() if isinstance(weight, Tensor) else float(np.sign(weight))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Group:
-    """The tensors of one key that the same clients sent: a matrix [clients, elements] whose rows lie apart in memory."""
+    """The tensors of one key that the same clients sent, and what a rule may need to combine them."""
 
     layout: Layout
-    """Where each tensor lies in a row."""
+    """Where each tensor lies in a row, and in the vector that a rule returns."""
     rows: Sequence[np.ndarray]
     """One float32 [elements] for each client, in client order. Read-only: they may be other processes' memory."""
     updates: Sequence[Update]
@@ -107,36 +107,8 @@ class Group:
     current: Tensors
     """The server's tensors of this key."""
     report: dict[str, Ratio] = dataclasses.field(default_factory=dict)
-    """What the rule has to say about this group; groups' reports are added up."""
-
-    def blocks(
-        self,
-        columns: slice | None = None,
-        rows: Sequence[int] | None = None,
-        dtype: type[np.floating[Any]] = np.float32,
-    ) -> Iterator[tuple[slice, np.ndarray]]:
-        """The matrix (or some columns and rows of it), cut into blocks of columns that fit into the processor's cache.
-
-        Yields:
-            The columns of a block, and the block: ``dtype`` [rows, columns], scratch memory to work in, overwritten by the
-            next block of this group.
-        """
-        columns = columns or slice(0, self.layout.size)
-        chosen = self.rows if rows is None else [self.rows[row] for row in rows]
-        size, most = columns.stop - columns.start, max(1, _BLOCK // (np.dtype(dtype).itemsize * len(chosen)))
-        width = -(-size // max(1, -(-size // most)))  # blocks of nearly equal width, none wider than most
-        scratch = self._scratch.view(dtype)
-        for start in range(columns.start, columns.stop, width):
-            stop = min(start + width, columns.stop)
-            block = scratch[: len(chosen) * (stop - start)].reshape(len(chosen), stop - start)
-            for target, row in zip(block, chosen, strict=True):
-                target[:] = row[start:stop]
-            yield slice(start, stop), block
-
-    @cached_property
-    def _scratch(self) -> np.ndarray:
-        # One for all blocks: fresh memory of this size would cost more than the work done in it.
-        return np.empty(max(_BLOCK, 8 * len(self.rows)), dtype=np.uint8)
+    """What the rule has to say about this group; the reports of all groups are added up."""
+    _scratch: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.float32), repr=False)
 
     def layers(self, by: Literal["module", "tensor"]) -> dict[str, list[str]]:
         """The tensors' names by layer: each tensor for itself, or all tensors of a module (names up to the last dot)."""
@@ -145,27 +117,40 @@ class Group:
             layers.setdefault(name.rpartition(".")[0] or name if by == "module" else name, []).append(name)
         return layers
 
+    def matrix(self, names: Sequence[str] | None = None) -> np.ndarray:
+        """Some tensors (all by default), one client in each row: float32 [clients, their elements], to work in.
+
+        The next call overwrites it: fresh memory of this size would cost more than the work that is done in it.
+        """
+        columns = [self.layout.columns(name) for name in names or self.layout.names]
+        width = sum(part.stop - part.start for part in columns)
+        if self._scratch.size < len(self.rows) * width:
+            self._scratch = np.empty(len(self.rows) * width, np.float32)
+        matrix = self._scratch[: len(self.rows) * width].reshape(len(self.rows), width)
+        for target, row in zip(matrix, self.rows, strict=True):
+            start = 0
+            for part in columns:
+                stop = start + part.stop - part.start
+                target[start:stop] = row[part]
+                start = stop
+        return matrix
+
     def mean(self, name: str, kept: Sequence[int]) -> np.ndarray:
         """The weighted mean of one tensor over some of the clients: float32 [elements].
 
-        With all clients kept this is :class:`WeightedMean`, bit for bit.
+        It is that of :class:`WeightedMean` over these clients, bit for bit.
 
         Args:
             kept: positions in ``rows``, ascending.
         """
         columns = self.layout.columns(name)
-        weights = [_weight_of(self.updates[row], self.updates[row].weight, name, self._shape(name)) for row in kept]
-        total = np.zeros(columns.stop - columns.start)
-        if len(kept) < len(self.rows) and all(isinstance(weight, float) for weight in weights):
-            for part, block in self.blocks(columns, kept, np.float64):
-                np.dot(weights, block, out=total[part.start - columns.start : part.stop - columns.start])
-        else:
-            for row, weight in zip(kept, weights, strict=True):
-                _add(total, self.rows[row][columns], weight)
-        return _divided(total, sum(weights, start=0.0), self.current.get(name))
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return self.layout.shapes[self.layout.positions[name]]
+        total, weight = np.zeros(columns.stop - columns.start), cast(Weight, 0.0)
+        for row in kept:
+            update, shape = self.updates[row], self.layout.shapes[self.layout.positions[name]]
+            own = _weight_of(update, update.weight, name, shape)
+            _add(total, self.rows[row][columns], own)
+            weight = weight + own
+        return _divided(total, weight, self.current.get(name))
 
 
 @dataclass(frozen=True)
@@ -177,7 +162,7 @@ class CollectingRule(Rule):
         @dataclass(frozen=True)
         class Median(CollectingRule):
             def combine(self, group: Group) -> np.ndarray:
-                return np.concatenate([np.median(block, axis=0) for _, block in group.blocks()])
+                return np.median(group.matrix(), axis=0)
     """
 
     @abstractmethod
@@ -229,26 +214,24 @@ class LayerwisePruning(CollectingRule):
     def combine(self, group: Group) -> np.ndarray:
         """See :class:`CollectingRule`."""
         vector = np.empty(group.layout.size, dtype=np.float32)
-        for layer, names in group.layers(self.by).items():
-            kept = self._kept(group, names)
-            for name in names:
-                vector[group.layout.columns(name)] = group.mean(name, kept)
-            clients = len(group.rows)
-            group.report[f"lpa/pruned/{layer}"] = Ratio(clients - len(kept), clients)
-        return vector
-
-    def _kept(self, group: Group, names: Sequence[str]) -> list[int]:
-        """The clients whose layer counts, ascending."""
         clients = len(group.rows)
         # 0.29 * 100 is 28.999...: the guard makes the floor the one of the decimal numbers that the user wrote.
-        smallest, largest = (int(np.floor(share * clients + 1e-9)) for share in (self.vl, self.vh))
-        if clients == 1 or smallest + largest == 0:
-            return list(range(clients))
-        columns = [group.layout.columns(name) for name in names]
-        order = np.argsort(_squared_deviations(group, columns), kind="stable")
-        middle = (clients - 1) // 2
-        kept = order[smallest : clients - largest] if smallest + largest < clients else order[middle : middle + 1]
-        return sorted(kept.tolist())
+        smallest, largest = (math.floor(share * clients + 1e-9) for share in (self.vl, self.vh))
+        for layer, names in group.layers(self.by).items():
+            kept = list(range(clients))
+            if clients > 1 and smallest + largest > 0:
+                matrix = group.matrix(names)
+                order = np.argsort(_squared_deviations(matrix), kind="stable").tolist()
+                middle = (clients - 1) // 2
+                last = clients - largest
+                kept = sorted(order[smallest:last] if smallest < last else order[middle : middle + 1])
+                means = _means(group, names, kept, matrix)
+            else:
+                means = {name: group.mean(name, kept) for name in names}
+            for name in names:
+                vector[group.layout.columns(name)] = means[name]
+            group.report[f"lpa/pruned/{layer}"] = Ratio(clients - len(kept), clients)
+        return vector
 
 
 RULES: Mapping[str, type[Rule]] = {"weighted_mean": WeightedMean, "uniform_mean": UniformMean, "lpa": LayerwisePruning}
@@ -350,8 +333,11 @@ def _divided(total: np.ndarray, weight: Weight, current: Tensor | None) -> np.nd
     """``total / weight`` as float32 [elements]; where the weight is 0, what the server has, or 0 if it has nothing."""
     if isinstance(weight, float) and weight > 0:
         return (total / weight).astype(np.float32)
-    before = np.zeros(total.shape) if current is None else current.detach().cpu().double().flatten().numpy()
-    return np.divide(total, weight, out=before.copy(), where=np.asarray(weight) > 0).astype(np.float32)
+    result = np.zeros(total.shape)
+    if current is not None:
+        result[:] = current.detach().cpu().flatten().numpy()
+    np.divide(total, weight, out=result, where=np.asarray(weight) > 0)
+    return result.astype(np.float32)
 
 
 def _weight_of(
@@ -372,7 +358,7 @@ def _weight_of(
             raise RaydflError(
                 f"{what} has shape {tuple(value.shape)}, the tensor has {shape}; one number does for all too"
             )
-        elements = value.detach().cpu().double().flatten().numpy()
+        elements: np.ndarray = value.detach().cpu().double().flatten().numpy()
         if not (np.isfinite(elements).all() and (elements >= 0).all()):
             raise RaydflError(f"{what} has elements that are negative or not finite; 0 leaves an element out")
         return elements
@@ -403,8 +389,8 @@ def _groups(updates: Sequence[Update], current: Tensors) -> Iterator[Group]:
         for name in row:
             senders.setdefault(name, []).append(position)
     names: dict[tuple[int, ...], list[str]] = {}
-    for name, positions in senders.items():
-        names.setdefault(tuple(positions), []).append(name)
+    for name, those in senders.items():
+        names.setdefault(tuple(those), []).append(name)
     for positions, together in names.items():
         layout = Layout(tuple(together), tuple(shapes[name] for name in together))
         yield Group(
@@ -422,25 +408,46 @@ def _part(row: FlatTensors, layout: Layout) -> np.ndarray:
     return np.concatenate([row.vector[row.layout.columns(name)] for name in layout.names])
 
 
-def _squared_deviations(group: Group, columns: Sequence[slice]) -> np.ndarray:
-    """Each client's squared Euclidean distance to the uniform mean, over some columns: float64 [clients]."""
-    squares = _squares(group, columns, np.float32)
+def _squared_deviations(matrix: np.ndarray) -> np.ndarray:
+    """Each row's squared Euclidean distance to the rows' mean: float64 [clients] for float32 [clients, elements]."""
+    squares = _squares(matrix)
     if not np.all((squares > 1e-30) & (squares < np.inf)):  # beyond the range of float32, where it cannot sort
-        squares = _squares(group, columns, np.float64)
+        squares = _squares(matrix.astype(np.float64))
     return squares
 
 
-def _squares(group: Group, columns: Sequence[slice], dtype: type[np.floating[Any]]) -> np.ndarray:
-    """:func:`_squared_deviations` with the differences in ``dtype``."""
-    clients = len(group.rows)
-    ones = np.ones(clients, dtype=dtype)
+def _squares(matrix: np.ndarray) -> np.ndarray:
+    """:func:`_squared_deviations` with the differences in the matrix's own precision."""
+    clients, elements = matrix.shape
     squares = np.zeros(clients)
+    difference = np.empty(min(_STRIP, elements), matrix.dtype)
     with np.errstate(over="ignore", invalid="ignore"):
-        for part in columns:
-            for _, block in group.blocks(part, dtype=dtype):
-                block -= np.dot(ones, block) / dtype(clients)
-                squares += np.vecdot(block, block)
+        mean = np.dot(np.ones(clients, matrix.dtype), matrix)
+        mean /= clients
+        for start in range(0, elements, _STRIP):
+            part = mean[start : start + _STRIP]
+            apart = difference[: len(part)]
+            for client, row in enumerate(matrix):
+                np.subtract(row[start : start + _STRIP], part, out=apart)
+                squares[client] += np.dot(apart, apart)
     return squares
+
+
+def _means(group: Group, names: Sequence[str], kept: Sequence[int], matrix: np.ndarray) -> dict[str, np.ndarray]:
+    """:meth:`Group.mean` of several tensors, from their matrix: one product in float32 where weights are plain numbers."""
+    weights = np.zeros(len(group.rows))
+    for row in kept:
+        update = group.updates[row]
+        if isinstance(update.weight, Mapping):
+            return {name: group.mean(name, kept) for name in names}
+        weights[row] = _weight_of(update, update.weight, "", ())
+    if not weights.any():
+        return {name: group.mean(name, kept) for name in names}
+    # A power of two changes no digit; with weights below 1 the sum cannot overflow.
+    weights = np.ldexp(weights, -math.frexp(weights.sum())[1])
+    total = np.dot(weights.astype(np.float32), matrix) / weights.sum()
+    sizes = [group.layout.columns(name).stop - group.layout.columns(name).start for name in names]
+    return dict(zip(names, np.split(total, np.cumsum(sizes)[:-1]), strict=True))
 
 
 def _over_current(

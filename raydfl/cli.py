@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -40,7 +41,13 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON object a line
 def _progress(quiet: bool, as_json: bool) -> Progress:
     from raydfl.progress import Progress
 
-    return Progress("json" if as_json else "quiet" if quiet else "auto")
+    if not as_json:
+        return Progress("quiet" if quiet else "auto")
+    # Standard output is for our events alone: what libraries and Ray's processes print goes to standard error.
+    events = os.fdopen(os.dup(1), "w")
+    sys.stdout.flush()
+    os.dup2(2, 1)
+    return Progress("json", events)
 
 
 @app.command("run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,10 @@ class ClientActor:
     def ready(self) -> bool:
         """Answers once the actor has started."""
         return True
+
+    def process_id(self) -> int:
+        """Of the actor's process."""
+        return os.getpid()
 
     def carry_out(self, order: Order, keys: list[str], *tensors: FlatTensors) -> Result:
         """Worker.carry_out. The update is returned, never a reference to it: it outlives this actor.

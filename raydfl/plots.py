@@ -191,10 +191,13 @@ def confusion(matrix: ArrayLike, classes: Sequence[str]) -> Figure:
         figure = Figure(figsize=(side, side), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots()
-        cells = [Rectangle((column - 0.5, row - 0.5), 1, 1) for row, column in np.argwhere(counts > 0)]
         strength = shares**0.6  # so that one confusion in fifty is still seen
-        colours = [(*to_rgb(SERIES[0]), alpha) for alpha in strength[counts > 0]]
-        axes.add_collection(PatchCollection(cells, facecolors=colours, edgecolors="none"))
+        colours = np.dstack([np.broadcast_to(to_rgb(SERIES[0]), (number, number, 3)), strength])
+        if number <= 40:
+            cells = [Rectangle((column - 0.5, row - 0.5), 1, 1) for row, column in np.argwhere(counts > 0)]
+            axes.add_collection(PatchCollection(cells, facecolors=colours[counts > 0], edgecolors="none"))
+        else:  # one picture instead of thousands of shapes, at the price of the same blue on light and dark pages
+            axes.imshow(colours, interpolation="nearest")
         if number <= 14:
             for row, column in np.argwhere(counts > 0):
                 colour = "white" if strength[row, column] > 0.6 else _INK
@@ -223,8 +226,7 @@ def pruned(layers: Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]]
         figure, strips = _axes(0.7 + 0.55 * len(layers), rows=len(layers))
         top = max((float(number.max()) for _, number in layers.values() if len(number)), default=0.0)
         for axes, (layer, (rounds, number)) in zip(strips, layers.items(), strict=True):
-            axes.fill_between(rounds, number, step="mid", color=SERIES[0], alpha=0.3, linewidth=0)
-            axes.step(rounds, number, where="mid", color=SERIES[0], linewidth=1)
+            axes.step(rounds, number, where="mid", color=SERIES[0], linewidth=1.2)
             axes.set_ylim(0, max(1.0, top * 1.15))
             axes.yaxis.set_major_locator(MaxNLocator(nbins=2, integer=True))
             axes.set_title(layer, loc="left", fontsize=8, pad=2)
@@ -265,17 +267,25 @@ def round_seconds(series: Sequence[Series]) -> Figure:
 
 
 def failures(series: Sequence[Series]) -> Figure:
-    """Updates that were not used, a bar for each round, the kinds on top of each other.
+    """Updates that were not used, a bar for each round that had any, the kinds on top of each other.
 
     Args:
         series: y: number of updates; all with the same x.
     """
     with _style():
         figure, (axes,) = _axes(2.6)
-        below = np.zeros(len(series[0].x))
+        x = series[0].x
+        width = float(np.clip(300 / (x[-1] - x[0] + 1), 1, 12))  # in points: the axes are some 400 wide
+        below = np.zeros(len(x))
         for item in series:
-            axes.bar(item.x, item.y, bottom=below, width=0.9, color=SERIES[item.colour % len(SERIES)], label=item.label)
-            below = below + item.y
+            above, some = below + item.y, item.y > 0
+            colour = SERIES[item.colour % len(SERIES)]
+            axes.vlines(
+                x[some], below[some], above[some], color=colour, linewidth=width, capstyle="butt", label=item.label
+            )
+            below = above
+        axes.set_xlim(x[0] - 1, x[-1] + 1)
+        axes.set_ylim(0, None)
         axes.set_ylabel("updates not used")
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         _round_axis(axes)

@@ -81,7 +81,7 @@ def duration(seconds: float) -> str:
     """Seconds in words; ``?`` when they are not known.
 
     >>> duration(5), duration(200), duration(7300)
-    ('5 s', '3 min 20 s', '2 h 2 min')
+    ('5 s', '3 min 20 s', '2 h 1 min')
     """
     if not math.isfinite(seconds):
         return "?"
@@ -189,12 +189,7 @@ class Progress:
         if self.mode == "json":
             self._event("round", **asdict(summary), clients_per_second=summary.clients_per_second, seconds_left=left)
         elif self.mode == "bar" and self._task is not None:
-            parts = [
-                f"loss {summary.loss:.4f}",
-                scores_text(self._scores),
-                f"{summary.clients_per_second:.1f} clients/s",
-            ]
-            parts += [f"{summary.failed} failed"] if summary.failed else []
+            parts = [f"loss {summary.loss:.4f}", scores_text(self._scores), *_work(summary)]
             bar = self._show_bar()
             bar.below = "  ".join(part for part in parts if part)
             status = f"round {summary.round}/{summary.total}  {duration(left)} left"
@@ -308,8 +303,7 @@ class Progress:
             f"loss {summary.loss:.4f}",
             scores_text(summary.scores),
         ]
-        parts += [f"{summary.clients} clients", f"{summary.clients_per_second:.1f} clients/s"]
-        parts += [f"{summary.failed} failed"] if summary.failed else []
+        parts += [f"{summary.clients} clients", *_work(summary)]
         parts += [f"{size(summary.bytes_down)} down", f"{size(summary.bytes_up)} up", f"{duration(left)} left"]
         return "  ".join(part for part in parts if part)
 
@@ -319,6 +313,12 @@ class Progress:
 
     def _event(self, event: str, **values: Any) -> None:
         self._line(json.dumps({"event": event, **_plain(values)}, allow_nan=False))
+
+
+def _work(summary: RoundSummary) -> list[str]:
+    """Speed, where it is known, and failures, where there are any."""
+    parts = [f"{summary.clients_per_second:.1f} clients/s"] if summary.seconds > 0 else []
+    return [*parts, f"{summary.failed} failed"] if summary.failed else parts
 
 
 def _plain(value: Any) -> Any:

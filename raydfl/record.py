@@ -54,7 +54,8 @@ class Row:
     client: str
     """Empty: the server's, or pooled over the clients."""
     split: str
-    """The data behind it: ``"train"``, ``"validation"``, ``"test"`` (the client's own) or ``"server"`` (the common test data)."""
+    """The data behind it: ``"train"``, ``"validation"`` (a client's own hold-out), ``"test"`` (the common test data); or
+    ``"server"``, for what the server counts (bytes, seconds, clients left out)."""
     metric: str
     """``"loss"``, ``"plugin/accuracy"``, ``"lpa/pruned/plugin/gru"``, ``"bytes_up"``, ``"seconds/fit"`` ..."""
     value: float
@@ -294,7 +295,7 @@ def discard_rows(run_dir: Path, after_round: int) -> None:
 
     Also removes unfinished temporary files of an earlier process.
     """
-    for file in reversed(_all_files(run_dir)):
+    for file in _all_files(run_dir):
         if file.last <= after_round:
             continue
         if file.first <= after_round:  # a merged file: keep its beginning, which counts once the whole is gone

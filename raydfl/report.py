@@ -175,8 +175,8 @@ def _confusion_pictures(run: Run, pictures: _Pictures) -> list[_Picture]:
     names = run.about.get("classes")
     for split, metric in sorted(run.confusions, key=lambda key: (place(key[0], list(SPLITS)), key[1])):
         round_index, matrix = run.confusions[split, metric]
-        known = isinstance(names, list) and len(names) == len(matrix)
-        classes = [str(name) for name in names] if known else [str(index) for index in range(len(matrix))]
+        known = names if isinstance(names, list) and len(names) == len(matrix) else range(len(matrix))
+        classes = [str(name) for name in known]
         if matrix.sum():
             caption = f"Round {round_index}, {matrix.sum():,.0f} examples. Colour: share of the true class."
             made.append(pictures.add(f"{_model(metric)}, {_split(split)}", caption, plots.confusion(matrix, classes)))
@@ -292,6 +292,8 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
     ][:4]
     if run.curves:
         tiles.append((f"{run.done}" + (f" of {run.total}" if run.total else ""), "rounds"))
+    if "clients" in run.about:
+        tiles.append((str(run.about["clients"]), "clients"))
     down, up = run.total_of("bytes_down"), run.total_of("bytes_up")
     if down is not None or up is not None:
         tiles.append((size((down or 0) + (up or 0)), "sent in both directions"))
@@ -331,12 +333,12 @@ def _result_row(run: Run, key: Key) -> dict[str, str]:
 
 
 def _skipped(run: Run) -> list[tuple[str, str]]:
-    """(path, reason) of the clips that could not be read."""
-    listed = run.about.get("skipped_clips")
+    """(clip, reason) of the clips that could not be read."""
+    listed = run.about.get("skipped")
     found = []
     for item in listed if isinstance(listed, list) else []:
         if isinstance(item, Mapping):
-            found.append((str(item.get("path", "")), str(item.get("reason", ""))))
+            found.append((str(item.get("clip", "")), str(item.get("reason", ""))))
         else:
             found.append((str(item), ""))
     return found
@@ -403,7 +405,7 @@ def _group(runs: Sequence[Run]) -> list[_Group]:
     groups = []
     for part in parts:
         first = part[0]
-        rivals = [other[0] for other in parts if other[0] is not first and other[0].method == first.method]
+        rivals = [other[0] for other in parts if other[0].config and other[0].method == first.method]
         own = flatten(_decisive(first))
         differing = [key for key in own if any(flatten(_decisive(rival)).get(key) != own[key] for rival in rivals)]
         words = [f"{key.removeprefix('method.')}={_text(own[key])}" for key in differing if key != "method.name"]

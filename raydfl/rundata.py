@@ -20,7 +20,7 @@ from raydfl.store import RunStore
 
 SPLITS = {
     "test": "test data",
-    "server": "server's test data",
+    "server": "server's data",
     "validation": "clients' own hold-out",
     "train": "training data",
 }

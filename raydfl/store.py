@@ -227,7 +227,7 @@ class RunStore:
         name = f"{state.round_index:06d}-{zlib.crc32(data):08x}.safetensors"
         folder = self.folder / "commits"
         with disk_space(folder, len(data)):
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             write_durably(folder / name, data)
             write_durably(self.folder / "LATEST", name.encode())
         self._forget(name)

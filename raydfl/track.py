@@ -223,7 +223,7 @@ class MlflowTracker:
             present: set[tuple[str, int]] = set()
             if self._behind:
                 present = self._present()
-                fresh = self._backlog(fresh)
+                fresh = self._backlog() + fresh  # rows that are in both count once
             self._log(fresh, present)
         except Exception as error:  # noqa: BLE001  (whatever it is, a run must not end because of its mirror)
             self._failed(error)
@@ -274,6 +274,7 @@ class MlflowTracker:
         # A round must not wait for minutes (the default is 7 retries of 120 s) for a store that is down.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # the output may be JSON for a machine
         from mlflow import MlflowClient
 
         for name in ("alembic", "mlflow.store.db.utils"):  # they narrate the creation of every table
@@ -390,13 +391,10 @@ class MlflowTracker:
             if item.step > self._mirrored
         }
 
-    def _backlog(self, fresh: list[Row]) -> list[Row]:
-        """The rows on the disk of rounds that are not mirrored, and ``fresh``."""
-        known = min((row.round for row in fresh), default=None)
+    def _backlog(self) -> list[Row]:
+        """The server's and pooled rows on the disk of rounds that are not mirrored."""
         where = (pc.field("client") == "") & (pc.field("round") > self._mirrored)
-        if known is not None:
-            where &= pc.field("round") < known
-        return to_rows(read_rows(self._run_dir, where=where)) + fresh
+        return to_rows(read_rows(self._run_dir, where=where))
 
     def _send_artifacts(self) -> None:
         try:
@@ -444,7 +442,7 @@ class MlflowTracker:
 
 
 def _first_line(error: Exception) -> str:
-    return without_password((str(error).strip() or type(error).__name__).splitlines()[0])[:300]
+    return without_password((str(error).strip() or type(error).__name__).splitlines()[0])[:200]
 
 
 def _probe(uri: str) -> None:

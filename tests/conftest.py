@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+# Ray reads these when it is imported: its token must be there before, and never in the user's home.
+_secrets = tempfile.mkdtemp(prefix="raydfl-tests-")
+atexit.register(shutil.rmtree, _secrets, ignore_errors=True)
+_token = Path(_secrets) / "token"
+_token.write_text("for-tests-only-0123456789")
+os.environ.update(
+    RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(_token)
+)
+os.environ.pop("RAY_ADDRESS", None)
 
 import pytest
 
@@ -30,12 +43,11 @@ TINY: dict[str, Any] = {
     "run": {"seed": 1, "name": "tiny"},
 }
 
-TINY_MODELS = {
-    "fedmlac": {
-        "plugin": TINY["models"]["model"],
-        "local": [TINY["models"]["model"], {"name": "crnn_tiny", "hidden": 4, "filters": [4]}],
-    }
+FEDMLAC_MODELS = {
+    "plugin": TINY["models"]["model"],
+    "local": [TINY["models"]["model"], {"name": "crnn_tiny", "hidden": 4, "filters": [4]}],
 }
+TINY_MODELS = {"fedmlac": FEDMLAC_MODELS, f"{TESTS}/extra_methods.py:Slow": FEDMLAC_MODELS}
 
 
 @pytest.fixture(scope="session")
@@ -59,16 +71,10 @@ def tiny(tmp_path: Path, feature_cache: Path) -> Callable[..., Config]:
 
 
 @pytest.fixture(scope="session")
-def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def ray_session() -> Iterator[None]:
     """One local Ray with 4 logical CPUs and a logical GPU for all tests that need it; it never joins another."""
     import ray
 
-    token = tmp_path_factory.mktemp("ray") / "token"
-    token.write_text("for-tests-only-0123456789")
-    os.environ.update(
-        RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token)
-    )
-    os.environ.pop("RAY_ADDRESS", None)
     ray.init(
         "local",
         num_cpus=4,

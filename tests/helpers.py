@@ -9,14 +9,21 @@ import torch
 
 from raydfl.config import Config
 from raydfl.progress import Progress
-from raydfl.runs import create, final_state, run
+from raydfl.runs import create, final_state
 from raydfl.server import Server
 from raydfl.store import PrivateStore, RunStore
 
 
 def finish(config: Config) -> dict[str, bytes]:
-    """Run to the end; the exact bytes of everything that the run then knows."""
-    return truth(run(config).run_dir)
+    """All rounds in this process; the exact bytes of everything that the run then knows."""
+    run_dir = create(config, Progress("quiet"))
+    server = Server(run_dir, config)
+    try:
+        while server.round_index < config.train.rounds:
+            server.round()
+    finally:
+        server.close()
+    return truth(run_dir)
 
 
 def truth(run_dir: Path) -> dict[str, bytes]:
@@ -47,9 +54,14 @@ def same(a: dict[str, bytes], b: dict[str, bytes]) -> None:
     assert not differing, f"differ: {differing[:5]} ({len(differing)} of {len(a)})"
 
 
+def differ(a: dict[str, bytes], b: dict[str, bytes]) -> bool:
+    """Whether two runs know something else; a function of its own keeps pytest from printing all their bytes."""
+    return a != b
+
+
 def start(config: Config) -> Server:
     """A new run's server in this process, before its first round."""
     return Server(create(config, Progress("quiet")), config)
 
 
-__all__ = ["final_state", "finish", "raw", "same", "start", "truth"]
+__all__ = ["differ", "final_state", "finish", "raw", "same", "start", "truth"]

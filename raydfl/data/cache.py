@@ -175,8 +175,8 @@ def prepare(
 
 def _needed_bytes(manifest: pa.Table, features: FeatureSettings) -> int:
     """Roughly what chunks and store take together, as far as the clips' lengths are known."""
-    lengths = manifest.column("seconds").to_pylist()
-    frames = sum(features.frames_of(seconds or 0.0) for seconds in lengths)
+    seconds = np.nan_to_num(manifest.column("seconds").to_numpy())  # 0 where it is not known
+    frames = int(features.frames_of(seconds).sum())
     return frames * features.bands * (4 + np.dtype(features.dtype).itemsize)
 
 

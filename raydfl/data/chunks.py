@@ -21,7 +21,7 @@ import numpy as np
 from raydfl.data.corrupt import Noise, add_noise
 from raydfl.data.features import FeatureExtractor, FeatureSettings
 from raydfl.data.files import write_atomically
-from raydfl.data.processes import available_cpus, map_in_processes
+from raydfl.data.processes import available_cpus, share_with_processes
 from raydfl.errors import RaydflError
 from raydfl.registry import build
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _CLIPS = 128
 _SECONDS = 600.0
 _START_UP_S = 5.0
-"""What a worker process costs before its first result: it imports torch."""
+"""What a helping process costs before its first result: it imports torch."""
 
 
 @dataclass(frozen=True)
@@ -158,13 +158,13 @@ RunChunks = Callable[[Callable[[Chunk], ChunkReport], Sequence[Chunk]], Iterable
 
 
 def run_locally(function: Callable[[Chunk], ChunkReport], chunks: Sequence[Chunk]) -> Iterator[ChunkReport]:
-    """Runs chunks in this process, and the rest in one worker process for each processor once it is seen that this will pay."""
+    """Runs chunks in this process, with the help of one more for each other processor once it is seen that this will pay."""
     workers = available_cpus()
     spent = 0.0
     for position, chunk in enumerate(chunks):
         left = len(chunks) - position
         if position and workers > 1 and spent / position * left * (1 - 1 / workers) > _START_UP_S:
-            yield from map_in_processes(function, chunks[position:], workers)
+            yield from share_with_processes(function, chunks[position:], workers - 1)
             return
         report = function(chunk)
         spent += report.seconds

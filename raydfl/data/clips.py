@@ -51,9 +51,7 @@ _HEADER_SLACK = 64
 _UNKNOWN_SIZE = 0x7FFFF000
 
 
-def make_manifest(
-    rows_or_columns: Sequence[Mapping[str, Any]] | Mapping[str, Any] | pa.Table, where: str
-) -> pa.Table:
+def make_manifest(rows_or_columns: Sequence[Mapping[str, Any]] | Mapping[str, Any] | pa.Table, where: str) -> pa.Table:
     """A validated manifest from rows, from columns, or from another table.
 
     ``clip``, ``path`` and ``label`` must be given (``path`` may hold nulls); ``group``, ``split`` and ``seconds`` are null
@@ -113,16 +111,13 @@ def read_audio(path: str | os.PathLike[str]) -> tuple[npt.NDArray[np.float32], i
     """
     name = os.fspath(path)
     try:
-        size = os.stat(name).st_size
-        if size:
-            with open(name, "rb") as file:
-                _check_size(file, size, name)
+        with Path(name).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            _check_size(file, size, name)
     except FileNotFoundError:
         raise DataError(f"{name}: there is no such file") from None
     except OSError as error:
         raise DataError(f"{name}: cannot be read: {error.strerror}") from error
-    if size == 0:
-        raise DataError(f"{name}: the file is empty (0 bytes)")
     try:
         with soundfile.SoundFile(name) as sound:
             rate = int(sound.samplerate)
@@ -163,7 +158,7 @@ def audio_seconds(path: str | os.PathLike[str]) -> float:
         DataError: the file is missing or is no audio.
     """
     name = os.fspath(path)
-    if not os.path.isfile(name):
+    if not Path(name).is_file():
         raise DataError(f"{name}: there is no such file")
     try:
         return float(soundfile.info(name).duration)
@@ -222,11 +217,13 @@ def _check_rows(manifest: pa.Table, where: str) -> None:
 
 
 def _check_size(file: BinaryIO, size: int, name: str) -> None:
-    """Refuses a RIFF wav whose data chunk says that it is longer than the file: libsndfile silently reads what is there.
+    """Refuses an empty file, and a wav that says it is longer than it is: libsndfile silently reads what is there.
 
     Raises:
-        DataError: truncated, or the text that Git LFS leaves in place of a file.
+        DataError: empty, truncated, or the text that Git LFS leaves in place of a file.
     """
+    if size == 0:
+        raise DataError(f"{name}: the file is empty (0 bytes)")
     head = file.read(12)
     if head.startswith(b"version http"):
         raise DataError(f"{name}: is a Git LFS pointer, not the recording; run 'git lfs pull' where you cloned the set")

@@ -53,8 +53,9 @@ class Dataset:
     card: ClassVar[Card] = Card("a data set of your own")
 
     def manifest(self) -> pa.Table:
-        """All clips of the set: a table as :func:`raydfl.data.clips.make_manifest` returns it, in an order that depends on
-        nothing but the set and the options.
+        """All clips of the set, as :func:`raydfl.data.clips.make_manifest` returns them.
+
+        Their order depends on nothing but the set and the options.
 
         Raises:
             DataError: the root is missing, laid out in another way, or holds clips that cannot be labelled.

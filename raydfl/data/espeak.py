@@ -13,8 +13,6 @@ import ctypes
 import functools
 import importlib.metadata
 import os
-import shutil
-import tempfile
 import threading
 import warnings
 from pathlib import Path
@@ -32,6 +30,7 @@ _SYNCHRONOUS = 2
 _PARAMETERS = {"rate": 1, "pitch": 3, "pitch_range": 4}
 _CHARACTERS = 1
 _UTF8 = 1
+_OPENED = "/proc/self/fd"
 _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 # The library is one for the whole process, and so are C's random numbers.
 _lock = threading.Lock()
@@ -63,35 +62,35 @@ def speak(
         raise ConfigError(f"eSpeak NG has no voice variant {variant!r}; {nearest(variant, variants())}")
     pieces: list[bytes] = []
 
-    @_CALLBACK
     def collect(samples: int | None, count: int, _events: int | None) -> int:
         if samples and count > 0:
             pieces.append(ctypes.string_at(samples, 2 * count))
         return 0
 
+    callback = _CALLBACK(collect)
     with _lock:
         library = ctypes.CDLL(_loader().get_library_path())
         try:
             if library.espeak_Initialize(_SYNCHRONOUS, 0, _loader().get_data_path().encode(), 0) != SAMPLE_RATE:
                 raise ConfigError(f"eSpeak NG cannot read its data in {_loader().get_data_path()}")
-            library.espeak_SetSynthCallback(collect)
+            library.espeak_SetSynthCallback(callback)
             _set_voice(library, language, variant)
             library.espeak_ng_SetRandSeed(ctypes.c_long(seed))
             _c_library().srand(seed)
             for name, value in (("rate", rate), ("pitch", pitch), ("pitch_range", pitch_range)):
                 library.espeak_SetParameter(_PARAMETERS[name], value, 0)
             spelt = text.encode()
-            status = library.espeak_Synth(
-                spelt, ctypes.c_size_t(len(spelt) + 1), 0, _CHARACTERS, 0, _UTF8, None, None
-            )
+            status = library.espeak_Synth(spelt, ctypes.c_size_t(len(spelt) + 1), 0, _CHARACTERS, 0, _UTF8, None, None)
             if status != 0:
                 raise ConfigError(f"eSpeak NG cannot say {text!r} in {language!r} (status {status})")
             library.espeak_Terminate()
         finally:
             _unload(library)
-    samples = np.frombuffer(b"".join(pieces), np.int16).astype(np.float32) / 32768
+    samples = np.frombuffer(b"".join(pieces), np.int16).astype(np.float32) / np.float32(32768)
     if not samples.any():
-        raise ConfigError(f"eSpeak NG says nothing for {text!r} in {language!r}; spell it in that language, or choose one that has a dictionary")
+        raise ConfigError(
+            f"eSpeak NG says nothing for {text!r} in {language!r}; spell it in that language, or choose one that has a dictionary"
+        )
     return samples
 
 
@@ -144,34 +143,22 @@ def _c_library() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
-@functools.cache
-def _copies() -> tempfile.TemporaryDirectory[str]:
-    """A folder for copies of language files. It lives as long as the process."""
-    return tempfile.TemporaryDirectory(prefix="raydfl")
-
-
-@functools.cache
-def _language_copy(language: str) -> str:
-    """The path of a copy of the language's file: short, and in lower case if the folder for temporary files is."""
-    copy = Path(_copies().name) / str(list(languages()).index(language))
-    shutil.copyfile(languages()[language], copy)
-    return str(copy)
-
-
 def _set_voice(library: ctypes.CDLL, language: str, variant: str) -> None:
     """Chooses language and variant.
 
     By a language's name, eSpeak first reads the files of all voices (3 ms). By its file it does not, but it turns the path to
-    lower case and writes path, "+!v/" and variant into 40 bytes without looking at their length. Hence the copy with a short name,
-    and the way by name where the folder for temporary files has a long one. The samples are the same either way.
+    lower case and writes path, "+!v/" and variant into 40 bytes without looking at their length: hence a path through the
+    opened file, which is short. Where there is no /proc, it is done by name; the samples are the same either way.
 
     Raises:
         ConfigError: neither way works.
     """
-    by_file = f"{_language_copy(language)}+{variant}"
-    if len(by_file.encode()) + len("!v/") < 40 and library.espeak_SetVoiceByFile(by_file.encode()) == 0:
-        return
-    name = languages()[language].relative_to(Path(_loader().get_data_path()) / "lang").as_posix()
+    path = languages()[language]
+    with path.open("rb") as file:
+        by_file = f"{_OPENED}/{file.fileno()}+{variant}".encode()
+        if len(by_file) + len("!v/") < 40 and library.espeak_SetVoiceByFile(by_file) == 0:
+            return
+    name = path.relative_to(Path(_loader().get_data_path()) / "lang").as_posix()
     if library.espeak_SetVoiceByName(f"{name}+{variant}".encode()) != 0:
         raise ConfigError(f"eSpeak NG cannot load the voice {variant!r} in {language!r}")
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from raydfl.errors import ConfigError, DataError
+from raydfl.errors import DataError
 from raydfl.settings import Settings
 
 if TYPE_CHECKING:
@@ -143,9 +143,11 @@ class FeatureSettings(Settings):
         """Frames that every clip has; ``None`` when clips keep their length."""
         return None if self.samples is None else 1 + self.samples // self.hop
 
-    def frames_of(self, seconds: float) -> int:
-        """Frames that a clip of this length occupies in the cache (to within the rounding of resampling)."""
-        return self.frames or 1 + math.ceil(seconds * self.sample_rate) // self.hop
+    def frames_of(self, seconds: np.ndarray) -> np.ndarray:
+        """Frames that clips of these lengths occupy in the cache (to within the rounding of resampling): int64, as ``seconds``."""
+        if self.frames is not None:
+            return np.full(seconds.shape, self.frames, np.int64)
+        return 1 + np.ceil(seconds * self.sample_rate).astype(np.int64) // self.hop
 
 
 @functools.lru_cache(maxsize=256)
@@ -254,6 +256,8 @@ class FeatureExtractor:
             # rates (11127 Hz, say) get the nearest small ratio, less than one millionth away.
             ratio = Fraction(self.settings.sample_rate, rate).limit_denominator(_LARGEST_DENOMINATOR)
             if not ratio:
-                raise ConfigError(f"a rate of {rate} Hz is too far above sample_rate {self.settings.sample_rate} Hz")
+                raise DataError(
+                    f"the clip's rate of {rate} Hz is too far above sample_rate {self.settings.sample_rate} Hz"
+                )
             self._resamplers[rate] = Resample(ratio.denominator, ratio.numerator)
         return self._resamplers[rate]

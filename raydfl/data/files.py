@@ -58,7 +58,7 @@ def writing(folder: Path, needed: int, what: str) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise full_disk(folder, needed, what) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise ResourcesError(
                 f"{what} cannot be written to {folder}: {error.strerror}; choose another folder with data.cache or the environment "
                 "variable RAYDFL_CACHE"

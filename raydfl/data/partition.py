@@ -29,8 +29,8 @@ from raydfl.errors import DataError, nearest
 from raydfl.seeds import generator
 from raydfl.settings import Settings
 
-DRAWS = 1_000
-"""How often a random partition is drawn before it counts as impossible."""
+_WORK = 30_000_000
+"""Numbers drawn, about, before a random partition counts as impossible: some seconds, for small data many draws."""
 
 _USES = {
     "group": ({"column", "shards", "smaller"}, set()),
@@ -237,17 +237,20 @@ def _check_total(units: int, what: str, clients: int, minimum: int) -> None:
         )
 
 
-def _until_all_have(minimum: int, clients: int, draw: Callable[[], np.ndarray], what: str, hint: str) -> np.ndarray:
-    """Draws owners until everyone has ``minimum``."""
+def _until_all_have(
+    minimum: int, clients: int, draw: Callable[[], np.ndarray], work: int, what: str, hint: str
+) -> np.ndarray:
+    """Draws owners until everyone has ``minimum``; ``work`` is the size of a draw."""
+    draws = int(np.clip(_WORK // work, 50, 20_000))
     best = 0
-    for _ in range(DRAWS):
+    for _ in range(draws):
         owner = draw()
         least = int(np.bincount(owner, minlength=clients).min())
         if least >= minimum:
             return owner
         best = max(best, least)
     raise DataError(
-        f"data.partition: in {DRAWS} draws {what} at least one of {clients} clients always had fewer than minimum {minimum}; "
+        f"data.partition: in {draws} draws {what} at least one of {clients} clients always had fewer than minimum {minimum}; "
         f"the best draw gave everyone {best} ({len(owner) / clients:.1f} on average). {hint}"
     )
 
@@ -289,13 +292,15 @@ def _dirichlet(
                 open_ = held < units / clients
                 proportions = proportions * open_
                 if not proportions.sum() > 0:  # alpha so small that all the weight fell on clients that have enough
-                    proportions = open_.astype(float)
+                    proportions[rng.choice(np.flatnonzero(open_))] = 1.0
             owner[rng.permutation(group)] = _dealt(len(group), proportions / proportions.sum())
             held += np.bincount(owner[group], minlength=clients)
         return owner
 
     hint = "Raise alpha, take fewer clients, or lower minimum" + ("" if settings.balance else ", or set balance: true")
-    owner = _until_all_have(settings.minimum, clients, draw, f"with alpha {settings.alpha}", hint)
+    owner = _until_all_have(
+        settings.minimum, clients, draw, units + clients * len(members), f"with alpha {settings.alpha}", hint
+    )
     return owner[unit_of]
 
 
@@ -314,6 +319,7 @@ def _quantity(count: int, settings: PartitionSettings, clients: int, rng: np.ran
             settings.minimum,
             clients,
             lambda: _dealt(count, rng.dirichlet(concentration)),
+            count + clients,
             f"with alpha {settings.alpha}",
             "Raise alpha, take fewer clients, or lower minimum",
         )
@@ -368,7 +374,9 @@ def _classes(labels: np.ndarray, settings: PartitionSettings, clients: int, rng:
         return owner
 
     hint = "Take fewer clients or classes, or lower minimum"
-    return _until_all_have(settings.minimum, clients, draw, f"with {wanted} classes each", hint)
+    return _until_all_have(
+        settings.minimum, clients, draw, len(labels) + 10 * clients, f"with {wanted} classes each", hint
+    )
 
 
 def _class_holders(classes: int, clients: int, wanted: int, rng: np.random.Generator) -> np.ndarray:

@@ -78,11 +78,6 @@ class Population:
         """Features of a frame."""
         return self.stores[_CLEAN].bands
 
-    @property
-    def num_clips(self) -> int:
-        """Clips of the data set, those that could not be read included."""
-        return len(self.stores[_CLEAN])
-
     def index(self, client_id: str) -> int:
         """Position of a client.
 
@@ -276,17 +271,6 @@ def build_population(
             f"{dropped} training clips belong to no client: theirs would have fewer than {data.partition.minimum} clips"
         )
     return _assemble(division, store, manifest, classes, data, seed, progress, run_chunks, skipped, messages)
-
-
-def prepare_features(
-    data: DataSettings, progress: Progress | None = None, run_chunks: RunChunks | None = None
-) -> FeatureStore:
-    """Makes the (clean) features of all clips without dividing them: ``raydfl data prepare``.
-
-    Raises:
-        DataError, ResourcesError: as :func:`build_population`.
-    """
-    return _prepare(data, data.source.open().manifest(), progress, run_chunks)
 
 
 def _prepare(

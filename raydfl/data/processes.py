@@ -1,4 +1,4 @@
-"""Local worker processes for calculations that are cut into independent chunks.
+"""Local helping processes for calculations that are cut into independent chunks.
 
 Not ``multiprocessing``: a fresh interpreter that talks over pipes never imports the caller's ``__main__``, so a script without
 a ``if __name__ == "__main__"`` guard, a notebook and a Ray worker can all start one. Workers end by themselves when their
@@ -13,8 +13,9 @@ import pickle
 import queue
 import subprocess
 import sys
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -31,39 +32,58 @@ def available_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def map_in_processes(function: Callable[[T], R], items: Sequence[T], workers: int) -> Iterator[R]:
-    """``function`` of each item in worker processes; results in order of completion.
+def share_with_processes(function: Callable[[T], R], items: Sequence[T], helpers: int) -> Iterator[R]:
+    """``function`` of each item, computed here and in helping processes at the same time; results in order of completion.
+
+    Whoever is free takes the next item, so this process works while the others still start.
 
     Args:
         function: defined at the top level of an importable module.
         items: what can be pickled; so must the results be.
-        workers: processes; at most one for each item is started.
+        helpers: other processes; at most one for each item but the first is started.
 
     Raises:
-        RaydflError: a worker process was killed, by the system for memory perhaps.
+        RaydflError: a process was killed, by the system for lack of memory perhaps.
         Exception: whatever ``function`` raised; items that had not started are dropped.
     """
-    pool: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-    started = [_Worker() for _ in range(min(workers, len(items)))]
-    for worker in started:
-        pool.put(worker)
+    waiting = deque(items)
+    answers: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 
-    def run(item: T) -> R:
-        worker = pool.get()
+    def help_out() -> None:
         try:
-            result: R = worker.call(function, item)
-            return result
-        finally:
-            pool.put(worker)
+            with contextlib.closing(_Worker()) as worker:
+                while (item := _next(waiting)) is not _NONE:
+                    answers.put((True, worker.call(function, item)))
+        except Exception as error:  # noqa: BLE001  (raised again where the results are read)
+            answers.put((False, error))
 
-    threads = ThreadPoolExecutor(max(1, len(started)))
+    threads = [threading.Thread(target=help_out) for _ in range(min(helpers, len(items) - 1))]
+    for thread in threads:
+        thread.start()
     try:
-        for future in as_completed([threads.submit(run, item) for item in items]):
-            yield future.result()
+        for _ in items:
+            item = _next(waiting) if answers.empty() else _NONE
+            if item is not _NONE:
+                yield function(item)
+                continue
+            good, value = answers.get()
+            if not good:
+                raise value
+            yield value
     finally:
-        threads.shutdown(wait=True, cancel_futures=True)
-        for worker in started:
-            worker.close()
+        waiting.clear()
+        for thread in threads:
+            thread.join()
+
+
+_NONE: Any = object()
+
+
+def _next(waiting: deque[Any]) -> Any:
+    try:
+        return waiting.popleft()
+    except IndexError:
+        return _NONE
 
 
 class _Worker:

@@ -84,7 +84,8 @@ def _checked(cls: type[nn.Module], options: Mapping[str, Any], where: str) -> di
     checked = {}
     for key, value in options.items():
         if key not in known and not anything:
-            raise ConfigError(f"{where}: unknown option {key!r}; {nearest(key, known)}")
+            hint = nearest(key, known) if known else "it has no options"
+            raise ConfigError(f"{where}: unknown option {key!r}; {hint}")
         adapter = TypeAdapter(annotations.get(key, Any), config=ConfigDict(arbitrary_types_allowed=True))
         try:
             checked[key] = adapter.validate_python(value)

@@ -61,8 +61,7 @@ class CRNN(nn.Module):
         self.pool = pool
         channels = (inputs, *filters)
         self.convolutions = nn.ModuleList(
-            nn.Conv1d(before, after, kernel, padding=kernel // 2)
-            for before, after in pairwise(channels)
+            nn.Conv1d(before, after, kernel, padding=kernel // 2) for before, after in pairwise(channels)
         )
         self.dropout = nn.Dropout(dropout)
         self.gru = nn.GRU(filters[-1], hidden, batch_first=True, bidirectional=bidirectional)

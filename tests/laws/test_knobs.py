@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-from helpers import finish, same
+from helpers import differ, finish, same
 
 from raydfl import registry
 from raydfl.config import Config
@@ -18,6 +18,9 @@ ALL = {
     name: registry.find("raydfl.methods", name, Method, "method")  # type: ignore[type-abstract]
     for name in registry.names("raydfl.methods")
 }
+
+SPREAD = ["method.vh=0.2", "method.vl=0.2", "train.optimiser.lr=1.0", "train.local_epochs=3"]
+"""So that clients differ in other ways in a weight than in its bias."""
 
 MOVES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
     # (method, field): overrides under which two runs must differ
@@ -33,7 +36,7 @@ MOVES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
     ("fedmlac", "temperature"): (["method.temperature=3.0"], []),
     ("fedmlac", "vl"): (["method.vl=0.4"], []),
     ("fedmlac", "vh"): (["method.vh=0.4"], []),
-    ("fedmlac", "layer"): (["method.vh=0.4", "method.layer=tensor"], ["method.vh=0.4"]),
+    ("fedmlac", "layer"): (["method.layer=tensor", *SPREAD], SPREAD),
     ("fedmlac", "plug_ce_weight"): (["method.plug_ce_weight=1.0"], []),
     ("fedmlac", "sequential"): (["method.sequential=true"], []),
     ("fedmlac", "lpa"): (["method.vh=0.4", "method.lpa=false"], ["method.vh=0.4"]),
@@ -55,7 +58,7 @@ def test_a_knob_moves_something(tiny: Tiny, method: str, field: str) -> None:
     common = ["train.cohort=1.0", "train.rounds=2", "evaluate.every=9", "evaluate.server=false", "evaluate.clients=none"]
     a = finish(tiny(*common, *turned, "run.name=a", method=method))
     b = finish(tiny(*common, *reference, "run.name=b", method=method))
-    assert a != b
+    assert differ(a, b)
 
 
 NEUTRAL: list[tuple[str, list[str], str, list[str]]] = [
@@ -123,7 +126,7 @@ def _close(a: bytes, b: bytes) -> bool:
 )
 def test_a_setting_moves_something(tiny: Tiny, override: str) -> None:
     common = ["train.rounds=2", "evaluate.every=9"]
-    assert finish(tiny(*common, override, "run.name=a")) != finish(tiny(*common, "run.name=b"))
+    assert differ(finish(tiny(*common, override, "run.name=a")), finish(tiny(*common, "run.name=b")))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +138,7 @@ def test_a_setting_moves_something(tiny: Tiny, override: str) -> None:
 )
 def test_a_setting_of_adam_moves_something(tiny: Tiny, override: str, base: str) -> None:
     common = ["train.rounds=2", "evaluate.every=9", base]
-    assert finish(tiny(*common, override, "run.name=a")) != finish(tiny(*common, "run.name=b"))
+    assert differ(finish(tiny(*common, override, "run.name=a")), finish(tiny(*common, "run.name=b")))
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,7 @@ def make_run(
                 "method": settings["method"]["name"],
                 "data": settings["data"]["name"],
                 "classes": list(classes),
+                "clients": clients,
                 "models": {
                     "plugin": {"architecture": "crnn_lite", "parameters": 36515, "shared": True},
                     "local": [

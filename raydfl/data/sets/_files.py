@@ -19,7 +19,7 @@ def find_root(root: Path, card: Card) -> Path:
     Raises:
         DataError: there is no such folder.
     """
-    folder = Path(os.path.abspath(root.expanduser()))
+    folder = root.expanduser().resolve()
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         source = f" The set is at {card.url}" if card.url else ""
@@ -77,7 +77,7 @@ def read_rows(path: Path, needed: tuple[str, ...], card: Card) -> list[dict[str,
         DataError: it cannot be read, or lacks one of the columns ``needed``.
     """
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             names = list(reader.fieldnames or [])
             rows = list(reader)

@@ -1,19 +1,18 @@
 """Speech Commands v0.01 and v0.02 (P. Warden, arXiv:1804.03209), and the archive with the 12-class test set.
 
-The split is the published one: ``validation_list.txt`` and ``testing_list.txt``, all other clips are for training. The lists may name
-clips that the folder does not have. A clip's group is the hash of its speaker.
+The split is the published one: ``validation_list.txt`` and ``testing_list.txt``, all other clips are for training. The lists
+may name clips that the folder does not have. A clip's group is the hash of its speaker.
 
-With ``task="keywords"`` the classes are ten words, ``_unknown_`` (every other word) and ``_silence_``. As in the published 12-class
-protocol, silence is cut from the files of ``_background_noise_``: 1 s every 0.5 s, ``running_tap.wav`` for validation and the other files
-for training, which gives 668 and 121 clips; there is none when the folder is absent. The protocol's test set is the separate archive: give
-its folder as ``test_root``, which then takes the place of the clips on the testing list.
+With ``task="keywords"`` the classes are ten words, ``_unknown_`` (every other word) and ``_silence_``. As in the published
+12-class protocol, silence is cut from the files of ``_background_noise_``: 1 s every 0.5 s, ``running_tap.wav`` for
+validation and the other files for training; there is none when the folder is absent. The protocol's test set is the separate
+archive: give its folder as ``test_root``, which then takes the place of the clips on the testing list.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -79,18 +78,20 @@ class SpeechCommands(Dataset):
     ] = None
 
     def manifest(self) -> pa.Table:
-        """Extra columns: ``word`` (what is said; null in silence), ``take`` (int64) and ``start`` (s, where in its file a clip
-        that is cut out begins; null for whole files)."""
+        """Extra columns: ``word``, ``take`` (int64) and ``start`` (s).
+
+        The word is what is said, null in silence. The start is where in its file a clip that is cut out begins, null for
+        whole files.
+        """
         root = find_root(self.root, self.card)
-        if _is_test_archive(root):
-            rows = list(self._archive_rows(root, "", None))
-        else:
-            rows = list(self._tree_rows(root))
+        rows = list(self._archive_rows(root, "", None) if _is_test_archive(root) else self._tree_rows(root))
         if self.test_root is not None:
             archive = find_root(self.test_root, self.card)
             if not _is_test_archive(archive):
                 raise wrong_layout(archive, self.card, f"test_root is not the test archive: no {UNKNOWN} or {SILENCE}")
-            rows = [row for row in rows if row["split"] != "test"] + list(self._archive_rows(archive, "test_root/", "test"))
+            rows = [row for row in rows if row["split"] != "test"] + list(
+                self._archive_rows(archive, "test_root/", "test")
+            )
         return make_manifest(rows, f"{self.card.title} in {root}")
 
     def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
@@ -136,7 +137,9 @@ class SpeechCommands(Dataset):
                 continue
             found = match_name(_NAME, file, self.card, f"{_FORM}, in {UNKNOWN} {{word}}_{_FORM}.wav")
             word = found["word"] if folder == UNKNOWN else folder
-            yield _row(prefix + name, root / name, self._label(folder), found["speaker"], split, word, int(found["take"]))
+            yield _row(
+                prefix + name, root / name, self._label(folder), found["speaker"], split, word, int(found["take"])
+            )
 
     def _label(self, folder: str) -> str:
         return folder if self.task == "words" or folder in self.keywords else UNKNOWN
@@ -145,7 +148,9 @@ class SpeechCommands(Dataset):
         if self.task == "keywords":
             for word in self.keywords:
                 if word not in folders:
-                    raise DataError(f"{self.card.title}: there is no folder for the keyword {word!r}; {nearest(word, folders)}")
+                    raise DataError(
+                        f"{self.card.title}: there is no folder for the keyword {word!r}; {nearest(word, folders)}"
+                    )
 
 
 def _is_test_archive(root: Path) -> bool:
@@ -179,7 +184,7 @@ def _row(
 
 
 def _modified(path: str) -> int:
-    return os.stat(path).st_mtime_ns
+    return Path(path).stat().st_mtime_ns
 
 
 @functools.lru_cache(maxsize=64)

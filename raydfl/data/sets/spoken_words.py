@@ -1,8 +1,9 @@
 """The built-in corpus: words that eSpeak NG says on the spot, in as many voices as wanted. No download, no files.
 
-A speaker is a voice variant x pitch x liveliness x speaking rate x loudness x room (level and colour of its noise), and for several
-languages one of these; each take varies pitch, rate, loudness, place in the clip and noise a little. Everything is drawn from the seed,
-the speaker's number, the word and the take, so a clip has the same samples whichever process makes it and whatever else is in the corpus.
+A speaker is a voice variant x pitch x liveliness x speaking rate x loudness x room (level and colour of its noise), and for
+several languages one of these; each take varies pitch, rate, loudness, place in the clip and noise a little. Everything is
+drawn from the seed, the speaker's number, the word and the take, so a clip has the same samples whichever process makes it
+and whatever else is in the corpus.
 
 ``speakers=2618, words="speech_commands_35", clips=105829`` has the shape of Speech Commands v0.02: speakers of very uneven size.
 """
@@ -66,19 +67,27 @@ class SpokenWords(Dataset):
     ] = "speech_commands_10"
     languages: Annotated[
         tuple[str, ...],
-        Field(min_length=1, description="eSpeak's languages or accents (en-us, en-gb-scotland, de ...); a speaker has one"),
+        Field(
+            min_length=1, description="eSpeak's languages or accents (en-us, en-gb-scotland, de ...); a speaker has one"
+        ),
     ] = ("en-us",)
     takes: Annotated[int, Field(ge=1, description="clips of each speaker and word; not used when clips is given")] = 5
     clips: Annotated[
         int | None,
-        Field(ge=1, description="clips in all, spread unevenly over the speakers (log-normal sizes, at least one each)"),
+        Field(
+            ge=1, description="clips in all, spread unevenly over the speakers (log-normal sizes, at least one each)"
+        ),
     ] = None
     seconds: Annotated[float, Field(gt=0.1, le=60, description="length of a clip, s; longer speech is cut")] = 1.0
     snr_db: Annotated[
         tuple[float, float] | None,
-        Field(description="speech to room noise, dB: the noisiest and the quietest of the speakers' rooms; null: no noise"),
-    ] = (10.0, 30.0)
-    test_speakers: Annotated[float, Field(ge=0, lt=1, description="share of the speakers whose clips are the test set")] = 0.2
+        Field(
+            description="speech to room noise, dB: the noisiest and the quietest of the speakers' rooms; null: no noise"
+        ),
+    ] = (5.0, 25.0)
+    test_speakers: Annotated[
+        float, Field(ge=0, lt=1, description="share of the speakers whose clips are the test set")
+    ] = 0.2
     validation_speakers: Annotated[
         float, Field(ge=0, lt=1, description="share of the speakers whose clips are the validation set")
     ] = 0.0
@@ -127,7 +136,11 @@ class SpokenWords(Dataset):
             rows["split"].extend([splits[index]] * added)
             rows["language"].extend([language] * added)
         size = len(rows["clip"])
-        columns = {**rows, "path": pa.nulls(size, pa.string()), "seconds": np.full(size, self._samples / espeak.SAMPLE_RATE)}
+        columns = {
+            **rows,
+            "path": pa.nulls(size, pa.string()),
+            "seconds": np.full(size, self._samples / espeak.SAMPLE_RATE),
+        }
         return make_manifest(columns, self.card.title)
 
     def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
@@ -148,10 +161,10 @@ class SpokenWords(Dataset):
         free = self._samples - len(speech)
         start = round(free * random.uniform(0.2, 0.8))
         clip[start : start + len(speech)] = speech
+        level_db = min(speaker.level_db + random.normal(0, 1.5), -0.5)
         if self.snr_db is not None:
             noise = _coloured_noise(self._samples, speaker.rumble, random)
             clip += noise * np.float32(_rms(speech) / _rms(noise) * 10 ** (-speaker.snr_db / 20))
-        level_db = min(speaker.level_db + random.normal(0, 1.5), -0.5)
         clip *= np.float32(10 ** (level_db / 20) / np.abs(clip).max())
         return clip[:, None], espeak.SAMPLE_RATE
 
@@ -221,7 +234,7 @@ def _draw_speaker(seed: int, languages: tuple[str, ...], snr_db: tuple[float, fl
         variant=variants[int(order[index % len(variants)])],
         pitch=random.uniform(30, 70),
         pitch_range=int(random.integers(30, 71)),
-        rate=random.uniform(140, 200),
+        rate=random.uniform(110, 180),
         level_db=random.uniform(-18, -2),
         snr_db=random.uniform(*snr_db) if snr_db is not None else 0.0,
         rumble=random.uniform(0.0, 0.95),

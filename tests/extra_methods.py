@@ -1,0 +1,170 @@
+"""Methods that the override points must carry although raydfl does not ship them: the engine knows nothing of either."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from raydfl.data.examples import Examples
+from raydfl.method import Method
+from raydfl.methods.fedmlac import FedMLAC
+from raydfl.step import Step
+from raydfl.train import fit, predict
+from raydfl.types import Batch, Client, Metrics, State, Task, Update
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeveralGlobals(Method):
+    """Each client trains the one of several global models that fits its data best (as in iterative clustering)."""
+
+    number: Annotated[int, Field(ge=1)] = 2
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(f"model-{i}" for i in range(self.number))
+
+    def init(self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator) -> State:
+        first = super().init(clients, models, rng).tensors["global"]
+        groups = {
+            key: {n: t + 0.1 * torch.from_numpy(rng.normal(size=t.shape)).float() for n, t in first.items()} for key in self.keys
+        }
+        return State(0, groups)
+
+    def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
+        return [dataclasses.replace(task, receive=self.keys) for task in super().plan(state, clients, rng, cohort)]
+
+    def pick(self, step: Step, examples: Examples) -> str:
+        losses = {}
+        for key in self.keys:
+            step.load(key)
+            losses[key] = float(F.cross_entropy(predict(step, "model", examples), torch.from_numpy(examples.labels)))
+        best = min(losses, key=lambda key: (losses[key], key))
+        step.load(best)
+        return best
+
+    def local(self, step: Step) -> Update:
+        key = self.pick(step, step.data.train)
+        return step.update(fit(step, self.loss), key=key)
+
+    def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:
+        return [Task(client.id, phase="evaluate", receive=self.keys) for client in clients]
+
+    def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
+        if len(step.received) > 1:
+            self.pick(step, step.data.train)
+        return super().evaluate(step, examples, batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoPhases(Method):
+    """First as FedAvg; then a fresh student learns from the frozen result of the first phase."""
+
+    switch: Annotated[int, Field(ge=1)] = 2
+
+    def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
+        second = state.round_index >= self.switch
+        # Only half of the clients take part in the second phase.
+        pool = [c for c in clients if c.index % 2 == 0] if second else list(clients)
+        chosen = np.sort(rng.choice(len(pool), size=min(cohort, len(pool)), replace=False))
+        receive = ("global", "teacher") if second else ("global",)
+        return [Task(pool[int(i)].id, phase="distil" if second else "train", receive=receive) for i in chosen]
+
+    def loss(self, step: Step, batch: Batch) -> Tensor:
+        if step.phase == "train":
+            return super().loss(step, batch)
+        student = step.forward("model", batch)
+        own = {n.partition("/")[2]: t for n, t in step.received["teacher"].items()}
+        with torch.no_grad():
+            teacher = torch.func.functional_call(step.models["model"], own, (batch.x, batch.lengths))
+        kl = F.kl_div(F.log_softmax(student, 1), F.log_softmax(teacher, 1), reduction="none", log_target=True).sum(1)
+        return super().loss(step, batch) + batch.mean(kl)
+
+    def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
+        new, report = super().aggregate(state, updates, rng)
+        if state.round_index + 1 == self.switch:
+            teacher = dict(new.tensors["global"])
+            student = {n: torch.from_numpy(0.1 * rng.normal(size=t.shape)).float() for n, t in teacher.items()}
+            new = dataclasses.replace(new, tensors={"global": student, "teacher": teacher}, extra={"phase": "distil"})
+        return new, report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vandal(Method):
+    """Overwrites what it received before it trains: the next client must not notice."""
+
+    def local(self, step: Step) -> Update:
+        update = super().local(step)
+        sent = {name: value.clone() for name, value in update.tensors.items()}
+        for tensors in step.received.values():
+            for value in tensors.values():
+                value.fill_(1e9)
+        return dataclasses.replace(update, tensors=sent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diverging(Method):
+    """Returns NaN from the clients it names."""
+
+    bad: tuple[str, ...] = ()
+
+    def local(self, step: Step) -> Update:
+        update = super().local(step)
+        if step.client.id not in self.bad:
+            return update
+        return dataclasses.replace(update, tensors={n: t * float("nan") for n, t in update.tensors.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failing(Method):
+    """Raises on one client in one round."""
+
+    client: str = ""
+    round: int = 2
+
+    def local(self, step: Step) -> Update:
+        if step.client.id == self.client and step.round_index + 1 == self.round:
+            raise ZeroDivisionError("a method's own mistake")
+        return super().local(step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaking(Method):
+    """Tries to send what it declares private."""
+
+    def shared(self, name: str) -> bool:
+        return not name.startswith("model/output")
+
+    def local(self, step: Step) -> Update:
+        return step.update(fit(step, self.loss), tensors=step.floating_state())
+
+
+class WithBuffers(nn.Module):
+    """A network with batch normalisation: floating buffers and an integer counter."""
+
+    def __init__(self, inputs: int, classes: int) -> None:
+        super().__init__()
+        self.normalise = nn.BatchNorm1d(inputs)
+        self.output = nn.Linear(inputs, classes)
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        return self.output(self.normalise(x.mean(dim=1)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slow(FedMLAC):
+    """FedMLAC in which every client takes its time, so that something can happen in the middle of a round."""
+
+    seconds: float = 0.3
+
+    def local(self, step: Step) -> Update:
+        time.sleep(self.seconds)
+        return super().local(step)

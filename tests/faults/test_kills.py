@@ -1,0 +1,162 @@
+"""kill -9 of a client actor, of the server actor and of the driver in the middle of a round: the end is the same to the bit.
+
+Each run is the command line in a process of its own with a Ray of its own; its processes are found by a mark in their environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from helpers import finish, same, truth
+
+from raydfl.config import Config
+
+Tiny = Callable[..., Config]
+TESTS = Path(__file__).parent.parent
+SLOW = f"{TESTS}/extra_methods.py:Slow"
+pytestmark = pytest.mark.slow
+
+
+class Command:
+    """``raydfl ...`` with all processes that it starts."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.mark = f"RAYDFL_TEST_MARK={uuid.uuid4().hex}"
+        name, _, value = self.mark.partition("=")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "raydfl", *arguments],
+            env={**os.environ, name: value},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def events(self) -> Iterator[dict[str, object]]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            yield json.loads(line)
+
+    def find(self, word: str) -> list[int]:
+        """Pids of this command's processes with ``word`` in their title."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                environment = Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace")
+                if self.mark in environment and word in " ".join(process.cmdline()):
+                    found.append(process.pid)
+            except (OSError, psutil.Error):
+                continue
+        return sorted(found)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        deadline = time.monotonic() + 20
+        while (left := self.find("")) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        for pid in left:  # ours, by the mark
+            print("left", pid, psutil.Process(pid).cmdline())
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def command() -> Iterator[Callable[..., Command]]:
+    started: list[Command] = []
+
+    def start(*arguments: str) -> Command:
+        started.append(Command(*arguments))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.end()
+
+
+def written(config: Config, tmp_path: Path) -> str:
+    path = tmp_path / f"{config.run.name}.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    return str(path)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("title", ["ray::ClientActor", "ray::ServerActor"])
+@pytest.mark.parametrize("commit_every", [1, 2])
+def test_a_killed_actor_changes_nothing(
+    tiny: Tiny, command: Callable[..., Command], tmp_path: Path, title: str, commit_every: int
+) -> None:
+    common = ["train.rounds=6", "ray.actors=2", "ray.cpus=0.5", f"run.commit_every={commit_every}", "method.seconds=0.2"]
+    config = tiny(*common, "run.name=killed", method=SLOW)
+    running = command("run", written(config, tmp_path), "--json")
+    kills, rounds = 0, []
+    for event in running.events():
+        if event["event"] == "round":
+            rounds.append(event["round"])
+            if event["round"] in (1, 3):
+                time.sleep(0.25)  # into the next round
+                os.kill(running.find(title)[0], signal.SIGKILL)
+                kills += 1
+    assert running.process.wait(60) == 0, running.process.stderr.read() if running.process.stderr else ""
+    assert kills == 2
+    assert rounds == [1, 2, 3, 4, 5, 6]
+    same(finish(tiny(*common, "ray.actors=0", "run.name=undisturbed", method=SLOW)), truth(Path(config.run.dir) / "killed"))
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_driver_is_resumed_to_the_same_bits(
+    tiny: Tiny, command: Callable[..., Command], tmp_path: Path
+) -> None:
+    common = ["train.rounds=5", "ray.actors=2", "ray.cpus=0.5", "method.seconds=0.2"]
+    config = tiny(*common, "run.name=killed", method=SLOW)
+    running = command("run", written(config, tmp_path), "--json")
+    run_dir = Path(config.run.dir) / "killed"
+    for event in running.events():
+        if event["event"] == "round" and event["round"] == 2:
+            time.sleep(0.25)
+            running.process.send_signal(signal.SIGKILL)
+            break
+    running.end()
+    assert int((run_dir / "LATEST").read_text()[:6]) in (2, 3)
+    again = command("resume", str(run_dir), "--json")
+    events = list(again.events())
+    assert again.process.wait(60) == 0
+    assert [e["event"] for e in events].count("round") in (2, 3)
+    same(finish(tiny(*common, "ray.actors=0", "run.name=undisturbed", method=SLOW)), truth(run_dir))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("actors", [0, 2])
+def test_control_c_stops_after_the_round_and_says_how_to_resume(
+    tiny: Tiny, command: Callable[..., Command], tmp_path: Path, actors: int
+) -> None:
+    common = ["train.rounds=5", f"ray.actors={actors}", "ray.cpus=0.5", "method.seconds=0.2", "run.commit_every=2"]
+    config = tiny(*common, "run.name=stopped", method=SLOW)
+    running = command("run", written(config, tmp_path), "--json")
+    run_dir = Path(config.run.dir) / "stopped"
+    events = []
+    for event in running.events():
+        events.append(event)
+        if event["event"] == "round" and event["round"] == 2:
+            time.sleep(0.2)
+            os.killpg(running.process.pid, signal.SIGINT)  # as a terminal does: to the whole group
+    assert running.process.wait(60) == 1
+    assert events[-1]["event"] == "finish"
+    assert events[-1]["status"] == "stopped"
+    assert events[-1]["round"] == 3
+    assert "raydfl resume" in str(events[-1]["next_step"])
+    assert (run_dir / "LATEST").read_text().startswith("000003")  # committed although it was not its turn
+    again = command("resume", str(run_dir), "--json")
+    list(again.events())
+    assert again.process.wait(60) == 0
+    same(finish(tiny(*common, "ray.actors=0", "run.name=undisturbed", method=SLOW)), truth(run_dir))

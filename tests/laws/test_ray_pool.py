@@ -1,0 +1,123 @@
+"""Laws 1, 3 and 4 on Ray: any number of actors gives the bits of the serial pool; lost actors change nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from helpers import finish, same, truth
+
+from raydfl.config import Config
+from raydfl.data.population import Population
+from raydfl.errors import ClientError, ResourcesError
+from raydfl.federation import Federation
+from raydfl.pool import RayPool
+from raydfl.progress import Progress
+from raydfl.runs import create, resume, run
+from raydfl.store import RunStore
+
+Tiny = Callable[..., Config]
+EXTRA = Path(__file__).parent.parent / "extra_methods.py"
+pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.slow]
+
+
+@pytest.fixture(autouse=True)
+def free_cpus() -> Iterator[None]:
+    """The next test begins when the last one's actors are gone."""
+    yield
+    deadline = time.monotonic() + 30
+    while ray.available_resources().get("CPU", 0) < 4 and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedmlac", "scaffold"])
+def test_law_1_serial_and_1_2_and_4_actors_give_the_same_bits(tiny: Tiny, method: str) -> None:
+    reference = finish(tiny("run.name=serial", method=method))
+    for actors in (1, 2, 4):
+        outcome = run(tiny(f"run.name=actors{actors}", f"ray.actors={actors}", method=method))
+        same(reference, truth(outcome.run_dir))
+
+
+def test_an_actor_for_each_client_gives_the_same_bits(tiny: Tiny) -> None:
+    reference = finish(tiny("run.name=serial", method="fedmlac"))
+    outcome = run(tiny("run.name=own", "ray.actors=per_client", "ray.cpus=0.5", method="fedmlac"))
+    same(reference, truth(outcome.run_dir))
+
+
+def test_law_4_a_vandal_in_an_actor_changes_nothing(tiny: Tiny) -> None:
+    reference = finish(tiny("run.name=serial"))
+    outcome = run(tiny("run.name=vandal", f"method.name={EXTRA}:Vandal", "ray.actors=2"))
+    same(reference, truth(outcome.run_dir))
+
+
+def test_a_methods_mistake_in_an_actor_keeps_its_message(tiny: Tiny) -> None:
+    with pytest.raises(ClientError, match=r"client 's2' failed in round 2.*ZeroDivisionError: a method's own mistake"):
+        run(tiny(f"method.name={EXTRA}:Failing", "method.client=s2", "train.cohort=1.0", "ray.actors=2"))
+
+
+def test_resources_that_the_cluster_does_not_have_are_named_with_numbers(tiny: Tiny) -> None:
+    with pytest.raises(ResourcesError, match=r"8 client actors with 1 CPU each need 8 CPU, the cluster has 4"):
+        run(tiny("ray.actors=8"))
+    with pytest.raises(ResourcesError, match=r"3 client actors with 0.5 GPU each need 1.5 GPU, the cluster has 1"):
+        run(tiny("ray.actors=3", "ray.gpus=0.5"))
+
+
+def test_a_share_of_a_gpu_is_reserved_and_without_cuda_the_cpu_computes(tiny: Tiny) -> None:
+    reference = finish(tiny("run.name=serial"))
+    outcome = run(tiny("run.name=gpu", "ray.actors=2", "ray.gpus=0.25"))
+    import torch
+
+    if not torch.cuda.is_available():
+        same(reference, truth(outcome.run_dir))
+
+
+class Dying(RayPool):
+    """Kills the process of one of its actors when the first result of a run of orders arrives, as long as it has kills left."""
+
+    kills = 2
+
+    def run(self, orders, broadcast):  # type: ignore[no-untyped-def]
+        for number, result in enumerate(super().run(orders, broadcast)):
+            if self.kills and not number and orders[0].measure is None:
+                self.kills -= 1
+                slot = self._slots[self.kills]
+                os.kill(ray.get(slot.actor.process_id.remote()), signal.SIGKILL)
+            yield result
+
+
+def test_killed_client_actors_change_nothing(tiny: Tiny) -> None:
+    from raydfl.client import start_client_actor
+
+    reference = finish(tiny("run.name=serial", "train.cohort=1.0", method="fedmlac"))
+    config = tiny("run.name=dying", "train.cohort=1.0", "ray.actors=2", method="fedmlac")
+    run_dir = create(config, Progress("quiet"))
+    pool = Dying(lambda: start_client_actor(run_dir, config), config.ray)
+    federation = Federation(config, Population.load(run_dir / "population"), RunStore(run_dir), pool)
+    try:
+        while federation.state.round_index < config.train.rounds:
+            federation.round()
+    finally:
+        pool.close()
+    assert pool.kills == 0
+    same(reference, truth(run_dir))
+
+
+def test_work_that_kills_every_actor_stops_the_run_with_a_message(tiny: Tiny, tmp_path: Path) -> None:
+    killer = tmp_path / "killer.py"
+    killer.write_text(
+        "import os\nfrom raydfl import Method\n\nclass Killer(Method):\n    def local(self, step):\n        os._exit(1)\n"
+    )
+    with pytest.raises(ResourcesError, match=r"the actor of client 's\d' was lost 2 times in round 1"):
+        run(tiny(f"method.name={killer}:Killer", "ray.actors=1", "ray.retries=1", "run.name=killer"))
+
+
+def test_a_run_may_change_its_pool_when_it_is_resumed(tiny: Tiny) -> None:
+    reference = finish(tiny("run.name=serial", "train.rounds=4", method="fedmlac"))
+    run(tiny("run.name=moved", "train.rounds=2", method="fedmlac"))
+    outcome = resume(Path(tiny().run.dir) / "moved", ["train.rounds=4", "ray.actors=2"])
+    same(reference, truth(outcome.run_dir))

@@ -1,0 +1,170 @@
+"""Networks by name, their options, users' own, and the small ones on mean frames."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raydfl.errors import ConfigError
+from raydfl.models import architectures, build_model
+from raydfl.models.crnn import CRNN
+from raydfl.types import ModelSpec
+
+
+def spec(architecture: str, **options: Any) -> ModelSpec:
+    return ModelSpec("plugin", architecture, 5, 3, tuple(sorted(options.items())))
+
+
+def test_every_architecture_builds_and_works_on_padded_batches() -> None:
+    names = architectures()
+    assert names == ["crnn", "crnn_base", "crnn_deep", "crnn_lite", "crnn_mid", "crnn_tiny", "linear", "mlp"]
+    x, lengths = torch.randn(4, 30, 5), torch.tensor([30, 12, 8, 21])
+    for name in names:
+        network: Any = build_model(spec(name)).eval()
+        with torch.no_grad():
+            logits, embedded = network(x, lengths), network.embed(x, lengths)
+            assert logits.shape == (4, 3)
+            assert logits.dtype == torch.float32
+            torch.testing.assert_close(network.output(embedded), logits)
+            for index, length in enumerate(lengths):
+                item = network(x[index : index + 1, :length])
+                torch.testing.assert_close(logits[index : index + 1], item, atol=1e-6, rtol=1e-5)
+
+
+def test_options_override_those_of_the_name() -> None:
+    network = build_model(spec("crnn_lite", kernel=5, filters=[7, 8, 9], dropout=0))
+    assert isinstance(network, CRNN)
+    assert [tuple(c.weight.shape) for c in network.convolutions] == [(7, 5, 5), (8, 7, 5), (9, 8, 5)]
+    assert network.gru.hidden_size == 64
+    assert network.dropout.p == 0
+
+
+def test_equal_seeds_give_equal_weights() -> None:
+    def weights(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return torch.cat([value.flatten() for value in build_model(spec("crnn_tiny")).state_dict().values()])
+
+    assert torch.equal(weights(4), weights(4))
+    assert not torch.equal(weights(4), weights(5))
+
+
+def test_linear_is_a_linear_map_of_the_mean_frame() -> None:
+    network: Any = build_model(spec("linear"))
+    x, lengths = torch.randn(2, 6, 5), torch.tensor([6, 2])
+    expected = torch.stack([x[0].mean(dim=0), x[1, :2].mean(dim=0)])
+    torch.testing.assert_close(network.embed(x, lengths), expected)
+    torch.testing.assert_close(network(x, lengths), expected @ network.output.weight.T + network.output.bias)
+    torch.testing.assert_close(network(x), x.mean(dim=1) @ network.output.weight.T + network.output.bias)
+    assert sum(p.numel() for p in network.parameters()) == 5 * 3 + 3
+
+
+def test_mlp_has_one_hidden_layer() -> None:
+    network: Any = build_model(spec("mlp", hidden=7))
+    x = torch.randn(2, 6, 5)
+    hidden = (x.mean(dim=1) @ network.hidden.weight.T + network.hidden.bias).clamp_min(0)
+    torch.testing.assert_close(network(x), hidden @ network.output.weight.T + network.output.bias)
+    assert network.hidden.weight.shape == (7, 5)
+
+
+def test_an_item_without_frames_gives_finite_logits() -> None:
+    """Padding examples of a batch have no frames; their weight of 0 must not meet a NaN."""
+    for name in architectures():
+        assert build_model(spec(name))(torch.zeros(2, 9, 5), torch.tensor([9, 0])).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "message"),
+    [
+        ("crnn_base", {"kernal": 5}, "models.plugin: crnn_base: unknown option 'kernal'; did you mean 'kernel'"),
+        (
+            "crnn_bass",
+            {},
+            "models.plugin: unknown architecture 'crnn_bass'; did you mean 'crnn_base'.*my_file.py:Class",
+        ),
+        (
+            "crnn_base",
+            {"hidden": "many"},
+            r"models.plugin: crnn_base.hidden: input should be a valid integer.*got 'many'",
+        ),
+        ("crnn_base", {"dropout": 1.0}, r"crnn_base.dropout: input should be less than 1 \(got 1.0\)"),
+        ("crnn_base", {"filters": []}, "crnn_base.filters: .*at least 1 item"),
+        (
+            "crnn_base",
+            {"filters": [3, 0]},
+            r"crnn_base.filters.1: input should be greater than or equal to 1 \(got 0\)",
+        ),
+        ("crnn_base", {"kernel": 4}, "models.plugin: kernel is 4; .* use 5"),
+        ("crnn_base", {"inputs": 4}, "unknown option 'inputs'"),
+        ("linear", {"hidden": 4}, "models.plugin: linear: unknown option 'hidden'; it has no options"),
+        ("no_such_file.py:Net", {}, "there is no file"),
+    ],
+)
+def test_wrong_settings_are_named(architecture: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_model(spec(architecture, **options))
+
+
+OWN = """
+from __future__ import annotations
+from typing import TYPE_CHECKING
+from torch import nn
+if TYPE_CHECKING:
+    from nowhere import Unknown
+
+class Net(nn.Module):
+    def __init__(self, inputs: int, classes: int, width: int = 4):
+        super().__init__()
+        self.output = nn.Linear(inputs * width, classes)
+    def forward(self, x, lengths=None):
+        return self.output(x[:, : self.output.in_features // x.shape[2]].flatten(1))
+
+class Loose(Net):
+    def __init__(self, inputs, classes, **anything):
+        super().__init__(inputs, classes, **anything)
+
+class Unresolved(Net):
+    def __init__(self, inputs, classes, width: Unknown = 4):
+        super().__init__(inputs, classes, width)
+
+class Needy(Net):
+    def __init__(self, inputs, classes, width):
+        if width == 13:
+            raise RuntimeError("unlucky")
+        super().__init__(inputs, classes, width)
+
+class NotOne:
+    pass
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    return str(file)
+
+
+@pytest.mark.parametrize("name", ["Net", "Loose", "Unresolved", "Needy"])
+def test_a_users_network_is_built_with_its_options(own: str, name: str) -> None:
+    assert build_model(spec(f"{own}:{name}", width=2))(torch.randn(3, 9, 5)).shape == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("Net", {"widht": 2}, "unknown option 'widht'; did you mean 'width'"),
+        ("Net", {"width": "x"}, "Net.width: input should be a valid integer"),
+        ("Needy", {}, "cannot be built: TypeError: .*missing 1 required positional argument: 'width'"),
+        ("Needy", {"width": 13}, "cannot be built: RuntimeError: unlucky"),
+        ("NotOne", {}, "is not a subclass of torch.nn.Module"),
+        ("Nat", {}, "has no 'Nat'; did you mean 'Net'"),
+    ],
+)
+def test_a_users_network_that_cannot_be_built_is_named(
+    own: str, name: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_model(spec(f"{own}:{name}", **options))
