@@ -173,7 +173,9 @@ def _spread_pictures(run: Run, pictures: _Pictures) -> list[_Picture]:
 def _confusion_pictures(run: Run, pictures: _Pictures) -> list[_Picture]:
     made = []
     names = run.about.get("classes")
-    for split, metric in sorted(run.confusions, key=lambda key: (place(key[0], list(SPLITS)), key[1])):
+    models = run.models
+    ordered = sorted(run.confusions, key=lambda key: (place(key[0], list(SPLITS)), place(model_name(key[1]), models)))
+    for split, metric in ordered:
         round_index, matrix = run.confusions[split, metric]
         known = names if isinstance(names, list) and len(names) == len(matrix) else range(len(matrix))
         classes = [str(name) for name in known]

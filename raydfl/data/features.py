@@ -147,7 +147,8 @@ class FeatureSettings(Settings):
         """Frames that clips of these lengths occupy in the cache (to within the rounding of resampling): int64, as ``seconds``."""
         if self.frames is not None:
             return np.full(seconds.shape, self.frames, np.int64)
-        return 1 + np.ceil(seconds * self.sample_rate).astype(np.int64) // self.hop
+        frames: np.ndarray = 1 + np.ceil(seconds * self.sample_rate).astype(np.int64) // self.hop
+        return frames
 
 
 @functools.lru_cache(maxsize=256)
