@@ -44,6 +44,7 @@ class RoundReport:
     rejected: dict[str, str] = field(default_factory=dict)
     """Reason by client id."""
     seconds: dict[str, float] = field(default_factory=dict)
+    """Wall-clock by part: ``train_and_aggregate``, ``evaluate``, ``commit`` (the one before), and ``round``: since the last."""
     bytes_down: int = 0
     bytes_up: int = 0
     committed: bool = False
@@ -74,6 +75,8 @@ class Federation:
         self._segments: set[str] = set()
         self._rows: list[record.Row] = []
         self._commits = 0
+        self._commit_seconds = 0.0
+        self._marked = time.perf_counter()
         commit, self.warnings = store.open_latest()
         if commit is None:
             self.state = self._first_state()
@@ -138,11 +141,20 @@ class Federation:
             self._evaluate(report, [order.task.client_id for order in orders])
         evaluated = time.perf_counter()
         report.seconds.update(train_and_aggregate=aggregated - started, evaluate=evaluated - aggregated)
+        self._record(
+            report, "", {f"seconds/{what}": Ratio(seconds, 1) for what, seconds in self._durations(report).items()}
+        )
         if report.round % self.config.run.commit_every == 0 or report.round == self.config.train.rounds:
             self.commit(report)
-            report.seconds["commit"] = time.perf_counter() - evaluated
-        report.seconds["round"] = time.perf_counter() - started
+            self._commit_seconds = time.perf_counter() - evaluated
         return report
+
+    def _durations(self, report: RoundReport) -> dict[str, float]:
+        """The round's wall-clock seconds by part. A commit can only be recorded with the round after it."""
+        now = time.perf_counter()
+        report.seconds.update(round=now - self._marked, commit=self._commit_seconds)
+        self._marked = now
+        return report.seconds
 
     def _updates(self, orders: Sequence[Order], report: RoundReport) -> Iterator[Update]:
         """Updates one after another in client order, whatever the order of arrival; what else came with them is recorded."""

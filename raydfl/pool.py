@@ -119,8 +119,8 @@ class RayPool:
     def _not_started(self, started: int, wanted: int) -> ResourcesError:
         settings = self._settings
         return ResourcesError(
-            f"{started} of {wanted} client actors started within {settings.ready_timeout:g} s; each needs {settings.cpus:g} CPU and "
-            f"{settings.gpus:g} GPU, free in the cluster: {free_resources()}; lower ray.actors, ray.cpus or ray.gpus, or raise "
+            f"{started} of {wanted} client actors started within {settings.ready_timeout:g} s; each needs {settings.cpus:g} CPU "
+            f"and {settings.gpus:g} GPU, free in the cluster: {free_resources()}; lower ray.actors, ray.cpus or ray.gpus, or raise "
             f"ray.ready_timeout if nodes are still starting"
         )
 
@@ -194,8 +194,8 @@ class RayPool:
     def _lost_too_often(self, order: Order, times: int, error: Exception) -> ResourcesError:
         return ResourcesError(
             f"the actor of client {order.task.client_id!r} was lost {times} times in round {order.round_index + 1}: "
-            f"{type(error).__name__}: {_first_line(error)}; check memory (an out-of-memory kill ends an actor), lower ray.actors or "
-            f"raise ray.retries, then resume the run"
+            f"{type(error).__name__}: {_first_line(error)}; check memory (an out-of-memory kill ends an actor), lower ray.actors "
+            f"or raise ray.retries, then resume the run"
         )
 
     def _close(self, key: Any) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+import pyarrow.compute as pc
 import ray
 import safetensors.torch
 import yaml
@@ -25,6 +26,7 @@ from ray.exceptions import GetTimeoutError, RayTaskError
 
 import raydfl
 from raydfl import record
+from raydfl.clients import Clients
 from raydfl.config import Config, apply_overrides, make_config, parse_yaml
 from raydfl.data.population import Population, build_population
 from raydfl.errors import InputError, ResourcesError, RunDirectoryError
@@ -36,8 +38,8 @@ from raydfl.server import Server, ServerActor
 from raydfl.store import PrivateStore, RunStore, write_durably
 from raydfl.tensors import FlatTensors
 from raydfl.track import Tracker, make_tracker
-from raydfl.types import Client, State, Update
-from raydfl.worker import Worker
+from raydfl.types import Client, ModelSpec, State, Update
+from raydfl.worker import Worker, build_models
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,15 +137,28 @@ def create(config: Config, progress: Progress) -> Path:
         "method": config.method["name"],
         "data": config.data.name,
         "classes": list(population.classes),
-        "models": {
-            name: [{"architecture": architecture, **options} for architecture, options in choices]
-            for name, choices in config.model_choices().items()
-        },
+        "models": _describe_models(config, Clients(population, config)),
         "clients": len(population),
         "skipped": [{"clip": clip, "reason": reason} for clip, reason in population.skipped],
     }
     write_durably(run_dir / "run.json", json.dumps(about, indent=2).encode())
     return run_dir
+
+
+def _describe_models(config: Config, clients: Clients) -> dict[str, list[dict[str, Any]]]:
+    """For every model of the method, its architectures with options, number of parameters, and whether all of it is shared."""
+    method = config.build_method()
+    described: dict[str, dict[ModelSpec, dict[str, Any]]] = {}
+    for client in clients.variants():
+        for name, model in build_models(method, client, config.run.seed).items():
+            spec = next(spec for spec in client.models if spec.name == name)
+            described.setdefault(name, {})[spec] = {
+                "architecture": spec.architecture,
+                **dict(spec.options),
+                "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                "shared": all(method.shared(f"{name}/{key}") for key in model.state_dict()),
+            }
+    return {name: list(kinds.values()) for name, kinds in described.items()}
 
 
 def _short(name: str) -> str:
@@ -167,7 +182,8 @@ def _check_same(run_dir: Path, stored: Config, config: Config) -> None:
     free = ("ray.", "run.", "track.", "train.rounds")
     decisive = [line for line in changed if not line.startswith(free) or line.startswith(("run.seed", "ray.threads"))]
     raise RunDirectoryError(
-        f"{run_dir} belongs to another configuration ({'; '.join(decisive[:5])}); give the new run another run.name, or remove the folder"
+        f"{run_dir} belongs to another configuration ({'; '.join(decisive[:5])}); "
+        f"give the new run another run.name, or remove the folder"
     )
 
 
@@ -396,7 +412,7 @@ def _rounds(
             report = server.round(round_index)
             if report is None:  # the server was lost: rounds it had committed are read back, others are done again
                 round_index, _ = server.open()
-                rows = record.to_rows(record.read_rows(run_dir, until_round=round_index))
+                rows = record.to_rows(record.read_rows(run_dir, round_index, where=pc.field("client") == ""))
                 tracker.log_rows(rows)
                 continue
             round_index = report.round
@@ -521,7 +537,8 @@ def replay(run_dir: Path, round_number: int, client_id: str) -> Replayed:
         if not matching:
             took_part = ", ".join(repr(order.task.client_id) for order in orders[:12])
             raise InputError(
-                f"client {client_id!r} took no part in round {round_number}; the cohort was {took_part}{' ...' if len(orders) > 12 else ''}"
+                f"client {client_id!r} took no part in round {round_number}; the cohort was "
+                f"{took_part}{' ...' if len(orders) > 12 else ''}"
             )
         received = federation.broadcast(set(matching[0].task.receive))
         result = worker.carry_out(matching[0], received)

@@ -82,5 +82,5 @@ def predict(step: Step, model: str, examples: Examples, batch_size: int = 64) ->
     network.eval()
     parts = [step.forward(model, batch).cpu() for batch in examples.batches(batch_size, None, step.device)]
     if not parts:
-        return torch.zeros((0, 0))
+        return torch.zeros((0, next(spec.classes for spec in step.client.models if spec.name == model)))
     return torch.cat(parts)

@@ -1,7 +1,7 @@
 """Worker: carries out tasks for any client, one after another, in one process.
 
-A client is an id plus a record in the private store, so a worker serves as many clients as there are; it keeps one built network for
-each combination of architectures and re-loads it in place.
+A client is an id plus a record in the private store, so a worker serves as many clients as there are; it keeps one built
+network for each combination of architectures and re-loads it in place.
 """
 
 from __future__ import annotations
