@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,46 +16,74 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from raydfl.errors import RaydflError
+import raydfl
+from raydfl.errors import ClientError, ConfigError, InputError, RaydflError
 
 if TYPE_CHECKING:
     from raydfl.progress import Progress
 
 app = typer.Typer(
-    help="Federated learning for audio on Ray clusters.",
+    help="Federated learning for audio on Ray clusters. Start with: raydfl run jobs/quickstart.yaml",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-data_app = typer.Typer(help="Data sets: what there is, what is in them, features, who has what.", no_args_is_help=True)
+data_app = typer.Typer(help="Data sets: which there are, what is in them, who gets what.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="the configuration, a YAML file", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="settings to change, e.g. train.rounds=50", show_default=False),
+    typer.Argument(metavar="KEY=VALUE", help="settings to change, e.g. train.rounds=50", show_default=False),
 ]
 RunDir = Annotated[Path, typer.Argument(metavar="DIR", help="a run directory", show_default=False)]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print errors only")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object a line, for machines")]
 
 
-def _progress(quiet: bool, as_json: bool) -> Progress:
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"raydfl {raydfl.__version__}")  # noqa: T201
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """What stands before a command."""
+
+
+@contextlib.contextmanager
+def _progress(quiet: bool, as_json: bool) -> Iterator[Progress]:
     from raydfl.progress import Progress
 
     if not as_json:
-        return Progress("quiet" if quiet else "auto")
+        with Progress("quiet" if quiet else "auto") as progress:
+            yield progress
+        return
     # Standard output is for our events alone: what libraries and Ray's processes print goes to standard error.
-    events = os.fdopen(os.dup(1), "w")
     sys.stdout.flush()
+    output = os.dup(1)
     os.dup2(2, 1)
-    return Progress("json", events)
+    try:
+        with os.fdopen(os.dup(output), "w") as events, Progress("json", events) as progress:
+            yield progress
+    finally:
+        sys.stdout.flush()
+        os.dup2(output, 1)
+        os.close(output)
 
 
 @app.command("run")
 def run_command(file: File, overrides: Overrides = None, quiet: Quiet = False, as_json: Json = False) -> None:
-    """Train as FILE says; with a run.name that exists already, go on with that run."""
+    """Train as FILE says.
+
+    With a run.name whose folder exists already, go on with that run. Ctrl-C stops after the round.
+    """
     from raydfl.config import load_config
     from raydfl.runs import run
 
@@ -65,7 +96,10 @@ def run_command(file: File, overrides: Overrides = None, quiet: Quiet = False, a
 
 @app.command("resume")
 def resume_command(directory: RunDir, overrides: Overrides = None, quiet: Quiet = False, as_json: Json = False) -> None:
-    """Go on with the run in DIR after its last commit. Settings that do not decide the numbers may be changed."""
+    """Go on with the run in DIR after its last commit.
+
+    Settings that do not decide the numbers may be changed: train.rounds, ray.*, run.commit_every, track.* ...
+    """
     from raydfl.runs import resume
 
     with _progress(quiet, as_json) as progress:
@@ -82,14 +116,17 @@ def replay_command(
     save: Annotated[Path | None, typer.Option("--save", help="write the update to this safetensors file")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="open the debugger where the method's code fails")] = False,
 ) -> None:
-    """Do one client's work of one round again, in this process. The run is not changed."""
+    """Do one client's work of one round again.
+
+    It is done in this process, from what the run has kept; the run is not changed.
+    """
     from raydfl.runs import replay
 
     try:
         replayed = replay(directory, round_number, client)
-    except RaydflError as error:
+    except ClientError as error:
         cause = error.__cause__
-        if cause is not None and not isinstance(cause, RaydflError):
+        if cause is not None:
             traceback.print_exception(cause)
             if debug:
                 import pdb  # noqa: T100  (asked for)
@@ -116,8 +153,18 @@ def replay_command(
         import safetensors.torch
 
         tensors = {name: tensor.contiguous() for name, tensor in replayed.update.tensors.items()}
-        safetensors.torch.save_file(tensors, save)
+        with _writing(save):
+            save.write_bytes(safetensors.torch.save(tensors))
         console.print(f"update written to {save}", markup=False)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turns a file that cannot be written into an error that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror or error}; name another file") from error
 
 
 @app.command("report")
@@ -137,30 +184,21 @@ def report_command(
 
 @app.command("methods")
 def methods_command(as_json: Json = False) -> None:
-    """All methods with their hyperparameters, ranges and defaults."""
-    from raydfl import registry
-    from raydfl.config import describe_options
-    from raydfl.method import Method
+    """All methods, aggregation rules and architectures, with options, ranges and defaults."""
+    from raydfl.explain import explain_methods, methods_as_data
 
-    classes = {
-        name: registry.find("raydfl.methods", name, Method, "method") for name in registry.names("raydfl.methods")
-    }
     if as_json:
-        options = {name: [list(row) for row in describe_options(cls)] for name, cls in classes.items()}
-        print(json.dumps(options, default=str))  # noqa: T201
-        return
-    console = Console(highlight=False)
-    for name, cls in classes.items():
-        console.print(f"{name}: {(cls.__doc__ or '').strip().splitlines()[0]}", markup=False, style="bold")
-        models = ", ".join(f"{model} (default {architecture})" for model, architecture in cls.models.items())
-        console.print(f"  models: {models}", markup=False)
-        for option, default, meaning in describe_options(cls):
-            console.print(f"  {option} = {json.dumps(default)}: {meaning}", markup=False)
+        print(json.dumps(methods_as_data()))  # noqa: T201
+    else:
+        print(explain_methods(min(120, shutil.get_terminal_size((110, 1)).columns)))  # noqa: T201
 
 
 @app.command("config")
 def config_command(file: File, overrides: Overrides = None) -> None:
-    """The resolved configuration of FILE, with the meaning, unit and range of every field."""
+    """The resolved configuration, every field explained.
+
+    It is FILE with all defaults; comments say meaning, unit and range of each field.
+    """
     from raydfl.config import load_config
     from raydfl.explain import explain_config
 
@@ -172,11 +210,12 @@ def data_list() -> None:
     """The data sets that raydfl can read."""
     from raydfl.data.dataset import dataset_names, find_dataset
 
-    table = Table("name", "what", "licence")
+    table = Table("name", "what", "licence", box=None, pad_edge=False)
     for name in dataset_names():
         cls = find_dataset(name)
         table.add_row(name, cls.card.title, cls.card.licence)
     Console(highlight=False).print(table)
+    print("\nMore about one: raydfl data info NAME")  # noqa: T201
 
 
 @data_app.command("info")
@@ -186,24 +225,30 @@ def data_info(
     ],
     overrides: Overrides = None,
 ) -> None:
-    """A data set's options and layout; with a configuration, what is in its data: clips, classes, groups, clients."""
+    """A data set's layout and options, or who gets what.
+
+    With NAME: layout, licence and options of that data set. With FILE: clips, classes, groups and clients of that configuration.
+    """
     from raydfl.data.describe import describe_data, describe_dataset
 
-    if what.endswith((".yaml", ".yml")):
+    if Path(what).suffix in (".yaml", ".yml") or Path(what).is_file():
         from raydfl.config import load_config
 
         config = load_config(Path(what), overrides or [])
         lines = describe_data(config.data, config.run.seed)
+    elif overrides:
+        raise ConfigError(f"{overrides[0]!r}: settings go with a configuration file, and {what!r} is none")
     else:
         lines = describe_dataset(what)
-    console = Console(highlight=False)
-    for line in lines:
-        console.print(line, markup=False)
+    print("\n".join(lines))  # noqa: T201
 
 
 @data_app.command("prepare")
 def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, as_json: Json = False) -> None:
-    """Compute the features that FILE needs, in parallel, into the cache that all runs share."""
+    """Compute the features that FILE needs.
+
+    In parallel, into the cache that all runs share. It may be interrupted: the next call goes on.
+    """
     from raydfl.config import load_config
     from raydfl.data.population import build_population
 
@@ -213,7 +258,8 @@ def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, 
         for message in population.messages:
             progress.message(message)
         progress.message(
-            f"{len(population)} clients, {len(population.test)} test examples, {len(population.classes)} classes"
+            f"features are ready: {len(population)} clients, {len(population.test)} test examples, "
+            f"{len(population.classes)} classes, {len(population.skipped)} clips left out"
         )
 
 
@@ -229,21 +275,28 @@ def data_plot(
     from raydfl.data.population import build_population
 
     config = load_config(file, overrides or [])
+    if out.suffix not in (".png", ".svg", ".pdf"):
+        raise InputError(f"--out {out}: the name must end in .png, .svg or .pdf")
     with _progress(quiet=False, as_json=False) as progress:
         population = build_population(config.data, config.run.seed, progress)
-    plot_partition(population, out)
+    with _writing(out):
+        plot_partition(population, out)
     print(out)  # noqa: T201
+
+
+_INTERRUPTED = 130
+"""The exit code that Typer gives to Ctrl-C."""
 
 
 def main(arguments: list[str] | None = None) -> Any:
     """Entry point: turns errors that were raised on purpose into one message and the right exit code."""
     try:
-        app(arguments)
+        app(arguments, prog_name="raydfl")
     except RaydflError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+    except SystemExit as end:
+        if end.code != _INTERRUPTED:
+            raise
         print("stopped", file=sys.stderr)  # noqa: T201
-        sys.exit(1)
-    except BrokenPipeError:
         sys.exit(1)

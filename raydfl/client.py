@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,11 +28,18 @@ def choose_device(gpus: float) -> str:
 
 
 class ClientActor:
-    """A long-lived process that serves many clients; it owns none of them."""
+    """A long-lived process that serves many clients; it owns none of them.
+
+    It has two threads, of which one computes at a time: while one trains a client, the other hands over the last result or fetches
+    what the next client needs.
+    """
 
     def __init__(self, run_dir: str, config: dict[str, Any]) -> None:
         settings = Config.model_validate(config)
         folder = Path(run_dir)
+        self._one_at_a_time = threading.Lock()
+        # The thread that waits for the lock shall get the interpreter when it gets the lock.
+        sys.setswitchinterval(5e-4)
         self._worker = Worker(folder, settings, PrivateStore(folder / "private"), choose_device(settings.ray.gpus))
 
     def ready(self) -> bool:
@@ -41,23 +50,27 @@ class ClientActor:
         """Of the actor's process."""
         return os.getpid()
 
-    def carry_out(self, order: Order, keys: list[str], *tensors: FlatTensors) -> Result:
-        """Worker.carry_out. The update is returned, never a reference to it: it outlives this actor.
+    def carry_out(self, orders: list[Order], keys: list[str], *tensors: FlatTensors) -> list[Result]:
+        """Worker.carry_out for each order. Updates are returned, never references to them: they outlive this actor.
 
         Args:
+            orders: any clients'.
             keys: of the entries of the server's state that follow.
             tensors: those entries, read from the object store without a copy.
         """
-        return self._worker.carry_out(order, dict(zip(keys, tensors, strict=True)))
+        broadcast = dict(zip(keys, tensors, strict=True))
+        with self._one_at_a_time:
+            return [self._worker.carry_out(order, broadcast) for order in orders]
 
     def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
         """PrivateStore.compact."""
-        return self._worker.private.compact(round_index, refs)
+        with self._one_at_a_time:
+            return self._worker.private.compact(round_index, refs)
 
 
 def start_client_actor(run_dir: Path, config: Config) -> Any:
     """A new client actor with the configured resources. Never restarted by Ray: the pool decides what is done again."""
     actor = ray.remote(ClientActor).options(
-        num_cpus=config.ray.cpus, num_gpus=config.ray.gpus, max_restarts=0, max_task_retries=0
+        num_cpus=config.ray.cpus, num_gpus=config.ray.gpus, max_concurrency=2, max_restarts=0, max_task_retries=0
     )
     return actor.remote(str(run_dir), config.model_dump(mode="json"))

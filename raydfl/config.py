@@ -6,7 +6,6 @@ resolved configuration with the meaning, unit and range of each field.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -19,10 +18,13 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from raydfl import registry
+from raydfl.aggregate import find_rule
+from raydfl.data.dataset import find_dataset
 from raydfl.data.settings import DataSettings
 from raydfl.errors import ConfigError, nearest
 from raydfl.method import Method
-from raydfl.models import architectures
+from raydfl.models import check_model
+from raydfl.options import explain, path_options, plain, unknown_key
 from raydfl.settings import Settings
 from raydfl.track import TrackSettings
 
@@ -145,7 +147,9 @@ class RunSettings(Settings):
         1, ge=0, description="the one seed: cohorts, batches, dropout, partition, corruption and initial weights"
     )
     dir: str = Field("runs", description="folder of all runs")
-    name: str | None = Field(None, description="folder of this run; null: method, data set and time of day")
+    name: str | None = Field(
+        None, coerce_numbers_to_str=True, description="folder of this run; null: method, data set and time of day"
+    )
     commit_every: int = Field(
         1, ge=1, description="rounds between commits; after a crash a run goes on from the last one"
     )
@@ -182,16 +186,15 @@ class Config(Settings):
     def _parts_fit(self) -> Config:
         method = self.build_method()
         method.check(self.train)
+        find_rule(method.rule, method.default_rule(), "method.rule")
         declared = type(method).models
         for name in self.models:
             if name not in declared:
                 raise ConfigError(f"models: {self.method['name']} has no model {name!r}; {nearest(name, declared)}")
+        frames = None if self.data.segment is not None else self.data.features.frames
         for name, choices in self.model_choices().items():
-            for architecture, _ in choices:
-                if ":" not in architecture and architecture not in architectures():
-                    raise ConfigError(
-                        f"models.{name}: unknown architecture {architecture!r}; {nearest(architecture, architectures())}"
-                    )
+            for architecture, options in choices:
+                check_model(architecture, options, self.data.features.bands, frames, f"models.{name}")
         for name in self.train.optimiser.models:
             if name not in declared:
                 raise ConfigError(
@@ -208,7 +211,7 @@ class Config(Settings):
         options = dict(self.method)
         if not isinstance(options.get("name"), str):
             raise ConfigError(f"method: a name is missing; known: {', '.join(registry.names('raydfl.methods'))}")
-        cls = registry.find("raydfl.methods", options.pop("name"), Method, "method")  # type: ignore[type-abstract]
+        cls = registry.find("raydfl.methods", options.pop("name"), Method, "method")
         return registry.build(cls, options, "method")
 
     def model_choices(self) -> dict[str, list[tuple[str, dict[str, Any]]]]:
@@ -234,19 +237,30 @@ class Config(Settings):
         Left out: where and on what the run is computed, how far it goes, and what is tracked.
         """
         parts = self.model_dump(mode="json", exclude={"ray", "run", "track"})
+        # With the options that were not given, so that writing a default down changes nothing.
+        parts["method"] = {"name": self.method["name"], **plain(self.build_method())}
+        parts["models"] = self.model_choices()
+        parts["data"].update(plain(self.data.source.open()))
         parts["train"].pop("rounds")
+        for place in ("root", "cache"):  # where the data lie; what they are decides the numbers
+            parts["data"].pop(place, None)
         parts["seed"] = self.run.seed
         parts["threads"] = self.ray.threads
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which ``1e-3`` is a number and a key written twice is an error."""
+    """YAML in which ``1e-3`` is a number, the words yes, no, on and off are words, and a key written twice is an error."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  (PyYAML's own way)
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise ConfigError(
                     f"the key {key!r} stands twice, the second time in line {key_node.start_mark.line + 1}"
@@ -256,8 +270,30 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+    "tag:yaml.org,2002:bool", re.compile("^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )
+_EXPONENT = (
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+_Loader.add_implicit_resolver(*_EXPONENT)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts quotes around text that :class:`_Loader` would read as something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_implicit_resolver(*_EXPONENT)
+
+
+def to_yaml(value: Any, flow: bool = True) -> str:
+    """A value as YAML that :func:`parse_yaml` reads as the same value; in one line, or in a line for each key."""
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=flow, sort_keys=False, allow_unicode=True, width=10**6)
+    return text.removesuffix("...\n").rstrip("\n") if flow else text
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -268,8 +304,13 @@ def parse_yaml(text: str, where: str) -> Any:
     """
     try:
         return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        reason = ", ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"{where} is not valid YAML{place}: {reason}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{where} is not valid YAML: {error}") from error
+        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
@@ -287,32 +328,35 @@ def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> dict[st
             raise ConfigError(f"override {override!r} is not of the form key=value (for instance train.rounds=50)")
         group = result
         keys = path.split(".")
+        if "" in keys:
+            raise ConfigError(f"override {override!r}: a name is missing in {path!r}, which must be like train.rounds")
         for depth, key in enumerate(keys[:-1]):
-            if isinstance(group.get(key), str) and key == "method":
+            place = ".".join(keys[: depth + 1])
+            if isinstance(group.get(key), str) and (place in _NAMED or keys[0] == "models"):
                 group[key] = {"name": group[key]}
             inner = group.setdefault(key, {})
             if inner is None:
                 inner = group[key] = {}
             if not isinstance(inner, dict):
-                place = ".".join(keys[: depth + 1])
                 raise ConfigError(f"override {override!r}: {place} is {inner!r}, not a group of settings")
             group = inner
-        value = parse_yaml(text, f"override {override!r}")
-        if path == "method" and isinstance(value, str):
-            value = {"name": value}
-        group[keys[-1]] = value
+        group[keys[-1]] = parse_yaml(text, f"override {override!r}")
     return result
+
+
+_NAMED = ("method", "method.rule", "data")
+"""Groups that may be given by their name alone."""
 
 
 def _check_keys(values: Mapping[str, Any], model: type[BaseModel], where: str) -> None:
     """Unknown keys are named together with the nearest known one, which pydantic's own message does not do."""
     for key, value in values.items():
         if key not in model.model_fields:
-            place = f"{where}: " if where else ""
-            raise ConfigError(f"{place}unknown key {key!r}; {nearest(str(key), model.model_fields)}")
+            raise unknown_key(str(key), model.model_fields, where, Config)
         inner = model.model_fields[key].annotation
-        is_group = isinstance(inner, type) and issubclass(inner, Settings) and inner is not DataSettings
-        if is_group and isinstance(value, Mapping):
+        if inner is DataSettings:
+            continue  # checks its own keys
+        if isinstance(value, Mapping) and isinstance(inner, type) and issubclass(inner, Settings):
             _check_keys(value, inner, f"{where}.{key}" if where else key)
 
 
@@ -323,12 +367,16 @@ def make_config(values: Any, where: str = "configuration") -> Config:
         ConfigError: anything that is not as it should be, with its place, the value and what to do.
     """
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{where} must be a mapping of method, data, train ..., not {type(values).__name__}")
+        raise ConfigError(
+            f"{where} is {'empty' if values is None else f'{str(values)[:60]!r}'}; it must hold the groups "
+            f"{', '.join(Config.model_fields)}, of which method and data are needed"
+        )
     _check_keys(values, Config, "")
     try:
-        return Config.model_validate(_absolute(values))
+        checked = _absolute(values)
+        return Config.model_validate(checked)
     except ValidationError as error:
-        raise ConfigError(registry.explain(error, "")) from error
+        raise ConfigError(explain(error, "", checked, Config)) from error
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -341,73 +389,55 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
+        raise ConfigError(f"cannot read the configuration {path}: {reason}; {_instead_of(path)}") from error
     values = parse_yaml(text, str(path))
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a mapping of method, data, train ..., not {type(values).__name__}")
-    return make_config(apply_overrides(values, overrides), str(path))
+    return make_config(apply_overrides(values, overrides) if isinstance(values, dict) else values, str(path))
+
+
+def _instead_of(path: Path) -> str:
+    """What to do about a configuration that cannot be read."""
+    if (path / "config.yaml").exists():
+        return f"it is a run directory, to go on with it: raydfl resume {path}"
+    if "=" in path.name:
+        return "the first argument must be the file, settings come after it"
+    there = [file.name for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    hint = nearest(path.name, there) if there else ""
+    return hint if hint.startswith("did you mean") else "give a YAML file, such as jobs/quickstart.yaml"
 
 
 def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
     """Paths made absolute, so that a run can be resumed from any folder."""
     result: dict[str, Any] = json.loads(json.dumps(values, default=str))
-
-    def resolve(text: str) -> str:
-        return str(Path(os.path.expandvars(text)).expanduser().resolve())
-
-    def resolve_reference(text: Any) -> Any:
-        if isinstance(text, str) and ".py:" in text:
-            place, _, name = text.rpartition(":")
-            return f"{resolve(place)}:{name}"
-        return text
-
-    for group, key in (("data", "root"), ("data", "cache"), ("run", "dir")):
-        part = result.get(group)
-        if isinstance(part, dict) and isinstance(part.get(key), str) and "://" not in part[key]:
-            part[key] = resolve(part[key])
     run = result.setdefault("run", {})
     if isinstance(run, dict):
-        run.setdefault("dir", resolve("runs"))
-    for group in ("method", "data"):
-        part = result.get(group)
-        if isinstance(part, dict) and "name" in part:
-            part["name"] = resolve_reference(part["name"])
-        elif isinstance(part, str):
-            result[group] = resolve_reference(part)
-    models = result.get("models")
-    if isinstance(models, dict):
-        for name, choice in models.items():
-            if isinstance(choice, dict) and "name" in choice:
-                choice["name"] = resolve_reference(choice["name"])
-            elif isinstance(choice, list):
-                models[name] = [resolve_reference(item) for item in choice]
-            else:
-                models[name] = resolve_reference(choice)
+        run.setdefault("dir", "runs")
+        _resolve(run, ["dir"])
+    for group in ("method", "models", "data"):
+        if group in result:
+            result[group] = _references_resolved(result[group])
+    data = result.get("data")
+    if isinstance(data, dict) and isinstance(data.get("name"), str):
+        _resolve(data, ["cache", *path_options(find_dataset(data["name"]))])
     return result
 
 
-def describe_options(cls: type) -> list[tuple[str, Any, str]]:
-    """(name, default, meaning with unit and range) of each option of a method, rule or data set class."""
-    from pydantic import TypeAdapter
-
-    schema = TypeAdapter(cls).json_schema()
-    properties = schema.get("properties", {})
-    rows = []
-    for item in dataclasses.fields(cls):
-        if item.init:
-            about = properties.get(item.name, {})
-            rows.append((item.name, about.get("default", "required"), describe_field(about)))
-    return rows
+def _resolve(group: dict[str, Any], keys: Iterable[str]) -> None:
+    for key in keys:
+        if isinstance(group.get(key), str):
+            group[key] = _resolved(group[key])
 
 
-def describe_field(about: Mapping[str, Any]) -> str:
-    """Meaning and range of a field, from its JSON schema."""
-    limits = []
-    for part in (about, *about.get("anyOf", ())):
-        for key, sign in (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<")):
-            if key in part:
-                limits.append(f"{sign} {part[key]:g}")
-        if "enum" in part:
-            limits.append("one of " + ", ".join(str(v) for v in part["enum"]))
-    text = str(about.get("description", "")).replace("\n", " ")
-    return f"{text} ({', '.join(limits)})" if limits else text
+def _resolved(text: str) -> str:
+    return str(Path(os.path.expandvars(text)).expanduser().resolve())
+
+
+def _references_resolved(value: Any) -> Any:
+    """``value`` with every ``my_file.py:Class`` in it made absolute."""
+    if isinstance(value, dict):
+        return {key: _references_resolved(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_references_resolved(inner) for inner in value]
+    if isinstance(value, str) and re.fullmatch(r".+\.py:\w+", value):
+        place, _, name = value.rpartition(":")
+        return f"{_resolved(place)}:{name}"
+    return value

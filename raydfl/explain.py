@@ -1,86 +1,149 @@
-"""The resolved configuration as commented YAML: every field with its meaning, unit and range."""
+"""What can be configured, in words: a resolved configuration as commented YAML, and the methods, rules and networks there are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import json
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args
 
-import yaml
-from pydantic import BaseModel
-
-from raydfl.config import Config, describe_field, describe_options
-from raydfl.data.dataset import find_dataset
+from raydfl import registry
+from raydfl.aggregate import RULES
+from raydfl.config import Config, to_yaml
+from raydfl.data.settings import DataSettings
+from raydfl.method import Method
+from raydfl.models import architectures, model_options
+from raydfl.options import Option, describe_field, options_of, plain
 from raydfl.settings import Settings
+
+_WIDTH = 110
 
 
 def explain_config(config: Config) -> str:
-    """YAML that ``raydfl run`` accepts, each field followed by a comment.
-
-    >>> "# communication rounds" in explain_config(...)  # doctest: +SKIP
-    True
-    """
-    lines: list[str] = []
-    values = config.model_dump(mode="json")
+    """YAML that ``raydfl run`` accepts, with every option that was not given; comments say meaning, unit and range."""
+    lines = [
+        "# The whole configuration: what was given, and the defaults of everything else. `raydfl run` takes it as it is.",
+        "",
+    ]
     for name, field in Config.model_fields.items():
-        value = values[name]
-        annotation = field.annotation
         if name == "method":
-            options = {key: about for key, _, about in describe_options(type(config.build_method()))}
-            defaults = {key: default for key, default, _ in describe_options(type(config.build_method()))}
-            _group(lines, name, {"name": value["name"], **defaults, **value}, {"name": "which method", **options}, 0)
-        elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            _settings(lines, name, annotation, value, 0)
+            built = config.build_method()
+            lines += _comment(str(field.description), 0)
+            lines += ["method:", *_comment("which method; `raydfl methods` lists them", 1)]
+            lines += [f"  name: {to_yaml(config.method['name'])}", *_options(options_of(type(built)), plain(built), 1)]
+        elif name == "models":
+            known = ", ".join(architectures())
+            lines += _comment(f"{field.description}. Built in: {known}. Your own class: my_file.py:Class", 0)
+            lines.append("models:")
+            for model, choices in config.model_choices().items():
+                lines.append(f"  {model}: {to_yaml(_as_written(choices))}")
         else:
-            shown = value
-            if name == "models":
-                shown = {model: _plain(choices) for model, choices in config.model_choices().items()}
-            lines.append(f"# {field.description}")
-            lines += yaml.safe_dump({name: shown}, sort_keys=False).rstrip().splitlines()
-    return "\n".join(lines)
+            lines += _group(name, getattr(config, name), 0)
+        lines.append("")
+    return "\n".join(lines).rstrip()
 
 
-def _plain(choices: list[tuple[str, dict[str, Any]]]) -> Any:
+def _as_written(choices: Sequence[tuple[str, Mapping[str, Any]]]) -> Any:
+    """The architectures of a model as short as a configuration may have them."""
     items = [{"name": name, **options} if options else name for name, options in choices]
     return items[0] if len(items) == 1 else items
 
 
-def _settings(
-    lines: list[str], name: str, model: type[BaseModel], values: Mapping[str, Any] | None, depth: int
-) -> None:
-    if values is None:
-        lines.append(f"{'  ' * depth}{name}: null")
-        return
-    lines.append(f"{'  ' * depth}{name}:")
-    properties = model.model_json_schema().get("properties", {})
-    options: dict[str, str] = {}
-    if name == "data":
-        options = {key: about for key, _, about in describe_options(find_dataset(str(values["name"])))}
-    for key, value in values.items():
-        field = model.model_fields.get(key)
-        inner = _settings_class(field.annotation) if field is not None else None
-        if inner is not None and isinstance(value, Mapping):
-            _settings(lines, key, inner, value, depth + 1)
-        else:
-            about = describe_field(properties[key]) if key in properties else options.get(key, "")
-            _line(lines, key, value, about, depth + 1)
+def _group(name: str, settings: Settings, depth: int) -> list[str]:
+    """A group of settings with the groups in it. ``depth`` counts the groups around it."""
+    indent = "  " * depth
+    lines = [*_comment((type(settings).__doc__ or "").partition("\n")[0], depth), f"{indent}{name}:"]
+    schema = type(settings).model_json_schema()["properties"]
+    for key, field in type(settings).model_fields.items():
+        value = getattr(settings, key)
+        if isinstance(value, Settings):
+            lines += _group(key, value, depth + 1)
+            continue
+        about = describe_field(schema[key])
+        inner = [kind for kind in get_args(field.annotation) if isinstance(kind, type) and issubclass(kind, Settings)]
+        if inner:
+            about += f" Its settings: {', '.join(inner[0].model_fields)}."
+        lines += [*_comment(about, depth + 1), f"{indent}  {key}: {to_yaml(plain(value))}"]
+        if isinstance(settings, DataSettings) and key == "name":
+            data_set = settings.source.open()
+            lines += _options(options_of(type(data_set)), plain(data_set), depth + 1)
+    return lines
 
 
-def _settings_class(annotation: Any) -> type[BaseModel] | None:
-    """The group of settings that a field holds, also where it may be null."""
-    for part in (annotation, *getattr(annotation, "__args__", ())):
-        if isinstance(part, type) and issubclass(part, Settings):
-            return part
-    return None
+def _options(options: Iterable[Option], values: Mapping[str, Any], depth: int) -> list[str]:
+    lines = []
+    for option in options:
+        lines += [*_comment(option.meaning, depth), f"{'  ' * depth}{option.name}: {to_yaml(values[option.name])}"]
+    return lines
 
 
-def _group(lines: list[str], name: str, values: Mapping[str, Any], about: Mapping[str, str], depth: int) -> None:
-    lines.append(f"{'  ' * depth}{name}:")
-    for key, value in values.items():
-        _line(lines, key, value, about.get(key, ""), depth + 1)
+def _comment(text: str, depth: int) -> list[str]:
+    indent = "  " * depth + "# "
+    return textwrap.wrap(text.strip().replace("``", "`"), _WIDTH, initial_indent=indent, subsequent_indent=indent)
 
 
-def _line(lines: list[str], key: str, value: Any, about: str, depth: int) -> None:
-    text = yaml.safe_dump({key: value}, sort_keys=False, default_flow_style=None, width=1000).rstrip().splitlines()
-    for number, line in enumerate(text):
-        comment = f"  # {about}" if about and number == 0 else ""
-        lines.append(f"{'  ' * depth}{line}{comment}")
+# -- what there is ---------------------------------------------------------------------------------------------------
+
+
+def methods_as_data() -> dict[str, Any]:
+    """All built-in methods, rules and networks with their options, as plain data."""
+    methods = {
+        name: registry.find("raydfl.methods", name, Method, "method") for name in registry.names("raydfl.methods")
+    }
+    return {
+        "methods": {
+            name: {"about": _first_line(cls), "models": dict(cls.models), "options": _options_as_data(cls)}
+            for name, cls in methods.items()
+        },
+        "rules": {
+            name: {"about": _first_line(cls), "options": _options_as_data(cls)} for name, cls in sorted(RULES.items())
+        },
+        "models": {name: {"options": _plain_options(model_options(name))} for name in architectures()},
+    }
+
+
+def _plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: plain(value) for name, value in options.items()}
+
+
+def _first_line(cls: type) -> str:
+    return (cls.__doc__ or "").strip().partition("\n")[0]
+
+
+def _options_as_data(cls: type) -> dict[str, Any]:
+    return {
+        option.name: {"default": option.default, "required": option.required, "meaning": option.meaning}
+        for option in options_of(cls)
+    }
+
+
+def explain_methods(width: int) -> str:
+    """What :func:`methods_as_data` returns, to be read, in lines of ``width`` characters."""
+    everything = methods_as_data()
+    lines = ["Methods (method: {name: ...})"]
+    for name, about in everything["methods"].items():
+        models = ", ".join(f"{model} ({architecture})" for model, architecture in about["models"].items())
+        lines += ["", *_wrapped(f"{name}: {about['about']}", 0, width)]
+        lines += _wrapped(f"models, with their default architectures: {models}", 1, width)
+        lines += _option_lines(about["options"], width)
+    lines += ["", "", "Aggregation rules (method.rule)"]
+    for name, about in everything["rules"].items():
+        lines += ["", *_wrapped(f"{name}: {about['about']}", 0, width), *_option_lines(about["options"], width)]
+    lines += ["", "", "Architectures (models)", ""]
+    for name, about in everything["models"].items():
+        options = ", ".join(f"{key}: {json.dumps(value)}" for key, value in about["options"].items())
+        lines += _wrapped(f"{name}{': ' if options else ''}{options}", 0, width)
+    return "\n".join(lines)
+
+
+def _option_lines(options: Mapping[str, Mapping[str, Any]], width: int) -> list[str]:
+    lines = []
+    for name, option in options.items():
+        default = "(required)" if option["required"] else f"= {json.dumps(option['default'])}"
+        lines += _wrapped(f"{name} {default}: {option['meaning']}", 1, width)
+    return lines
+
+
+def _wrapped(text: str, depth: int, width: int) -> list[str]:
+    indent = "  " * depth
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent + "    ")

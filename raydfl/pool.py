@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -55,8 +55,12 @@ class SerialPool:
         return self._worker.private.compact(round_index, refs)
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Close the file that private state is written to."""
+        self._worker.private.close()
 
+
+_MOST_IN_A_CALL = 8
+"""Orders in one call to an actor: more would save nothing and keep results waiting."""
 
 LOST = (RayActorError, OutOfMemoryError, ObjectLostError)
 """What a lost actor, process, node or result looks like. OutOfMemoryError is no RayActorError."""
@@ -135,48 +139,61 @@ class RayPool:
             key: ray.put(broadcast[key]) for key in sorted({k for order in orders for k in order.task.receive})
         }
         waiting = sorted(orders, key=lambda order: (order.cost, -order.position))  # the longest is taken from the end
-        in_flight: dict[Any, tuple[Order, Any, _Slot]] = {}
+        in_flight: dict[Any, tuple[list[Order], Any, _Slot]] = {}
         losses: dict[int, int] = {}
         while waiting or in_flight:
-            self._hand_out(waiting, in_flight, references)
+            self._hand_out(waiting, in_flight, references, losses)
             done, _ = ray.wait(list(in_flight), num_returns=1, timeout=5.0)
             if not done:
                 self._check_starting()
                 continue
-            order, key, slot = in_flight.pop(done[0])
+            given, key, slot = in_flight.pop(done[0])
             slot.load -= 1
             try:
-                result = ray.get(done[0])
+                results = ray.get(done[0])
             except LOST as error:
-                losses[order.position] = losses.get(order.position, 0) + 1
-                if losses[order.position] > self._settings.retries:
-                    raise self._lost_too_often(order, losses[order.position], error) from error
-                waiting.append(order)
-                if self._slots.get(key) is slot:  # else another of its orders has already told of its end
+                for order in given:
+                    losses[order.position] = losses.get(order.position, 0) + 1
+                    if losses[order.position] > self._settings.retries:
+                        raise self._lost_too_often(order, losses[order.position], error) from error
+                waiting += given
+                if self._slots.get(key) is slot:  # else another call of its has already told of its end
                     self._close(key)
                     self._open(key)
                 continue
             except RayTaskError as error:
                 raise task_cause(error) from error
             slot.deadline = math.inf
-            yield result
+            yield from results
 
     def _hand_out(
-        self, waiting: list[Order], in_flight: dict[Any, tuple[Order, Any, _Slot]], references: Mapping[str, Any]
+        self,
+        waiting: list[Order],
+        in_flight: dict[Any, tuple[list[Order], Any, _Slot]],
+        references: Mapping[str, Any],
+        losses: Mapping[int, int],
     ) -> None:
-        """Give waiting orders to the actors with the least to do: one each, and a second while there are enough for all."""
+        """Give waiting orders to the actors with the least to do: one call each, and a second while there are enough for all.
+
+        A call takes several milliseconds of Ray's, so it carries several orders while many are waiting, and one at the end, when
+        the actors shall finish together. Orders that were in a lost call go alone: one of them may be what ended the actor.
+        """
         while waiting:
             if self._settings.actors == "per_client":
                 key: Any = waiting[-1].task.client_id
                 slot = self._slots.get(key) or self._open(key)
+                number = 1
             else:
                 key, slot = min(self._slots.items(), key=lambda item: (item[1].load, item[0]))
                 if slot.load >= (2 if len(waiting) > len(self._slots) else 1):
                     return
-            order = waiting.pop()
-            receive = list(order.task.receive)
-            reference = slot.actor.carry_out.remote(order, receive, *[references[name] for name in receive])
-            in_flight[reference] = (order, key, slot)
+                number = min(_MOST_IN_A_CALL, math.ceil(len(waiting) / (2 * len(self._slots))))
+            given = [waiting.pop()]
+            while len(given) < number and given[-1].position not in losses and waiting[-1].position not in losses:
+                given.append(waiting.pop())
+            receive = sorted({name for order in given for name in order.task.receive})
+            reference: Any = slot.actor.carry_out.remote(given, receive, *[references[name] for name in receive])
+            in_flight[reference] = (given, key, slot)
             slot.load += 1
 
     def _check_starting(self) -> None:
@@ -207,7 +224,7 @@ class RayPool:
             return {}
         slot = next(iter(self._slots.values()))
         try:
-            moved: dict[int, PrivateRef] = ray.get(slot.actor.compact.remote(round_index, dict(refs)))
+            moved: dict[int, PrivateRef] = ray.get(cast(Any, slot.actor.compact.remote(round_index, dict(refs))))
         except LOST:
             return {}  # nothing is lost: it is tried again after a later commit
         return moved
@@ -230,7 +247,7 @@ def _first_line(error: BaseException) -> str:
 
 def free_resources() -> str:
     """Free CPUs and GPUs of the cluster, for messages."""
-    free = ray.available_resources()
+    free = ray.available_resources()  # type: ignore[no-untyped-call]
     return f"{free.get('CPU', 0):g} CPU, {free.get('GPU', 0):g} GPU"
 
 
@@ -242,7 +259,7 @@ def check_resources(config: Config, clients: int) -> None:
     """
     settings = config.ray
     number = clients if settings.actors == "per_client" else int(settings.actors)
-    there = ray.cluster_resources()
+    there = ray.cluster_resources()  # type: ignore[no-untyped-call]
     for kind, each in (("CPU", settings.cpus), ("GPU", settings.gpus)):
         has = there.get(kind, 0.0)
         if number * each > has + 1e-6:

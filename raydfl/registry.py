@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from raydfl.errors import ConfigError, nearest
+from raydfl.options import explain
 
 T = TypeVar("T")
 
@@ -115,13 +116,4 @@ def build(cls: type[T], options: Mapping[str, Any], where: str) -> T:
         # A plain dataclass of a user's is checked as strictly as our own.
         return TypeAdapter(cls).validate_python(dict(options))
     except ValidationError as error:
-        raise ConfigError(explain(error, where)) from error
-
-
-def explain(error: ValidationError, where: str) -> str:
-    """One line for each thing pydantic found: place, what is wrong, and the value."""
-    lines = []
-    for item in error.errors():
-        place = ".".join(str(part) for part in (where, *item["loc"]) if str(part))
-        lines.append(f"{place}: {item['msg'][:1].lower()}{item['msg'][1:]} (got {item.get('input')!r})")
-    return "\n".join(lines)
+        raise ConfigError(explain(error, where, dict(options), cls)) from error

@@ -21,13 +21,12 @@ from typing import Any, Protocol
 import pyarrow.compute as pc
 import ray
 import safetensors.torch
-import yaml
 from ray.exceptions import GetTimeoutError, RayTaskError
 
 import raydfl
 from raydfl import record
 from raydfl.clients import Clients
-from raydfl.config import Config, apply_overrides, make_config, parse_yaml
+from raydfl.config import Config, apply_overrides, make_config, parse_yaml, to_yaml
 from raydfl.data.population import Population, build_population
 from raydfl.errors import InputError, ResourcesError, RunDirectoryError
 from raydfl.federation import Federation, RoundReport
@@ -100,8 +99,36 @@ def stored_config(run_dir: Path) -> Config:
         )
     try:
         return make_config(parse_yaml(path.read_text(encoding="utf-8"), str(path)), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise RunDirectoryError(f"{path} cannot be read: {reason}; restore it from a copy") from error
     except InputError as error:
-        raise RunDirectoryError(f"{path} is damaged: {error}") from error
+        raise RunDirectoryError(
+            f"{path} is damaged, or what it names is gone: {error}; restore it from a copy, or start the run again in a new folder"
+        ) from error
+
+
+_ABOUT = ("id", "digest", "classes", "models", "clients")
+
+
+def stored_about(run_dir: Path) -> dict[str, Any]:
+    """What ``run.json`` says about a run.
+
+    Raises:
+        RunDirectoryError: the file is missing or damaged.
+    """
+    path = run_dir / "run.json"
+    try:
+        about = json.loads(path.read_bytes())
+        missing = [key for key in _ABOUT if key not in about]
+        if not isinstance(about, dict) or missing:
+            raise ValueError(f"it lacks {', '.join(missing)}")
+    except (OSError, ValueError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RunDirectoryError(
+            f"{path} is missing or damaged ({reason}); restore it from a copy, or start the run again in a new folder"
+        ) from error
+    return about
 
 
 def create(config: Config, progress: Progress) -> Path:
@@ -116,9 +143,15 @@ def create(config: Config, progress: Progress) -> Path:
     )
     run_dir = Path(config.run.dir) / name
     if (run_dir / "run.json").exists():
+        stored_about(run_dir)
         _check_same(run_dir, stored_config(run_dir), config)
         _write_config(run_dir, config)
         return run_dir
+    if RunStore(run_dir).commits():
+        raise RunDirectoryError(
+            f"{run_dir} holds rounds of a run, but its run.json is missing; restore it from a copy, give the new run another "
+            f"run.name, or remove the folder"
+        )
     population = build_population(config.data, config.run.seed, progress)
     config.train.cohort_size(len(population))
     try:
@@ -166,8 +199,7 @@ def _short(name: str) -> str:
 
 
 def _write_config(run_dir: Path, config: Config) -> None:
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    write_durably(run_dir / "config.yaml", text.encode())
+    write_durably(run_dir / "config.yaml", to_yaml(config.model_dump(mode="json"), flow=False).encode())
 
 
 def _check_same(run_dir: Path, stored: Config, config: Config) -> None:
@@ -232,7 +264,7 @@ class _Actor:
     def __init__(self, run_dir: Path, config: Config, progress: Progress) -> None:
         self._progress = progress
         actor = ray.remote(ServerActor).options(num_cpus=0, num_gpus=0, max_restarts=self._RESTARTS, max_task_retries=0)
-        self._actor = actor.remote(str(run_dir), config.model_dump(mode="json"))
+        self._actor: Any = actor.remote(str(run_dir), config.model_dump(mode="json"))
         self._lost = 0
 
     def _get(self, reference: Any) -> Any:
@@ -352,7 +384,7 @@ def execute(run_dir: Path, config: Config, progress: Progress) -> Outcome:
         ClientError: a method's code failed on a client.
     """
     started = time.monotonic()
-    about = json.loads((run_dir / "run.json").read_text())
+    about = stored_about(run_dir)
     quiet = progress.mode in ("json", "quiet", "bar")
     with ray_session(config, about["clients"], quiet):
         server: _Remote = _Local(run_dir, config) if config.ray.actors == 0 else _Actor(run_dir, config, progress)
@@ -360,6 +392,11 @@ def execute(run_dir: Path, config: Config, progress: Progress) -> Outcome:
             round_index, warnings = server.open()
             for warning in warnings:
                 progress.message(f"warning: {warning}; going on from round {round_index}")
+            if round_index >= config.train.rounds:
+                progress.message(
+                    f"all {config.train.rounds} rounds are done; for more: "
+                    f"raydfl resume {_shown(run_dir)} train.rounds={2 * config.train.rounds}"
+                )
             tracker = make_tracker(config.track, Path(config.run.dir), run_dir, progress.message)
             run_id = tracker.start(
                 about["id"],
@@ -372,8 +409,10 @@ def execute(run_dir: Path, config: Config, progress: Progress) -> Outcome:
                 write_durably(run_dir / "run.json", json.dumps(about, indent=2).encode())
             try:
                 outcome = _rounds(run_dir, config, server, round_index, tracker, progress)
-            except BaseException:
+            except BaseException as error:
                 tracker.finish("FAILED")
+                if isinstance(error, KeyboardInterrupt):
+                    progress.message(f"to go on after the last commit: raydfl resume {_shown(run_dir)}")
                 raise
         finally:
             server.close()
@@ -385,7 +424,7 @@ def execute(run_dir: Path, config: Config, progress: Progress) -> Outcome:
     for path in (run_dir / "config.yaml", report):
         tracker.log_artifact(path)
     tracker.finish("FINISHED" if outcome.finished else "KILLED")
-    folder = shlex.quote(os.path.relpath(run_dir))
+    folder = _shown(run_dir)
     progress.finish(
         FinishSummary(
             status="finished" if outcome.finished else "stopped",
@@ -398,6 +437,12 @@ def execute(run_dir: Path, config: Config, progress: Progress) -> Outcome:
         )
     )
     return outcome
+
+
+def _shown(run_dir: Path) -> str:
+    """A run's folder as it is typed in a shell."""
+    relative = os.path.relpath(run_dir)
+    return shlex.quote(str(run_dir.resolve()) if relative.startswith("..") else relative)
 
 
 def _rounds(
@@ -460,7 +505,7 @@ def export(run_dir: Path, config: Config) -> list[Path]:
     Tensor names are ``model/layer.weight``; the metadata says architecture, classes, features and round.
     """
     state = final_state(run_dir)
-    about = json.loads((run_dir / "run.json").read_text())
+    about = stored_about(run_dir)
     names = tuple(type(config.build_method()).models)
     paths = []
     for key, tensors in state.tensors.items():
@@ -506,12 +551,18 @@ def replay(run_dir: Path, round_number: int, client_id: str) -> Replayed:
         round_number: counted from 1, as printed.
 
     Raises:
-        RunDirectoryError: no commit before that round is kept.
+        RunDirectoryError: no commit before that round is kept, or the run has not come that far.
         InputError: the client took no part in that round.
         ClientError: the method's code fails again; its cause is the original exception.
     """
     config = stored_config(run_dir)
     store = RunStore(run_dir)
+    latest = store.latest()
+    done = 0 if latest is None else int(latest.split("-")[0])
+    if round_number > done + config.run.commit_every:
+        raise RunDirectoryError(
+            f"round {round_number} of {run_dir} cannot be replayed: the last commit is of round {done}"
+        )
     before = [name for name in store.commits() if int(name.split("-")[0]) < round_number]
     if not before:
         kept = store.rounds()
@@ -542,6 +593,7 @@ def replay(run_dir: Path, round_number: int, client_id: str) -> Replayed:
             )
         received = federation.broadcast(set(matching[0].task.receive))
         result = worker.carry_out(matching[0], received)
+        private.close()
         measured = result.measured.get("train", {})
         return Replayed(
             client=federation.clients.by_id(client_id),

@@ -29,7 +29,7 @@ class Server:
         self._store.lock()
         self._pool: Pool | None = None
         try:
-            population = Population.load(run_dir / "population")
+            population = Population.load(run_dir / "population", verify=True)
             if config.ray.actors == 0:
                 self._pool = SerialPool(Worker(run_dir, config, PrivateStore(run_dir / "private")))
             else:

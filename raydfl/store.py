@@ -132,14 +132,26 @@ class PrivateStore:
                 moved[index] = self._write(f"{round_index:06d}-{self._writer}-compact.seg", self._read_bytes(ref))
         return moved
 
+    def close(self) -> None:
+        """Close the segment that is written to; a later record opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
     def sync(self, segments: Iterable[str]) -> None:
-        """Make the segments durable; the caller then may refer to them in a commit."""
+        """Make the segments durable; the caller then may refer to them in a commit.
+
+        Raises:
+            ResourcesError: the disk is full, which some file systems tell only now.
+        """
         for segment in segments:
-            descriptor = os.open(self.folder / segment, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            path = self.folder / segment
+            with disk_space(self.folder, path.stat().st_size):
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
 
 
 class disk_space:  # noqa: N801  (used as a with statement)
@@ -228,8 +240,8 @@ class RunStore:
         folder = self.folder / "commits"
         with disk_space(folder, len(data)):
             folder.mkdir(parents=True, exist_ok=True)
-            write_durably(folder / name, data)
-            write_durably(self.folder / "LATEST", name.encode())
+        write_durably(folder / name, data)
+        write_durably(self.folder / "LATEST", name.encode())
         self._forget(name)
         return name
 
@@ -310,6 +322,10 @@ class RunStore:
         """
         latest = self.latest()
         if latest is None:
+            if any(self.rounds()):
+                raise RunDirectoryError(
+                    f"{self.folder / 'LATEST'} is missing, but commits/ holds rounds; write the newest name in commits/ into it"
+                )
             return None, []
         warnings = []
         names = self.commits()
@@ -345,14 +361,19 @@ class RunStore:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a file so that after a crash either the old or the whole new content is there."""
+    """Write a file so that after a crash either the old or the whole new content is there.
+
+    Raises:
+        ResourcesError: the disk is full.
+    """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        with disk_space(path.parent, len(data)):
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -57,8 +57,8 @@ def fit(step: Step, *losses: Loss, models: tuple[str, ...] = (), epochs: int | N
     clip_norm = step.training.optimiser.clip_norm
     for model in step.models.values():
         model.train()
-    total = torch.zeros((), dtype=torch.float64, device=step.device)
-    seen = steps = 0
+    values: list[Tensor] = []  # read at the end only: on a GPU reading one would wait for it
+    sizes: list[int] = []
     for _ in range(step.training.local_epochs if epochs is None else epochs):
         for batch in step.data.train.batches(step.training.batch_size, step.rng, step.device):
             for loss in losses:
@@ -68,11 +68,13 @@ def fit(step: Step, *losses: Loss, models: tuple[str, ...] = (), epochs: int | N
                 if clip_norm is not None:
                     torch.nn.utils.clip_grad_norm_(trained, clip_norm)
                 optimiser.step()
-                total += value.detach().double() * len(batch.y)
-                steps += 1
-            seen += len(batch.y)
+                values.append(value.detach())
+                sizes.append(len(batch.y))
     optimiser.zero_grad(set_to_none=True)
-    return {"loss": Ratio(float(total), seen), "steps": Ratio(steps, 1)}
+    if not values:
+        return {"loss": Ratio(0.0, 0), "steps": Ratio(0, 1)}
+    total = torch.stack(values).double().cpu() @ torch.tensor(sizes, dtype=torch.float64)
+    return {"loss": Ratio(float(total), sum(sizes) / len(losses)), "steps": Ratio(len(values), 1)}
 
 
 @torch.no_grad()

@@ -106,10 +106,17 @@ class _Built:
                 model.train()
 
 
+def seed_torch(seed: int, device: torch.device) -> None:
+    """Seed what dropout draws from. ``torch.manual_seed`` would also queue calls for devices that are not there, for ever."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
 def build_models(method: Method, client: Client, run_seed: int) -> dict[str, nn.Module]:
     """Freshly initialised models; equal architectures start from equal weights at every client."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seeds.seed_for(run_seed, 0, "", "init"))
+        seed_torch(seeds.seed_for(run_seed, 0, "", "init"), torch.device("cpu"))
         return method.build(client)
 
 
@@ -131,7 +138,6 @@ class Worker:
         self.clients = Clients(self.population, config)
         self._built: dict[tuple[ModelSpec, ...], _Built] = {}
         self._samples: dict[int, Examples] = {}
-        torch.set_num_threads(config.ray.threads)
 
     def carry_out(self, order: Order, broadcast: Mapping[str, FlatTensors]) -> Result:
         """Train or evaluate one client.
@@ -144,6 +150,8 @@ class Worker:
             ClientError: the method's code failed; says client, round, phase and how to replay it.
         """
         started = time.perf_counter()
+        if torch.get_num_threads() != self.config.ray.threads:
+            torch.set_num_threads(self.config.ray.threads)  # it holds for one thread of the process only
         try:
             result = self._train(order, broadcast) if order.measure is None else self._evaluate(order, broadcast)
         except RaydflError:
@@ -171,7 +179,7 @@ class Worker:
         task, training = order.task, self.config.train
         client, data = self._who(order)
         purpose = task.phase if order.measure is None else f"evaluate/{task.phase}"
-        torch.manual_seed(seeds.seed_for(self.config.run.seed, order.round_index, client.id, f"torch/{purpose}"))
+        seed_torch(seeds.seed_for(self.config.run.seed, order.round_index, client.id, f"torch/{purpose}"), self.device)
         built = self._build(client)
         built.reset()
         # A copy: whatever a method does to what it received, the next client gets what the server sent.

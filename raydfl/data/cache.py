@@ -119,8 +119,10 @@ def open_store(folder: Path, verify: bool = False) -> FeatureStore:
         failures = {int(index): reason for index, reason in facts["failures"].items()}
         return FeatureStore(folder, frames, offsets, lengths, facts["length"], failures)
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise DataError(
-            f"the cached features in {folder} cannot be used ({error}); make them again with `raydfl data prepare`"
+            f"the cached features in {folder} cannot be used ({reason}); make them again with `raydfl data prepare FILE`; FILE is the "
+            "configuration, of a run its config.yaml"
         ) from error
 
 

@@ -118,7 +118,7 @@ def compute_chunk(chunk: Chunk) -> ChunkReport:
             except MemoryError:
                 raise
             except RaydflError as error:
-                failures[position] = str(error)
+                failures[position] = str(error).removeprefix(f"{row.get('path')}: ")  # who tells of it names the file
                 continue
             except Exception as error:  # noqa: BLE001  (whatever a decoder or a user's data set raises)
                 failures[position] = f"{type(error).__name__}: {error}"

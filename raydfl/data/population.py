@@ -178,8 +178,9 @@ class Population:
             stores = [open_store(Path(store)) for store in facts["stores"]]
             return cls(facts["classes"], facts["length"], stores, arrays, facts["skipped"], facts["messages"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise RunDirectoryError(
-                f"{path} is missing or damaged ({error}); the population of this run cannot be opened: start the run again in "
+                f"{path} is missing or damaged ({reason}); the population of this run cannot be opened: start the run again in "
                 "a new folder"
             ) from error
 
@@ -246,10 +247,7 @@ def build_population(
         DataError: recordings that cannot be used, or a split or partition that they do not allow.
         ResourcesError: no room for the features.
     """
-    manifest = data.source.open().manifest()
-    classes = natural_order(manifest.column("label").unique().to_pylist())
-    everything = np.arange(manifest.num_rows)
-    division = _divide(manifest, everything, classes, data, seed)  # before the long work: what cannot be done fails now
+    manifest, classes, division = divide(data, seed)  # before the long work: what cannot be done fails now
     store = _prepare(data, manifest, progress, run_chunks)
     messages = []
     skipped: list[tuple[str, str]] = []
@@ -259,7 +257,7 @@ def build_population(
         messages.append(
             f"{len(skipped)} of {manifest.num_rows} clips cannot be read and are left out, the first {skipped[0][0]}"
         )
-        usable = np.delete(everything, sorted(store.failures))
+        usable = np.delete(np.arange(manifest.num_rows), sorted(store.failures))
         if not len(usable):
             raise DataError(
                 f"none of {manifest.num_rows} clips can be read, the first {skipped[0][0]}: {skipped[0][1]}"
@@ -288,7 +286,7 @@ def _prepare(
 
 
 @dataclass(frozen=True)
-class _Division:
+class Division:
     """Who has which clips. Clips are numbered as in the manifest."""
 
     labels: np.ndarray
@@ -299,7 +297,22 @@ class _Division:
     """bool, one for each of the partition's rows: the client's own validation."""
 
 
-def _divide(manifest: pa.Table, usable: np.ndarray, classes: Sequence[str], data: DataSettings, seed: int) -> _Division:
+def divide(data: DataSettings, seed: int) -> tuple[pa.Table, list[str], Division]:
+    """Lists the clips and divides them, without opening any.
+
+    Returns:
+        The manifest, the names of the classes, and who would have which clips if all can be read.
+
+    Raises:
+        ConfigError: options that the data set does not take.
+        DataError: a list that cannot be used, or a split or partition that it does not allow.
+    """
+    manifest = data.source.open().manifest()
+    classes = natural_order(manifest.column("label").unique().to_pylist())
+    return manifest, classes, _divide(manifest, np.arange(manifest.num_rows), classes, data, seed)
+
+
+def _divide(manifest: pa.Table, usable: np.ndarray, classes: Sequence[str], data: DataSettings, seed: int) -> Division:
     """Splits and partitions the ``usable`` rows (int64, ascending) of the manifest."""
     position = {name: number for number, name in enumerate(classes)}
     labels = np.array([position[label] for label in manifest.column("label").to_pylist()], np.int64)
@@ -316,7 +329,7 @@ def _divide(manifest: pa.Table, usable: np.ndarray, classes: Sequence[str], data
         for client_id, start, stop in zip(partition.ids, partition.offsets, partition.offsets[1:], strict=False):
             rng = generator(seed, 0, client_id, "local validation")
             held_out[start:stop] = hold_out(int(stop - start), data.split.validation, rng)
-    return _Division(labels, split, partition, held_out)
+    return Division(labels, split, partition, held_out)
 
 
 def _check_classes(
@@ -337,7 +350,7 @@ def _check_classes(
 
 
 def _assemble(
-    division: _Division,
+    division: Division,
     store: FeatureStore,
     manifest: pa.Table,
     classes: Sequence[str],

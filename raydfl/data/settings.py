@@ -16,7 +16,8 @@ from raydfl.data.features import FeatureSettings
 from raydfl.data.partition import PartitionSettings
 from raydfl.data.segment import SegmentSettings
 from raydfl.data.split import SplitSettings
-from raydfl.errors import ConfigError, nearest
+from raydfl.errors import ConfigError
+from raydfl.options import unknown_key
 from raydfl.settings import Settings
 
 
@@ -59,9 +60,8 @@ class DataSettings(Settings):
         own, options = list(cls.model_fields), _options_of(values["name"])
         for key in values:
             if key not in own and key not in options:
-                raise ConfigError(
-                    f"data: unknown key {key!r} for data set {values['name']!r}; {nearest(key, [*own, *options])}"
-                )
+                known, of = [*own, *options], f" for data set {values['name']!r}"
+                raise unknown_key(str(key), known, "data", DataSettings, "data", of)
         for name, field in cls.model_fields.items():
             _check_keys(values.get(name), field.annotation, f"data.{name}")
         return values
@@ -98,5 +98,5 @@ def _check_keys(values: Any, annotation: Any, where: str) -> None:
         if isinstance(values, Mapping) and isinstance(kind, type) and issubclass(kind, Settings):
             for key, value in values.items():
                 if key not in kind.model_fields:
-                    raise ConfigError(f"{where}: unknown key {key!r}; {nearest(str(key), kind.model_fields)}")
+                    raise unknown_key(str(key), kind.model_fields, where, DataSettings, "data")
                 _check_keys(value, kind.model_fields[key].annotation, f"{where}.{key}")

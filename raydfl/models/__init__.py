@@ -19,11 +19,13 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import nn
 
 from raydfl import registry
-from raydfl.errors import ConfigError, nearest
+from raydfl.errors import ConfigError, DataError, nearest
+from raydfl.options import explain
 from raydfl.types import ModelSpec
 
 Architecture = tuple[type[nn.Module], Mapping[str, Any]]
@@ -50,6 +52,40 @@ def build_model(spec: ModelSpec) -> nn.Module:
         raise ConfigError(f"{where}: {error}") from error
     except Exception as error:  # whatever a user's constructor does
         raise ConfigError(f"{where}: {spec.architecture} cannot be built: {type(error).__name__}: {error}") from error
+
+
+def check_model(architecture: str, options: Mapping[str, Any], inputs: int, frames: int | None, where: str) -> None:
+    """Refuse an architecture that cannot be built or cannot take the clips, before any client tries to.
+
+    A built-in is built and tried on one clip; of a user's class only the options are checked.
+
+    Args:
+        options: as configured.
+        inputs: feature bands of a frame.
+        frames: of every clip; ``None`` when they differ.
+        where: the place in the configuration, for the messages.
+
+    Raises:
+        ConfigError: see :func:`build_model`; or the clips have too few frames.
+    """
+    cls, preset = _find(architecture, where)
+    _checked(cls, {**preset, **options}, f"{where}: {architecture}")
+    if ":" in architecture:
+        return
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model = build_model(ModelSpec(where.rpartition(".")[2], architecture, inputs, 2, tuple(options.items())))
+        try:
+            if frames is not None:
+                model(torch.zeros(1, frames, inputs))
+        except DataError as error:
+            raise ConfigError(f"{where}: {architecture}: {error}") from error
+
+
+def model_options(architecture: str) -> dict[str, Any]:
+    """The options of a built-in architecture with their defaults."""
+    cls, preset = _find(architecture, "models")
+    parameters = list(inspect.signature(cls).parameters.values())[2:]
+    return {parameter.name: preset.get(parameter.name, parameter.default) for parameter in parameters}
 
 
 @cache
@@ -90,7 +126,7 @@ def _checked(cls: type[nn.Module], options: Mapping[str, Any], where: str) -> di
         try:
             checked[key] = adapter.validate_python(value)
         except ValidationError as error:
-            raise ConfigError(registry.explain(error, f"{where}.{key}")) from error
+            raise ConfigError(explain(error, f"{where}.{key}", value)) from error
     return checked
 
 

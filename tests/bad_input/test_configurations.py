@@ -1,0 +1,282 @@
+"""Wrong configurations: each ends with exit code 2 and one message that says what, where, and what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import Raydfl, written
+
+from raydfl.config import Config, load_config, parse_yaml, to_yaml
+
+Tiny = Callable[..., Config]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.ronds=3", "train: unknown key 'ronds'; did you mean 'rounds'?"),
+        ("train.optimiser.lrr=1", "train.optimiser: unknown key 'lrr'; did you mean 'lr'?"),
+        ("ray.actor=2", "ray: unknown key 'actor'; did you mean 'actors'?"),
+        ("track.experimnt=x", "track: unknown key 'experimnt'; did you mean 'experiment'?"),
+        ("data.features.bnads=3", "data.features: unknown key 'bnads'; did you mean 'bands'?"),
+        ("data.split.test.fractoin=3", "data.split.test: unknown key 'fractoin'; did you mean 'fraction'?"),
+        ("data.corrupt.noise={snr: 3}", "data.corrupt.noise: unknown key 'snr'; did you mean 'snr_db'?"),
+        ("data.speaker=3", "data: unknown key 'speaker' for data set '"),
+        ("data.speaker=3", "did you mean 'speakers'?"),
+        ("method.alhpa=1", "method: unknown key 'alhpa' for FedMLAC; did you mean 'alpha'?"),
+        ("method.rule={name: lpa, vll: 1}", "method.rule: unknown key 'vll' for LayerwisePruning; did you mean 'vl'?"),
+        ("models.plugn=crnn_tiny", "models: fedmlac has no model 'plugn'; did you mean 'plugin'?"),
+        (
+            "models.plugin={name: crnn_lite, kernal: 5}",
+            "models.plugin: crnn_lite: unknown option 'kernal'; did you mean 'kernel'?",
+        ),
+        (
+            "models.local=[crnn_lite, {name: mlp, hiden: 5}]",
+            "models.local: mlp: unknown option 'hiden'; did you mean 'hidden'?",
+        ),
+        (
+            "models.plugin=linear models.plugin.width=5",
+            "models.plugin: linear: unknown option 'width'; it has no options",
+        ),
+        (
+            "train.optimiser.models={locl: 1}",
+            "train.optimiser.models: fedmlac has no model 'locl'; did you mean 'local'?",
+        ),
+        ("modles.plugin=linear", "unknown key 'modles'; did you mean 'models'?"),
+        # Keys of other groups: a name alone, or in the wrong place.
+        ("rounds=5", "unknown key 'rounds'; did you mean train.rounds?"),
+        ("train.lr=0.1", "train: unknown key 'lr'; did you mean train.optimiser.lr?"),
+        ("data.sample_rate=8000", "did you mean data.features.sample_rate?"),
+        ("data.features.stride=3", "data.features: unknown key 'stride'; did you mean data.segment.stride?"),
+        # Unknown names.
+        ("method.name=fedavgg", "unknown method 'fedavgg'; did you mean 'fedavg'? Your own class: my_file.py:Class"),
+        ("method.rule=lpaa", "method.rule: unknown rule 'lpaa'; did you mean 'lpa'? Your own class: my_file.py:Class"),
+        ("data={name: fsddd}", "unknown data set 'fsddd'; did you mean 'fsdd'? Your own class: my_file.py:Class"),
+        ("models.plugin=crnn_lit", "models.plugin: unknown architecture 'crnn_lit'; did you mean 'crnn_lite'?"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(
+    raydfl: Raydfl, tiny: Tiny, tmp_path: Path, override: str, message: str
+) -> None:
+    file = written(tiny(method="fedmlac"), tmp_path)
+    overrides = override.split(" ") if override.count("=") > 1 else [override]
+    raydfl("run", file, *overrides).refuses(re.escape(message))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "train.rounds=many",
+            'train.rounds is "many"; it must be a whole number\n  train.rounds: communication rounds (at least 1)',
+        ),
+        ("train.rounds=2.5", "train.rounds is 2.5; it must be a whole number"),
+        ("train.rounds=[3]", "train.rounds is [3]; it must be a whole number"),
+        ("train.cohort=abc", 'train.cohort is "abc"; it must be a number\n  train.cohort: clients a round: '),
+        ("train.optimiser.lr=fast", 'train.optimiser.lr is "fast"; it must be a number'),
+        ("train.optimiser.models={model: fast}", 'train.optimiser.models.model is "fast"; it must be a number'),
+        ("train.optimiser=adam", 'train.optimiser is "adam"; it must be a group of settings (name, lr, '),
+        ("train.optimiser.betas=[0.9]", "train.optimiser.betas is [0.9]; it must be longer: item 2 is missing"),
+        ("train=5", "train is 5; it must be a group of settings (rounds, cohort, "),
+        ("data=5", "data is 5; it must be a group of settings (name, features, "),
+        ("data.name=5", "data.name is 5; it must be text (put it in quotes)"),
+        ("data.takes=x", 'data.takes is "x"; it must be a whole number'),
+        ("data.split.test=all", 'data.split.test is "all"; it must be a group of settings (by, values, fraction)'),
+        (
+            "data.corrupt.noise={clients: 2}",
+            "data.corrupt.noise.snr_db is missing\n  data.corrupt.noise.snr_db: Power of the clip",
+        ),
+        (
+            "data.corrupt.labels={rate: 0.1, clients: x}",
+            'data.corrupt.labels.clients is "x"; it must be a number or a list',
+        ),
+        (
+            "data.corrupt.labels={rate: 0.1, clients: [1]}",
+            "data.corrupt.labels.clients.0 is 1; it must be text (put it in quotes)",
+        ),
+        ("method=5", "method is 5; it must be a group {key: value}"),
+        ("method={}", "method: a name is missing; known: "),
+        ("method.rule=5", "method.rule is 5; it must be text or a group {key: value}"),
+        ("models.model=5", "models.model is 5; it must be text or a group {key: value} or a list"),
+        ("models.model=[linear, 5]", "models.model.1 is 5; it must be text or a group {key: value}"),
+        ("models.model={kernel: 5}", "models.model: an architecture's name is missing in"),
+        ("models.model.hidden=big", 'models.model: crnn_tiny.hidden is "big"; it must be a whole number'),
+        ("ray.actors=two", 'ray.actors is "two"; it must be a whole number or per_client'),
+        ("track.mlflow=perhaps", 'track.mlflow is "perhaps"; it must be true or false'),
+        ("run.name=[a]", 'run.name is ["a"]; it must be text'),
+    ],
+)
+def test_a_wrong_type_says_what_it_must_be(
+    raydfl: Raydfl, tiny: Tiny, tmp_path: Path, override: str, message: str
+) -> None:
+    raydfl("run", written(tiny(), tmp_path), override).refuses(re.escape(message))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.rounds=0", "train.rounds is 0; it must be at least 1"),
+        ("train.cohort=0", "train.cohort is 0; it must be above 0"),
+        (
+            "train.cohort=1.5",
+            "train.cohort: a share of the clients must be at most 1.0; for a number of clients write an integer (got 1.5)",
+        ),
+        ("train.optimiser.momentum=1", "train.optimiser.momentum is 1; it must be below 1"),
+        ("train.optimiser.lr=.nan", "train.optimiser.lr is NaN; it must be a finite number"),
+        ("train.optimiser.name=sgdd", "it must be one of sgd, adam, adamw; did you mean 'sgd'?"),
+        ("evaluate.clients=everybody", 'evaluate.clients is "everybody"; it must be one of none, cohort, all'),
+        ("ray.actors=-1", "ray.actors: the number of actors must be at least 0 (got -1)"),
+        ("data.features.window_ms=900", "data.features.window_ms is 900; it must be at most 500"),
+        ("data.features.fft=128", "data.features: fft 128 is shorter than the window of 200 samples (25.0 ms)"),
+        ("data.partition={by: dirichlet}", "data.partition: by: dirichlet needs alpha and clients"),
+        ("data.partition.by=speaker", "it must be one of group, dirichlet, quantity, classes, iid"),
+        ("data.split.validation=1", "data.split.validation is 1; it must be below 1"),
+        ("data.split.test={by: clip, values: []}", "data.split.test.values is []; it must be at least 1 item long"),
+        (
+            "method={name: fedmlac, alpha: 2}",
+            "method.alpha is 2; it must be at most 1\n  method.alpha: share of cross-entropy",
+        ),
+        ("method.rule={name: lpa, vl: 1}", "method.rule.vl is 1; it must be below 1"),
+        ("models.model.kernel=4", "models.model: kernel is 4; an odd number of frames has a middle one, use 5"),
+        ("models.model.dropout=1.0", "models.model: crnn_tiny.dropout is 1.0; it must be below 1"),
+        ("models.model=[]", "models.model: the list of architectures is empty"),
+        ("run.seed=-1", "run.seed is -1; it must be at least 0"),
+        (
+            "track.uri=mlruns",
+            "track.uri: MLflow no longer keeps runs in plain folders; give a server (http://host:5000)",
+        ),
+    ],
+)
+def test_a_value_out_of_range_names_the_range(
+    raydfl: Raydfl, tiny: Tiny, tmp_path: Path, override: str, message: str
+) -> None:
+    raydfl("run", written(tiny(), tmp_path), override).refuses(re.escape(message))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.rounds", "override 'train.rounds' is not of the form key=value (for instance train.rounds=50)"),
+        ("=5", "override '=5' is not of the form key=value"),
+        ("train..rounds=5", "override 'train..rounds=5': a name is missing in 'train..rounds'"),
+        ("train.rounds.x=5", "override 'train.rounds.x=5': train.rounds is 3, not a group of settings"),
+        (
+            "train.rounds=[",
+            "override 'train.rounds=[' is not valid YAML in line 1, column 2: while parsing a flow node",
+        ),
+        ("train={rounds: 1, rounds: 2}", "the key 'rounds' stands twice, the second time in line 1"),
+    ],
+)
+def test_an_override_that_cannot_be_read(
+    raydfl: Raydfl, tiny: Tiny, tmp_path: Path, override: str, message: str
+) -> None:
+    raydfl("run", written(tiny(), tmp_path), override).refuses(re.escape(message))
+
+
+def test_nothing_is_left_behind_by_a_refused_configuration(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    raydfl("run", written(tiny(), tmp_path), "train.rounds=0").refuses("train.rounds")
+    assert [path.name for path in tmp_path.iterdir()] == ["experiment.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "file.yaml is empty; it must hold the groups method, models, data, train"),
+        (b"fedavg", "file.yaml is 'fedavg'; it must hold the groups"),
+        (b"- method\n- data", r"file.yaml is .*; it must hold the groups"),
+        (b"method: fedavg\ndata: [", "file.yaml is not valid YAML in line 2, column 8: while parsing a flow node"),
+        (b"method: fedavg\n\tdata: x", "file.yaml is not valid YAML in line 2, column 1"),
+        (
+            b"method: fedavg\ntrain: {rounds: 1}\ntrain: {}",
+            "file.yaml: the key 'train' stands twice, the second time in line 3",
+        ),
+        (b"method: \xff\xfe", "cannot read the configuration .*file.yaml: it is not UTF-8 text"),
+        (b"method: fedavg", "data is missing"),
+        (b"data: {name: spoken_words}", "method is missing"),
+    ],
+)
+def test_a_file_that_is_no_configuration(raydfl: Raydfl, tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "file.yaml"
+    file.write_bytes(content)
+    raydfl("run", file).refuses(message)
+    raydfl("config", file).refuses(message)
+    raydfl("data", "prepare", file).refuses(message)
+
+
+def test_a_file_that_cannot_be_read(raydfl: Raydfl, tmp_path: Path) -> None:
+    (tmp_path / "experiment.yaml").touch()
+    missing = raydfl("run", tmp_path / "experimnt.yaml")
+    missing.refuses("cannot read the configuration .*experimnt.yaml: No such file", "did you mean 'experiment.yaml'?")
+    raydfl("run", tmp_path / "no/x.yaml").refuses(
+        "No such file or directory; give a YAML file, such as jobs/quickstart.yaml"
+    )
+    raydfl("run", "train.rounds=3").refuses("the first argument must be the file, settings come after it")
+    raydfl("run", tmp_path).refuses("cannot read the configuration .*: Is a directory")
+    (tmp_path / "config.yaml").touch()
+    raydfl("run", tmp_path).refuses("it is a run directory, to go on with it: raydfl resume")
+
+
+def test_words_that_yaml_takes_for_something_else_stay_words() -> None:
+    """The commands of Speech Commands are yes, no, on, off ...; a speaker of it may be called 1e5."""
+    assert parse_yaml("[yes, no, on, off, true, false, 1e-3, 1.5E+2]", "") == [
+        "yes",
+        "no",
+        "on",
+        "off",
+        True,
+        False,
+        1e-3,
+        150.0,
+    ]
+    for value in (
+        "1e5",
+        "yes",
+        "true",
+        "null",
+        "2024-01-01",
+        "a: b",
+        "x\ny",
+        "",
+        "s\u00e9",
+        None,
+        1e-8,
+        7,
+        [1, [2.5, "1e5"]],
+        {"a": {}},
+    ):
+        assert parse_yaml(f"k: {to_yaml(value)}", "") == {"k": value}
+        assert parse_yaml(to_yaml({"k": value}, flow=False), "") == {"k": value}
+
+
+def test_names_alone_can_be_given_options(tiny: Tiny, tmp_path: Path) -> None:
+    file = tmp_path / "short.yaml"
+    file.write_text("method: fedprox\ndata: spoken_words\nmodels: {model: crnn_tiny}\n")
+    config = load_config(
+        file, ["method.mu=0.5", "data.speakers=3", "models.model.hidden=9", "method.rule=lpa", "method.rule.vl=0"]
+    )
+    assert config.method == {"name": "fedprox", "mu": 0.5, "rule": {"name": "lpa", "vl": 0}}
+    assert config.data.source.options == {"speakers": 3}
+    assert config.models == {"model": {"name": "crnn_tiny", "hidden": 9}}
+
+
+def test_paths_do_not_depend_on_where_a_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.py").write_text(
+        "from raydfl import Method, Rule\nfrom torch import nn\n\n\nclass Mine(Method):\n    pass\n\n\nclass Net(nn.Module):\n"
+        "    def __init__(self, inputs, classes):\n        super().__init__()\n\n\n"
+        "class Sum(Rule):\n    def __call__(self, updates, current):\n        raise NotImplementedError\n"
+    )
+    file = tmp_path / "x.yaml"
+    file.write_text(
+        "method: {name: 'own.py:Mine', rule: 'own.py:Sum'}\nmodels: {model: [linear, {name: 'own.py:Net'}]}\n"
+        "data: {name: manifest, file: clips.csv, root: ~/x}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = load_config(file)
+    monkeypatch.chdir("/")
+    assert config.method == {"name": f"{tmp_path}/own.py:Mine", "rule": f"{tmp_path}/own.py:Sum"}
+    assert config.models == {"model": ["linear", {"name": f"{tmp_path}/own.py:Net"}]}
+    assert config.data.source.options == {"file": str(tmp_path / "clips.csv"), "root": str(Path("~/x").expanduser())}
+    assert config.run.dir == str(tmp_path / "runs")

@@ -1,0 +1,267 @@
+"""Recordings that cannot be used: the file or the numbers are named; with data.unreadable=skip a run goes on and lists them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from commands import Raydfl, Said
+
+from raydfl.config import Config, to_yaml
+
+Tiny = Callable[..., Config]
+RATE = 8000
+GOOD = 24
+"""Sound files that :func:`recordings` writes."""
+
+CONFIGURATION = {
+    "method": "fedavg",
+    "models": {"model": "linear"},
+    "data": {
+        "name": "manifest",
+        "features": {"sample_rate": RATE, "bands": 8, "seconds": 0.2},
+        "split": {"test": {"by": "clip", "fraction": 0.25}},
+    },
+    "train": {"rounds": 1, "cohort": 2},
+    "ray": {"actors": 0},
+    "track": {"mlflow": False},
+    "run": {"name": "own"},
+}
+
+
+def write_wave(path: Path, seconds: float = 0.2, value: float | None = None) -> None:
+    rng = np.random.default_rng(len(path.name))
+    wave = 0.1 * rng.standard_normal(int(seconds * RATE))
+    if value is not None:
+        wave[7] = value
+    soundfile.write(path, wave, RATE, subtype="FLOAT")
+
+
+@pytest.fixture
+def recordings(tmp_path: Path) -> Path:
+    """Two speakers with two words in six takes each, listed in clips.csv."""
+    (tmp_path / "wav").mkdir()
+    lines = ["path,label,group"]
+    for speaker in ("anna", "bert"):
+        for word in ("left", "right"):
+            for take in range(6):
+                name = f"wav/{speaker}-{word}-{take}.wav"
+                write_wave(tmp_path / name)
+                lines.append(f"{name},{word},{speaker}")
+    (tmp_path / "clips.csv").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+@pytest.fixture
+def training(raydfl: Raydfl, recordings: Path) -> Callable[..., Said]:
+    file = recordings / "own.yaml"
+    file.write_text(to_yaml(CONFIGURATION, flow=False))
+
+    def train(*overrides: str) -> Said:
+        places = [f"data.file={recordings}/clips.csv", f"data.cache={recordings}/cache", f"run.dir={recordings}/runs"]
+        return raydfl("run", file, *(overrides if any("data=" in o for o in overrides) else [*places, *overrides]))
+
+    return train
+
+
+Train = Callable[..., Said]
+
+
+def relist(recordings: Path, change: Callable[[list[str]], list[str]]) -> None:
+    path = recordings / "clips.csv"
+    path.write_text("\n".join(change(path.read_text().splitlines())) + "\n")
+
+
+# -- single clips ----------------------------------------------------------------------------------------------------
+
+BROKEN = {
+    "empty": "the file is empty (0 bytes)",
+    "truncated": "truncated: its header promises 6400 bytes of samples and the file holds",
+    "header": "truncated: a wav header without samples",
+    "zero length": "the clip has no samples (zero length)",
+    "nan": "1 of 1600 samples are NaN or infinite, the first at sample 7",
+    "infinite": "1 of 1600 samples are NaN or infinite, the first at sample 7",
+    "text": "cannot be read as audio",
+    "missing": "cannot be read: No such file or directory",
+    "folder": "cannot be read: Is a directory",
+}
+
+
+def spoil(path: Path, kind: str) -> None:
+    if kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "truncated":
+        path.write_bytes(path.read_bytes()[:-3000])
+    elif kind == "header":
+        path.write_bytes(path.read_bytes()[:20])
+    elif kind == "zero length":
+        write_wave(path, 0.0001)
+        soundfile.write(path, np.zeros(0), RATE)
+    elif kind in ("nan", "infinite"):
+        write_wave(path, value=float(kind[:3]))
+    elif kind == "text":
+        path.write_text("this is no sound " * 10)
+    else:
+        path.unlink()
+        if kind == "folder":
+            path.mkdir()
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_clip_that_cannot_be_read_is_named_with_the_reason(training: Train, recordings: Path, kind: str) -> None:
+    path = recordings / "wav/bert-left-3.wav"
+    spoil(path, kind)
+    said = training()
+    said.refuses(
+        f"1 of {GOOD} clips cannot be read:\n  {re.escape(str(path))}: .*{re.escape(BROKEN[kind])}",
+        "Repair or remove them, or leave them out with data.unreadable=skip",
+    )
+    assert not (recordings / "runs").exists()
+
+
+def test_unreadable_clips_can_be_skipped_and_are_counted_and_listed(training: Train, recordings: Path) -> None:
+    kinds = ["empty", "truncated", "zero length", "nan", "missing"]
+    for take, kind in enumerate(kinds):
+        spoil(recordings / f"wav/anna-right-{take}.wav", kind)
+    said = training("data.unreadable=skip")
+    assert said.code == 0
+    assert f"{len(kinds)} of {GOOD} clips cannot be read and are left out, the first wav/anna-right-0.wav" in said.out
+    about = json.loads((recordings / "runs/own/run.json").read_text())
+    assert [item["clip"] for item in about["skipped"]] == [f"wav/anna-right-{take}.wav" for take in range(len(kinds))]
+    for item, kind in zip(about["skipped"], kinds, strict=True):
+        assert item["reason"].startswith("there is no such file" if kind == "missing" else BROKEN[kind])
+    page = (recordings / "runs/own/report.html").read_text()
+    for take in range(len(kinds)):
+        assert f"wav/anna-right-{take}.wav" in page
+    assert "the file is empty (0 bytes)" in page
+
+
+def test_skipped_clips_are_no_reason_to_train_on_nothing(training: Train, recordings: Path) -> None:
+    for path in (recordings / "wav").iterdir():
+        path.write_bytes(b"")
+    training("data.unreadable=skip").refuses(
+        f"none of {GOOD} clips can be read, the first wav/anna-left-0.wav: .*is empty"
+    )
+
+
+def test_a_class_that_is_lost_with_its_clips_is_named(training: Train, recordings: Path) -> None:
+    for path in (recordings / "wav").glob("*-left-*.wav"):
+        path.write_bytes(b"")
+    training("data.unreadable=skip").refuses("no client has a clip of label 'left': of its 12 clips 0 can be read")
+
+
+# -- lists and folders -----------------------------------------------------------------------------------------------
+
+
+def test_a_list_without_a_column_names_those_it_has(training: Train, recordings: Path) -> None:
+    relist(recordings, lambda lines: ["path,word,group", *lines[1:]])
+    training().refuses(r"clips.csv has no column 'label'; its columns: path, word, group", "label_column")
+    assert training("data.label_column=word").code == 0
+
+
+def test_a_list_without_groups_cannot_be_divided_by_them(training: Train, recordings: Path) -> None:
+    relist(recordings, lambda lines: [line.rpartition(",")[0] for line in lines])
+    training().refuses(
+        "18 of 18 training clips have no 'group', so no client to go to", "choose another data.partition"
+    )
+    assert training("data.partition={by: iid, clients: 2}").code == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda lines: [*lines[:3], "wav/anna-left-2.wav,,anna", *lines[4:]],
+            "row 3 .*wav/anna-left-2.wav.* has no label",
+        ),
+        (lambda lines: [*lines[:3], ",left,anna", *lines[4:]], "row 3 has no path"),
+        (lambda lines: [*lines, lines[1]], "1 clips are named more than once, the first 'wav/anna-left-0.wav'"),
+        (
+            lambda lines: [*lines[:2], "wav/anna-left-1.wav,left,"],
+            "1 of 2 training clips have no 'group'.*wav/anna-left-1.wav",
+        ),
+        (lambda lines: [lines[0]], "clips.csv"),
+        (lambda lines: [*lines[:2], "a,b,c,d,e"], "clips.csv cannot be read: .*; expected a CSV"),
+        (
+            lambda lines: [lines[0], *(line.replace("wav/", "waves/") for line in lines[1:])],
+            "not one of its 24 files exists.*set root",
+        ),
+    ],
+)
+def test_a_list_with_mistakes(
+    training: Train, recordings: Path, change: Callable[[list[str]], list[str]], message: str
+) -> None:
+    relist(recordings, change)
+    training("data.split.test=null").refuses(message)
+
+
+def test_a_list_or_a_root_that_is_not_there(training: Train, recordings: Path) -> None:
+    training(f"data.file={recordings}/clip.csv").refuses(r"there is no list of recordings .*clip.csv; expected a CSV")
+    (recordings / "clips.txt").write_text("x")
+    training(f"data.file={recordings}/clips.txt").refuses("clips.txt is neither .csv nor .parquet|is neither")
+    gone = training(f"data={{name: fsdd, root: {recordings}/gone}}", f"run.dir={recordings}/runs")
+    gone.refuses(
+        rf"Free Spoken Digit Dataset: the root {recordings}/gone does not exist. Expected a folder with recordings/",
+        "The set is at https://",
+    )
+    other = training(f"data={{name: fsdd, root: {recordings}}}", f"run.dir={recordings}/runs")
+    other.refuses("there is no recordings/ with wav files in .*Expected .*Found: cache/|Found: clips.csv")
+
+
+# -- partitions and cohorts ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "data.partition={by: iid, clients: 20}",
+            "18 clips cannot give 20 clients 1 each .20 needed.; take at most 18 clients",
+        ),
+        (
+            "data.partition={by: group, shards: 10}",
+            "of 20 clients .by 'group', 10 shards each. get fewer than .*minimum 1.*smaller=drop",
+        ),
+        ("data.partition={by: classes, clients: 4, classes: 3}", "data.partition.classes 3 is more than the 2 labels"),
+        (
+            "data.partition={by: dirichlet, clients: 6, alpha: 0.001, minimum: 3, balance: false}",
+            "in .* draws with alpha 0.001.*Raise alpha",
+        ),
+        ("data.partition={by: group, column: speaker}", "the manifest has no column 'speaker' to partition by"),
+        ("data.split.test={by: fold, values: [1]}", "the manifest has no column 'fold'"),
+        ("data.split.test={by: split}", "no clip has 'test' in column 'split' .the column is empty."),
+        ("data.split.test={by: group, values: [carl]}", "no clip has 'carl' in column 'group' .known: anna, bert."),
+        (
+            "data.split.test={by: label, values: [left]}",
+            "no client has a clip of label 'left': of its 12 clips 12 can be read, 12 are in the test",
+        ),
+        (
+            "data.corrupt.labels={rate: 0.5, clients: [ana]}",
+            "data.corrupt: there is no client 'ana'; did you mean 'anna'?",
+        ),
+        ("data.corrupt.labels={rate: 0.5, clients: 3}", "data.corrupt: 3 clients are to be corrupted, there are 2"),
+        (
+            "train.cohort=3",
+            "train.cohort: 3 clients a round, but the population has 2; lower train.cohort or give a share",
+        ),
+    ],
+)
+def test_a_division_that_cannot_be_had_says_why_with_numbers(
+    training: Train, recordings: Path, override: str, message: str
+) -> None:
+    training(override).refuses(message)
+    assert not (recordings / "runs").exists()
+
+
+def test_clips_too_short_for_the_network_are_said_with_numbers(training: Train) -> None:
+    said = training("models.model={name: crnn_deep}", "data.features.seconds=0.05", "data.features.hop_ms=10")
+    said.refuses(
+        "models.model: crnn_deep: 6 frames are too few: 3 times max pooling by 2 need at least 8; use longer clips"
+    )
+    varying = training("models.model={name: crnn_deep}", "data.features.seconds=null", "data.features.hop_ms=40")
+    varying.refuses("6 frames are too few")  # known only when the clips have been read

@@ -1,0 +1,335 @@
+"""The commands as a user meets them. Oracles: exit codes, the registries, closed-form counts, and the engine called directly."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from commands import Raydfl, written
+from helpers import same, truth
+
+import raydfl as package
+from raydfl import registry
+from raydfl.config import Config, load_config
+from raydfl.data.dataset import dataset_names, find_dataset
+from raydfl.runs import replay, run
+
+Tiny = Callable[..., Config]
+pytestmark = pytest.mark.usefixtures("without_pictures")
+COMMANDS = [
+    ["run"],
+    ["resume"],
+    ["replay"],
+    ["report"],
+    ["methods"],
+    ["config"],
+    ["data", "list"],
+    ["data", "info"],
+    ["data", "prepare"],
+    ["data", "plot"],
+]
+
+
+def test_help_waits_for_no_heavy_library() -> None:
+    code = (
+        "import sys\nfrom raydfl.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert not end.code\n"
+        "print('loaded:', [name for name in ('torch', 'ray', 'numpy', 'pyarrow', 'mlflow', 'matplotlib') if name in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "Usage: raydfl" in shown
+    assert all(command[0] in shown for command in COMMANDS)
+    assert shown.splitlines()[-1] == "loaded: []"
+
+
+def test_python_m_raydfl_is_the_command() -> None:
+    shown = subprocess.run([sys.executable, "-m", "raydfl", "--version"], capture_output=True, text=True, check=True)
+    assert shown.stdout == f"raydfl {package.__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_explains_itself(raydfl: Raydfl, command: list[str]) -> None:
+    said = raydfl(*command, "--help")
+    assert said.code == 0
+    assert said.out.startswith(f"Usage: raydfl {' '.join(command)}")
+    assert said.err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rnu"], "No such command 'rnu'. Did you mean 'run'?"),
+        (["run"], "Missing argument 'FILE'"),
+        (["run", "x.yaml", "--quite"], "No such option: --quite"),
+        (["replay", "x"], "Missing option '--round'"),
+        (["replay", "x", "--round", "0", "--client", "a"], "--round"),
+        (["replay", "x", "--round", "one", "--client", "a"], "--round"),
+        (["report"], "Missing argument 'DIR"),
+        (["data", "show"], "No such command 'show'"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(raydfl: Raydfl, arguments: list[str], message: str) -> None:
+    said = raydfl(*arguments)
+    assert said.code == 2
+    assert message in said.err
+    assert said.out == ""
+
+
+def test_a_mistake_of_the_program_is_exit_code_1_and_shows_where(
+    raydfl: Raydfl, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raydfl.runs.run", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # Python itself then prints the traceback and ends with 1
+        raydfl("run", written(tiny(), tmp_path))
+
+
+def test_control_c_outside_a_round_is_exit_code_1_without_traceback(
+    raydfl: Raydfl, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("raydfl.runs.run", interrupted)
+    said = raydfl("run", written(tiny(), tmp_path))
+    assert (said.code, said.out, said.err) == (1, "", "stopped\n")
+
+
+# -- config ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "overrides"),
+    [
+        ("fedavg", []),
+        ("fedmlac", ["method.alpha=1", "method.rule={name: lpa, vl: 0.2}"]),
+        ("fedper", ["method.personal=[model/output, model/gru]", "models.model=crnn_tiny"]),
+        ("scaffold", ["run.name=1e5", "data.corrupt.noise={snr_db: 10, clients: [s1, s2]}", "train.cohort=0.5"]),
+        ("fedavg", ["data.split.test={by: group, fraction: 0.3}", "data.takes=5", "data.segment=null"]),
+    ],
+)
+def test_the_resolved_configuration_is_accepted_again_as_the_same(
+    raydfl: Raydfl, tiny: Tiny, tmp_path: Path, method: str, overrides: list[str]
+) -> None:
+    file = written(tiny(method=method), tmp_path)
+    said = raydfl("config", file, *overrides)
+    assert (said.code, said.err) == (0, "")
+    again = tmp_path / "again.yaml"
+    again.write_text(said.out)
+    assert load_config(again).digest() == load_config(file, overrides).digest()
+    assert raydfl("config", again).out == said.out
+
+
+def test_the_resolved_configuration_explains_every_setting(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    lines = raydfl("config", written(tiny(method="fedmlac"), tmp_path)).out.splitlines()
+    keys = [number for number, line in enumerate(lines) if line.partition("#")[0].strip()]
+    mute = [lines[number] for number in keys if not lines[number - 1].lstrip().startswith("#")]
+    assert mute == [
+        "  local: [{name: crnn_tiny, hidden: 8, filters: [4]}, {name: crnn_tiny, hidden: 4, filters: [4]}]"
+    ] or all(
+        line.startswith(
+            ("  plugin:", "  local:", "  speakers:", "  classes:", "  takes:", "  test_takes:", "  seconds:")
+        )
+        for line in mute
+    )  # models have one comment for all; the tests' own data set describes none of its options
+    text = "\n".join(lines)
+    assert "# share of cross-entropy in the local loss; 1: the local model learns alone (0 to 1)\n  alpha: 0.5" in text
+    assert "# communication rounds (at least 1)\n  rounds: 3" in text
+    assert "# Time from one frame to the next in ms. Above 0, to 500.\n    hop_ms: 10.0" in text
+
+
+def test_writing_a_default_down_is_no_other_configuration(tiny: Tiny) -> None:
+    same_run = ["method.rule=null", "data.speakers=6", "train.optimiser.momentum=0", "evaluate.batch_size=64"]
+    assert tiny().digest() == tiny(*same_run).digest()
+    assert tiny(method="fedmlac").digest() == tiny("method.alpha=0.5", "method.lpa=true", method="fedmlac").digest()
+    for other in (
+        "data.speakers=7",
+        "train.optimiser.momentum=0.5",
+        "models.model.hidden=9",
+        "method.rule=uniform_mean",
+    ):
+        assert tiny().digest() != tiny(other).digest()
+
+
+def test_methods_are_listed_with_their_options(raydfl: Raydfl) -> None:
+    shown = raydfl("methods")
+    assert shown.code == 0
+    listed = json.loads(raydfl("methods", "--json").out)
+    assert list(listed["methods"]) == registry.names("raydfl.methods")
+    for name, about in listed["methods"].items():
+        assert f"\n{name}: {about['about']}\n" in shown.out
+        for option, facts in about["options"].items():
+            assert facts["meaning"], f"{name}.{option} is not described"
+            assert f"  {option} = {json.dumps(facts['default'])}: " in shown.out
+    assert listed["methods"]["fedprox"]["options"]["mu"]["default"] == 0.01
+    assert "lpa" in listed["rules"]
+    assert listed["models"]["crnn_tiny"]["options"]["hidden"] == 32
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+def test_data_sets_are_listed_and_described(raydfl: Raydfl) -> None:
+    listed = raydfl("data", "list").out
+    for name in dataset_names():
+        assert f"\n{name} " in listed
+        said = raydfl("data", "info", name)
+        assert said.code == 0
+        card = find_dataset(name).card
+        assert said.out.startswith(f"{name}: {card.title}\n")
+        for fact in (card.layout, card.licence, card.url):
+            assert " ".join(fact.split()) in " ".join(said.out.split())
+    assert "root (required): folder that holds recordings/" in raydfl("data", "info", "fsdd").out
+    assert "test_takes = 5: takes with a lower number are the test set" in raydfl("data", "info", "fsdd").out
+    raydfl("data", "info", "fsd").refuses("unknown data set 'fsd'; did you mean 'fsdd'?")
+    raydfl("data", "info", "fsdd", "root=x").refuses(
+        "'root=x': settings go with a configuration file, and 'fsdd' is none"
+    )
+
+
+def test_what_is_in_the_data_is_told_without_reading_a_clip(
+    raydfl: Raydfl, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tones: 6 speakers x 3 classes x (2 test takes + 6, 7, 8, 6, 7, 8 training takes)."""
+    monkeypatch.setattr("raydfl.data.chunks.compute_chunk", None)
+    said = raydfl("data", "info", written(tiny(f"data.cache={tmp_path / 'no'}"), tmp_path))
+    assert said.code == 0
+    rows = [" ".join(line.split()) for line in said.out.splitlines()]
+    assert "clips 162" in rows
+    assert "classes (3) tone0 (54), tone1 (54), tone2 (54)" in rows
+    assert "groups (6) s0 (24), s1 (27), s2 (30), s3 (24), s4 (27), s5 (30)" in rows
+    assert "official split train (126), test (36)" in rows
+    # A fifth of 18, 21 and 24 clips, rounded: 4, 4 and 5 for each client's own validation.
+    expected = (
+        "clients (6) by group: 18 to 24 clips each, median 21, 126 in all; 26 of them for the clients' own validation"
+    )
+    assert expected in " ".join(rows)
+    assert "test set 36 clips of 3 of the 3 classes" in rows
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_part_of_the_clips_may_belong_to_nobody(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    dropping = ["data.partition={by: group, minimum: 20, smaller: drop}", "data.split.validation=0"]
+    said = raydfl("data", "info", written(tiny(*dropping), tmp_path))
+    rows = [" ".join(line.split()) for line in said.out.splitlines()]
+    assert "clients (4) by group: 21 to 24 clips each, median 22.5, 90 in all" in rows
+    assert "left out 36 clips" in rows
+
+
+def test_features_are_prepared_once_and_announced(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    file = written(tiny(f"data.cache={tmp_path / 'cache'}"), tmp_path)
+    events = raydfl("data", "prepare", file, "--json").events
+    assert {"event": "steps", "description": "computing features", "done": 162, "total": 162} in events
+    ready = "features are ready: 6 clients, 36 test examples, 3 classes, 0 clips left out"
+    assert events[-1] == {"event": "message", "text": ready}
+    assert raydfl("data", "prepare", file).out == f"{ready}\n"
+    assert raydfl("data", "prepare", file, "--quiet").out == ""
+
+
+def test_the_partition_is_drawn(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    file, out = written(tiny(), tmp_path), tmp_path / "who.png"
+    said = raydfl("data", "plot", file, "--out", out)
+    assert said.out.splitlines()[-1] == str(out)
+    assert out.read_bytes().startswith(b"\x89PNG")
+    raydfl("data", "plot", file, "--out", tmp_path / "who.doc").refuses(
+        r"who.doc: the name must end in .png, .svg or .pdf"
+    )
+    raydfl("data", "plot", file, "--out", "/dev/null/who.png").refuses(
+        "/dev/null/who.png cannot be written: File exists"
+    )
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_for_machines_prints_json_and_nothing_else(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    file = written(tiny("train.rounds=2", "run.name=machine"), tmp_path)
+    said = raydfl("run", file, "--json")
+    assert (said.code, said.err) == (0, "")
+    assert [event["event"] for event in said.events if event["event"] in ("start", "round", "finish")] == [
+        "start",
+        "round",
+        "round",
+        "finish",
+    ]
+    assert said.events[-1]["status"] == "finished"
+    assert Path(said.events[-1]["run_dir"]).is_dir()
+    assert "run" in raydfl("--help").out  # standard output is ours again
+
+
+def test_a_run_says_where_everything_is_and_what_to_do_next(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    said = raydfl("run", written(tiny("train.rounds=2"), tmp_path))
+    lines = said.out.splitlines()
+    assert lines[-2] == f"run directory: {tmp_path / 'runs/tiny'}"
+    assert lines[-1].startswith("next: open ")
+    assert lines[-1].endswith("runs/tiny/report.html")
+    assert any(line.startswith("round 2/2  loss ") for line in lines)
+    assert said.err == ""
+
+
+def test_quiet_prints_nothing_but_errors(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    file = written(tiny("train.rounds=1"), tmp_path)
+    said = raydfl("run", file, "--quiet")
+    assert (said.code, said.out, said.err) == (0, "", "")
+    raydfl("run", file, "-q", "train.cohort=9").refuses("train.cohort")
+
+
+def test_resume_goes_on_with_more_rounds(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    long = run(tiny("train.rounds=4", "run.name=long"))
+    raydfl("run", written(tiny("train.rounds=2", "run.name=short"), tmp_path))
+    short = tmp_path / "runs/short"
+    done = raydfl("resume", short)
+    assert done.code == 0
+    assert "all 2 rounds are done; for more: raydfl resume " in done.out
+    assert done.out.partition("all 2 rounds")[2].splitlines()[0].endswith("runs/short train.rounds=4")
+    said = raydfl("resume", short, "train.rounds=4")
+    assert "short: 4 rounds, 2 of them done" in said.out
+    assert said.code == 0
+    same(truth(long.run_dir), truth(short))
+
+
+def test_the_same_command_goes_on_with_a_named_run(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    file = written(tiny("train.rounds=1"), tmp_path)
+    raydfl("run", file)
+    said = raydfl("run", file, "train.rounds=2")
+    assert "tiny: 2 rounds, 1 of them done" in said.out
+    assert (said.code, said.err) == (0, "")
+
+
+def test_a_replay_is_shown_and_saved(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    run_dir = run(tiny("train.cohort=1.0", "train.rounds=2", method="fedmlac")).run_dir
+    out = tmp_path / "update.safetensors"
+    said = raydfl("replay", run_dir, "--round", 2, "--client", "s3", "--save", out)
+    assert said.code == 0
+    # 18 training clips, of which 4 are its own validation.
+    assert "client 's3': 14 examples, plugin=crnn_tiny, local=crnn_tiny" in said.out
+    assert "round 2, phase 'train'" in said.out
+    update = replay(run_dir, 2, "s3").update
+    assert update is not None
+    saved = safetensors.torch.load_file(out)
+    assert set(saved) == set(update.tensors)
+    assert all(torch.equal(saved[name], tensor) for name, tensor in update.tensors.items())
+    for name in saved:
+        assert name in said.out
+    refused = raydfl("replay", run_dir, "--round", 2, "--client", "s3", "--save", "/dev/null/update")
+    refused.refuses("/dev/null/update cannot be written: Not a directory")
+
+
+def test_a_replay_of_a_failing_method_shows_its_own_traceback(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    method = f"{Path(__file__).parent.parent / 'extra_methods.py'}:Failing"
+    file = written(tiny(f"method.name={method}", "method.client=s2", "train.cohort=1.0"), tmp_path)
+    failed = raydfl("run", file)
+    assert failed.code == 1
+    assert "client 's2' failed in round 2, phase 'train': ZeroDivisionError: a method's own mistake" in failed.err
+    assert "Traceback" not in failed.err
+    line = failed.err.strip().splitlines()[-1]
+    assert line.startswith("look at it with: raydfl replay ")
+    again = raydfl(*line.partition("raydfl ")[2].split())
+    assert again.code == 1
+    assert "Traceback" in again.err
+    assert "extra_methods.py" in again.err

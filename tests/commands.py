@@ -1,0 +1,59 @@
+"""The command line called in this process, for tests."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raydfl.cli import main
+from raydfl.config import Config, to_yaml
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a command printed, and how it ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Standard output as JSON, which every line of it must be."""
+        return [json.loads(line) for line in self.out.splitlines()]
+
+    def refuses(self, *patterns: str) -> None:
+        """Assert bad input: exit code 2, no traceback, one message in which all of these stand."""
+        assert self.code == 2, (self.out, self.err)
+        assert self.err.startswith("error: "), self.err
+        assert "Traceback" not in self.err
+        for pattern in patterns:
+            assert re.search(pattern, self.err, re.DOTALL), f"{pattern!r} is not in {self.err!r}"
+        jargon = re.search(r"pydantic|input should|value error|NoneType|dict\[|tuple\[|Errno", self.err, re.IGNORECASE)
+        assert jargon is None, f"{jargon} in {self.err!r}"
+
+
+class Raydfl:
+    """``raydfl("run", file, "key=value")`` is the command ``raydfl run file key=value``."""
+
+    def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
+        self._capture = capture
+
+    def __call__(self, *arguments: object) -> Said:
+        self._capture.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main([str(argument) for argument in arguments])
+        out, err = self._capture.readouterr()
+        return Said(int(end.value.code or 0), out, err)
+
+
+def written(config: Config, folder: Path) -> Path:
+    """A configuration as a file."""
+    path = folder / "experiment.yaml"
+    path.write_text(to_yaml(config.model_dump(mode="json"), flow=False))
+    return path
