@@ -11,13 +11,19 @@ ARGS ?=
 .DELETE_ON_ERROR:
 
 help:
-	@echo 'make run       train on the built-in spoken corpus (ARGS="key=value ..." changes the configuration)'
+	@echo 'make run       FedAvg and FedMLAC on the built-in spoken corpus (ARGS="key=value ..." changes the configuration)'
 	@echo 'make test      every test that is not slow (ARGS="tests/data -k name" chooses)'
 	@echo 'make test-all  every test'
 	@echo 'make check     style and types'
 
+run: QUICKSTART := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 run: $(INSTALLED)
-	.venv/bin/raydfl run jobs/quickstart.yaml $(ARGS)
+	.venv/bin/raydfl run jobs/quickstart.yaml run.name=$(notdir $(QUICKSTART))-fedavg $(ARGS)
+	.venv/bin/raydfl run jobs/quickstart.yaml run.name=$(notdir $(QUICKSTART))-fedmlac $(ARGS) \
+		method='{name: fedmlac, plug_ce_weight: 1.0}'
+	.venv/bin/raydfl report $(QUICKSTART)-fedavg $(QUICKSTART)-fedmlac --out $(QUICKSTART).html
+	@echo 'open the comparison:  $(QUICKSTART).html   (each run has its own page beside its files: report.html)'
+	@echo 'browse in MLflow:     .venv/bin/mlflow ui --backend-store-uri sqlite:///$(CURDIR)/runs/mlflow.db'
 
 test: $(INSTALLED)
 	.venv/bin/python -m pytest -m 'not slow' $(ARGS)

@@ -7,8 +7,8 @@ draws the same cohorts and the same batches and must end at the same global mode
     python benchmarks/rounds.py --root PATH/TO/fsdd --turns 8
 
 A round of raydfl is timed where a user's driver waits for it: planning, dispatch, object store, aggregation and the commit to the
-disk are in it. The contestants take turns of a few rounds each, so that whatever else the machine does meets all of them; ratios are
-of turns that stood next to each other.
+disk are in it. The contestants take turns of a few rounds each, so that whatever else the machine does meets all of them; ratios
+are of turns that stood next to each other.
 """
 
 from __future__ import annotations
@@ -125,7 +125,9 @@ def measure(architecture: str, root: Path, runs: Path, turns: int, rounds: int) 
                 one()
             if turn >= 0:
                 seconds[name].append((time.perf_counter() - started) / rounds)
-    print(f"\n{architecture}, kernel 5: {turns} turns of {rounds} rounds; time of a round over the bare loop's of the same turn")
+    print(
+        f"\n{architecture}, kernel 5: {turns} turns of {rounds} rounds; time of a round over the bare loop's of the same turn"
+    )
     print(f"{'':18}{'ms (median)':>12}{'ratio (median)':>16}{'range':>16}")
     for name, times in seconds.items():
         ratios = [t / b for t, b in zip(times, seconds["bare loop"], strict=True)]

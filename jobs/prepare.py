@@ -1,4 +1,6 @@
-"""Features computed by all CPUs of a cluster: ``ray job submit --working-dir . -- python jobs/prepare.py jobs/X.yaml [key=value ...]``.
+"""Features computed by all CPUs of a cluster.
+
+Submit it with ``ray job submit --working-dir . -- python jobs/prepare.py jobs/X.yaml [key=value ...]``.
 
 The nodes must share the folder of the feature cache (data.cache) and see the recordings under the same path. What is there already
 is not computed again, so an interrupted job goes on where it was. On one machine: ``raydfl data prepare``.

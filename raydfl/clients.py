@@ -23,9 +23,7 @@ class Clients(Sequence[Client]):
         for name, choices in config.model_choices().items():
             self._specs.append(
                 [
-                    ModelSpec(
-                        name, architecture, population.bands, len(population.classes), _frozen(options)
-                    )
+                    ModelSpec(name, architecture, population.bands, len(population.classes), _frozen(options))
                     for architecture, options in choices
                 ]
             )

@@ -234,9 +234,9 @@ class Config(Settings):
     def digest(self) -> str:
         """Identifies what decides the numbers of a run: two configurations with equal digests give the same bits.
 
-        Left out: where and on what the run is computed, how far it goes, and what is tracked.
+        Left out: where and on what the run is computed, how far it goes, and what is measured and tracked.
         """
-        parts = self.model_dump(mode="json", exclude={"ray", "run", "track"})
+        parts = self.model_dump(mode="json", exclude={"evaluate", "ray", "run", "track"})
         # With the options that were not given, so that writing a default down changes nothing.
         parts["method"] = {"name": self.method["name"], **plain(self.build_method())}
         parts["models"] = self.model_choices()

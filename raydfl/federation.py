@@ -26,6 +26,8 @@ from raydfl.worker import SERVER, Measurement, Order, Result, build_models
 
 _SHARD = 512
 """Test examples in one order of the server's evaluation."""
+_SLACK = 64 << 20
+"""Bytes of superseded private state that are not worth moving anything."""
 _MERGE = 100
 """Commits after which their small files of rows are merged into one."""
 
@@ -292,7 +294,7 @@ class Federation:
     def _compact(self) -> None:
         """Keep the private segments below about twice what counts."""
         live = sum(ref.length for ref in self._private.values())
-        if self.store.bytes_of_segments() > 2 * live + (64 << 20):
+        if self.store.bytes_of_segments() > 2 * live + _SLACK:
             moved = self.pool.compact(self.state.round_index, self._private)
             self._private.update(moved)
             self._segments.update(ref.segment for ref in moved.values())

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from raydfl.aggregate import Rule, WeightedMean, find_rule
 from raydfl.data.examples import Examples
+from raydfl.errors import ConfigError
 from raydfl.metrics import classification_metrics
 from raydfl.models import build_model
 from raydfl.step import Step
@@ -69,6 +70,9 @@ class Method:
 
         Returns:
             By default one key, ``"global"``, with every shared tensor of any client's models.
+
+        Raises:
+            ConfigError: clients have different architectures for a shared model.
         """
         tensors: dict[str, Tensor] = {}
         for built in models:
@@ -76,6 +80,11 @@ class Method:
                 for key, value in model.state_dict().items():
                     name = f"{model_name}/{key}"
                     if value.is_floating_point() and self.shared(name):
+                        if name in tensors and tensors[name].shape != value.shape:
+                            raise ConfigError(
+                                f"models.{model_name} is shared between the clients, so all must have one architecture, but "
+                                f"{key} is {tuple(tensors[name].shape)} here and {tuple(value.shape)} there"
+                            )
                         tensors.setdefault(name, value.detach().clone())
         return State(round_index=0, tensors={"global": tensors})
 

@@ -6,9 +6,11 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -211,7 +213,7 @@ def _check_same(run_dir: Path, stored: Config, config: Config) -> None:
         for key in {**before, **after}
         if before.get(key) != after.get(key)
     ]
-    free = ("ray.", "run.", "track.", "train.rounds")
+    free = ("evaluate.", "ray.", "run.", "track.", "train.rounds", "data.root", "data.cache")
     decisive = [line for line in changed if not line.startswith(free) or line.startswith(("run.seed", "ray.threads"))]
     raise RunDirectoryError(
         f"{run_dir} belongs to another configuration ({'; '.join(decisive[:5])}); "
@@ -315,6 +317,17 @@ class _Actor:
         ray.kill(self._actor)
 
 
+def _check_answers(address: str) -> None:
+    """Ray itself would try for a quarter of an hour.
+
+    Raises:
+        OSError: nobody listens at ``host:port``.
+    """
+    found = re.fullmatch(r"(?:ray://)?(.+):(\d+)", address)
+    if found is not None:
+        socket.create_connection((found[1].strip("[]"), int(found[2])), timeout=10).close()
+
+
 @contextlib.contextmanager
 def ray_session(config: Config, clients: int, quiet: bool = False) -> Iterator[None]:
     """Ray for one run: the cluster that this process is in, the one configured, or a local one that ends with the block.
@@ -332,14 +345,16 @@ def ray_session(config: Config, clients: int, quiet: bool = False) -> Iterator[N
         options: dict[str, Any] = {"log_to_driver": not quiet, "logging_level": "ERROR", "namespace": "raydfl"}
         try:
             if address:
+                _check_answers(address)
                 ray.init(address, **options)
             else:
                 ray.init("local", include_dashboard=False, **options)
         except Exception as error:  # Ray raises many kinds here
             where = f"the Ray cluster at {address}" if address else "a local Ray"
             first = (str(error).strip().splitlines() or [""])[0]
+            reason = error.strerror or first if isinstance(error, OSError) else f"{type(error).__name__}: {first}"
             raise ResourcesError(
-                f"cannot reach {where}: {type(error).__name__}: {first}; check the address, and that RAY_AUTH_TOKEN or "
+                f"cannot reach {where}: {reason}; check the address (ray.address, or RAY_ADDRESS), and that RAY_AUTH_TOKEN or "
                 f"RAY_AUTH_TOKEN_PATH holds the cluster's token, or set ray.actors=0 to run without Ray"
             ) from error
         started = True

@@ -458,4 +458,5 @@ def _probe(uri: str) -> None:
     except urllib.error.HTTPError:
         pass  # something answers; whether it is MLflow, its client will say
     except urllib.error.URLError as error:
-        raise OSError(f"no server answers there ({error.reason})") from error
+        reason = getattr(error.reason, "strerror", None) or error.reason
+        raise OSError(f"no server answers there ({reason})") from error

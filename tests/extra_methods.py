@@ -32,10 +32,13 @@ class SeveralGlobals(Method):
     def keys(self) -> tuple[str, ...]:
         return tuple(f"model-{i}" for i in range(self.number))
 
-    def init(self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator) -> State:
+    def init(
+        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
+    ) -> State:
         first = super().init(clients, models, rng).tensors["global"]
         groups = {
-            key: {n: t + 0.1 * torch.from_numpy(rng.normal(size=t.shape)).float() for n, t in first.items()} for key in self.keys
+            key: {n: t + 0.1 * torch.from_numpy(rng.normal(size=t.shape)).float() for n, t in first.items()}
+            for key in self.keys
         }
         return State(0, groups)
 

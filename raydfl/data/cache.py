@@ -121,8 +121,8 @@ def open_store(folder: Path, verify: bool = False) -> FeatureStore:
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise DataError(
-            f"the cached features in {folder} cannot be used ({reason}); make them again with `raydfl data prepare FILE`; FILE is the "
-            "configuration, of a run its config.yaml"
+            f"the cached features in {folder} cannot be used ({reason}); make them again with `raydfl data prepare FILE`, where "
+            "FILE is the configuration (of a run: its config.yaml)"
         ) from error
 
 

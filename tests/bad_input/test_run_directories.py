@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 from commands import Raydfl, written
-from helpers import finish, same, truth
+from helpers import same, truth
 
 from raydfl.config import Config
 from raydfl.runs import run
 from raydfl.store import PrivateStore, RunStore
 
 Tiny = Callable[..., Config]
+Undisturbed = Callable[..., dict[str, bytes]]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,9 @@ def test_a_lost_latest_does_not_begin_the_run_again(raydfl: Raydfl, run_dir: Pat
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_a_damaged_commit_falls_back_and_says_so(raydfl: Raydfl, tiny: Tiny, run_dir: Path, damage: str) -> None:
+def test_a_damaged_commit_falls_back_and_says_so(
+    raydfl: Raydfl, tiny: Tiny, undisturbed: Undisturbed, run_dir: Path, damage: str
+) -> None:
     newest = run_dir / "commits" / RunStore(run_dir).commits()[-1]
     if damage == "flip":
         flip(newest)
@@ -74,7 +77,7 @@ def test_a_damaged_commit_falls_back_and_says_so(raydfl: Raydfl, tiny: Tiny, run
     assert said.code == 0
     assert f"warning: commit {newest} " in said.out
     assert "; going on from round 1" in said.out
-    same(finish(tiny("train.rounds=2", "run.name=undisturbed", method="fedmlac")), truth(run_dir))
+    same(undisturbed(2), truth(run_dir))
     again = raydfl("resume", run_dir)
     assert "warning" not in again.out
 
@@ -132,7 +135,9 @@ def test_a_damaged_population_is_noticed(raydfl: Raydfl, run_dir: Path, damage: 
     said.refuses("population.safetensors is missing or damaged", "start the run again in a new folder")
 
 
-def test_lost_features_say_how_to_make_them_again(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+def test_lost_features_say_how_to_make_them_again(
+    raydfl: Raydfl, tiny: Tiny, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
     cache = tmp_path / "cache"
     outcome = run(tiny(f"data.cache={cache}", "train.rounds=1"))
     shutil.rmtree(cache)
@@ -141,7 +146,7 @@ def test_lost_features_say_how_to_make_them_again(raydfl: Raydfl, tiny: Tiny, tm
     )
     assert raydfl("data", "prepare", outcome.run_dir / "config.yaml").code == 0
     assert raydfl("resume", outcome.run_dir, "train.rounds=2").code == 0
-    same(finish(tiny("train.rounds=2", "run.name=undisturbed")), truth(outcome.run_dir))
+    same(undisturbed(2, "fedavg"), truth(outcome.run_dir))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +194,9 @@ def test_a_half_written_run_is_not_gone_on_with(raydfl: Raydfl, run_dir: Path, m
     said.refuses("is not a run directory, or the run was interrupted before it began", "start it with raydfl run")
 
 
-def test_a_run_that_never_began_begins_when_it_is_started_again(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_run_that_never_began_begins_when_it_is_started_again(
+    raydfl: Raydfl, tiny: Tiny, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
     """What a crash before the first round leaves: a population, perhaps a configuration, no run.json."""
     config = tiny("train.rounds=1")
     folder = Path(config.run.dir) / "tiny"
@@ -197,7 +204,7 @@ def test_a_run_that_never_began_begins_when_it_is_started_again(raydfl: Raydfl, 
     (folder / "population" / "population.safetensors").write_bytes(b"half")
     (folder / "config.yaml").write_text("method: fed")
     assert raydfl("run", written(config, tmp_path)).code == 0
-    same(finish(tiny("train.rounds=1", "run.name=undisturbed")), truth(folder))
+    same(undisturbed(1, "fedavg"), truth(folder))
 
 
 def test_rounds_without_a_run_json_are_not_mixed_with_a_new_run(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:

@@ -96,7 +96,13 @@ def written(config: Config, tmp_path: Path) -> str:
 def test_a_killed_actor_changes_nothing(
     tiny: Tiny, command: Callable[..., Command], tmp_path: Path, title: str, commit_every: int
 ) -> None:
-    common = ["train.rounds=6", "ray.actors=2", "ray.cpus=0.5", f"run.commit_every={commit_every}", "method.seconds=0.2"]
+    common = [
+        "train.rounds=6",
+        "ray.actors=2",
+        "ray.cpus=0.5",
+        f"run.commit_every={commit_every}",
+        "method.seconds=0.2",
+    ]
     config = tiny(*common, "run.name=killed", method=SLOW)
     running = command("run", written(config, tmp_path), "--json")
     kills, rounds = 0, []
@@ -110,7 +116,10 @@ def test_a_killed_actor_changes_nothing(
     assert running.process.wait(60) == 0, running.process.stderr.read() if running.process.stderr else ""
     assert kills == 2
     assert rounds == [1, 2, 3, 4, 5, 6]
-    same(finish(tiny(*common, "ray.actors=0", "run.name=undisturbed", method=SLOW)), truth(Path(config.run.dir) / "killed"))
+    same(
+        finish(tiny(*common, "ray.actors=0", "run.name=undisturbed", method=SLOW)),
+        truth(Path(config.run.dir) / "killed"),
+    )
 
 
 @pytest.mark.timeout(600)

@@ -55,7 +55,13 @@ def test_every_hyperparameter_of_every_method_is_listed() -> None:
 def test_a_knob_moves_something(tiny: Tiny, method: str, field: str) -> None:
     turned, reference = MOVES[method, field]
     # Sizes of the cohort and the models are as small as they may be for the knob to matter: six clients, two rounds.
-    common = ["train.cohort=1.0", "train.rounds=2", "evaluate.every=9", "evaluate.server=false", "evaluate.clients=none"]
+    common = [
+        "train.cohort=1.0",
+        "train.rounds=2",
+        "evaluate.every=9",
+        "evaluate.server=false",
+        "evaluate.clients=none",
+    ]
     a = finish(tiny(*common, *turned, "run.name=a", method=method))
     b = finish(tiny(*common, *reference, "run.name=b", method=method))
     assert differ(a, b)

@@ -95,7 +95,9 @@ def test_law_2_stopping_anywhere_and_resuming_gives_the_same_bits(tiny: Tiny, me
 
 
 @pytest.mark.parametrize("step", ["plan", "train", "aggregate", "rows", "commit file", "LATEST"])
-def test_law_2_dying_anywhere_in_a_round_leaves_it_undone(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def test_law_2_dying_anywhere_in_a_round_leaves_it_undone(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     """Each place at which a process could be lost is cut in the second round; what is on the disk then is all there is."""
     import raydfl.federation
     import raydfl.store
@@ -158,7 +160,8 @@ def test_law_2_rows_are_recorded_once_each(tiny: Tiny) -> None:
     server.close()
     finish(config)
     table = record.read_rows(Path(config.run.dir) / "rows")
-    rounds = [r for r, m, c in zip(*(table.column(n).to_pylist() for n in ("round", "metric", "client")), strict=True) if m == "loss" and not c]
+    rows = zip(*(table.column(name).to_pylist() for name in ("round", "metric", "client")), strict=True)
+    rounds = [number for number, metric, client in rows if metric == "loss" and not client]
     assert rounds == [1, 2, 3, 4]
 
 
@@ -217,7 +220,8 @@ def test_law_5_sending_a_private_tensor_is_refused(tiny: Tiny) -> None:
 
 
 def test_law_6_floating_buffers_are_averaged_counters_stay(tiny: Tiny) -> None:
-    config = tiny(f"models.model={EXTRA}:WithBuffers", *"train.rounds=1 train.cohort=1.0 train.batch_size=5 run.name=buffers".split())
+    settings = ["train.rounds=1", "train.cohort=1.0", "train.batch_size=5", "run.name=buffers"]
+    config = tiny(f"models.model={EXTRA}:WithBuffers", *settings)
     run_dir = run(config).run_dir
     tensors = final_state(run_dir).tensors["global"]
     assert not any("num_batches_tracked" in name for name in tensors)
@@ -234,7 +238,9 @@ def test_law_6_floating_buffers_are_averaged_counters_stay(tiny: Tiny) -> None:
         weights.append(update.weight)
     expected = sum(w * m for w, m in zip(weights, means, strict=True)) / sum(weights)
     torch.testing.assert_close(tensors["model/normalise.running_mean"].double(), expected, atol=1e-6, rtol=1e-5)
-    assert not torch.equal(tensors["model/normalise.running_mean"], first.tensors["global"]["model/normalise.running_mean"])
+    assert not torch.equal(
+        tensors["model/normalise.running_mean"], first.tensors["global"]["model/normalise.running_mean"]
+    )
 
 
 def test_counters_do_not_pass_from_one_client_to_the_next(tiny: Tiny) -> None:
@@ -285,7 +291,9 @@ def test_a_replayed_update_is_the_one_that_was_sent(tiny: Tiny, method: str, com
         def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Result]:
             for result in super().run(orders, broadcast):
                 if result.update is not None:
-                    sent[orders[0].round_index + 1, result.client_id] = FlatTensors.of(result.update.tensors).vector.copy()
+                    sent[orders[0].round_index + 1, result.client_id] = FlatTensors.of(
+                        result.update.tensors
+                    ).vector.copy()
                 yield result
 
     federation = Federation(config, worker.population, RunStore(run_dir, keep=9), Recording(worker))
@@ -310,7 +318,8 @@ def test_replay_says_who_took_part_and_what_is_kept(tiny: Tiny) -> None:
 
 def test_a_failing_method_stops_the_run_with_place_and_replay_line(tiny: Tiny) -> None:
     config = tiny(f"method.name={EXTRA}:Failing", "method.client=s2", "train.cohort=1.0", "run.name=failing")
-    with pytest.raises(ClientError, match=r"client 's2' failed in round 2, phase 'train': ZeroDivisionError: a method's own mistake") as caught:
+    message = r"client 's2' failed in round 2, phase 'train': ZeroDivisionError: a method's own mistake"
+    with pytest.raises(ClientError, match=message) as caught:
         run(config)
     line = str(caught.value).splitlines()[-1]
     assert line.endswith("--round 2 --client s2")
@@ -324,7 +333,9 @@ def test_a_failing_method_stops_the_run_with_place_and_replay_line(tiny: Tiny) -
 def test_an_update_that_is_not_finite_is_rejected_and_recorded(tiny: Tiny) -> None:
     from raydfl import record
 
-    config = tiny(f"method.name={EXTRA}:Diverging", "method.bad=[s1]", "train.cohort=1.0", "train.rounds=1", "run.name=bad")
+    config = tiny(
+        f"method.name={EXTRA}:Diverging", "method.bad=[s1]", "train.cohort=1.0", "train.rounds=1", "run.name=bad"
+    )
     run_dir = run(config).run_dir
     tensors = final_state(run_dir).tensors["global"]
     assert all(bool(torch.isfinite(t).all()) for t in tensors.values())
@@ -340,7 +351,9 @@ def test_too_many_rejected_updates_stop_the_run(tiny: Tiny) -> None:
 
 
 def test_several_global_models_are_picked_and_all_evaluated(tiny: Tiny) -> None:
-    outcome = run(tiny(f"method.name={EXTRA}:SeveralGlobals", "method.number=2", "train.cohort=1.0", "run.name=several"))
+    outcome = run(
+        tiny(f"method.name={EXTRA}:SeveralGlobals", "method.number=2", "train.cohort=1.0", "run.name=several")
+    )
     assert {"test model-0:model/accuracy", "test model-1:model/accuracy"} <= set(outcome.scores)
     assert (outcome.run_dir / "model-model-0.safetensors").exists()
     assert (outcome.run_dir / "model-model-1.safetensors").exists()
@@ -369,7 +382,9 @@ def test_a_longer_run_is_the_continuation_of_a_shorter_one(tiny: Tiny) -> None:
 
 def test_resuming_with_other_numbers_is_refused(tiny: Tiny) -> None:
     run_dir = run(tiny("train.rounds=1", "run.name=mine")).run_dir
-    with pytest.raises(RunDirectoryError, match=r"belongs to another configuration \(train.optimiser.lr: 0.1 there, 0.7 here\)"):
+    with pytest.raises(
+        RunDirectoryError, match=r"belongs to another configuration \(train.optimiser.lr: 0.1 there, 0.7 here\)"
+    ):
         resume(run_dir, ["train.optimiser.lr=0.7"])
     with pytest.raises(RunDirectoryError, match="another run.name"):
         run(tiny("train.rounds=1", "run.name=mine", "run.seed=9"))

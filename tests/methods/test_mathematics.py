@@ -189,7 +189,9 @@ def test_fedmlac_sequential_lets_the_plugin_learn_from_the_updated_local_model()
                     parameter -= 0.3 * found[name]
     for name, value in plugin.state_dict().items():
         torch.testing.assert_close(results[True].tensors[f"plugin/{name}"], value, atol=1e-6, rtol=1e-5)
-    assert not torch.equal(results[True].tensors["plugin/output.weight"], results[False].tensors["plugin/output.weight"])
+    assert not torch.equal(
+        results[True].tensors["plugin/output.weight"], results[False].tensors["plugin/output.weight"]
+    )
 
 
 def test_fedmlac_without_mutual_learning_is_two_models_on_labels() -> None:
@@ -245,7 +247,10 @@ def test_scaffold_control_variate_is_option_two(momentum: float) -> None:
     method = Scaffold()
     models = make_models("model")
     state = method.init([CLIENT], [models], np.random.default_rng(0))
-    c = {n: 0.05 * torch.randn(t.shape, generator=torch.Generator().manual_seed(2)) for n, t in state.tensors["global"].items()}
+    c = {
+        n: 0.05 * torch.randn(t.shape, generator=torch.Generator().manual_seed(2))
+        for n, t in state.tensors["global"].items()
+    }
     tensors = {n: c[n] if n.startswith("control/") else t for n, t in state.tensors["global"].items()}
     state = dataclasses.replace(state, tensors={"global": tensors})
     step = make_step(method, models, state, momentum=momentum)
@@ -280,8 +285,8 @@ def test_scaffold_server_moves_the_control_by_the_cohorts_share() -> None:
     state = method.init([CLIENT] * 8, [models], np.random.default_rng(0))
     before = state.tensors["global"]["model/output.bias"]
     updates = [
-        Update({"model/output.bias": before + k, "control/model/output.bias": torch.full((CLASSES,), k)}, 100.0**k, client_id=str(k))
-        for k in (1.0, 3.0)
+        Update({"model/output.bias": before + k, "control/model/output.bias": torch.full((CLASSES,), k)}, weight)
+        for k, weight in ((1.0, 100.0), (3.0, 1e6))
     ]
     new, _ = method.aggregate(state, iter(updates), np.random.default_rng(0))
     torch.testing.assert_close(new.tensors["global"]["model/output.bias"], before + 0.5 * 2.0)  # mean change 2, uniform

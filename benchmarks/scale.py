@@ -1,0 +1,99 @@
+"""What a large federation costs: seconds a round, peak memory of each process, bytes on the disk.
+
+    python benchmarks/scale.py jobs/gsc_shape.yaml [key=value ...]
+
+Runs the job as a user would, watches all processes that belong to it, and prints a table at the end. Memory is given as the private
+part (USS: what only this process has) and as resident (RSS: the mapped features, which all processes of a node share, included).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+
+MARK = "RAYDFL_BENCHMARK_MARK"
+TITLES = {
+    "ray::ClientActor": "client actor",
+    "ray::ServerActor": "server actor",
+    "raydfl run": "driver",
+    "raylet": "raylet",
+}
+
+
+def title_of(process: psutil.Process) -> str | None:
+    """What a process of the run is; ``None`` for those that are not listed."""
+    line = " ".join(process.cmdline())
+    return next((f"{title} {process.pid}" for word, title in TITLES.items() if word in line), None)
+
+
+def watch(mark: str, peaks: dict[str, tuple[int, int]], over: threading.Event) -> None:
+    """Keep the largest (USS, RSS) of each process whose environment holds the mark, looking twice a second."""
+    known: dict[int, bool] = {}
+    while not over.wait(0.5):
+        for process in psutil.process_iter():
+            try:
+                if process.pid not in known:
+                    known[process.pid] = mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes()
+                if known[process.pid] and (title := title_of(process)):
+                    memory = process.memory_full_info()
+                    uss, rss = peaks.get(title, (0, 0))
+                    peaks[title] = (max(uss, memory.uss), max(rss, memory.rss))
+            except (OSError, psutil.Error):
+                continue
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def main() -> None:
+    """Run, watch, print."""
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    mark = uuid.uuid4().hex
+    peaks: dict[str, tuple[int, int]] = {}
+    over = threading.Event()
+    command = [sys.executable, "-m", "raydfl", "run", *sys.argv[1:], "--json"]
+    started = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, MARK: mark}) as process:
+        watcher = threading.Thread(target=watch, args=(mark, peaks, over))
+        watcher.start()
+        rounds, run_dir = [], None
+        assert process.stdout is not None  # noqa: S101
+        for line in process.stdout:
+            event = json.loads(line)
+            if event["event"] == "round":
+                rounds.append(event)
+                print(f"round {event['round']}: {event['clients']} clients in {event['seconds']:.1f} s", flush=True)
+            run_dir = event.get("run_dir", run_dir)
+        over.set()
+        watcher.join()
+    if process.returncode or run_dir is None:
+        sys.exit(f"the run ended with exit code {process.returncode}")
+    seconds = [event["seconds"] for event in rounds]
+    total = time.perf_counter() - started
+    print(f"\n{len(rounds)} rounds, {statistics.median(seconds):.1f} s a round (median), {total:.0f} s in all")
+    print(f"{'process':24}{'private, MB':>12}{'resident, MB':>14}")
+    for title, (uss, rss) in sorted(peaks.items()):
+        print(f"{title:24}{uss / 1e6:12.0f}{rss / 1e6:14.0f}")
+    folder = Path(run_dir)
+    parts = {
+        name: size_of(folder / name)
+        for name in ("private", "commits", "rows", "population")
+        if (folder / name).exists()
+    }
+    print("on the disk: " + ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in parts.items()))
+
+
+if __name__ == "__main__":
+    main()

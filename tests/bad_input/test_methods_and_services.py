@@ -1,0 +1,146 @@
+"""Methods of one's own that cannot be used, a tracking server that does not answer, and resources that are not there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import Raydfl, Said, written
+
+from raydfl.config import Config
+
+Tiny = Callable[..., Config]
+
+METHOD = "from raydfl import Method, Rule\nfrom torch import nn\n\n\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "message"),
+    [
+        (
+            "def f(:\n    pass\n",
+            "Mine",
+            r"mine.py:Mine' cannot be imported: SyntaxError: invalid syntax \(mine.py, line 1\)",
+        ),
+        (
+            "import nowhere\n",
+            "Mine",
+            "mine.py:Mine' cannot be imported: ModuleNotFoundError: No module named 'nowhere'",
+        ),
+        ("raise RuntimeError('no')\n", "Mine", "mine.py:Mine' cannot be imported: RuntimeError: no"),
+        (METHOD + "class Mine(Method):\n    pass\n", "Mime", "mine.py has no 'Mime'; did you mean 'Mine'?"),
+        (
+            METHOD + "class Mine:\n    pass\n",
+            "Mine",
+            r"method '.*mine.py:Mine' is not a subclass of raydfl.method.Method",
+        ),
+        (METHOD + "Mine = 5\n", "Mine", r"is not a subclass of raydfl.method.Method"),
+        (METHOD + "class Mine(Method):\n    models = {}\n", "Mine", "models: .*mine.py:Mine has no model 'model'"),
+    ],
+)
+def test_a_method_file_that_cannot_be_used(
+    raydfl: Raydfl, tiny: Tiny, tmp_path: Path, source: str, name: str, message: str
+) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    raydfl("run", written(tiny(), tmp_path), f"method={{name: '{tmp_path}/mine.py:{name}'}}").refuses(message)
+
+
+def test_a_file_or_module_that_is_not_there(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    file = written(tiny(), tmp_path)
+    raydfl("run", file, f"method.name={tmp_path}/gone.py:Mine").refuses(
+        f"gone.py:Mine': there is no file {tmp_path}/gone.py"
+    )
+    raydfl("run", file, "method.name=no_such_module:Mine").refuses(
+        "'no_such_module:Mine' cannot be imported: ModuleNotFoundError"
+    )
+    raydfl("run", file, f"data={{name: {tmp_path}/gone.py:Set}}").refuses("there is no file .*gone.py")
+    raydfl("run", file, f"models.model={tmp_path}/gone.py:Net").refuses("there is no file .*gone.py")
+    raydfl("run", file, f"method.rule={tmp_path}/gone.py:Rule").refuses("there is no file .*gone.py")
+
+
+def test_options_of_classes_of_ones_own_are_checked(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        METHOD + "from dataclasses import dataclass\n\n\n@dataclass(frozen=True, kw_only=True)\nclass Mine(Method):\n"
+        "    strength: float = 1.0\n\n\nclass Net(nn.Module):\n    def __init__(self, inputs, classes, width: int = 3):\n"
+        "        super().__init__()\n"
+    )
+    file = written(tiny(), tmp_path)
+    mine = f"method.name={tmp_path}/mine.py:Mine"
+    raydfl("run", file, mine, "method.strenght=2").refuses(
+        "method: unknown key 'strenght' for Mine; did you mean 'strength'?"
+    )
+    raydfl("run", file, mine, "method.strength=strong").refuses('method.strength is "strong"; it must be a number')
+    net = f"models.model={{name: '{tmp_path}/mine.py:Net'}}"
+    raydfl("run", file, net, "models.model.widht=2").refuses("unknown option 'widht'; did you mean 'width'?")
+    raydfl("run", file, net, "models.model.width=wide").refuses(
+        'mine.py:Net.width is "wide"; it must be a whole number'
+    )
+
+
+def test_a_network_of_ones_own_that_cannot_be_built(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\n\n\nclass Net(nn.Module):\n    def __init__(self, inputs, classes):\n        super().__init__()\n"
+        "        self.layer = nn.Linear(inputs, -1)\n"
+    )
+    said = raydfl("run", written(tiny(f"models.model={tmp_path}/net.py:Net"), tmp_path))
+    said.refuses(
+        "models.model: .*net.py:Net cannot be built: RuntimeError: Trying to create tensor with negative dimension"
+    )
+
+
+def test_a_tracking_server_that_does_not_answer(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    file = written(tiny(), tmp_path)
+    said = raydfl("run", file, "track={mlflow: true, uri: 'http://anna:secret@127.0.0.1:9'}")
+    said.refuses(
+        r"MLflow at http://\*\*\*@127.0.0.1:9 cannot be used: no server answers there",
+        "start the server or correct track.uri, or set track.mlflow=false",
+    )
+    assert "secret" not in said.err
+    assert raydfl("run", file).code == 0  # the run directory it left is whole
+
+
+def test_errors_for_machines_leave_standard_output_json(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    file = written(tiny(), tmp_path)
+    for wrong in ("train.cohort=9", "data.partition={by: iid, clients: 999}", "train.rounds=0"):
+        said = raydfl("run", file, wrong, "--json")
+        said.refuses("train|data")
+        for line in said.out.splitlines():
+            json.loads(line)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_session")
+def test_resources_that_the_cluster_does_not_have(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    """Numbers needed and numbers there: the session's Ray has 4 CPUs and 1 GPU."""
+    file = written(tiny(), tmp_path)
+    raydfl("run", file, "ray.actors=8").refuses(
+        "8 client actors with 1 CPU each need 8 CPU, the cluster has 4; lower ray.actors or ray.cpus"
+    )
+    gpus = raydfl("run", file, "ray.actors=3", "ray.gpus=0.5")
+    gpus.refuses("3 client actors with 0.5 GPU each need 1.5 GPU, the cluster has 1; lower ray.actors or ray.gpus")
+    own = raydfl("run", file, "ray.actors=per_client")
+    own.refuses("6 client actors with 1 CPU each need 6 CPU, the cluster has 4")
+    assert raydfl("run", file, "ray.actors=2").code == 0
+
+
+@pytest.mark.slow
+def test_a_cluster_that_is_not_there(tiny: Tiny, tmp_path: Path) -> None:
+    """In a process of its own: this one may have a Ray."""
+    command = [
+        sys.executable,
+        "-m",
+        "raydfl",
+        "run",
+        written(tiny(), tmp_path),
+        "ray.actors=1",
+        "ray.address=127.0.0.1:1",
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    said = Said(ended.returncode, ended.stdout, ended.stderr)
+    said.refuses(
+        "cannot reach the Ray cluster at 127.0.0.1:1: Connection refused", "check the address", "or set ray.actors=0"
+    )

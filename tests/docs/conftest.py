@@ -1,0 +1,35 @@
+"""What the tests of the documentation share: for each page a folder that looks like the repository's root."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pages import RECORDINGS, ROOT
+
+
+@pytest.fixture(scope="session")
+def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """The folder in which a page's blocks run one after another. The recordings lie beside it, if there are any."""
+    folders: dict[Path, Path] = {}
+
+    def of(page: Path) -> Path:
+        if page not in folders:
+            folder = tmp_path_factory.mktemp(page.stem) / "repository"
+            folder.mkdir()
+            shutil.copytree(ROOT / "jobs", folder / "jobs")
+            if RECORDINGS.is_dir():
+                (folder.parent / "shared").mkdir()
+                (folder.parent / "shared" / "data").symlink_to(RECORDINGS.resolve(), target_is_directory=True)
+            folders[page] = folder
+        return folders[page]
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def documentation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The feature cache of all pages."""
+    return tmp_path_factory.mktemp("cache")

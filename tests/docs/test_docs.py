@@ -1,0 +1,267 @@
+"""Every block of README.md and docs/*.md runs as printed, in the order of its page, from a folder like the repository's root.
+
+``raydfl`` commands and Python run in this process, for speed; slow blocks, and those with other commands, in a shell. YAML is laid
+over ``jobs/tiny.yaml`` and must then be a valid configuration.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import Raydfl
+from pages import PAGES, RECORDINGS, ROOT, Block, anchor, blocks, headings, links, option_tables
+
+from raydfl import registry
+from raydfl.aggregate import RULES
+from raydfl.config import Config, make_config, parse_yaml
+from raydfl.data.dataset import dataset_names, find_dataset
+from raydfl.method import Method
+from raydfl.models import architectures, build_model, model_options
+from raydfl.options import options_of, plain
+from raydfl.settings import Settings
+from raydfl.types import ModelSpec
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+RUNNABLE = [block for block in BLOCKS if block.language in ("bash", "python", "yaml")]
+_SHELL = {">", "<", "|", "&&", "||", "&", ";"}
+
+
+def _parameters() -> list[Any]:
+    return [
+        pytest.param(block, id=block.name, marks=[pytest.mark.slow] if block.mark == "slow" else [])
+        for block in RUNNABLE
+    ]
+
+
+def test_pages_are_there_and_have_blocks() -> None:
+    assert {page.name for page in PAGES} == {
+        "README.md",
+        "configuration.md",
+        "data.md",
+        "engine.md",
+        "methods.md",
+        "own-method.md",
+        "report.md",
+    }
+    assert all(any(block.page == page for block in RUNNABLE) for page in PAGES)
+    languages = {block.language for block in BLOCKS}
+    assert languages <= {"bash", "python", "yaml", "text"}, languages
+    assert all(block.more for block in BLOCKS if block.mark == "skip"), "say why a block is not run"
+
+
+@pytest.fixture
+def run_block(
+    sandbox: Callable[[Path], Path],
+    documentation_cache: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[Block], None]:
+    """Runs a block in its page's folder."""
+    monkeypatch.setenv("RAYDFL_CACHE", str(documentation_cache))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    raydfl = Raydfl(capsys)
+
+    def run(block: Block) -> None:
+        folder = sandbox(block.page)
+        monkeypatch.chdir(folder)
+        if block.file is not None:
+            (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / block.file).write_text(block.text, encoding="utf-8")
+        elif block.language == "yaml":
+            make_config(_over_tiny(parse_yaml(block.text, block.name)), block.name)
+        elif block.language == "python":
+            _run_python(block, folder)
+        else:
+            commands = _commands(block.text)
+            plain_words = all(command[0] == "raydfl" and not _SHELL & set(command) for command in commands)
+            if plain_words and block.mark != "slow":
+                for command in commands:
+                    said = raydfl(*command[1:])
+                    assert said.code == block.exit_code, f"{block.name}: {shlex.join(command)}\n{said.out}{said.err}"
+            else:
+                _run(["bash", "-euo", "pipefail", "-c", block.text], block, folder)
+
+    return run
+
+
+def _commands(text: str) -> list[list[str]]:
+    """The words of each command; quotes may go over several lines."""
+    commands, waiting = [], ""
+    for line in text.replace("\\\n", " ").splitlines(keepends=True):
+        waiting += line
+        try:
+            words = shlex.split(waiting, comments=True)
+        except ValueError:  # a quote is still open
+            continue
+        commands += [words] if words else []
+        waiting = ""
+    assert not waiting, waiting
+    return commands
+
+
+def _run_python(block: Block, folder: Path) -> None:
+    if block.mark == "slow":
+        _run([sys.executable, "-c", block.text], block, folder)
+    else:
+        exec(compile(block.text, block.name, "exec", dont_inherit=True), {"__name__": "__main__"})
+
+
+def _run(command: list[str], block: Block, folder: Path) -> None:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
+    assert done.returncode == block.exit_code, f"{block.name}\n{done.stdout}\n{done.stderr}"
+
+
+def _over_tiny(fragment: Mapping[str, Any]) -> dict[str, Any]:
+    """The tiny configuration with the fragment's groups in place of its own; data without a name is laid over its data."""
+    values = parse_yaml((ROOT / "jobs" / "tiny.yaml").read_text(), "tiny")
+    for key, value in fragment.items():
+        over = key == "data" and isinstance(value, Mapping) and "name" not in value
+        values[key] = {**values[key], **value} if over else value
+    return values
+
+
+_done: set[Block] = set()
+
+
+@pytest.mark.parametrize("block", _parameters())
+def test_block(block: Block, run_block: Callable[[Block], None]) -> None:
+    if block.mark == "skip":
+        pytest.skip(block.more)
+    if block.needs_recordings and not RECORDINGS.is_dir():
+        pytest.skip(f"there are no recordings in {RECORDINGS}")
+    if importlib.util.find_spec("espeakng_loader") is None and block.language != "yaml":
+        pytest.skip("the package espeakng-loader is not installed")
+    # What stands before it on its page, when it is run alone.
+    before = [other for other in RUNNABLE if other.page == block.page and other.line < block.line]
+    for earlier in before:
+        if earlier.mark not in ("slow", "skip") and earlier not in _done and not earlier.needs_recordings:
+            _done.add(earlier)
+            run_block(earlier)
+    _done.add(block)
+    run_block(block)
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def _groups(model: type[Settings], place: str = "") -> dict[str, type[Settings]]:
+    """Every group of settings by its place, those that may be null included."""
+    found: dict[str, type[Settings]] = {place: model} if place else {}
+    for name, field in model.model_fields.items():
+        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        for kind in candidates:
+            if isinstance(kind, type) and issubclass(kind, Settings):
+                found |= _groups(kind, f"{place}.{name}" if place else name)
+    return found
+
+
+def _page(name: str) -> Path:
+    return next(page for page in PAGES if page.name == name)
+
+
+def _same(documented: Mapping[str, str], cls: type, leave_out: set[str] = frozenset()) -> None:
+    """The table has every option of the class once, with its default."""
+    actual = {option.name: option for option in options_of(cls) if option.name not in leave_out}
+    assert set(documented) == set(actual)
+    for name, text in documented.items():
+        if actual[name].required:
+            assert text == "required", name
+            continue
+        default = actual[name].default
+        if issubclass(cls, Settings):  # a factory's default is not in the options
+            default = plain(cls.model_fields[name].get_default(call_default_factory=True))
+        assert parse_yaml(text, name) == default, name
+
+
+def test_tables_of_settings_are_complete_and_right() -> None:
+    places = _groups(Config)
+    inner = {
+        place: {name.rpartition(".")[2] for name in places if name.rpartition(".")[0] == place} for place in places
+    }
+    groups = {place: cls for place, cls in places.items() if set(cls.model_fields) != inner[place]}
+    tables = {**option_tables(_page("configuration.md")), **option_tables(_page("data.md"))}
+    documented = {heading: table for heading, table in tables.items() if heading in groups}
+    assert set(documented) == set(groups)
+    for place, cls in groups.items():
+        _same(documented[place], cls, leave_out=inner[place])
+
+
+def test_tables_of_data_sets_are_complete_and_right() -> None:
+    tables = option_tables(_page("data.md"))
+    assert {heading for heading in tables if heading in dataset_names()} == set(dataset_names())
+    for name in dataset_names():
+        _same(tables[name], find_dataset(name))
+
+
+def test_tables_of_methods_and_rules_are_complete_and_right() -> None:
+    tables = option_tables(_page("methods.md"))
+    names = registry.names("raydfl.methods")
+    assert set(names) <= set(headings(_page("methods.md")))
+    for name in names:
+        cls = registry.find("raydfl.methods", name, Method, "method")
+        _same(tables.get(name, {}), cls, leave_out={"rule"})
+    for name, rule in RULES.items():
+        assert name in headings(_page("methods.md"))
+        _same(tables.get(name, {}), rule)
+
+
+def test_every_architecture_is_described_with_its_options() -> None:
+    text = _page("methods.md").read_text()
+    for name in architectures():
+        assert f"`{name}`" in text, name
+        for option in model_options(name):
+            assert f"`{option}`" in text, (name, option)
+
+
+def test_the_networks_have_the_parameters_that_the_page_says() -> None:
+    said = {}
+    for line in _page("methods.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 4 and cells[3].replace(",", "").isdigit():
+            said |= dict.fromkeys(re.findall(r"`(\w+)`", cells[0]), int(cells[3].replace(",", "")))
+    built = {name: build_model(ModelSpec("model", name, 64, 10)) for name in architectures()}
+    assert said == {name: sum(p.numel() for p in model.parameters()) for name, model in built.items()}
+
+
+def test_readme_names_every_method_and_data_set() -> None:
+    text = _page("README.md").read_text()
+    for name in [*registry.names("raydfl.methods"), *dataset_names()]:
+        assert f"`{name}`" in text, name
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in links(page):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, fragment = target.partition("#")
+        other = (page.parent / path).resolve() if path else page
+        assert other.exists(), f"{page.name}: {target}"
+        if fragment:
+            assert fragment in [anchor(heading) for heading in headings(other)], f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_path_of_a_certain_machine(page: Path) -> None:
+    found = re.search(r"(?<![\w.])/(?:work|home|root|tmp)/", page.read_text())
+    assert found is None, page.read_text()[found.start() : found.start() + 60] if found else ""
+
+
+def test_jobs_are_valid() -> None:
+    files = sorted((ROOT / "jobs").glob("*.yaml"))
+    assert files
+    for file in files:
+        make_config(yaml.safe_load(file.read_text()), file.name)

@@ -1,0 +1,184 @@
+"""Parts of the engine that the laws do not reach: architectures, compaction, checks of what a method plans, exported models."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import finish, same, start
+from safetensors import safe_open
+
+import raydfl.federation
+from raydfl.clients import Clients
+from raydfl.config import Config
+from raydfl.data.population import Population
+from raydfl.errors import ClientError, ConfigError
+from raydfl.federation import _shards, in_order
+from raydfl.models import build_model
+from raydfl.progress import Progress
+from raydfl.runs import create, final_state, run
+from raydfl.store import PrivateStore, RunStore
+from raydfl.worker import Result
+
+Tiny = Callable[..., Config]
+
+
+def test_architectures_are_drawn_uniformly_and_by_the_seed(tiny: Tiny) -> None:
+    config = tiny("data.speakers=300", "data.takes=1", method="fedmlac")
+    population = Population.load(create(config, Progress("quiet")) / "population")
+    drawn = [c.models[1].options for c in Clients(population, config)]
+    counts = Counter(drawn)
+    assert len(counts) == 2
+    assert abs(min(counts.values()) - 150) < 4 * np.sqrt(300 / 4)  # four standard deviations
+    assert [c.models[1].options for c in Clients(population, config)] == drawn
+    other = tiny("data.speakers=300", "data.takes=1", "run.seed=2", method="fedmlac")
+    assert [c.models[1].options for c in Clients(population, other)] != drawn
+    assert {c.models[0] for c in Clients(population, config)} == {Clients(population, config)[0].models[0]}
+    assert len(Clients(population, config).variants()) == 2
+
+
+def test_equal_architectures_start_from_equal_private_weights(tiny: Tiny) -> None:
+    config = tiny("train.cohort=1.0", "train.rounds=1", "train.optimiser.lr=1e-12", method="fedmlac")
+    run_dir = run(config).run_dir
+    store, private = RunStore(run_dir), PrivateStore(run_dir / "private")
+    commit = store.load(store.latest() or "")
+    clients = Clients(Population.load(run_dir / "population"), config)
+    by_kind: dict[object, list[torch.Tensor]] = {}
+    for index, ref in commit.private.items():
+        by_kind.setdefault(clients[index].models, []).append(private.read(ref)["model:local/output.weight"])
+    assert len(by_kind) == 2
+    for tensors in by_kind.values():
+        assert all(torch.allclose(tensors[0], t, atol=1e-6) for t in tensors)
+
+
+def test_a_shared_model_of_two_architectures_is_refused(tiny: Tiny) -> None:
+    config = tiny("models.model=[{name: crnn_tiny, hidden: 8}, {name: crnn_tiny, hidden: 4}]", "run.name=mixed")
+    with pytest.raises(
+        ConfigError, match=r"models.model is shared between the clients, so all must have one architecture"
+    ):
+        run(config)
+
+
+def test_superseded_private_state_does_not_pile_up(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    common = ["train.rounds=12", "train.cohort=3", "run.keep=1", "evaluate.every=99"]
+    reference = finish(tiny(*common, "run.name=reference", method="fedmlac"))
+    monkeypatch.setattr(raydfl.federation, "_SLACK", 0)
+    config = tiny(*common, "run.name=compacted", method="fedmlac")
+    server = start(config)
+    run_dir = Path(config.run.dir) / "compacted"
+    store = RunStore(run_dir)
+    compacted = 0
+    for _ in range(12):
+        server.round()
+        live = sum(ref.length for ref in store.load(store.latest() or "").private.values())
+        # What counts, what the commit before refers to, and what is not yet worth moving.
+        assert store.bytes_of_segments() <= 4 * live
+        compacted += any("compact" in path.name for path in (run_dir / "private").iterdir())
+    server.close()
+    assert compacted
+    same(reference, finish(config))
+
+
+def test_results_come_in_order_and_none_may_be_missing() -> None:
+    results = [Result(position, str(position)) for position in (2, 0, 3, 1)]
+    assert [r.position for r in in_order(iter(results), 4)] == [0, 1, 2, 3]
+    with pytest.raises(AssertionError, match="2 of 4 results"):
+        list(in_order(iter(results[1::2]), 4))
+
+
+@pytest.mark.parametrize(
+    ("clips", "size", "expected"),
+    [
+        ([], 3, []),
+        ([0, 1, 2, 3, 4], 2, [(0, 2), (2, 4), (4, 5)]),
+        ([0, 0, 0, 0, 1, 1, 2], 2, [(0, 4), (4, 6), (6, 7)]),  # the segments of a clip stay together
+        ([5, 5, 5], 1, [(0, 3)]),
+    ],
+)
+def test_test_data_are_cut_between_clips(clips: list[int], size: int, expected: list[tuple[int, int]]) -> None:
+    assert _shards(np.array(clips, np.int64), size) == expected
+
+
+PLANS = {
+    "twice": ("[Task(clients[0].id), Task(clients[0].id)]", "two tasks for client 's0' in one round"),
+    "unknown key": (
+        "[Task(clients[0].id, receive=('glob',))]",
+        "planned to send 'glob' to client 's0', but the server's state has",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(PLANS))
+def test_a_plan_that_cannot_be_carried_out_is_said(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    code, message = PLANS[name]
+    path = tmp_path / "planner.py"
+    path.write_text(
+        "from raydfl import Method, Task\n\n\nclass Planner(Method):\n"
+        f"    def plan(self, state, clients, rng, cohort):\n        return {code}\n"
+    )
+    with pytest.raises((ConfigError, ClientError), match=message.replace("(", r"\(")):
+        run(tiny(f"method.name={path}:Planner"))
+
+
+def test_exported_models_can_be_loaded_by_name(tiny: Tiny) -> None:
+    config = tiny(method="fedmlac")
+    run_dir = run(config).run_dir
+    state = final_state(run_dir).tensors["global"]
+    with safe_open(run_dir / "model.safetensors", "pt") as file:
+        about = file.metadata()
+        tensors = {name.partition("/")[2]: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert about["round"] == "3"
+    assert json.loads(about["classes"]) == ["tone0", "tone1", "tone2"]
+    clients = Clients(Population.load(run_dir / "population"), config)
+    model = build_model(clients[0].models[0])
+    model.load_state_dict(tensors)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[f"plugin/{name}"])
+    assert not any(name.startswith("local/") for name in state)
+
+
+def test_the_three_numbers_of_fedmlac_are_measured(tiny: Tiny) -> None:
+    scores = run(tiny(method="fedmlac")).scores
+    for name in ("test plugin/accuracy", "test local/accuracy_client_mean", "validation local/accuracy_client_mean"):
+        assert 0 <= scores[name] <= 1
+
+
+def test_server_evaluation_agrees_with_a_direct_computation(tiny: Tiny) -> None:
+    config = tiny()
+    outcome = run(config)
+    population = Population.load(outcome.run_dir / "population")
+    model = build_model(Clients(population, config)[0].models[0])
+    model.load_state_dict({n.partition("/")[2]: t for n, t in final_state(outcome.run_dir).tensors["global"].items()})
+    model.eval()
+    batch = population.test.batch(np.arange(len(population.test)))
+    with torch.no_grad():
+        logits = model(batch.x)
+    assert outcome.scores["test model/accuracy"] == pytest.approx(float((logits.argmax(1) == batch.y).double().mean()))
+    loss = torch.nn.functional.cross_entropy(logits, batch.y)
+    assert outcome.scores["test model/loss"] == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_every_method_beats_chance_on_easy_data(tiny: Tiny) -> None:
+    """Tones of three pitches, ten rounds: whoever does not learn these does not learn."""
+    settings = [
+        "train.rounds=10",
+        "train.cohort=1.0",
+        "train.local_epochs=3",
+        "evaluate.every=10",
+        "train.optimiser.momentum=0.9",
+    ]
+    settings.append("data.features.normalise=group")  # normalised by clip, a tone that does not change has nothing left
+    for method in ("fedavg", "fedprox", "fedadam", "scaffold", "fedmlac", "fedper"):
+        names = ("plugin", "local") if method == "fedmlac" else ("model",)
+        chosen = [f"models.{name}=mlp" for name in names]
+        extra = ["method.plug_ce_weight=1.0"] if method == "fedmlac" else []
+        extra += ["method.server_lr=0.05"] if method == "fedadam" else []
+        scores = run(tiny(*settings, *chosen, *extra, f"run.name={method}", method=method)).scores
+        reported = ("test plugin/accuracy", "test model/accuracy", "test model/accuracy_client_mean")
+        score = next(scores[name] for name in reported if name in scores)
+        assert score > 0.8, f"{method}: {score}"
