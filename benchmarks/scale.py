@@ -2,8 +2,9 @@
 
     python benchmarks/scale.py jobs/gsc_shape.yaml [key=value ...]
 
-Runs the job as a user would, watches all processes that belong to it, and prints a table at the end. Memory is given as the private
-part (USS: what only this process has) and as resident (RSS: the mapped features, which all processes of a node share, included).
+Runs the job as a user would, watches all processes that belong to it, and prints a table at the end. Memory is given as what a
+process has for itself (anonymous pages), and as all that is resident, which includes the mapped features: those belong to the page
+cache and are shared by all processes of a node.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TITLES = {
     "ray::ClientActor": "client actor",
     "ray::ServerActor": "server actor",
     "raydfl run": "driver",
-    "raylet": "raylet",
+    "/raylet --": "raylet",
 }
 
 
@@ -36,7 +37,7 @@ def title_of(process: psutil.Process) -> str | None:
 
 
 def watch(mark: str, peaks: dict[str, tuple[int, int]], over: threading.Event) -> None:
-    """Keep the largest (USS, RSS) of each process whose environment holds the mark, looking twice a second."""
+    """Keep the largest (own, resident) bytes of each process whose environment holds the mark, looking twice a second."""
     known: dict[int, bool] = {}
     while not over.wait(0.5):
         for process in psutil.process_iter():
@@ -44,10 +45,13 @@ def watch(mark: str, peaks: dict[str, tuple[int, int]], over: threading.Event) -
                 if process.pid not in known:
                     known[process.pid] = mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes()
                 if known[process.pid] and (title := title_of(process)):
-                    memory = process.memory_full_info()
-                    uss, rss = peaks.get(title, (0, 0))
-                    peaks[title] = (max(uss, memory.uss), max(rss, memory.rss))
-            except (OSError, psutil.Error):
+                    status = dict(
+                        line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines()
+                    )
+                    now = [1024 * int(status[name].split()[0]) for name in ("RssAnon", "VmRSS")]
+                    own, resident = peaks.get(title, (0, 0))
+                    peaks[title] = (max(own, now[0]), max(resident, now[1]))
+            except (OSError, KeyError, psutil.Error):
                 continue
 
 
@@ -83,9 +87,9 @@ def main() -> None:
     seconds = [event["seconds"] for event in rounds]
     total = time.perf_counter() - started
     print(f"\n{len(rounds)} rounds, {statistics.median(seconds):.1f} s a round (median), {total:.0f} s in all")
-    print(f"{'process':24}{'private, MB':>12}{'resident, MB':>14}")
-    for title, (uss, rss) in sorted(peaks.items()):
-        print(f"{title:24}{uss / 1e6:12.0f}{rss / 1e6:14.0f}")
+    print(f"{'process':24}{'own, MB':>12}{'resident, MB':>14}")
+    for title, (own, resident) in sorted(peaks.items()):
+        print(f"{title:24}{own / 1e6:12.0f}{resident / 1e6:14.0f}")
     folder = Path(run_dir)
     parts = {
         name: size_of(folder / name)

@@ -235,12 +235,12 @@ def data_info(
         from raydfl.config import load_config
 
         config = load_config(Path(what), overrides or [])
-        lines = describe_data(config.data, config.run.seed)
+        for line in describe_data(config.data, config.run.seed):
+            print(line)  # noqa: T201
     elif overrides:
         raise ConfigError(f"{overrides[0]!r}: settings go with a configuration file, and {what!r} is none")
     else:
-        lines = describe_dataset(what)
-    print("\n".join(lines))  # noqa: T201
+        print("\n".join(describe_dataset(what)))  # noqa: T201
 
 
 @data_app.command("prepare")

@@ -8,10 +8,7 @@ moment loses no row and doubles none.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import itertools
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from raydfl.errors import ResourcesError, RunDirectoryError
+from raydfl.errors import RunDirectoryError
+from raydfl.files import RESUME, write_atomically, writing
 from raydfl.metrics import pool, spread, summarise
 from raydfl.types import Metrics, Ratio
 
@@ -134,37 +132,20 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 def _write(path: Path, tables: Iterable[pa.Table]) -> None:
     """One row group a table: to a temporary name, to the disk, then to its name."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    needed = 0
+
+    def write(temporary: Path) -> None:
+        nonlocal needed
+        with temporary.open("wb") as file, pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer:
+            for table in tables:
+                needed += table.nbytes
+                writer.write_table(table)
+
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            with pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer:
-                for table in tables:
-                    writer.write_table(table)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        _sync_folder(path.parent)
+        write_atomically(path, write)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ResourcesError(
-                f"the disk is full: {path} could not be written; free some space and resume the run, "
-                f"nothing that was committed is lost"
-            ) from error
-        raise RunDirectoryError(
-            f"{path} could not be written: {error.strerror or error}; make the folder writable and resume the run"
-        ) from error
-
-
-def _sync_folder(folder: Path) -> None:
-    """A rename is on the disk only when the folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        with writing(path.parent, needed, f"the rows in {path.name}", RESUME):
+            raise error from None
 
 
 @dataclass(frozen=True, slots=True)

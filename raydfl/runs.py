@@ -32,11 +32,12 @@ from raydfl.config import Config, apply_overrides, make_config, parse_yaml, to_y
 from raydfl.data.population import Population, build_population
 from raydfl.errors import InputError, ResourcesError, RunDirectoryError
 from raydfl.federation import Federation, RoundReport
+from raydfl.files import write_durably
 from raydfl.pool import LOST, SerialPool, check_resources, task_cause
 from raydfl.progress import FinishSummary, Progress, RoundSummary
 from raydfl.report import write_report
 from raydfl.server import Server, ServerActor
-from raydfl.store import PrivateStore, RunStore, write_durably
+from raydfl.store import PrivateStore, RunStore
 from raydfl.tensors import FlatTensors
 from raydfl.track import Tracker, make_tracker
 from raydfl.types import Client, ModelSpec, State, Update

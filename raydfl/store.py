@@ -18,7 +18,6 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import time
 import uuid
 import zlib
@@ -33,7 +32,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from raydfl.errors import ResourcesError, RunDirectoryError
+from raydfl.errors import RunDirectoryError
+from raydfl.files import RESUME, sync, write_durably, writing
 from raydfl.types import State
 
 _COMMIT = re.compile(r"^(\d{6,})-([0-9a-f]{8})\.safetensors$")
@@ -81,7 +81,7 @@ class PrivateStore:
         return self._write(segment, data)
 
     def _write(self, segment: str, data: bytes) -> PrivateRef:
-        with disk_space(self.folder, len(data)):
+        with writing(self.folder, len(data), "private state", RESUME):
             if segment != self._segment or self._file is None:
                 if self._file is not None:
                     self._file.close()
@@ -146,31 +146,8 @@ class PrivateStore:
         """
         for segment in segments:
             path = self.folder / segment
-            with disk_space(self.folder, path.stat().st_size):
-                descriptor = os.open(path, os.O_RDONLY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
-
-
-class disk_space:  # noqa: N801  (used as a with statement)
-    """Turns "no space left" inside its block into a ResourcesError with the numbers."""
-
-    def __init__(self, folder: Path, needed: int) -> None:
-        self.folder, self.needed = folder, needed
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError) and error.errno in (28, 122):  # ENOSPC, EDQUOT
-            existing = self.folder if self.folder.exists() else self.folder.parent
-            free = shutil.disk_usage(existing).free
-            raise ResourcesError(
-                f"the disk is full: {self.folder} needs {self.needed:,} bytes more and has {free:,} free; "
-                f"make room, then resume the run from its last commit"
-            ) from error
+            with writing(self.folder, path.stat().st_size, "private state", RESUME):
+                sync(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +215,6 @@ class RunStore:
         data = _encode(state, private)
         name = f"{state.round_index:06d}-{zlib.crc32(data):08x}.safetensors"
         folder = self.folder / "commits"
-        with disk_space(folder, len(data)):
-            folder.mkdir(parents=True, exist_ok=True)
         write_durably(folder / name, data)
         write_durably(self.folder / "LATEST", name.encode())
         self._forget(name)
@@ -358,30 +333,6 @@ class RunStore:
         if not self.private_folder.exists():
             return 0
         return sum(p.stat().st_size for p in self.private_folder.glob("*.seg"))
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a file so that after a crash either the old or the whole new content is there.
-
-    Raises:
-        ResourcesError: the disk is full.
-    """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        with disk_space(path.parent, len(data)):
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-            directory = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _encode(state: State, private: Mapping[int, PrivateRef]) -> bytes:

@@ -42,14 +42,16 @@ from raydfl.data.chunks import (
 from raydfl.data.corrupt import Noise
 from raydfl.data.digests import content_digests, rows_of
 from raydfl.data.features import EPSILON, FeatureSettings
-from raydfl.data.files import free_bytes, full_disk, write_atomically, writing
 from raydfl.data.steps import Progress, Silent
 from raydfl.errors import DataError
+from raydfl.files import CHOOSE_CACHE, free_bytes, full_disk, write_atomically, writing
 
 FORMAT = 1
 """Goes into every key; raised when the calculation of features or the files change."""
 
 _log = logging.getLogger(__name__)
+
+_WHAT = "the features"
 
 
 def default_cache() -> Path:
@@ -157,7 +159,7 @@ def prepare(
     progress = progress or Silent()
     cache = (default_cache() if cache is None else cache).expanduser().absolute()
     needed = _needed_bytes(manifest, features)
-    with writing(cache, needed, "the features"):
+    with writing(cache, needed, _WHAT, CHOOSE_CACHE):
         cache.mkdir(parents=True, exist_ok=True)
         digests, missing = content_digests(source.open(), manifest, cache, progress)
         if missing and unreadable == "stop":
@@ -167,7 +169,7 @@ def prepare(
             store = _open_if_whole(folder)
             if store is None:
                 if free_bytes(cache) < needed:
-                    raise full_disk(cache, needed, "the features")
+                    raise full_disk(cache, needed, _WHAT, CHOOSE_CACHE)
                 work = _Preparation(source, manifest, features, folder, noise, unreadable)
                 store = work.run(run_chunks or run_locally, progress)
     if store.failures and unreadable == "stop":

@@ -20,9 +20,9 @@ import numpy as np
 
 from raydfl.data.corrupt import Noise, add_noise
 from raydfl.data.features import FeatureExtractor, FeatureSettings
-from raydfl.data.files import write_atomically
 from raydfl.data.processes import available_cpus, share_with_processes
 from raydfl.errors import RaydflError
+from raydfl.files import write_atomically
 from raydfl.registry import build
 
 if TYPE_CHECKING:

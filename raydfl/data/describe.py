@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
 
 from raydfl.data.dataset import find_dataset
 from raydfl.data.partition import PartitionSettings, natural_order
-from raydfl.data.population import Division, divide
+from raydfl.data.population import Division, divide, list_clips
 from raydfl.data.settings import DataSettings
 from raydfl.options import options_of
 
@@ -50,7 +50,7 @@ def describe_dataset(name: str) -> list[str]:
     return [*lines, "", f"for instance: data: {{name: {name}{required}}}"]
 
 
-def describe_data(data: DataSettings, seed: int) -> list[str]:
+def describe_data(data: DataSettings, seed: int) -> Iterator[str]:
     """What is in the configured recordings and who gets what, from their list alone: no clip is read.
 
     Args:
@@ -58,28 +58,34 @@ def describe_data(data: DataSettings, seed: int) -> list[str]:
         seed: the run's: it decides split and partition.
 
     Raises:
-        DataError: the recordings, the split or the partition cannot be had as configured.
+        DataError: the recordings are not there; or, after the lines about them, the split or the partition cannot be had.
     """
-    manifest, classes, division = divide(data, seed)
+    manifest, classes = list_clips(data)
     dataset = data.source.open()
-    lines = [f"{data.name}: {dataset.card.title}"]
+    yield f"{data.name}: {dataset.card.title}"
     root = getattr(dataset, "root", None)
-    lines += _entry("root", str(root)) if root is not None else []
-    lines += _entry("clips", f"{manifest.num_rows:,}")
-    lines += _entry("length", _length(manifest))
-    lines += _entry(f"classes ({len(classes):,})", _counts(manifest, "label", classes))
-    lines += _entry(*_groups(manifest))
-    lines += _entry("official split", _counts(manifest, "split", ("train", "validation", "test")) or "none")
+    if root is not None:
+        yield from _entry("root", str(root))
+    yield from _entry("clips", f"{manifest.num_rows:,}")
+    yield from _entry("length", _length(manifest))
+    yield from _entry(f"classes ({len(classes):,})", _counts(manifest, "label", classes))
+    yield from _entry(*_groups(manifest))
+    yield from _entry("official split", _counts(manifest, "split", ("train", "validation", "test")) or "none")
     extra = [name for name in manifest.column_names if name not in _STANDARD]
-    lines += _entry("other columns", ", ".join(extra)) if extra else []
-    lines += ["", "With this configuration:"]
-    lines += _entry(f"clients ({len(division.partition.ids):,})", _clients(division, data.partition))
-    lines += _entry("test set", _part(division, division.split.test, len(classes)))
+    if extra:
+        yield from _entry("other columns", ", ".join(extra))
+    division = divide(manifest, classes, data, seed)
+    yield ""
+    yield "With this configuration:"
+    yield from _entry(f"clients ({len(division.partition.ids):,})", _clients(division, data.partition))
+    yield from _entry("test set", _part(division, division.split.test, len(classes)))
     if len(division.split.validation):
-        lines += _entry("server validation", _part(division, division.split.validation, len(classes)))
-    left = manifest.num_rows - sum(map(len, (division.partition.rows, division.split.test, division.split.validation)))
-    lines += _entry("left out", f"{left:,} clips") if left else []
-    return [*lines, "", "Clips that cannot be read are found by: raydfl data prepare FILE"]
+        yield from _entry("server validation", _part(division, division.split.validation, len(classes)))
+    used = sum(map(len, (division.partition.rows, division.split.test, division.split.validation)))
+    if used < manifest.num_rows:
+        yield from _entry("left out", f"{manifest.num_rows - used:,} clips")
+    yield ""
+    yield "Clips that cannot be read are found by: raydfl data prepare FILE"
 
 
 def _entry(label: str, text: str) -> list[str]:

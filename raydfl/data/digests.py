@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from raydfl.data.files import write_atomically
 from raydfl.data.processes import available_cpus
 from raydfl.data.steps import Progress
+from raydfl.files import write_atomically
 
 if TYPE_CHECKING:
     from raydfl.data.dataset import Dataset

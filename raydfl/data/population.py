@@ -21,7 +21,6 @@ from raydfl.data.cache import FeatureStore, open_store, prepare
 from raydfl.data.chunks import RunChunks
 from raydfl.data.corrupt import choose_clients, noise_for, wrong_labels
 from raydfl.data.examples import ClientData, Examples
-from raydfl.data.files import write_atomically, writing
 from raydfl.data.names import Names
 from raydfl.data.partition import Partition, natural_order, partition_clips
 from raydfl.data.segment import SegmentSettings, segments
@@ -29,6 +28,7 @@ from raydfl.data.settings import DataSettings
 from raydfl.data.split import Split, hold_out, split_clips
 from raydfl.data.steps import Progress
 from raydfl.errors import DataError, RunDirectoryError, nearest
+from raydfl.files import RESUME, write_atomically, writing
 from raydfl.seeds import generator
 
 FORMAT = 1
@@ -153,7 +153,7 @@ class Population:
             "digest": _digest(arrays),
         }
         content = safetensors.numpy.save(arrays, {"raydfl": json.dumps(facts)})
-        with writing(folder, len(content), "the files of the population"):
+        with writing(folder, len(content), "the files of the population", RESUME):
             write_atomically(folder / _FILE, functools.partial(_write_bytes, content))
 
     @classmethod
@@ -247,7 +247,8 @@ def build_population(
         DataError: recordings that cannot be used, or a split or partition that they do not allow.
         ResourcesError: no room for the features.
     """
-    manifest, classes, division = divide(data, seed)  # before the long work: what cannot be done fails now
+    manifest, classes = list_clips(data)
+    division = divide(manifest, classes, data, seed)  # before the long work: what cannot be done fails now
     store = _prepare(data, manifest, progress, run_chunks)
     messages = []
     skipped: list[tuple[str, str]] = []
@@ -297,19 +298,24 @@ class Division:
     """bool, one for each of the partition's rows: the client's own validation."""
 
 
-def divide(data: DataSettings, seed: int) -> tuple[pa.Table, list[str], Division]:
-    """Lists the clips and divides them, without opening any.
-
-    Returns:
-        The manifest, the names of the classes, and who would have which clips if all can be read.
+def list_clips(data: DataSettings) -> tuple[pa.Table, list[str]]:
+    """The manifest of the configured data set and the names of its classes; no clip is opened.
 
     Raises:
         ConfigError: options that the data set does not take.
-        DataError: a list that cannot be used, or a split or partition that it does not allow.
+        DataError: recordings that are not there, or a list that cannot be used.
     """
     manifest = data.source.open().manifest()
-    classes = natural_order(manifest.column("label").unique().to_pylist())
-    return manifest, classes, _divide(manifest, np.arange(manifest.num_rows), classes, data, seed)
+    return manifest, natural_order(manifest.column("label").unique().to_pylist())
+
+
+def divide(manifest: pa.Table, classes: Sequence[str], data: DataSettings, seed: int) -> Division:
+    """Who has which clips if all of them can be read.
+
+    Raises:
+        DataError: a split or partition that the recordings do not allow.
+    """
+    return _divide(manifest, np.arange(manifest.num_rows), classes, data, seed)
 
 
 def _divide(manifest: pa.Table, usable: np.ndarray, classes: Sequence[str], data: DataSettings, seed: int) -> Division:

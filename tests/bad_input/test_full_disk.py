@@ -57,7 +57,8 @@ def test_no_room_for_the_features_is_known_beforehand(
     # 162 clips x 26 frames x 16 bands x 4 bytes, in chunks and again in the whole.
     said = raydfl("run", file)
     said.refuses(
-        rf"the disk of {disk} has [\d,]+ bytes free and the features need about 539,136", "make room, or choose another"
+        rf"the disk of {disk} is full: it has [\d,]+ bytes free and the features .*need about 539,136",
+        "make room, or choose another",
     )
     small_disk(4_000_000)
     assert raydfl("run", file).code == 0
@@ -77,7 +78,7 @@ def test_a_disk_that_fills_up_while_features_are_made(
     with monkeypatch.context() as patch:  # there seemed to be room
         patch.setattr("raydfl.data.cache.free_bytes", lambda _: 10**9)
         said = raydfl("data", "prepare", file)
-    said.refuses(rf"the disk of {disk} has [\d,]+ bytes free and the features need about 539,136")
+    said.refuses(rf"the disk of {disk} is full: it has [\d,]+ bytes free and the features .*need about 539,136")
     small_disk(4_000_000)
     assert raydfl("run", file).code == 0
     same(undisturbed(3, "fedavg"), truth(tmp_path / "runs/tiny"))
@@ -92,7 +93,7 @@ def test_a_disk_that_fills_up_during_a_run(
     run_dir = run(tiny("train.rounds=2", f"run.dir={disk}", method="fedmlac")).run_dir
     filler = fill(disk, leave)
     said = raydfl("resume", run_dir, "train.rounds=5")
-    said.refuses("the disk is full", "resume the run")
+    said.refuses("the disk of .* is full: it has [0-9,]+ bytes free and .* need about [0-9,]+", "then resume the run")
     filler.unlink()
     assert not list(disk.rglob("*.part")) + list(disk.rglob("*.tmp"))
     assert raydfl("resume", run_dir, "train.rounds=5").code == 0
@@ -127,7 +128,7 @@ def full_disk_at(
     if full.left > 0:
         assert said.code == 0
         return False
-    said.refuses("the disk (of .* has [0-9,]+ bytes free|is full)")
+    said.refuses("the disk of .* is full: it has [0-9,]+ bytes free and .* need about [0-9,]+; make room")
     assert raydfl("run", file).code == 0
     same(expected, truth(Path(config.run.dir) / name))
     return True

@@ -213,6 +213,15 @@ def test_a_list_or_a_root_that_is_not_there(training: Train, recordings: Path) -
     other.refuses("there is no recordings/ with wav files in .*Expected .*Found: cache/|Found: clips.csv")
 
 
+def test_what_is_there_is_told_even_if_it_cannot_be_divided(raydfl: Raydfl, training: Train, recordings: Path) -> None:
+    """So that one can see which columns and values there are to divide by."""
+    said = raydfl(
+        "data", "info", recordings / "own.yaml", f"data.file={recordings}/clips.csv", "data.split.test={by: split}"
+    )
+    assert "anna (12), bert (12)" in said.out
+    said.refuses("no clip has 'test' in column 'split'")
+
+
 # -- partitions and cohorts ------------------------------------------------------------------------------------------
 
 

@@ -378,7 +378,9 @@ def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, p
         monkeypatch.setattr(np, "savez", full)
     else:
         monkeypatch.setattr(np.lib.format, "write_array_header_1_0", full)
-    with pytest.raises(ResourcesError, match=r"bytes free and the features need about [\d,]+ .*RAYDFL_CACHE") as caught:
+    with pytest.raises(
+        ResourcesError, match=r"bytes free and the features need about [\d,]+; .*RAYDFL_CACHE"
+    ) as caught:
         make(root, tmp_path / "cache")
     assert str(tmp_path / "cache") in str(caught.value)
     monkeypatch.undo()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny_sets import Made, write_folder
 
-from raydfl.data import files as files_module
+from raydfl import files as files_module
 from raydfl.data.cache import FeatureStore
 from raydfl.data.corrupt import add_noise, noise_for, wrong_labels
 from raydfl.data.examples import Examples

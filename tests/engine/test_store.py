@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from raydfl.errors import ResourcesError, RunDirectoryError
-from raydfl.store import PrivateRef, PrivateStore, RunStore, write_durably
+from raydfl.files import write_durably
+from raydfl.store import PrivateRef, PrivateStore, RunStore
 from raydfl.types import State
 
 
@@ -169,7 +170,9 @@ def test_a_full_disk_is_said_with_numbers_and_leaves_the_last_commit(
         return original(self, target)
 
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(ResourcesError, match=r"disk is full: .* needs [\d,]+ bytes more and has [\d,]+ free"):
+    with pytest.raises(
+        ResourcesError, match=r"is full: it has [\d,]+ bytes free and LATEST need about [\d,]+; .*resume"
+    ):
         store.commit(state_of(2), {})
     monkeypatch.undo()
     commit, _ = RunStore(tmp_path).open_latest()

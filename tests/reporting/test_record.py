@@ -281,7 +281,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(
-        ResourcesError, match="the disk is full: .*00000001.parquet could not be written; free some space"
+        ResourcesError, match=r"is full: it has .* and the rows in 00000001.parquet need about .*; make room"
     ):
         write_rows(rows_path(tmp_path, 1), numbers(5))
     assert rounds_read(tmp_path) == [1, 1, 1]
@@ -290,5 +290,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "rows").write_text("a file")
-    with pytest.raises(RunDirectoryError, match="could not be written: .*; make the folder writable"):
+    with pytest.raises(
+        ResourcesError, match="the rows in 00000001.parquet cannot be written to .*make the folder writable"
+    ):
         write_rows(rows_path(tmp_path, 1), numbers(1))
