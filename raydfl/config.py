@@ -242,8 +242,7 @@ class Config(Settings):
         parts["models"] = self.model_choices()
         parts["data"].update(plain(self.data.source.open()))
         parts["train"].pop("rounds")
-        for place in ("root", "cache"):  # where the data lie; what they are decides the numbers
-            parts["data"].pop(place, None)
+        parts["data"].pop("cache", None)  # where features lie; what they are decides the numbers
         parts["seed"] = self.run.seed
         parts["threads"] = self.ray.threads
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]

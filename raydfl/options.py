@@ -82,6 +82,8 @@ def _range(part: Mapping[str, Any]) -> str:
 class _Lenient(GenerateJsonSchema):
     """A user's class may have options of types that JSON does not know: these have no schema, the others do."""
 
+    ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012  (pydantic's own way)
+
     def handle_invalid_for_json_schema(self, schema: CoreSchema, error_info: str) -> JsonSchemaValue:
         return {}
 

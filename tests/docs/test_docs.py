@@ -12,7 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import pytest
 from commands import Raydfl
 from pages import PAGES, RECORDINGS, ROOT, Block, anchor, blocks, headings, links, option_tables
 
-from raydfl import registry
+from raydfl import registry, runs
 from raydfl.aggregate import RULES
 from raydfl.config import Config, load_config, make_config, parse_yaml
 from raydfl.data.dataset import dataset_names, find_dataset
@@ -28,10 +28,18 @@ from raydfl.method import Method
 from raydfl.models import architectures, build_model, model_options
 from raydfl.options import options_of, plain
 from raydfl.settings import Settings
+from raydfl.step import Step
 from raydfl.types import ModelSpec
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 RUNNABLE = [block for block in BLOCKS if block.language in ("bash", "python", "yaml")]
+
+
+def _write_no_report(run_dirs: Sequence[Path], out: Path) -> Path:
+    out.write_text("not drawn in this test")
+    return out
+
+
 _SHELL = {">", "<", "|", "&&", "||", "&", ";"}
 
 
@@ -69,10 +77,14 @@ def run_block(
     monkeypatch.setenv("RAYDFL_CACHE", str(documentation_cache))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     raydfl = Raydfl(capsys)
+    draw_report = runs.write_report
 
     def run(block: Block) -> None:
         folder = sandbox(block.page)
         monkeypatch.chdir(folder)
+        # Drawing takes most of such small runs' time: the pages whose text is about reports have them drawn.
+        drawn = block.page.name in ("README.md", "report.md")
+        monkeypatch.setattr(runs, "write_report", draw_report if drawn else _write_no_report)
         if block.file is not None:
             (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
             (folder / block.file).write_text(block.text, encoding="utf-8")
@@ -230,6 +242,19 @@ def test_the_networks_have_the_parameters_that_the_page_says() -> None:
             said |= dict.fromkeys(re.findall(r"`(\w+)`", cells[0]), int(cells[3].replace(",", "")))
     built = {name: build_model(ModelSpec("model", name, 64, 10)) for name in architectures()}
     assert said == {name: sum(p.numel() for p in model.parameters()) for name, model in built.items()}
+
+
+def test_every_override_point_and_every_member_of_a_step_is_described() -> None:
+    text = _page("own-method.md").read_text()
+    points = [name for name in vars(Method) if not name.startswith("_") and callable(getattr(Method, name))]
+    assert len(points) >= 11
+    for name in points:
+        assert f"| `{name}(" in text, name
+    members = [field for field in Step.__slots__ if field != "shared"]
+    members += [name for name, value in vars(Step).items() if callable(value) and not name.startswith("_")]
+    assert len(members) >= 17
+    for name in members:
+        assert f"`step.{name}" in text, name
 
 
 def test_readme_names_every_method_and_data_set() -> None:
