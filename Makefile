@@ -6,6 +6,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	&& command -v $$python && break; done)
 INSTALLED := .venv/.installed
 ARGS ?=
+RUNS ?= runs
 
 .PHONY: help run test test-all check
 .DELETE_ON_ERROR:
@@ -16,14 +17,14 @@ help:
 	@echo 'make test-all  every test'
 	@echo 'make check     style and types'
 
-run: QUICKSTART := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
+run: QUICKSTART := $(RUNS)/quickstart-$(shell date +%Y%m%d-%H%M%S)
 run: $(INSTALLED)
-	.venv/bin/raydfl run jobs/quickstart.yaml run.name=$(notdir $(QUICKSTART))-fedavg $(ARGS)
-	.venv/bin/raydfl run jobs/quickstart.yaml run.name=$(notdir $(QUICKSTART))-fedmlac $(ARGS) \
+	.venv/bin/raydfl run jobs/quickstart.yaml run.dir=$(RUNS) run.name=$(notdir $(QUICKSTART))-fedavg $(ARGS)
+	.venv/bin/raydfl run jobs/quickstart.yaml run.dir=$(RUNS) run.name=$(notdir $(QUICKSTART))-fedmlac $(ARGS) \
 		method='{name: fedmlac, plug_ce_weight: 1.0}'
 	.venv/bin/raydfl report $(QUICKSTART)-fedavg $(QUICKSTART)-fedmlac --out $(QUICKSTART).html
 	@echo 'open the comparison:  $(QUICKSTART).html   (each run has its own page beside its files: report.html)'
-	@echo 'browse in MLflow:     .venv/bin/mlflow ui --backend-store-uri sqlite:///$(CURDIR)/runs/mlflow.db'
+	@echo 'browse in MLflow:     .venv/bin/mlflow ui --backend-store-uri sqlite:///$(abspath $(RUNS))/mlflow.db'
 
 test: $(INSTALLED)
 	.venv/bin/python -m pytest -m 'not slow' $(ARGS)

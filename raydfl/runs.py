@@ -68,7 +68,7 @@ def run(config: Config, progress: Progress | None = None) -> Outcome:
     return execute(run_dir, config, progress)
 
 
-def resume(run_dir: Path, overrides: Sequence[str] = (), progress: Progress | None = None) -> Outcome:
+def resume(run_dir: str | Path, overrides: Sequence[str] = (), progress: Progress | None = None) -> Outcome:
     """Go on with a run after its last commit.
 
     Args:
@@ -77,6 +77,7 @@ def resume(run_dir: Path, overrides: Sequence[str] = (), progress: Progress | No
     Raises:
         RunDirectoryError: there is no such run, or it is damaged, in use, or the overrides would make it another run.
     """
+    run_dir = Path(run_dir)
     progress = progress or Progress("quiet")
     stored = stored_config(run_dir)
     config = make_config(apply_overrides(stored.model_dump(mode="json"), overrides), f"{run_dir}/config.yaml")
@@ -145,7 +146,7 @@ def create(config: Config, progress: Progress) -> Path:
         or f"{_short(config.method['name'])}-{_short(config.data.name)}-{datetime.now().astimezone():%Y%m%d-%H%M%S-%f}"
     )
     run_dir = Path(config.run.dir) / name
-    if (run_dir / "run.json").exists():
+    if (run_dir / "run.json").exists() and not _forget_unbegun(run_dir, config):
         stored_about(run_dir)
         _check_same(run_dir, stored_config(run_dir), config)
         _write_config(run_dir, config)
@@ -179,6 +180,25 @@ def create(config: Config, progress: Progress) -> Path:
     }
     write_durably(run_dir / "run.json", json.dumps(about, indent=2).encode())
     return run_dir
+
+
+def _forget_unbegun(run_dir: Path, config: Config) -> bool:
+    """Whether the folder held another configuration's run without a single completed round, which is then removed.
+
+    A start that failed (too few CPUs, an option that the method refuses) must not stand in the way of the corrected one.
+    """
+    store = RunStore(run_dir)
+    if any(store.rounds()) or stored_config(run_dir).digest() == config.digest():
+        return False
+    store.lock(wait=1.0)
+    try:
+        for name in ("run.json", "LATEST"):  # first what makes it a run
+            (run_dir / name).unlink(missing_ok=True)
+        for name in ("commits", "rows", "private", "population"):
+            shutil.rmtree(run_dir / name, ignore_errors=True)
+    finally:
+        store.unlock()
+    return True
 
 
 def _describe_models(config: Config, clients: Clients) -> dict[str, list[dict[str, Any]]]:
@@ -560,7 +580,7 @@ class Replayed:
     metrics: dict[str, float]
 
 
-def replay(run_dir: Path, round_number: int, client_id: str) -> Replayed:
+def replay(run_dir: str | Path, round_number: int, client_id: str) -> Replayed:
     """Do one client's work of one round again, in this process, from what the run has kept; the run is not changed.
 
     Args:
@@ -571,6 +591,7 @@ def replay(run_dir: Path, round_number: int, client_id: str) -> Replayed:
         InputError: the client took no part in that round.
         ClientError: the method's code fails again; its cause is the original exception.
     """
+    run_dir = Path(run_dir)
     config = stored_config(run_dir)
     store = RunStore(run_dir)
     latest = store.latest()

@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from raydfl.data.processes import available_cpus
 from raydfl.data.steps import Progress
+from raydfl.errors import DataError
 from raydfl.files import write_atomically
 
 if TYPE_CHECKING:
@@ -57,6 +58,11 @@ def content_digests(
     for index, row in enumerate(rows_of(manifest)):
         identity = dataset.identity(row)
         if identity is None:
+            if row["path"] is None:
+                raise DataError(
+                    f"clip {row['clip']!r} has no path, and its data set's identity() says that the file decides its samples; "
+                    f"give it a path, or return a string from identity()"
+                )
             files[index] = str(Path(row["path"]).absolute())
         else:
             digests[index] = _digest(b"identity:" + identity.encode())

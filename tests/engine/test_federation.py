@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import finish, same, start
+from helpers import finish, same, start, truth
 from safetensors import safe_open
 
 import raydfl.federation
@@ -182,3 +182,23 @@ def test_every_method_beats_chance_on_easy_data(tiny: Tiny) -> None:
         reported = ("test plugin/accuracy", "test model/accuracy", "test model/accuracy_client_mean")
         score = next(scores[name] for name in reported if name in scores)
         assert score > 0.8, f"{method}: {score}"
+
+
+def test_a_start_that_failed_does_not_stand_in_the_way_of_the_corrected_one(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError, match="no tensor's name begins with 'model/head'"):
+        run(tiny("method.personal=[model/head]", "run.name=retry", method="fedper"))
+    corrected = run(tiny("run.name=retry", method="fedper"))
+    assert corrected.finished
+    reference = finish(tiny("run.name=reference", method="fedper"))
+    same(reference, truth(corrected.run_dir))
+
+
+def test_ones_own_method_file_may_lie_elsewhere_when_the_run_goes_on(tiny: Tiny, tmp_path: Path) -> None:
+    digests = set()
+    for folder in ("a", "b"):
+        path = tmp_path / folder / "mine.py"
+        path.parent.mkdir()
+        path.write_text("from raydfl import Method\n\n\nclass Mine(Method):\n    pass\n")
+        digests.add(tiny(f"method.name={path}:Mine").digest())
+    assert len(digests) == 1
+    assert digests != {tiny().digest()}
