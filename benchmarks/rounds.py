@@ -30,7 +30,7 @@ from raydfl.clients import Clients
 from raydfl.config import Config
 from raydfl.data.population import Population
 from raydfl.progress import Progress
-from raydfl.runs import create, final_state
+from raydfl.rundir import create, final_state
 from raydfl.seeds import generator
 from raydfl.server import ServerActor
 from raydfl.worker import build_models

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from raydfl.data.dataset import Dataset
     from raydfl.errors import RaydflError
     from raydfl.method import Method
-    from raydfl.runs import Outcome, replay, resume, run
+    from raydfl.replays import replay
+    from raydfl.runs import Outcome, resume, run
     from raydfl.step import Step
     from raydfl.train import fit, predict
     from raydfl.types import Batch, Client, Ratio, State, Task, Update
@@ -27,7 +28,7 @@ _WHERE = {
     "RaydflError": "raydfl.errors",
     "Method": "raydfl.method",
     "Outcome": "raydfl.runs",
-    "replay": "raydfl.runs",
+    "replay": "raydfl.replays",
     "resume": "raydfl.runs",
     "run": "raydfl.runs",
     "Step": "raydfl.step",

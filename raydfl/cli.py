@@ -120,7 +120,7 @@ def replay_command(
 
     It is done in this process, from what the run has kept; the run is not changed.
     """
-    from raydfl.runs import replay
+    from raydfl.replays import replay
 
     try:
         replayed = replay(directory, round_number, client)

@@ -9,7 +9,7 @@ import torch
 
 from raydfl.config import Config
 from raydfl.progress import Progress
-from raydfl.runs import create, final_state
+from raydfl.rundir import create, final_state
 from raydfl.server import Server
 from raydfl.store import PrivateStore, RunStore
 

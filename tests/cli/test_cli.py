@@ -18,7 +18,8 @@ import raydfl as package
 from raydfl import registry
 from raydfl.config import Config, load_config
 from raydfl.data.dataset import dataset_names, find_dataset
-from raydfl.runs import replay, run
+from raydfl.replays import replay
+from raydfl.runs import run
 
 Tiny = Callable[..., Config]
 pytestmark = pytest.mark.usefixtures("without_pictures")

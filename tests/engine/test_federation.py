@@ -21,7 +21,8 @@ from raydfl.errors import ClientError, ConfigError
 from raydfl.federation import _shards, in_order
 from raydfl.models import build_model
 from raydfl.progress import Progress
-from raydfl.runs import create, final_state, run
+from raydfl.rundir import create, final_state
+from raydfl.runs import run
 from raydfl.store import PrivateStore, RunStore
 from raydfl.worker import Result
 

@@ -19,7 +19,9 @@ from raydfl.errors import ClientError, ConfigError, InputError, RunDirectoryErro
 from raydfl.federation import Federation
 from raydfl.pool import SerialPool
 from raydfl.progress import Progress
-from raydfl.runs import create, final_state, replay, resume, run
+from raydfl.replays import replay
+from raydfl.rundir import create, final_state
+from raydfl.runs import resume, run
 from raydfl.server import Server
 from raydfl.store import PrivateRef, PrivateStore, RunStore
 from raydfl.tensors import FlatTensors

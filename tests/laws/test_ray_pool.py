@@ -18,7 +18,8 @@ from raydfl.errors import ClientError, ResourcesError
 from raydfl.federation import Federation
 from raydfl.pool import RayPool
 from raydfl.progress import Progress
-from raydfl.runs import create, resume, run
+from raydfl.rundir import create
+from raydfl.runs import resume, run
 from raydfl.store import RunStore
 
 Tiny = Callable[..., Config]

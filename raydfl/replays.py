@@ -1,0 +1,95 @@
+"""One client's work of one round, done again: to look at it, or to find a method's mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from raydfl.data.population import Population
+from raydfl.errors import InputError, RunDirectoryError
+from raydfl.federation import Federation
+from raydfl.pool import SerialPool
+from raydfl.rundir import stored_config
+from raydfl.store import PrivateStore, RunStore
+from raydfl.tensors import FlatTensors
+from raydfl.types import Client, Update
+from raydfl.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One client's work in one round, done again."""
+
+    client: Client
+    round: int
+    phase: str
+    update: Update | None
+    rejected: str
+    received: dict[str, FlatTensors]
+    metrics: dict[str, float]
+
+
+def replay(run_dir: str | Path, round_number: int, client_id: str) -> Replayed:
+    """Do one client's work of one round again, in this process, from what the run has kept; the run is not changed.
+
+    Args:
+        round_number: counted from 1, as printed.
+
+    Raises:
+        RunDirectoryError: no commit before that round is kept, or the run has not come that far.
+        InputError: the client took no part in that round.
+        ClientError: the method's code fails again; its cause is the original exception.
+    """
+    run_dir = Path(run_dir)
+    config = stored_config(run_dir)
+    store = RunStore(run_dir)
+    latest = store.latest()
+    done = 0 if latest is None else int(latest.split("-")[0])
+    if round_number > done + config.run.commit_every:
+        raise RunDirectoryError(
+            f"round {round_number} of {run_dir} cannot be replayed: the last commit is of round {done}"
+        )
+    before = [name for name in store.commits() if int(name.split("-")[0]) < round_number]
+    if not before:
+        kept = store.rounds()
+        span = f"rounds {kept[0] + 1} and later can be replayed" if kept else "none is kept"
+        raise RunDirectoryError(
+            f"round {round_number} of {run_dir} cannot be replayed: the commit before it is no longer kept ({span}); "
+            f"set run.keep to keep more"
+        )
+    with tempfile.TemporaryDirectory(prefix="raydfl-replay-") as name:
+        scratch = Path(name)
+        (scratch / "commits").mkdir()
+        shutil.copy(run_dir / "commits" / before[-1], scratch / "commits")
+        (scratch / "LATEST").write_text(before[-1])
+        private = PrivateStore(scratch / "private", also_read=[run_dir / "private"])
+        worker = Worker(run_dir, config, private)
+        quiet = config.model_copy(update={"evaluate": config.evaluate.model_copy(update={"every": 10**9})})
+        population = Population.load(run_dir / "population")
+        federation = Federation(quiet, population, RunStore(scratch), SerialPool(worker))
+        while federation.state.round_index < round_number - 1:
+            federation.round()
+        orders = federation.plan()
+        matching = [order for order in orders if order.task.client_id == client_id]
+        if not matching:
+            took_part = ", ".join(repr(order.task.client_id) for order in orders[:12])
+            raise InputError(
+                f"client {client_id!r} took no part in round {round_number}; the cohort was "
+                f"{took_part}{' ...' if len(orders) > 12 else ''}"
+            )
+        received = federation.broadcast(set(matching[0].task.receive))
+        result = worker.carry_out(matching[0], received)
+        private.close()
+        measured = result.measured.get("train", {})
+        return Replayed(
+            client=federation.clients.by_id(client_id),
+            round=round_number,
+            phase=matching[0].task.phase,
+            update=None if result.update is None else dataclasses.replace(result.update),
+            rejected=result.rejected,
+            received=received,
+            metrics={name: ratio.value for name, ratio in measured.items() if hasattr(ratio, "value")},
+        )
