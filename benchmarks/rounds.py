@@ -77,7 +77,7 @@ class BareLoop:
         """One round of FedAvg."""
         rng = generator(self.seed, self.round_index, "", "plan")
         chosen = np.sort(rng.choice(len(self.data), size=self.cohort, replace=False))
-        sums = {name: torch.zeros_like(value) for name, value in self.weights.items()}
+        sums = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in self.weights.items()}
         total = 0
         for index in chosen:
             x, y = self.data[index]
@@ -91,9 +91,9 @@ class BareLoop:
                 F.cross_entropy(self.model(x[batch]), y[batch]).backward()
                 optimiser.step()
             for name, value in self.model.state_dict().items():
-                sums[name] += len(y) * value
+                sums[name] += len(y) * value.double()
             total += len(y)
-        self.weights = {name: value / total for name, value in sums.items()}
+        self.weights = {name: (value / total).float() for name, value in sums.items()}
         self.round_index += 1
 
 
