@@ -21,11 +21,16 @@ os.environ.update(
 )
 os.environ.pop("RAY_ADDRESS", None)
 
+import hypothesis
 import pytest
 
 from raydfl.config import Config, apply_overrides, make_config
 
 TESTS = Path(__file__).parent
+
+# A busy machine is no failure, and a test fails for everybody or for nobody.
+hypothesis.settings.register_profile("raydfl", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("raydfl")
 
 TINY: dict[str, Any] = {
     "method": {"name": "fedavg"},

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic.dataclasses import dataclass
 from threadpoolctl import threadpool_limits
@@ -104,7 +104,6 @@ def federations(draw: st.DrawFn) -> list[Update]:
 
 
 @given(updates=federations())
-@settings(deadline=None)
 def test_weighted_mean_is_the_mean_by_hand(updates: list[Update]) -> None:
     result = WeightedMean()(iter(updates), CURRENT)
     assert_equal(result.tensors, mean_by_hand(updates, CURRENT))
@@ -112,14 +111,12 @@ def test_weighted_mean_is_the_mean_by_hand(updates: list[Update]) -> None:
 
 
 @given(updates=federations())
-@settings(deadline=None)
 def test_a_collecting_rule_that_keeps_everybody_is_the_weighted_mean_to_the_bit(updates: list[Update]) -> None:
     result = LayerwisePruning(vl=0, vh=0)(iter(updates), CURRENT)
     assert_equal(result.tensors, mean_by_hand(updates, CURRENT))
 
 
 @given(updates=federations())
-@settings(deadline=None)
 def test_uniform_mean_is_the_mean_with_weights_of_one(updates: list[Update]) -> None:
     def flat(weight: Any) -> Any:
         if isinstance(weight, Mapping):

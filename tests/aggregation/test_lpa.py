@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from raydfl.aggregate import LayerwisePruning, WeightedMean
@@ -68,7 +68,6 @@ def random_updates(clients: int, seed: int) -> list[Update]:
     vh=st.floats(0, 0.99),
     by=st.sampled_from(["module", "tensor"]),
 )
-@settings(deadline=None)
 def test_it_is_the_algorithm_by_hand(clients: int, seed: int, vl: float, vh: float, by: str) -> None:
     updates = random_updates(clients, seed)
     layers = list(LAYERS.values()) if by == "module" else [(name,) for name in SHAPES]
@@ -98,7 +97,6 @@ def test_long_layers_are_the_algorithm_in_matrix_form() -> None:
 
 
 @given(clients=st.integers(2, 12), seed=st.integers(0, 2**32 - 1), order=st.randoms(use_true_random=False))
-@settings(deadline=None)
 def test_the_order_of_clients_does_not_matter(clients: int, seed: int, order: object) -> None:
     updates = random_updates(clients, seed)
     _, gaps, _ = lpa_by_hand(updates, 0.25, 0.25, list(LAYERS.values()))

@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -26,7 +26,6 @@ def example() -> dict[str, Tensor]:
 
 
 @given(shapes=SHAPES, seed=st.integers(0, 2**32 - 1))
-@settings(deadline=None)
 def test_views_of_the_flat_vector_are_the_tensors(shapes: list[tuple[int, ...]], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     tensors = {f"t{index}": torch.randn(shape, generator=generator) for index, shape in enumerate(shapes)}

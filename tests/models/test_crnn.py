@@ -108,7 +108,7 @@ def test_a_batch_gives_the_same_as_its_items_one_by_one(size: str, kernel: int) 
 
 
 @given(lengths=st.lists(st.integers(4, 20), min_size=1, max_size=5), padding=st.integers(0, 9), pool=st.integers(1, 2))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_padding_changes_nothing(lengths: list[int], padding: int, pool: int) -> None:
     network, x = build("crnn_base", hidden=5, filters=(3, 4), pool=pool), noise(len(lengths), max(lengths) + padding, 6)
     batch = torch.tensor(lengths)
