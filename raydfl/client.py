@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from raydfl.config import Config
-from raydfl.store import PrivateRef, PrivateStore
+from raydfl.private import PrivateIndex, PrivateRef, PrivateStore
 from raydfl.tensors import FlatTensors
 from raydfl.worker import Order, Result, Worker
+
+_PRIORITY = 19
+"""Of the threads that compute: the lowest. Ray starts its workers at 15."""
 
 
 def choose_device(gpus: float) -> str:
@@ -59,13 +62,24 @@ class ClientActor:
             tensors: those entries, read from the object store without a copy.
         """
         broadcast = dict(zip(keys, tensors, strict=True))
+        _give_way()
         with self._one_at_a_time:
             return [self._worker.carry_out(order, broadcast) for order in orders]
 
-    def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
+    def compact(self, round_index: int, refs: PrivateIndex) -> dict[int, PrivateRef]:
         """PrivateStore.compact."""
         with self._one_at_a_time:
             return self._worker.private.compact(round_index, refs)
+
+
+def _give_way() -> None:
+    """Lower the priority of the calling thread, and of it alone, below that of the threads and processes that move results.
+
+    They need little time but need it at once: what waits for them is the next order of some actor.
+    """
+    if os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < _PRIORITY:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PRIORITY)
 
 
 def start_client_actor(run_dir: Path, config: Config) -> Any:

@@ -12,6 +12,7 @@ from torch import nn
 
 from raydfl import record, seeds
 from raydfl.clients import Clients
+from raydfl.committer import Committer
 from raydfl.config import Config
 from raydfl.data.population import Population
 from raydfl.errors import ClientError, ConfigError
@@ -19,7 +20,8 @@ from raydfl.method import Method
 from raydfl.metrics import pool as pool_metrics
 from raydfl.metrics import summarise
 from raydfl.pool import Pool
-from raydfl.store import PrivateRef, RunStore
+from raydfl.private import PrivateIndex, PrivateRef
+from raydfl.store import RunStore
 from raydfl.tensors import FlatTensors
 from raydfl.types import Client, Metrics, ModelSpec, Ratio, State, Task, Update
 from raydfl.worker import SERVER, Measurement, Order, Result, build_models
@@ -28,8 +30,6 @@ _SHARD = 512
 """Test examples in one order of the server's evaluation."""
 _SLACK = 64 << 20
 """Bytes of superseded private state that are not worth moving anything."""
-_MERGE = 100
-"""Commits after which their small files of rows are merged into one."""
 
 
 @dataclass(slots=True)
@@ -46,12 +46,12 @@ class RoundReport:
     rejected: dict[str, str] = field(default_factory=dict)
     """Reason by client id."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall-clock by part: ``train_and_aggregate``, ``evaluate``, ``commit`` (the one before), and ``round``: since the last."""
+    """Wall-clock by part: ``train_and_aggregate``, ``evaluate`` and ``round`` (since the last); ``commit``: of the last commit that
+    is done, which ran beside a round."""
     bytes_down: int = 0
     bytes_up: int = 0
-    committed: bool = False
     rows: list[record.Row] = field(default_factory=list)
-    """With a commit: all rows since the last one."""
+    """Of this round and of those before it: what has become durable since the last report."""
 
 
 class Federation:
@@ -76,18 +76,20 @@ class Federation:
         self._fully_shared = _shared_models(self.method, self._variants)
         self._segments: set[str] = set()
         self._rows: list[record.Row] = []
-        self._commits = 0
+        self._committer = Committer(store)
+        self._to_commit: tuple[State, PrivateIndex, set[str], list[record.Row]] | None = None
         self._commit_seconds = 0.0
         self._marked = time.perf_counter()
         commit, self.warnings = store.open_latest()
         if commit is None:
             self.state = self._first_state()
-            self._private: dict[int, PrivateRef] = {}
+            self._private = PrivateIndex()
             record.discard_rows(store.folder, -1)
-            store.commit(self.state, {})
+            store.commit(self.state, self._private)
         else:
-            self.state, self._private = commit.state, dict(commit.private)
+            self.state, self._private = commit.state, commit.private
             record.discard_rows(store.folder, self.state.round_index)
+        self._committed = self.state.round_index
 
     def _first_state(self) -> State:
         rng = seeds.generator(self.config.run.seed, 0, "", "init")
@@ -130,8 +132,11 @@ class Federation:
         started = time.perf_counter()
         report = RoundReport(self.state.round_index + 1)
         orders = self.plan()
+        results = self.pool.run(orders, self.broadcast({key for order in orders for key in order.task.receive}))
+        # Only now: what the last round left to write need not keep the clients waiting.
+        self._begin_commit()
         rng = seeds.generator(self.config.run.seed, self.state.round_index, "", "aggregate")
-        updates = self._updates(orders, report)
+        updates = self._updates(orders, results, report)
         state, metrics = self.method.aggregate(self.state, updates, rng)
         for _ in updates:
             pass  # a rule need not look at every update, but every client's result counts
@@ -147,8 +152,7 @@ class Federation:
             report, "", {f"seconds/{what}": Ratio(seconds, 1) for what, seconds in self._durations(report).items()}
         )
         if report.round % self.config.run.commit_every == 0 or report.round == self.config.train.rounds:
-            self.commit(report)
-            self._commit_seconds = time.perf_counter() - evaluated
+            self._prepare_commit(report)
         return report
 
     def _durations(self, report: RoundReport) -> dict[str, float]:
@@ -158,24 +162,25 @@ class Federation:
         self._marked = now
         return report.seconds
 
-    def _updates(self, orders: Sequence[Order], report: RoundReport) -> Iterator[Update]:
+    def _updates(self, orders: Sequence[Order], results: Iterator[Result], report: RoundReport) -> Iterator[Update]:
         """Updates one after another in client order, whatever the order of arrival; what else came with them is recorded."""
         trained: dict[str, Metrics] = {}
+        moved: dict[int, PrivateRef] = {}
         fit_seconds = 0.0
-        needed = {key for order in orders for key in order.task.receive}
-        for result in in_order(self.pool.run(orders, self.broadcast(needed)), len(orders)):
+        for result in in_order(results, len(orders)):
             report.clients += 1
             report.bytes_down += result.bytes_down
             report.bytes_up += result.bytes_up
             fit_seconds += result.seconds
             if result.private is not None and result.private != orders[result.position].private:
-                self._private[self.clients.index_of(result.client_id)] = result.private
+                moved[self.clients.index_of(result.client_id)] = result.private
                 self._segments.add(result.private.segment)
             if result.update is None:
                 report.rejected[result.client_id] = result.rejected
                 continue
             trained[result.client_id] = result.measured["train"]
             yield result.update
+        self._private = self._private.changed(moved)
         pooled = pool_metrics(trained.values())
         loss = pooled.get("loss")
         if isinstance(loss, Ratio):
@@ -275,28 +280,47 @@ class Federation:
         orders = self._orders(self.method.plan_evaluation(self.state, chosen), tuple(measure))
         return [dataclasses.replace(order, position=first_position + order.position) for order in orders]
 
-    def commit(self, report: RoundReport | None = None) -> None:
-        """Make everything up to now durable. Rows first: what LATEST names is never without its record.
+    def finish(self, report: RoundReport) -> None:
+        """Make everything up to now durable, and wait until it is.
 
         Raises:
             ResourcesError: the disk is full; the last commit still counts.
         """
+        if self._committed != self.state.round_index:
+            self._prepare_commit(report)
+        self._begin_commit()
+        self._await_commit(report)
+
+    def _prepare_commit(self, report: RoundReport) -> None:
+        """Hold fast what the next commit shall be; it begins when the clients have work again, or at the end."""
+        self._await_commit(report)
         self._compact()
-        record.write_rows(record.rows_path(self.store.folder, self.state.round_index), self._rows)
-        self.store.commit(self.state, self._private, self._segments)
-        if report is not None:
-            report.rows, report.committed = self._rows, True
+        self._to_commit = (self.state, self._private, self._segments, self._rows)
+        self._committed = self.state.round_index
         self._rows, self._segments = [], set()
-        self._commits += 1
-        if self._commits % _MERGE == 0:
-            record.compact(self.store.folder, gather=_MERGE)
+
+    def _begin_commit(self) -> None:
+        if self._to_commit is not None:
+            self._committer.start(*self._to_commit)
+            self._to_commit = None
+
+    def _await_commit(self, report: RoundReport) -> None:
+        rows, seconds = self._committer.wait()
+        report.rows += rows
+        self._commit_seconds = seconds or self._commit_seconds
+
+    def close(self) -> None:
+        """Write what is to be committed, and let the commit under way end."""
+        try:
+            self._begin_commit()
+        finally:
+            self._committer.close()
 
     def _compact(self) -> None:
         """Keep the private segments below about twice what counts."""
-        live = sum(ref.length for ref in self._private.values())
-        if self.store.bytes_of_segments() > 2 * live + _SLACK:
+        if self.store.bytes_of_segments() > 2 * self._private.bytes + _SLACK:
             moved = self.pool.compact(self.state.round_index, self._private)
-            self._private.update(moved)
+            self._private = self._private.changed(moved)
             self._segments.update(ref.segment for ref in moved.values())
 
 

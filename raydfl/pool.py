@@ -16,7 +16,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, R
 from raydfl.client import ClientActor
 from raydfl.config import Config, RaySettings
 from raydfl.errors import RaydflError, ResourcesError
-from raydfl.store import PrivateRef
+from raydfl.private import PrivateIndex, PrivateRef
 from raydfl.tensors import FlatTensors
 from raydfl.worker import Order, Result, Worker
 
@@ -27,10 +27,10 @@ class Pool(Protocol):
     """Where clients' work is done."""
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Result]:
-        """Results of all orders, in order of completion."""
+        """Results of all orders, in order of completion. Work may begin before the first is asked for."""
         ...
 
-    def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
+    def compact(self, round_index: int, refs: PrivateIndex) -> dict[int, PrivateRef]:
         """PrivateStore.compact, where private state may be read."""
         ...
 
@@ -50,7 +50,7 @@ class SerialPool:
         for order in orders:
             yield self._worker.carry_out(order, broadcast)
 
-    def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
+    def compact(self, round_index: int, refs: PrivateIndex) -> dict[int, PrivateRef]:
         """Compact in this process."""
         return self._worker.private.compact(round_index, refs)
 
@@ -75,14 +75,19 @@ class _Slot:
     deadline: float
     """When to give up waiting for ``ready``; infinite once it has answered."""
     load: int = 0
+    """Calls that it has not answered."""
+    work: float = 0.0
+    """Cost of the orders in those calls."""
+    free_at: float = 0.0
+    """When it will have answered them all, as far as can be foreseen (time.monotonic)."""
 
 
 class RayPool:
     """Client actors, each carrying out many clients' orders.
 
-    The longest orders go out first. Each actor is given its next order while it works, as long as others have enough to do, so
-    that it never waits for the server. Orders of a lost actor go to others, and a new actor takes its place; that work is done
-    twice changes nothing, because a client's work depends on its order alone.
+    The longest orders go out first, to the actor that will be free first; each is given its next orders while it works, so that it
+    never waits for the server. Orders of a lost actor go to others, and a new actor takes its place; that work is done twice
+    changes nothing, because a client's work depends on its order alone.
     """
 
     def __init__(self, start_actor: Callable[[], ActorHandle[ClientActor]], settings: RaySettings) -> None:
@@ -95,6 +100,8 @@ class RayPool:
         self._start_actor = start_actor
         self._settings = settings
         self._slots: dict[Any, _Slot] = {}
+        self._pace = {True: 0.0, False: 0.0}
+        """Seconds for a unit of cost, lately: of training, and of evaluation."""
         if settings.actors != "per_client":
             for number in range(int(settings.actors)):
                 self._open(number)
@@ -129,9 +136,9 @@ class RayPool:
         )
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Result]:
-        """Results in order of completion.
+        """Hand out the first orders and return; the results come in order of completion.
 
-        Raises:
+        Raises, when results are asked for:
             ClientError: a method's code failed.
             ResourcesError: an order's actor was lost more often than ``ray.retries``, or no actor can be started any more.
         """
@@ -140,6 +147,12 @@ class RayPool:
         }
         waiting = sorted(orders, key=lambda order: (order.cost, -order.position))  # the longest is taken from the end
         in_flight: dict[Any, tuple[list[Order], Any, _Slot]] = {}
+        self._hand_out(waiting, in_flight, references, {})
+        return self._results(waiting, in_flight, references)
+
+    def _results(
+        self, waiting: list[Order], in_flight: dict[Any, tuple[list[Order], Any, _Slot]], references: Mapping[str, Any]
+    ) -> Iterator[Result]:
         losses: dict[int, int] = {}
         while waiting or in_flight:
             self._hand_out(waiting, in_flight, references, losses)
@@ -149,6 +162,7 @@ class RayPool:
                 continue
             given, key, slot = in_flight.pop(done[0])
             slot.load -= 1
+            slot.work -= sum(order.cost for order in given)
             try:
                 results = ray.get(done[0])
             except LOST as error:
@@ -164,7 +178,17 @@ class RayPool:
             except RayTaskError as error:
                 raise task_cause(error) from error
             slot.deadline = math.inf
+            self._learn(given, results, slot)
             yield from results
+
+    def _learn(self, orders: Sequence[Order], results: Sequence[Result], slot: _Slot) -> None:
+        """Foresee from what a call took when the actor will be free."""
+        training = orders[0].measure is None
+        cost = sum(order.cost for order in orders)
+        if cost > 0:
+            pace = sum(result.seconds for result in results) / cost
+            self._pace[training] = 0.7 * self._pace[training] + 0.3 * pace if self._pace[training] else pace
+        slot.free_at = time.monotonic() + slot.work * self._pace[training]
 
     def _hand_out(
         self,
@@ -173,7 +197,7 @@ class RayPool:
         references: Mapping[str, Any],
         losses: Mapping[int, int],
     ) -> None:
-        """Give waiting orders to the actors with the least to do: one call each, and a second while there are enough for all.
+        """Give waiting orders to the actors that will be free first, up to two calls each.
 
         A call takes several milliseconds of Ray's, so it carries several orders while many are waiting, and one at the end, when
         the actors shall finish together. Orders that were in a lost call go alone: one of them may be what ended the actor.
@@ -184,8 +208,8 @@ class RayPool:
                 slot = self._slots.get(key) or self._open(key)
                 number = 1
             else:
-                key, slot = min(self._slots.items(), key=lambda item: (item[1].load, item[0]))
-                if slot.load >= (2 if len(waiting) > len(self._slots) else 1):
+                key, slot = min(self._slots.items(), key=lambda item: (item[1].free_at, item[1].work, item[0]))
+                if slot.load >= 2:
                     return
                 number = min(_MOST_IN_A_CALL, math.ceil(len(waiting) / (2 * len(self._slots))))
             given = [waiting.pop()]
@@ -194,7 +218,9 @@ class RayPool:
             receive = sorted({name for order in given for name in order.task.receive})
             reference: Any = slot.actor.carry_out.remote(given, receive, *[references[name] for name in receive])
             in_flight[reference] = (given, key, slot)
-            slot.load += 1
+            cost = sum(order.cost for order in given)
+            slot.load, slot.work = slot.load + 1, slot.work + cost
+            slot.free_at = max(slot.free_at, time.monotonic()) + cost * self._pace[given[0].measure is None]
 
     def _check_starting(self) -> None:
         """Give up actors that do not start (their node left, say); the others take over their orders."""
@@ -218,13 +244,13 @@ class RayPool:
     def _close(self, key: Any) -> None:
         ray.kill(self._slots.pop(key).actor)
 
-    def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
+    def compact(self, round_index: int, refs: PrivateIndex) -> dict[int, PrivateRef]:
         """Compact on one of the actors: private state never passes through the server."""
         if not self._slots:
             return {}
         slot = next(iter(self._slots.values()))
         try:
-            moved: dict[int, PrivateRef] = ray.get(cast(Any, slot.actor.compact.remote(round_index, dict(refs))))
+            moved: dict[int, PrivateRef] = ray.get(cast(Any, slot.actor.compact.remote(round_index, refs)))
         except LOST:
             return {}  # nothing is lost: it is tried again after a later commit
         return moved

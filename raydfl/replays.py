@@ -12,8 +12,9 @@ from raydfl.data.population import Population
 from raydfl.errors import InputError, RunDirectoryError
 from raydfl.federation import Federation
 from raydfl.pool import SerialPool
+from raydfl.private import PrivateStore
 from raydfl.rundir import stored_config
-from raydfl.store import PrivateStore, RunStore
+from raydfl.store import RunStore
 from raydfl.tensors import FlatTensors
 from raydfl.types import Client, Update
 from raydfl.worker import Worker

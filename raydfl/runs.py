@@ -76,12 +76,16 @@ def resume(run_dir: str | Path, overrides: Sequence[str] = (), progress: Progres
     return execute(run_dir, config, progress)
 
 
+_SHORT = 1.0
+"""Seconds of a round up to which the next one is asked for ahead: so much later may a run stop that is asked to."""
+
+
 class _Remote(Protocol):
     """What the driver's loop needs of a server."""
 
     def open(self) -> tuple[int, list[str]]: ...
-    def round(self, round_index: int) -> RoundReport | None: ...
-    def commit(self) -> RoundReport: ...
+    def round(self, round_index: int, ahead: bool) -> RoundReport | None: ...
+    def finish(self, round_index: int) -> RoundReport | None: ...
     def close(self) -> None: ...
 
 
@@ -94,11 +98,11 @@ class _Local:
     def open(self) -> tuple[int, list[str]]:
         return self._server.round_index, self._server.warnings
 
-    def round(self, round_index: int) -> RoundReport | None:
+    def round(self, round_index: int, ahead: bool) -> RoundReport | None:
         return self._server.round()
 
-    def commit(self) -> RoundReport:
-        return self._server.commit()
+    def finish(self, round_index: int) -> RoundReport | None:
+        return self._server.finish()
 
     def close(self) -> None:
         self._server.close()
@@ -114,6 +118,7 @@ class _Actor:
         actor = ray.remote(ServerActor).options(num_cpus=0, num_gpus=0, max_restarts=self._RESTARTS, max_task_retries=0)
         self._actor: Any = actor.remote(str(run_dir), config.model_dump(mode="json"))
         self._lost = 0
+        self._ahead: dict[int, Any] = {}
 
     def _get(self, reference: Any) -> Any:
         try:
@@ -130,19 +135,35 @@ class _Actor:
             except LOST as error:
                 self._note_loss(error)
 
-    def round(self, round_index: int) -> RoundReport | None:
-        """One more round; ``None`` when the server was lost and stands elsewhere now."""
+    def round(self, round_index: int, ahead: bool) -> RoundReport | None:
+        """One more round; ``None`` when the server was lost and stands elsewhere now.
+
+        Args:
+            ahead: the next round will be asked for; the server may go on with it without waiting for that.
+        """
+        reference = self._ahead.pop(round_index, None) or self._actor.round.remote(round_index)
+        if ahead:
+            self._ahead[round_index + 1] = self._actor.round.remote(round_index + 1)
+        return self._report(reference)
+
+    def finish(self, round_index: int) -> RoundReport | None:
+        """Everything up to this round on the disk; ``None`` when the server was lost and stands elsewhere now."""
+        return self._report(self._actor.finish.remote(round_index))
+
+    def _report(self, reference: Any) -> RoundReport | None:
         try:
-            report: RoundReport = self._get(self._actor.round.remote(round_index))
+            report: RoundReport = self._get(reference)
             return report
         except LOST as error:
             self._note_loss(error)
             return None
         except LookupError:
+            self._ahead.clear()
             return None
 
     def _note_loss(self, error: Exception) -> None:
         self._lost += 1
+        self._ahead.clear()
         first = (str(error).strip().splitlines() or [""])[0]
         if self._lost > 5 * self._RESTARTS or "ActorDied" in type(error).__name__:
             raise ResourcesError(
@@ -152,10 +173,6 @@ class _Actor:
         if self._lost == 1:
             self._progress.message("the server was lost; it is restarted from the last commit")
         time.sleep(0.5)
-
-    def commit(self) -> RoundReport:
-        report: RoundReport = self._get(self._actor.commit.remote())
-        return report
 
     def close(self) -> None:
         with contextlib.suppress(*LOST, GetTimeoutError, RayTaskError):
@@ -314,22 +331,26 @@ def _rounds(
     scores: dict[str, float] = {}
     shown = round_index
     with _StopFlag(progress) as stop:
-        while round_index < total and not stop.asked:
-            report = server.round(round_index)
+        ahead, short = False, False
+        while True:
+            last = round_index >= total or (stop.asked and not ahead)
+            ahead = short and not stop.asked and round_index + 1 < total
+            report = server.finish(round_index) if last else server.round(round_index, ahead)
             if report is None:  # the server was lost: rounds it had committed are read back, others are done again
                 round_index, _ = server.open()
                 rows = record.to_rows(record.read_rows(run_dir, round_index, where=pc.field("client") == ""))
                 tracker.log_rows(rows)
+                ahead = False
                 continue
-            round_index = report.round
-            scores.update(report.scores)
-            if report.committed:
+            if report.rows:
                 tracker.log_rows(report.rows)
+            if last:
+                break
+            round_index, short = report.round, report.seconds["round"] < _SHORT
+            scores.update(report.scores)
             if round_index > shown:
                 shown = round_index
                 progress.round(_summary(report, total))
-        if stop.asked and round_index % config.run.commit_every and round_index < total:
-            tracker.log_rows(server.commit().rows)
     return Outcome(run_dir, round_index, round_index >= total, scores)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ from raydfl.config import Config
 from raydfl.data.population import Population
 from raydfl.federation import Federation, RoundReport
 from raydfl.pool import Pool, RayPool, SerialPool
-from raydfl.store import PrivateStore, RunStore
+from raydfl.private import PrivateStore
+from raydfl.store import RunStore
 from raydfl.worker import Worker
 
 
@@ -25,19 +28,20 @@ class Server:
             RunDirectoryError: the directory is in use, or no commit of it is whole.
             ResourcesError: the client actors cannot be started.
         """
-        self._store = RunStore(run_dir, config.run.keep)
-        self._store.lock()
-        self._pool: Pool | None = None
-        try:
+        store = RunStore(run_dir, config.run.keep)
+        with contextlib.ExitStack() as opened:
+            store.lock()
+            opened.callback(store.unlock)
             population = Population.load(run_dir / "population", verify=True)
+            pool: Pool
             if config.ray.actors == 0:
-                self._pool = SerialPool(Worker(run_dir, config, PrivateStore(run_dir / "private")))
+                pool = SerialPool(Worker(run_dir, config, PrivateStore(run_dir / "private")))
             else:
-                self._pool = RayPool(functools.partial(start_client_actor, run_dir, config), config.ray)
-            self._federation = Federation(config, population, self._store, self._pool)
-        except BaseException:
-            self.close()
-            raise
+                pool = RayPool(functools.partial(start_client_actor, run_dir, config), config.ray)
+            opened.callback(pool.close)
+            self._federation = Federation(config, population, store, pool)
+            opened.callback(self._federation.close)
+            self._opened = opened.pop_all()
 
     @property
     def round_index(self) -> int:
@@ -53,17 +57,15 @@ class Server:
         """Federation.round."""
         return self._federation.round()
 
-    def commit(self) -> RoundReport:
-        """Commit what is not committed yet; the report holds its rows."""
+    def finish(self) -> RoundReport:
+        """Commit what is not committed yet and wait until it is on the disk; the report holds the rows."""
         report = RoundReport(self.round_index)
-        self._federation.commit(report)
+        self._federation.finish(report)
         return report
 
     def close(self) -> None:
-        """End the pool and unlock the directory."""
-        if self._pool is not None:
-            self._pool.close()
-        self._store.unlock()
+        """Let a commit under way end, end the pool and unlock the directory."""
+        self._opened.close()
 
 
 class ServerActor:
@@ -74,6 +76,7 @@ class ServerActor:
 
         self._run_dir, self._config = Path(run_dir), Config.model_validate(config)
         torch.set_num_threads(self._config.ray.threads)
+        sys.setswitchinterval(5e-4)  # the thread that commits shall not keep clients waiting
         self._server: Server | None = None
 
     def _open(self) -> Server:
@@ -87,20 +90,27 @@ class ServerActor:
         server = self._open()
         return server.round_index, server.warnings
 
+    def _at(self, round_index: int) -> Server:
+        server = self._open()
+        if server.round_index != round_index:
+            raise LookupError(f"the server has completed {server.round_index} rounds, not {round_index}")
+        return server
+
     def round(self, round_index: int) -> RoundReport:
         """The round after ``round_index`` completed ones.
 
         Raises:
             LookupError: this server stands elsewhere, because it was restarted from a commit.
         """
-        server = self._open()
-        if server.round_index != round_index:
-            raise LookupError(f"the server has completed {server.round_index} rounds, not {round_index}")
-        return server.round()
+        return self._at(round_index).round()
 
-    def commit(self) -> RoundReport:
-        """Server.commit."""
-        return self._open().commit()
+    def finish(self, round_index: int) -> RoundReport:
+        """Server.finish, if this server has completed so many rounds.
+
+        Raises:
+            LookupError: it stands elsewhere, because it was restarted from a commit.
+        """
+        return self._at(round_index).finish()
 
     def close(self) -> None:
         """End the client actors and unlock the run directory."""

@@ -19,21 +19,19 @@ import json
 import os
 import re
 import time
-import uuid
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 
 from raydfl.errors import RunDirectoryError
-from raydfl.files import RESUME, sync, write_durably, writing
+from raydfl.files import write_durably
+from raydfl.private import PrivateIndex, PrivateStore
 from raydfl.types import State
 
 _COMMIT = re.compile(r"^(\d{6,})-([0-9a-f]{8})\.safetensors$")
@@ -41,121 +39,11 @@ _SEPARATOR = "|"
 
 
 @dataclass(frozen=True, slots=True)
-class PrivateRef:
-    """Where one client's private state lies: a record in a segment file."""
-
-    segment: str
-    offset: int
-    length: int
-    checksum: int
-
-
-class PrivateStore:
-    """Clients' private state, in append-only segment files that any process of the run can read.
-
-    A record is written once and never changed, so a crash can lose only records that no commit refers to yet. Each process appends
-    to a segment of its own, one per round.
-    """
-
-    def __init__(self, folder: Path, also_read: Sequence[Path] = ()) -> None:
-        """Open it.
-
-        Args:
-            folder: where segments are written, and read first.
-            also_read: further folders to read from (a replay reads a run's segments but writes elsewhere).
-        """
-        self.folder = folder
-        self._folders = (folder, *also_read)
-        self._writer = uuid.uuid4().hex[:8]
-        self._segment = ""
-        self._file: IO[bytes] | None = None
-
-    def append(self, round_index: int, tensors: Mapping[str, Tensor]) -> PrivateRef:
-        """Write one client's tensors; they survive this process at once, and a power cut after the next commit.
-
-        Raises:
-            ResourcesError: the disk is full.
-        """
-        data = safetensors.torch.save({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
-        segment = f"{round_index:06d}-{self._writer}.seg"
-        return self._write(segment, data)
-
-    def _write(self, segment: str, data: bytes) -> PrivateRef:
-        with writing(self.folder, len(data), "private state", RESUME):
-            if segment != self._segment or self._file is None:
-                if self._file is not None:
-                    self._file.close()
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._file = (self.folder / segment).open("ab", buffering=0)
-                self._segment = segment
-            offset = self._file.seek(0, os.SEEK_END)
-            written = 0
-            while written < len(data):
-                written += self._file.write(data[written:])
-        return PrivateRef(segment, offset, len(data), zlib.crc32(data))
-
-    def read(self, ref: PrivateRef) -> dict[str, Tensor]:
-        """The tensors of one record.
-
-        Raises:
-            RunDirectoryError: the segment is missing or the record damaged.
-        """
-        return safetensors.torch.load(self._read_bytes(ref))
-
-    def _read_bytes(self, ref: PrivateRef) -> bytes:
-        for folder in self._folders:
-            path = folder / ref.segment
-            if path.exists():
-                with path.open("rb") as file:
-                    file.seek(ref.offset)
-                    data = file.read(ref.length)
-                if len(data) != ref.length or zlib.crc32(data) != ref.checksum:
-                    raise RunDirectoryError(
-                        f"{path} is damaged at byte {ref.offset}: a client's private state cannot be read; "
-                        f"restore the file from a copy or start the run afresh"
-                    )
-                return data
-        raise RunDirectoryError(f"{self.folder / ref.segment} is missing: a client's private state was in it")
-
-    def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
-        """Copy the records that still count out of segments that are mostly superseded; returns the moved ones.
-
-        Old segments stay until no kept commit refers to them.
-        """
-        live: dict[str, int] = {}
-        for ref in refs.values():
-            live[ref.segment] = live.get(ref.segment, 0) + ref.length
-        sparse = {s for s, size in live.items() if size < 0.5 * (self.folder / s).stat().st_size}
-        moved = {}
-        for index, ref in refs.items():
-            if ref.segment in sparse:
-                moved[index] = self._write(f"{round_index:06d}-{self._writer}-compact.seg", self._read_bytes(ref))
-        return moved
-
-    def close(self) -> None:
-        """Close the segment that is written to; a later record opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def sync(self, segments: Iterable[str]) -> None:
-        """Make the segments durable; the caller then may refer to them in a commit.
-
-        Raises:
-            ResourcesError: the disk is full, which some file systems tell only now.
-        """
-        for segment in segments:
-            path = self.folder / segment
-            with writing(self.folder, path.stat().st_size, "private state", RESUME):
-                sync(path)
-
-
-@dataclass(frozen=True, slots=True)
 class Commit:
     """A committed round: the server's state and where each client's private state lies (by client index)."""
 
     state: State
-    private: Mapping[int, PrivateRef]
+    private: PrivateIndex
     name: str
 
 
@@ -201,7 +89,7 @@ class RunStore:
             self._lock.close()
             self._lock = None
 
-    def commit(self, state: State, private: Mapping[int, PrivateRef], new_segments: Iterable[str] = ()) -> str:
+    def commit(self, state: State, private: PrivateIndex, new_segments: Iterable[str] = ()) -> str:
         """Make ``state`` the truth of the run; returns the commit's name.
 
         Args:
@@ -335,13 +223,8 @@ class RunStore:
         return sum(p.stat().st_size for p in self.private_folder.glob("*.seg"))
 
 
-def _encode(state: State, private: Mapping[int, PrivateRef]) -> bytes:
-    segments = sorted({ref.segment for ref in private.values()})
-    number = {segment: i for i, segment in enumerate(segments)}
-    index = np.array(
-        [[i, number[r.segment], r.offset, r.length, r.checksum] for i, r in sorted(private.items())], dtype=np.int64
-    ).reshape(-1, 5)
-    tensors = {"private": torch.from_numpy(index)}
+def _encode(state: State, private: PrivateIndex) -> bytes:
+    tensors = {"private": torch.from_numpy(private.table)}
     for key, group in state.tensors.items():
         for name, value in group.items():
             tensors[f"{key}{_SEPARATOR}{name}"] = value.detach().cpu().contiguous()
@@ -349,7 +232,7 @@ def _encode(state: State, private: Mapping[int, PrivateRef]) -> bytes:
         "round_index": state.round_index,
         "extra": dict(state.extra),
         "keys": {key: list(group) for key, group in state.tensors.items()},
-        "segments": segments,
+        "segments": private.segments,
     }
     return safetensors.torch.save(tensors, metadata={"raydfl": json.dumps(about)})
 
@@ -369,13 +252,11 @@ def _segments(path: Path) -> set[str]:
     return set(_about(data)["segments"])
 
 
-def _decode(data: bytes) -> tuple[State, dict[int, PrivateRef]]:
+def _decode(data: bytes) -> tuple[State, PrivateIndex]:
     about = _about(data)
     tensors = safetensors.torch.load(data)
-    segments, keys = about["segments"], about["keys"]
-    private = {
-        int(i): PrivateRef(segments[s], int(offset), int(length), int(checksum))
-        for i, s, offset, length, checksum in tensors["private"].tolist()
+    private = PrivateIndex(tuple(about["segments"]), tensors["private"].numpy())
+    groups = {
+        key: {name: tensors[f"{key}{_SEPARATOR}{name}"] for name in names} for key, names in about["keys"].items()
     }
-    groups = {key: {name: tensors[f"{key}{_SEPARATOR}{name}"] for name in names} for key, names in keys.items()}
     return State(int(about["round_index"]), groups, about["extra"]), private

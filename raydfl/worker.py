@@ -25,8 +25,8 @@ from raydfl.data.examples import ClientData, Examples
 from raydfl.data.population import Population
 from raydfl.errors import ClientError, RaydflError
 from raydfl.method import Method
+from raydfl.private import PrivateRef, PrivateStore
 from raydfl.step import Step
-from raydfl.store import PrivateRef, PrivateStore
 from raydfl.tensors import FlatTensors
 from raydfl.types import Client, Metrics, ModelSpec, Task, Update
 

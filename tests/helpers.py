@@ -11,7 +11,8 @@ from raydfl.config import Config
 from raydfl.progress import Progress
 from raydfl.rundir import create, final_state
 from raydfl.server import Server
-from raydfl.store import PrivateStore, RunStore
+from raydfl.private import PrivateStore
+from raydfl.store import RunStore
 
 
 def finish(config: Config) -> dict[str, bytes]:

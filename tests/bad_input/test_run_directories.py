@@ -13,7 +13,8 @@ from helpers import same, truth
 
 from raydfl.config import Config
 from raydfl.runs import run
-from raydfl.store import PrivateStore, RunStore
+from raydfl.private import PrivateStore
+from raydfl.store import RunStore
 
 Tiny = Callable[..., Config]
 Undisturbed = Callable[..., dict[str, bytes]]

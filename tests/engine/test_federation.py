@@ -23,7 +23,8 @@ from raydfl.models import build_model
 from raydfl.progress import Progress
 from raydfl.rundir import create, final_state
 from raydfl.runs import run
-from raydfl.store import PrivateStore, RunStore
+from raydfl.private import PrivateStore
+from raydfl.store import RunStore
 from raydfl.worker import Result
 
 Tiny = Callable[..., Config]
@@ -76,6 +77,7 @@ def test_superseded_private_state_does_not_pile_up(tiny: Tiny, monkeypatch: pyte
     compacted = 0
     for _ in range(12):
         server.round()
+        server.finish()
         live = sum(ref.length for ref in store.load(store.latest() or "").private.values())
         # What counts, what the commit before refers to, and what is not yet worth moving.
         assert store.bytes_of_segments() <= 4 * live

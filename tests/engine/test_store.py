@@ -6,12 +6,14 @@ import errno
 import multiprocessing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from raydfl.errors import ResourcesError, RunDirectoryError
 from raydfl.files import write_durably
-from raydfl.store import PrivateRef, PrivateStore, RunStore
+from raydfl.private import PrivateIndex, PrivateRef, PrivateStore
+from raydfl.store import RunStore
 from raydfl.types import State
 
 
@@ -67,7 +69,7 @@ def test_commit_and_load_round_trip(tmp_path: Path) -> None:
     private = PrivateStore(tmp_path / "private")
     refs = {i: private.append(1, tensors_of(i)) for i in (3, 1, 7)}
     store = RunStore(tmp_path)
-    name = store.commit(state_of(1), refs, {r.segment for r in refs.values()})
+    name = store.commit(state_of(1), PrivateIndex().changed(refs), {r.segment for r in refs.values()})
     commit, warnings = RunStore(tmp_path).open_latest()
     assert warnings == []
     assert commit is not None
@@ -80,8 +82,28 @@ def test_commit_and_load_round_trip(tmp_path: Path) -> None:
             assert torch.equal(commit.state.tensors[key][tensor_name], tensor)
 
 
+def test_an_index_is_what_a_dictionary_would_be(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    index, reference = PrivateIndex(), dict[int, PrivateRef]()
+    for round_index in range(30):
+        clients = rng.choice(40, size=5, replace=False).tolist()
+        refs = {
+            client: PrivateRef(f"{round_index:06d}-{client % 2}.seg", 10 * client, client + 1, client)
+            for client in clients
+        }
+        before, index = index, index.changed(refs)
+        assert before == reference
+        reference.update(refs)
+        assert index == reference
+        assert list(index) == sorted(reference)
+        assert set(index.segments) == {ref.segment for ref in reference.values()}
+        assert index.bytes == sum(ref.length for ref in reference.values())
+    assert 99 not in index
+    assert index.changed({}) is index
+
+
 def test_equal_states_make_equal_files(tmp_path: Path) -> None:
-    names = [RunStore(tmp_path / folder).commit(state_of(4), {}) for folder in ("a", "b")]
+    names = [RunStore(tmp_path / folder).commit(state_of(4), PrivateIndex()) for folder in ("a", "b")]
     assert names[0] == names[1]
     a, b = ((tmp_path / f / "commits" / names[0]).read_bytes() for f in ("a", "b"))
     assert a == b
@@ -92,7 +114,7 @@ def test_only_the_newest_commits_and_their_segments_are_kept(tmp_path: Path) -> 
     index: dict[int, PrivateRef] = {}
     for round_index in range(1, 7):
         index[round_index % 2] = private.append(round_index, tensors_of(round_index))
-        store.commit(state_of(round_index), index, {ref.segment for ref in index.values()})
+        store.commit(state_of(round_index), PrivateIndex().changed(index), {ref.segment for ref in index.values()})
     assert store.rounds() == [5, 6]
     # Round 5 refers to records of rounds 4 and 5, round 6 to those of 5 and 6: nothing older is left.
     assert sorted(int(p.name[:6]) for p in (tmp_path / "private").iterdir()) == [4, 5, 6]
@@ -101,10 +123,10 @@ def test_only_the_newest_commits_and_their_segments_are_kept(tmp_path: Path) -> 
 def test_what_never_counted_is_removed_when_the_run_is_opened(tmp_path: Path) -> None:
     private, store = PrivateStore(tmp_path / "private"), RunStore(tmp_path)
     kept = private.append(1, tensors_of(1))
-    store.commit(state_of(1), {0: kept}, {kept.segment})
+    store.commit(state_of(1), PrivateIndex().changed({0: kept}), {kept.segment})
     before = (tmp_path / "LATEST").read_bytes()
     later = private.append(2, tensors_of(2))
-    store.commit(state_of(2), {0: later}, {later.segment})
+    store.commit(state_of(2), PrivateIndex().changed({0: later}), {later.segment})
     write_durably(tmp_path / "LATEST", before)  # as if the crash had come before LATEST moved
     commit, _ = RunStore(tmp_path).open_latest()
     assert commit is not None
@@ -116,8 +138,8 @@ def test_what_never_counted_is_removed_when_the_run_is_opened(tmp_path: Path) ->
 
 def test_a_damaged_newest_commit_falls_back_to_the_one_before(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
-    store.commit(state_of(1), {})
-    newest = store.commit(state_of(2), {})
+    store.commit(state_of(1), PrivateIndex())
+    newest = store.commit(state_of(2), PrivateIndex())
     path = tmp_path / "commits" / newest
     path.write_bytes(path.read_bytes()[:-3])
     commit, warnings = RunStore(tmp_path).open_latest()
@@ -132,14 +154,14 @@ def test_a_damaged_newest_commit_falls_back_to_the_one_before(tmp_path: Path) ->
 
 def test_no_whole_commit_is_an_error_that_says_so(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
-    name = store.commit(state_of(1), {})
+    name = store.commit(state_of(1), PrivateIndex())
     (tmp_path / "commits" / name).write_bytes(b"")
     with pytest.raises(RunDirectoryError, match="start the run afresh"):
         RunStore(tmp_path).open_latest()
 
 
 def test_nonsense_in_latest_is_an_error(tmp_path: Path) -> None:
-    RunStore(tmp_path).commit(state_of(1), {})
+    RunStore(tmp_path).commit(state_of(1), PrivateIndex())
     (tmp_path / "LATEST").write_text("what?")
     with pytest.raises(RunDirectoryError, match="LATEST does not name a commit"):
         RunStore(tmp_path).open_latest()
@@ -150,7 +172,7 @@ def test_compaction_moves_what_counts_and_keeps_its_bytes(tmp_path: Path) -> Non
     refs = {i: private.append(1, tensors_of(i, 100)) for i in range(10)}
     for i in range(8):
         refs[i] = private.append(2, tensors_of(10 + i, 100))
-    moved = private.compact(3, refs)
+    moved = private.compact(3, PrivateIndex().changed(refs))
     assert set(moved) == {8, 9}  # round 1's segment is 20 % alive, round 2's wholly
     assert all("compact" in ref.segment for ref in moved.values())
     for i, ref in moved.items():
@@ -161,7 +183,7 @@ def test_a_full_disk_is_said_with_numbers_and_leaves_the_last_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = RunStore(tmp_path)
-    store.commit(state_of(1), {})
+    store.commit(state_of(1), PrivateIndex())
     original = Path.replace
 
     def full(self: Path, target: Path) -> Path:
@@ -173,7 +195,7 @@ def test_a_full_disk_is_said_with_numbers_and_leaves_the_last_commit(
     with pytest.raises(
         ResourcesError, match=r"is full: it has [\d,]+ bytes free and LATEST need about [\d,]+; .*resume"
     ):
-        store.commit(state_of(2), {})
+        store.commit(state_of(2), PrivateIndex())
     monkeypatch.undo()
     commit, _ = RunStore(tmp_path).open_latest()
     assert commit is not None

@@ -23,7 +23,8 @@ from raydfl.replays import replay
 from raydfl.rundir import create, final_state
 from raydfl.runs import resume, run
 from raydfl.server import Server
-from raydfl.store import PrivateRef, PrivateStore, RunStore
+from raydfl.private import PrivateRef, PrivateStore
+from raydfl.store import RunStore
 from raydfl.tensors import FlatTensors
 from raydfl.worker import Order, Result, Worker
 
@@ -63,6 +64,7 @@ def finish_watched(config: Config, seed: int = 0) -> tuple[dict[str, bytes], Wat
     federation = Federation(config, Population.load(run_dir / "population"), store, pool)
     while federation.state.round_index < config.train.rounds:
         federation.round()
+    federation.close()
     return truth(run_dir), pool, run_dir
 
 
@@ -101,7 +103,7 @@ def test_law_2_dying_anywhere_in_a_round_leaves_it_undone(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """Each place at which a process could be lost is cut in the second round; what is on the disk then is all there is."""
-    import raydfl.federation
+    import raydfl.committer
     import raydfl.store
     from raydfl.methods.fedmlac import FedMLAC
 
@@ -109,6 +111,7 @@ def test_law_2_dying_anywhere_in_a_round_leaves_it_undone(
     config = tiny("run.name=dying", method="fedmlac")
     server = start(config)
     server.round()
+    server.finish()
 
     class Dead(BaseException):
         pass
@@ -133,7 +136,7 @@ def test_law_2_dying_anywhere_in_a_round_leaves_it_undone(
         elif step == "aggregate":
             patch.setattr(FedMLAC, "aggregate", die)
         elif step == "rows":
-            patch.setattr(raydfl.federation.record, "write_rows", die)
+            patch.setattr(raydfl.committer.record, "write_rows", die)
         else:
             original_write = raydfl.store.write_durably
 
@@ -145,6 +148,7 @@ def test_law_2_dying_anywhere_in_a_round_leaves_it_undone(
             patch.setattr(raydfl.store, "write_durably", write)
         with pytest.raises(Dead):
             server.round()
+            server.finish()
     server.close()
     again = start(config)
     assert again.round_index == 1
@@ -270,6 +274,7 @@ def test_private_weights_of_one_client_do_not_move_while_others_train(tiny: Tiny
     moved = 0
     for _ in range(6):
         server.round()
+        server.finish()
         commit = store.load(store.latest() or "")
         now = {i: {n: raw(t) for n, t in private.read(ref).items()} for i, ref in commit.private.items()}
         changed = [i for i in now if i not in seen or seen[i] != now[i]]
@@ -301,6 +306,7 @@ def test_a_replayed_update_is_the_one_that_was_sent(tiny: Tiny, method: str, com
     federation = Federation(config, worker.population, RunStore(run_dir, keep=9), Recording(worker))
     while federation.state.round_index < 4:
         federation.round()
+    federation.close()
     before = truth(run_dir)
     for (round_number, client_id), vector in sent.items():
         replayed = replay(run_dir, round_number, client_id)
