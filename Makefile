@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 ARGS ?=
 RUNS ?= runs
 
-.PHONY: help run test test-all check
+.PHONY: help run test test-all check bench-peers
 .DELETE_ON_ERROR:
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo 'make test      every test that is not slow (ARGS="tests/data -k name" chooses)'
 	@echo 'make test-all  every test'
 	@echo 'make check     style and types'
+	@echo 'make bench-peers  what benchmarks/rounds.py compares with: Flower and pfl-research, in .venv-peers'
 
 run: QUICKSTART := $(RUNS)/quickstart-$(shell date +%Y%m%d-%H%M%S)
 run: $(INSTALLED)
@@ -37,9 +38,19 @@ check: $(INSTALLED)
 	.venv/bin/ruff format --check
 	.venv/bin/mypy --strict -p raydfl
 
-$(INSTALLED): pyproject.toml constraints.txt
+bench-peers: .venv-peers/.installed
+
+# In an environment of their own: Flower needs another version of Ray.
+.venv-peers/.installed: benchmarks/peers/constraints.txt
+	test -x .venv-peers/bin/pip || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --constraint $< 'flwr[simulation]' pfl torch
+	@touch $@
+
+# PyTorch comes first, for raydfl's operators are compiled against it (and left out where there is no C++ compiler).
+$(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard raydfl/ops/csrc/*)
 	@test -x .venv/bin/pip || test -n "$(PYTHON)" || { \
 		echo 'raydfl needs Python 3.11 or 3.12: install one, or name it: make PYTHON=/path/to/python3.12 ...' >&2; exit 2; }
 	test -x .venv/bin/pip || $(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --constraint constraints.txt --editable '.[speech,dev]'
+	.venv/bin/python -m pip install --constraint constraints.txt setuptools torch
+	.venv/bin/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[speech,dev]'
 	@touch $@

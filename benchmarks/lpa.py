@@ -22,7 +22,7 @@ from raydfl.aggregate import LayerwisePruning, WeightedMean
 from raydfl.tensors import FlatTensors, Layout
 from raydfl.types import Update
 
-TARGET = 6.0
+TARGET = 5.0
 
 
 def make_updates(clients: int, parameters: int, layers: int) -> list[Update]:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property, reduce
 from typing import Annotated, Any, Literal, cast
 
 import numpy as np
@@ -27,13 +28,11 @@ from torch import Tensor
 
 from raydfl import registry
 from raydfl.errors import ConfigError, RaydflError, nearest
+from raydfl.rows import Parts, Rows, Weight, compiled
 from raydfl.tensors import FlatTensors, Layout
 from raydfl.types import Ratio, Tensors, Update
 
-Weight = float | np.ndarray
-"""How much one client's tensor counts: one number, or float64 [elements] with one for each."""
-
-_STRIP = 32_768  # elements worked on at a time: a float64 copy of them (256 KiB) stays in the second-level cache
+_TOGETHER = 4  # updates that a running mean adds at once: each then costs little more than reading it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Rule(ABC):
 class WeightedMean(Rule):
     """The mean weighted by ``Update.weight`` (the number of examples, as a rule), summed in float64.
 
-    It keeps one sum for each parameter and no update: its memory does not grow with the cohort.
+    It keeps one sum for each parameter and at most four updates: its memory does not grow with the cohort.
     """
 
     def __call__(self, updates: Iterable[Update], current: Mapping[str, Tensors]) -> Aggregate:
@@ -110,6 +109,18 @@ class Group:
     """What the rule has to say about this group; the reports of all groups are added up."""
     _scratch: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.float32), repr=False)
 
+    @cached_property
+    def _rows(self) -> Rows:
+        return Rows(self.rows)
+
+    @cached_property
+    def _numbers(self) -> list[float] | None:
+        """The clients' weights where all of them are plain numbers."""
+        weights = [(update, update.weight) for update in self.updates]
+        if any(isinstance(weight, Mapping) for _, weight in weights):
+            return None
+        return [cast(float, _weight_of(update, weight, "", ())) for update, weight in weights]
+
     def layers(self, by: Literal["module", "tensor"]) -> dict[str, list[str]]:
         """The tensors' names by layer: each tensor for itself, or all tensors of a module (names up to the last dot)."""
         layers: dict[str, list[str]] = {}
@@ -135,6 +146,27 @@ class Group:
                 start = stop
         return matrix
 
+    def parts(self, names: Sequence[str]) -> Parts:
+        """Where some tensors lie in a row: ranges of elements, those of neighbours in one."""
+        parts: list[tuple[int, int]] = []
+        for name in names:
+            columns = self.layout.columns(name)
+            if parts and parts[-1][1] == columns.start:
+                parts[-1] = (parts[-1][0], columns.stop)
+            else:
+                parts.append((columns.start, columns.stop))
+        return parts
+
+    def squared_deviations(self, names: Sequence[str]) -> np.ndarray:
+        """How far each client's values of some tensors, taken as one vector, are from the uniform mean of all clients.
+
+        The rows are read where they lie; see :meth:`raydfl.rows.Rows.squared_deviations` for the precision.
+
+        Returns:
+            The squared Euclidean distances: float64 [clients].
+        """
+        return self._rows.squared_deviations(self.parts(names))
+
     def mean(self, name: str, kept: Sequence[int]) -> np.ndarray:
         """The weighted mean of one tensor over some of the clients: float32 [elements].
 
@@ -143,14 +175,35 @@ class Group:
         Args:
             kept: positions in ``rows``, ascending.
         """
-        columns = self.layout.columns(name)
-        total, weight = np.zeros(columns.stop - columns.start), cast(Weight, 0.0)
-        for row in kept:
-            update, shape = self.updates[row], self.layout.shapes[self.layout.positions[name]]
-            own = _weight_of(update, update.weight, name, shape)
-            _add(total, self.rows[row][columns], own)
-            weight = weight + own
-        return _divided(total, weight, self.current.get(name))
+        columns, shape = self.layout.columns(name), self.layout.shapes[self.layout.positions[name]]
+        weights = [_weight_of(self.updates[row], self.updates[row].weight, name, shape) for row in kept]
+        total = np.zeros(columns.stop - columns.start)
+        self._rows.add_to(total, weights, kept, columns.start)
+        return _divided(total, _total(weights), self.current.get(name))
+
+    def means(self, names: Sequence[str], kept: Sequence[int]) -> dict[str, np.ndarray]:
+        """:meth:`mean` of several tensors, faster: to the bit where sums are compiled or everybody is kept.
+
+        Otherwise they are rounded to float32 on the way: in float64 these means would cost NumPy more than all that a rule
+        does besides.
+        """
+        weights = [] if self._numbers is None else [self._numbers[row] for row in kept]
+        weight = _total(weights)
+        if weight == 0:
+            return {name: self.mean(name, kept) for name in names}
+        parts = self.parts(names)
+        if compiled() or len(kept) == len(self.rows):
+            sums = [np.zeros(stop - start) for start, stop in parts]
+            for total, (start, _) in zip(sums, parts, strict=True):
+                self._rows.add_to(total, weights, kept, start)
+            means = np.concatenate([_divided(total, weight, None) for total in sums])
+        else:
+            # A power of two changes no digit; with weights below 1 the sum cannot overflow.
+            shares = np.ldexp(weights, -math.frexp(weight)[1])
+            means = self._rows.approximate_sum(shares, kept, parts) / shares.sum()
+        columns = [self.layout.columns(name) for name in names]
+        edges = np.cumsum([part.stop - part.start for part in columns])
+        return dict(zip(names, np.split(means, edges[:-1]), strict=True))
 
 
 @dataclass(frozen=True)
@@ -220,16 +273,12 @@ class LayerwisePruning(CollectingRule):
         for layer, names in group.layers(self.by).items():
             kept = list(range(clients))
             if clients > 1 and smallest + largest > 0:
-                matrix = group.matrix(names)
-                order = np.argsort(_squared_deviations(matrix), kind="stable").tolist()
+                order = np.argsort(group.squared_deviations(names), kind="stable").tolist()
                 middle = (clients - 1) // 2
                 last = clients - largest
                 kept = sorted(order[smallest:last] if smallest < last else order[middle : middle + 1])
-                means = _means(group, names, kept, matrix)
-            else:
-                means = {name: group.mean(name, kept) for name in names}
-            for name in names:
-                vector[group.layout.columns(name)] = means[name]
+            for name, mean in group.means(names, kept).items():
+                vector[group.layout.columns(name)] = mean
             group.report[f"lpa/pruned/{layer}"] = Ratio(clients - len(kept), clients)
         return vector
 
@@ -267,7 +316,7 @@ def find_rule(setting: str | Mapping[str, Any] | None, default: Rule, where: str
 
 
 class _RunningMean:
-    """The weighted mean of one key's updates, of which it keeps only the sums."""
+    """The weighted mean of one key's updates, of which it keeps the sums, and the last few to add them together."""
 
     def __init__(self, current: Tensors) -> None:
         self._current = current
@@ -276,34 +325,41 @@ class _RunningMean:
         self._weights: dict[str, Weight] = {}
         self._layout = Layout((), ())  # of _flat
         self._flat = np.zeros(0)
+        self._waiting: list[tuple[np.ndarray, float]] = []  # updates with that layout, and what they count
 
     def add(self, update: Update, weight: float | Mapping[str, float | Tensor]) -> None:
         """Add one update, counted with ``weight`` in place of its own."""
         sent = FlatTensors.of(update.tensors)
+        if sent.layout == self._layout and not isinstance(weight, Mapping):
+            # The same sums as below, in few operations however many tensors there are.
+            self._waiting.append((sent.vector, cast(float, _weight_of(update, weight, "", ()))))
+            if len(self._waiting) == _TOGETHER:
+                self._add_waiting()
+            return
+        self._add_waiting()
         _check_shapes(update, sent.layout, self._shapes)
         if not self._totals:
             self._layout, self._flat = sent.layout, np.zeros(sent.layout.size)
-        for name in sent:
-            if name not in self._totals:
-                columns = sent.layout.columns(name)
-                self._totals[name] = (
-                    self._flat[columns] if self._layout is sent.layout else np.zeros(columns.stop - columns.start)
-                )
-                self._weights[name] = 0.0
-        if sent.layout == self._layout and not isinstance(weight, Mapping):
-            # The same sums as below, in few operations however many tensors there are.
-            number = _weight_of(update, weight, "", ())
-            _add(self._flat, sent.vector, number)
-            for name in sent:
-                self._weights[name] = self._weights[name] + number
-            return
+            self._totals = {name: self._flat[sent.layout.columns(name)] for name in sent}
+        rows = Rows([sent.vector])
         for name, shape in zip(sent.layout.names, sent.layout.shapes, strict=True):
+            columns = sent.layout.columns(name)
+            if name not in self._totals:
+                self._totals[name] = np.zeros(columns.stop - columns.start)
             own = _weight_of(update, weight, name, shape)
-            _add(self._totals[name], sent.vector[sent.layout.columns(name)], own)
-            self._weights[name] = self._weights[name] + own
+            rows.add_to(self._totals[name], [own], start=columns.start)
+            self._weights[name] = self._weights.get(name, 0.0) + own
+
+    def _add_waiting(self) -> None:
+        weights = [weight for _, weight in self._waiting]
+        Rows([vector for vector, _ in self._waiting]).add_to(self._flat, weights)
+        for name in self._layout.names:
+            self._weights[name] = _total(weights, self._weights[name])
+        self._waiting = []
 
     def result(self) -> dict[str, Tensor]:
         """The mean by name, each tensor in memory of its own."""
+        self._add_waiting()
         return {
             name: torch.from_numpy(_divided(total, self._weights[name], self._current.get(name))).view(
                 self._shapes[name]
@@ -312,21 +368,9 @@ class _RunningMean:
         }
 
 
-def _add(total: np.ndarray, vector: np.ndarray, weight: Weight) -> None:
-    """``total += weight * vector`` in float64, product first, so that no fused operation rounds differently.
-
-    Args:
-        total: float64 [elements].
-        vector: float32 [elements].
-        weight: one number, or float64 [elements].
-    """
-    scratch = np.empty(min(_STRIP, len(vector)))
-    for start in range(0, len(vector), _STRIP):
-        strip = slice(start, start + _STRIP)
-        part = scratch[: min(_STRIP, len(vector) - start)]
-        part[:] = vector[strip]
-        part *= weight[strip] if isinstance(weight, np.ndarray) else weight
-        total[strip] += part
+def _total(weights: Sequence[Any], start: Any = 0.0) -> Any:
+    """The sum, one after another: Python's own ``sum`` corrects rounding from 3.12 on, but only within one call."""
+    return reduce(operator.add, weights, start)
 
 
 def _divided(total: np.ndarray, weight: Weight, current: Tensor | None) -> np.ndarray:
@@ -382,8 +426,12 @@ def _groups(updates: Sequence[Update], current: Tensors) -> Iterator[Group]:
     """The updates of one key, cut so that within a group every client has every tensor."""
     rows = [FlatTensors.of(update.tensors) for update in updates]
     shapes = {name: tuple(tensor.shape) for name, tensor in current.items()}
-    for update, row in zip(updates, rows, strict=True):
-        _check_shapes(update, row.layout, shapes)
+    for position, (update, row) in enumerate(zip(updates, rows, strict=True)):
+        if position == 0 or row.layout != rows[position - 1].layout:
+            _check_shapes(update, row.layout, shapes)
+    if all(row.layout == rows[0].layout for row in rows):
+        yield Group(rows[0].layout, [row.vector for row in rows], updates, current)
+        return
     senders: dict[str, list[int]] = {}
     for position, row in enumerate(rows):
         for name in row:
@@ -406,48 +454,6 @@ def _part(row: FlatTensors, layout: Layout) -> np.ndarray:
     if row.layout == layout:
         return row.vector
     return np.concatenate([row.vector[row.layout.columns(name)] for name in layout.names])
-
-
-def _squared_deviations(matrix: np.ndarray) -> np.ndarray:
-    """Each row's squared Euclidean distance to the rows' mean: float64 [clients] for float32 [clients, elements]."""
-    squares = _squares(matrix)
-    if not np.all((squares > 1e-30) & (squares < np.inf)):  # beyond the range of float32, where it cannot sort
-        squares = _squares(matrix.astype(np.float64))
-    return squares
-
-
-def _squares(matrix: np.ndarray) -> np.ndarray:
-    """:func:`_squared_deviations` with the differences in the matrix's own precision."""
-    clients, elements = matrix.shape
-    squares = np.zeros(clients)
-    difference = np.empty(min(_STRIP, elements), matrix.dtype)
-    with np.errstate(over="ignore", invalid="ignore"):
-        mean = np.dot(np.ones(clients, matrix.dtype), matrix)
-        mean /= clients
-        for start in range(0, elements, _STRIP):
-            part = mean[start : start + _STRIP]
-            apart = difference[: len(part)]
-            for client, row in enumerate(matrix):
-                np.subtract(row[start : start + _STRIP], part, out=apart)
-                squares[client] += np.dot(apart, apart)
-    return squares
-
-
-def _means(group: Group, names: Sequence[str], kept: Sequence[int], matrix: np.ndarray) -> dict[str, np.ndarray]:
-    """:meth:`Group.mean` of several tensors, from their matrix: one product in float32 where weights are plain numbers."""
-    weights = np.zeros(len(group.rows))
-    for row in kept:
-        update = group.updates[row]
-        if isinstance(update.weight, Mapping):
-            return {name: group.mean(name, kept) for name in names}
-        weights[row] = _weight_of(update, update.weight, "", ())
-    if not weights.any():
-        return {name: group.mean(name, kept) for name in names}
-    # A power of two changes no digit; with weights below 1 the sum cannot overflow.
-    weights = np.ldexp(weights, -math.frexp(weights.sum())[1])
-    total = np.dot(weights.astype(np.float32), matrix) / weights.sum()
-    sizes = [group.layout.columns(name).stop - group.layout.columns(name).start for name in names]
-    return dict(zip(names, np.split(total, np.cumsum(sizes)[:-1]), strict=True))
 
 
 def _over_current(

@@ -54,7 +54,7 @@ class ClientActor:
         return os.getpid()
 
     def carry_out(self, orders: list[Order], keys: list[str], *tensors: FlatTensors) -> list[Result]:
-        """Worker.carry_out for each order. Updates are returned, never references to them: they outlive this actor.
+        """Worker.carry_out. Updates are returned, never references to them: they outlive this actor.
 
         Args:
             orders: any clients'.
@@ -64,7 +64,12 @@ class ClientActor:
         broadcast = dict(zip(keys, tensors, strict=True))
         _give_way()
         with self._one_at_a_time:
-            return [self._worker.carry_out(order, broadcast) for order in orders]
+            return self._worker.carry_out(orders, broadcast)
+
+    def width(self, orders: list[Order], keys: list[str], *tensors: FlatTensors) -> int:
+        """Worker.width; arguments as for :meth:`carry_out`."""
+        with self._one_at_a_time:
+            return self._worker.width(orders, dict(zip(keys, tensors, strict=True)))
 
     def compact(self, round_index: int, refs: PrivateIndex) -> dict[int, PrivateRef]:
         """PrivateStore.compact."""

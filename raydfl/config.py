@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
@@ -73,6 +73,10 @@ class TrainSettings(Settings):
     )
     local_epochs: int = Field(1, ge=1, description="passes over a client's training data in a round")
     batch_size: int = Field(16, ge=1, description="examples in a training batch")
+    together: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto",
+        description="clients trained in one computation; auto: 1 on the CPU, on a GPU measured when the run begins and kept",
+    )
     optimiser: OptimiserSettings = OptimiserSettings()
 
     @field_validator("cohort")

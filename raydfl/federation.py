@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,6 +45,8 @@ class RoundReport:
     """What was evaluated after the round, pooled: ``"test plugin/accuracy"``."""
     rejected: dict[str, str] = field(default_factory=dict)
     """Reason by client id."""
+    apart: str = ""
+    """Why clients that were to be trained together could not be."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall-clock by part: ``train_and_aggregate``, ``evaluate`` and ``round`` (since the last); ``commit``: of the last commit that
     is done, which ran beside a round."""
@@ -85,9 +87,10 @@ class Federation:
             self.state = self._first_state()
             self._private = PrivateIndex()
             record.discard_rows(store.folder, -1)
+            store.together = self._choose_width()
             store.commit(self.state, self._private)
         else:
-            self.state, self._private = commit.state, commit.private
+            self.state, self._private, store.together = commit.state, commit.private, commit.together
             record.discard_rows(store.folder, self.state.round_index)
         self._committed = self.state.round_index
 
@@ -99,6 +102,13 @@ class Federation:
                 f"method {self.config.method['name']!r} starts with no tensors at all: its shared() keeps everything private"
             )
         return state
+
+    def _choose_width(self) -> int:
+        setting = self.config.train.together
+        if isinstance(setting, int):
+            return setting
+        orders = self.plan()
+        return self.pool.width(orders, self.broadcast({key for order in orders for key in order.task.receive}))
 
     def plan(self) -> list[Order]:
         """The orders of the next round: the same whenever they are asked for."""
@@ -121,7 +131,7 @@ class Federation:
                     )
             cost = float(self.clients[index].num_examples)
             orders.append(Order(position, task, self.state.round_index, cost, self._private.get(index), measure))
-        return orders
+        return grouped(orders, [self.clients[index].models for index, _ in placed], self.store.together)
 
     def round(self) -> RoundReport:
         """One round: train a cohort, aggregate, evaluate if it is time, commit if it is time.
@@ -167,11 +177,14 @@ class Federation:
         trained: dict[str, Metrics] = {}
         moved: dict[int, PrivateRef] = {}
         fit_seconds = 0.0
+        vectorised = 0
         for result in in_order(results, len(orders)):
             report.clients += 1
             report.bytes_down += result.bytes_down
             report.bytes_up += result.bytes_up
             fit_seconds += result.seconds
+            vectorised += result.together > 1
+            report.apart = report.apart or result.apart
             if result.private is not None and result.private != orders[result.position].private:
                 moved[self.clients.index_of(result.client_id)] = result.private
                 self._segments.add(result.private.segment)
@@ -197,6 +210,8 @@ class Federation:
                 "seconds/fit": Ratio(fit_seconds, max(1, report.clients)),
             },
         )
+        if self.store.together > 1:
+            self._record(report, "", {"vectorised": Ratio(vectorised, max(1, report.clients))})
         for client_id in report.rejected:
             self._record(report, client_id, {"failed": Ratio(1, 1)})
 
@@ -322,6 +337,25 @@ class Federation:
             moved = self.pool.compact(self.state.round_index, self._private)
             self._private = self._private.changed(moved)
             self._segments.update(ref.segment for ref in moved.values())
+
+
+def grouped(orders: Sequence[Order], kinds: Sequence[Hashable], width: int) -> list[Order]:
+    """The orders with their groups: at most ``width`` of a kind, phase and receipt, those of similar cost together.
+
+    It is a rule that does not know the pool, because how clients are grouped shows in the last digits of what they compute.
+    """
+    if width == 1:
+        return list(orders)
+    alike: dict[Hashable, list[Order]] = {}
+    for order, kind in sorted(zip(orders, kinds, strict=True), key=lambda pair: (-pair[0].cost, pair[0].position)):
+        alike.setdefault((kind, order.task.phase, order.task.receive), []).append(order)
+    group_of: dict[int, int] = {}
+    number = 0
+    for members in alike.values():
+        for part in np.array_split(np.array([order.position for order in members]), -(-len(members) // width)):
+            group_of.update(dict.fromkeys(part.tolist(), number))
+            number += 1
+    return [dataclasses.replace(order, group=group_of[order.position]) for order in orders]
 
 
 def in_order(results: Iterator[Result], count: int) -> Iterator[Result]:

@@ -18,7 +18,7 @@ from raydfl.config import Config, RaySettings
 from raydfl.errors import RaydflError, ResourcesError
 from raydfl.private import PrivateIndex, PrivateRef
 from raydfl.tensors import FlatTensors
-from raydfl.worker import Order, Result, Worker
+from raydfl.worker import Order, Result, Worker, in_groups
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,10 @@ class Pool(Protocol):
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Result]:
         """Results of all orders, in order of completion. Work may begin before the first is asked for."""
+        ...
+
+    def width(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> int:
+        """Worker.width, where clients are trained."""
         ...
 
     def compact(self, round_index: int, refs: PrivateIndex) -> dict[int, PrivateRef]:
@@ -46,9 +50,13 @@ class SerialPool:
         self._worker = worker
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Result]:
-        """Carry out one order after another, each when its result is asked for."""
-        for order in orders:
-            yield self._worker.carry_out(order, broadcast)
+        """Carry out one group of orders after another, each when its results are asked for."""
+        for group in in_groups(orders):
+            yield from self._worker.carry_out(group, broadcast)
+
+    def width(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> int:
+        """Of this process."""
+        return self._worker.width(orders, broadcast)
 
     def compact(self, round_index: int, refs: PrivateIndex) -> dict[int, PrivateRef]:
         """Compact in this process."""
@@ -145,13 +153,16 @@ class RayPool:
         references = {
             key: ray.put(broadcast[key]) for key in sorted({k for order in orders for k in order.task.receive})
         }
-        waiting = sorted(orders, key=lambda order: (order.cost, -order.position))  # the longest is taken from the end
+        waiting = sorted(in_groups(orders), key=lambda group: (_cost(group), -group[0].position))  # taken from the end
         in_flight: dict[Any, tuple[list[Order], Any, _Slot]] = {}
         self._hand_out(waiting, in_flight, references, {})
         return self._results(waiting, in_flight, references)
 
     def _results(
-        self, waiting: list[Order], in_flight: dict[Any, tuple[list[Order], Any, _Slot]], references: Mapping[str, Any]
+        self,
+        waiting: list[list[Order]],
+        in_flight: dict[Any, tuple[list[Order], Any, _Slot]],
+        references: Mapping[str, Any],
     ) -> Iterator[Result]:
         losses: dict[int, int] = {}
         while waiting or in_flight:
@@ -162,7 +173,7 @@ class RayPool:
                 continue
             given, key, slot = in_flight.pop(done[0])
             slot.load -= 1
-            slot.work -= sum(order.cost for order in given)
+            slot.work -= _cost(given)
             try:
                 results = ray.get(done[0])
             except LOST as error:
@@ -170,7 +181,7 @@ class RayPool:
                     losses[order.position] = losses.get(order.position, 0) + 1
                     if losses[order.position] > self._settings.retries:
                         raise self._lost_too_often(order, losses[order.position], error) from error
-                waiting += given
+                waiting += in_groups(given)
                 if self._slots.get(key) is slot:  # else another call of its has already told of its end
                     self._close(key)
                     self._open(key)
@@ -184,7 +195,7 @@ class RayPool:
     def _learn(self, orders: Sequence[Order], results: Sequence[Result], slot: _Slot) -> None:
         """Foresee from what a call took when the actor will be free."""
         training = orders[0].measure is None
-        cost = sum(order.cost for order in orders)
+        cost = _cost(orders)
         if cost > 0:
             pace = sum(result.seconds for result in results) / cost
             self._pace[training] = 0.7 * self._pace[training] + 0.3 * pace if self._pace[training] else pace
@@ -192,35 +203,37 @@ class RayPool:
 
     def _hand_out(
         self,
-        waiting: list[Order],
+        waiting: list[list[Order]],
         in_flight: dict[Any, tuple[list[Order], Any, _Slot]],
         references: Mapping[str, Any],
         losses: Mapping[int, int],
     ) -> None:
         """Give waiting orders to the actors that will be free first, up to two calls each.
 
-        A call takes several milliseconds of Ray's, so it carries several orders while many are waiting, and one at the end, when
-        the actors shall finish together. Orders that were in a lost call go alone: one of them may be what ended the actor.
+        A call takes several milliseconds of Ray's, so it carries several groups of orders while many are waiting, and one at the
+        end, when the actors shall finish together. A group that was in a lost call goes alone: it may be what ended the actor.
         """
         while waiting:
             if self._settings.actors == "per_client":
-                key: Any = waiting[-1].task.client_id
+                key: Any = waiting[-1][0].task.client_id
                 slot = self._slots.get(key) or self._open(key)
                 number = 1
             else:
                 key, slot = min(self._slots.items(), key=lambda item: (item[1].free_at, item[1].work, item[0]))
                 if slot.load >= 2:
                     return
-                number = min(_MOST_IN_A_CALL, math.ceil(len(waiting) / (2 * len(self._slots))))
-            given = [waiting.pop()]
-            while len(given) < number and given[-1].position not in losses and waiting[-1].position not in losses:
-                given.append(waiting.pop())
+                number = math.ceil(len(waiting) / (2 * len(self._slots)))
+            given = list(waiting.pop())
+            number *= len(given)
+            while len(given) < min(number, _MOST_IN_A_CALL) and waiting:
+                if given[-1].position in losses or waiting[-1][0].position in losses:
+                    break
+                given += waiting.pop()
             receive = sorted({name for order in given for name in order.task.receive})
             reference: Any = slot.actor.carry_out.remote(given, receive, *[references[name] for name in receive])
             in_flight[reference] = (given, key, slot)
-            cost = sum(order.cost for order in given)
-            slot.load, slot.work = slot.load + 1, slot.work + cost
-            slot.free_at = max(slot.free_at, time.monotonic()) + cost * self._pace[given[0].measure is None]
+            slot.load, slot.work = slot.load + 1, slot.work + _cost(given)
+            slot.free_at = max(slot.free_at, time.monotonic()) + _cost(given) * self._pace[given[0].measure is None]
 
     def _check_starting(self) -> None:
         """Give up actors that do not start (their node left, say); the others take over their orders."""
@@ -244,6 +257,18 @@ class RayPool:
     def _close(self, key: Any) -> None:
         ray.kill(self._slots.pop(key).actor)
 
+    def width(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> int:
+        """Of one of the actors; 1 where every client has an actor of its own."""
+        if not self._slots:
+            return 1
+        slot = next(iter(self._slots.values()))
+        keys = sorted(broadcast)
+        try:
+            width: int = ray.get(cast(Any, slot.actor.width.remote(list(orders), keys, *[broadcast[k] for k in keys])))
+        except RayTaskError as error:
+            raise task_cause(error) from error
+        return width
+
     def compact(self, round_index: int, refs: PrivateIndex) -> dict[int, PrivateRef]:
         """Compact on one of the actors: private state never passes through the server."""
         if not self._slots:
@@ -265,6 +290,10 @@ def task_cause(error: RayTaskError) -> BaseException:
     """The exception that an actor raised, without Ray's wrapping when it is one of ours."""
     cause = error.cause
     return cause if isinstance(cause, RaydflError) else error
+
+
+def _cost(orders: Sequence[Order]) -> float:
+    return sum(order.cost for order in orders)
 
 
 def _first_line(error: BaseException) -> str:

@@ -81,14 +81,16 @@ def replay(run_dir: str | Path, round_number: int, client_id: str) -> Replayed:
                 f"client {client_id!r} took no part in round {round_number}; the cohort was "
                 f"{took_part}{' ...' if len(orders) > 12 else ''}"
             )
-        received = federation.broadcast(set(matching[0].task.receive))
-        result = worker.carry_out(matching[0], received)
+        order = matching[0]
+        group = [other for other in orders if other is order or (other.group == order.group and order.group >= 0)]
+        received = federation.broadcast({key for other in group for key in other.task.receive})
+        result = worker.carry_out(group, received)[group.index(order)]
         private.close()
         measured = result.measured.get("train", {})
         return Replayed(
             client=federation.clients.by_id(client_id),
             round=round_number,
-            phase=matching[0].task.phase,
+            phase=order.task.phase,
             update=None if result.update is None else dataclasses.replace(result.update),
             rejected=result.rejected,
             received=received,

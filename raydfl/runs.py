@@ -331,7 +331,7 @@ def _rounds(
     scores: dict[str, float] = {}
     shown = round_index
     with _StopFlag(progress) as stop:
-        ahead, short = False, False
+        ahead, short, told = False, False, False
         while True:
             last = round_index >= total or (stop.asked and not ahead)
             ahead = short and not stop.asked and round_index + 1 < total
@@ -344,6 +344,9 @@ def _rounds(
                 continue
             if report.rows:
                 tracker.log_rows(report.rows)
+            if report.apart and not told:
+                told = True
+                progress.message(f"clients are trained one after another, not together: {report.apart}")
             if last:
                 break
             round_index, short = report.round, report.seconds["round"] < _SHORT

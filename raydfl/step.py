@@ -40,6 +40,10 @@ class Step:
     """The task's options."""
     shared: Callable[[str], bool] = lambda name: True
     """The method's ``shared``: which tensors leave the client."""
+    together: int = 1
+    """Set by ``fit``: clients, this one included, whose last training was one batched computation; 1: looped."""
+    apart: str = ""
+    """Set by ``fit``: why this client's last training could not be batched with others' where that was tried."""
 
     def forward(self, model: str, batch: Batch) -> Tensor:
         """Logits float32 [batch, classes] of the named model."""

@@ -44,6 +44,7 @@ class Commit:
 
     state: State
     private: PrivateIndex
+    together: int
     name: str
 
 
@@ -54,6 +55,8 @@ class RunStore:
         self.folder = folder
         self.keep = keep
         self.private_folder = folder / "private"
+        self.together = 1
+        """Clients trained in one computation: a fact of the run, which every commit carries."""
         self._lock: IO[bytes] | None = None
 
     def lock(self, wait: float = 20.0) -> None:
@@ -100,7 +103,7 @@ class RunStore:
             ResourcesError: the disk is full; the last commit still counts.
         """
         PrivateStore(self.private_folder).sync(new_segments)
-        data = _encode(state, private)
+        data = _encode(state, private, self.together)
         name = f"{state.round_index:06d}-{zlib.crc32(data):08x}.safetensors"
         folder = self.folder / "commits"
         write_durably(folder / name, data)
@@ -169,10 +172,10 @@ class RunStore:
         if match is None or zlib.crc32(data) != int(match.group(2), 16):
             raise RunDirectoryError(f"commit {path} is damaged: its checksum does not fit its content")
         try:
-            state, private = _decode(data)
+            state, private, together = _decode(data)
         except (SafetensorError, KeyError, ValueError) as error:
             raise RunDirectoryError(f"commit {path} cannot be decoded: {error}") from error
-        return Commit(state, private, name)
+        return Commit(state, private, together, name)
 
     def open_latest(self) -> tuple[Commit | None, list[str]]:
         """The newest commit that is whole, and warnings about damaged ones that were passed over.
@@ -223,7 +226,7 @@ class RunStore:
         return sum(p.stat().st_size for p in self.private_folder.glob("*.seg"))
 
 
-def _encode(state: State, private: PrivateIndex) -> bytes:
+def _encode(state: State, private: PrivateIndex, together: int) -> bytes:
     tensors = {"private": torch.from_numpy(private.table)}
     for key, group in state.tensors.items():
         for name, value in group.items():
@@ -233,6 +236,7 @@ def _encode(state: State, private: PrivateIndex) -> bytes:
         "extra": dict(state.extra),
         "keys": {key: list(group) for key, group in state.tensors.items()},
         "segments": private.segments,
+        "together": together,
     }
     return safetensors.torch.save(tensors, metadata={"raydfl": json.dumps(about)})
 
@@ -252,11 +256,11 @@ def _segments(path: Path) -> set[str]:
     return set(_about(data)["segments"])
 
 
-def _decode(data: bytes) -> tuple[State, PrivateIndex]:
+def _decode(data: bytes) -> tuple[State, PrivateIndex, int]:
     about = _about(data)
     tensors = safetensors.torch.load(data)
     private = PrivateIndex(tuple(about["segments"]), tensors["private"].numpy())
     groups = {
         key: {name: tensors[f"{key}{_SEPARATOR}{name}"] for name in names} for key, names in about["keys"].items()
     }
-    return State(int(about["round_index"]), groups, about["extra"]), private
+    return State(int(about["round_index"]), groups, about["extra"]), private, int(about["together"])

@@ -16,7 +16,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -47,11 +47,11 @@ class Layout:
         """The layout of these tensors, in the mapping's order."""
         if isinstance(tensors, FlatTensors):
             return tensors.layout
-        return cls(tuple(tensors), tuple(tuple(tensor.shape) for tensor in tensors.values()))
+        return _layout(tuple(tensors), tuple(tuple(tensor.shape) for tensor in tensors.values()))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What is derived stays out of the pickle: a layout travels with every update.
-        return Layout, (self.names, self.shapes)
+        return _layout, (self.names, self.shapes)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -84,6 +84,12 @@ class Layout:
             raise ValueError(f"a vector of {self.size} elements is needed, this one has shape {tuple(whole.shape)}")
         parts = zip(self.names, self.shapes, self.offsets, self.offsets[1:], strict=False)
         return {name: whole[start:stop].view(shape) for name, shape, start, stop in parts}
+
+
+@lru_cache(maxsize=1024)
+def _layout(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Layout:
+    """One object for equal layouts: several in one message travel once, and what is derived from them is derived once."""
+    return Layout(names, shapes)
 
 
 class FlatTensors(Mapping[str, Tensor]):

@@ -1,41 +1,35 @@
-"""fit() and predict(): the only training and inference loops of the project."""
+"""fit() and predict(): the only training and inference loops of the project.
+
+A method's code calls them for one client. Where the engine carries out several clients side by side (raydfl/together.py), calls
+that are alike are computed for all of those clients at once (raydfl/vectorised.py); else a client is computed by itself, here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from raydfl import alike, together
 from raydfl.data.examples import Examples
+from raydfl.optimiser import forget_gradients, optimiser_over
+from raydfl.randomness import fit_seed, seed_of_step, step_randomness
 from raydfl.step import Step
 from raydfl.types import Batch, Metrics, Ratio
+from raydfl.vectorised import fit_together, predict_together
 
 Loss = Callable[[Step, Batch], Tensor]
 
 
 def make_optimiser(step: Step, models: tuple[str, ...] = ()) -> torch.optim.Optimizer:
     """The configured optimiser over the named models' parameters (all by default), learning rates decayed to this round."""
-    settings = step.training.optimiser
-    groups = []
-    for name in models or tuple(step.models):
-        parameters = [p for p in step.models[name].parameters() if p.requires_grad]
-        if parameters:
-            rate = settings.models.get(name, settings.lr) * settings.decay**step.round_index
-            groups.append({"params": parameters, "lr": rate})
-    if settings.name == "sgd":
-        return torch.optim.SGD(
-            groups, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay, fused=True
-        )
-    kind = torch.optim.Adam if settings.name == "adam" else torch.optim.AdamW
-    return kind(
-        groups,
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
+    parameters = {
+        name: [p for p in step.models[name].parameters() if p.requires_grad] for name in models or tuple(step.models)
+    }
+    return optimiser_over(parameters, step.training.optimiser, step.round_index)
 
 
 def fit(step: Step, *losses: Loss, models: tuple[str, ...] = (), epochs: int | None = None) -> Metrics:
@@ -45,44 +39,138 @@ def fit(step: Step, *losses: Loss, models: tuple[str, ...] = (), epochs: int | N
     parameter that a loss does not depend on does not move.
 
     Args:
-        losses: functions of (step, batch) that return a scalar, normally ending in ``batch.mean(...)``.
+        losses: functions of (step, batch) that return a scalar, normally ending in ``batch.mean(...)``. They may be called for
+            several clients at once: raydfl/vectorised.py has the rules under which that is possible.
         models: names of the models to train; all by default.
         epochs: passes over the data; ``train.local_epochs`` by default.
 
     Returns:
         ``loss``: the mean per example over all batches (the sum over losses, if there are several); ``steps``: optimiser steps.
     """
-    optimiser = make_optimiser(step, models)
-    trained = [p for group in optimiser.param_groups for p in group["params"]]
-    clip_norm = step.training.optimiser.clip_norm
-    for model in step.models.values():
-        model.train()
-    values: list[Tensor] = []  # read at the end only: on a GPU reading one would wait for it
-    sizes: list[int] = []
-    for _ in range(step.training.local_epochs if epochs is None else epochs):
-        for batch in step.data.train.batches(step.training.batch_size, step.rng, step.device):
-            for loss in losses:
-                optimiser.zero_grad(set_to_none=True)
-                value = loss(step, batch)
-                value.backward()  # type: ignore[no-untyped-call]
-                if clip_norm is not None:
-                    torch.nn.utils.clip_grad_norm_(trained, clip_norm)
-                optimiser.step()
-                values.append(value.detach())
-                sizes.append(len(batch.y))
-    optimiser.zero_grad(set_to_none=True)
-    if not values:
-        return {"loss": Ratio(0.0, 0), "steps": Ratio(0, 1)}
-    total = torch.stack(values).double().cpu() @ torch.tensor(sizes, dtype=torch.float64)
-    return {"loss": Ratio(float(total), sum(sizes) / len(losses)), "steps": Ratio(len(values), 1)}
+    return cast(Metrics, together.answer(_Fit(step, losses, models, epochs)))
 
 
-@torch.no_grad()
 def predict(step: Step, model: str, examples: Examples, batch_size: int = 64) -> Tensor:
     """Logits float32 [examples, classes] on the CPU, of the named model in evaluation mode."""
-    network = step.models[model]
-    network.eval()
-    parts = [step.forward(model, batch).cpu() for batch in examples.batches(batch_size, None, step.device)]
-    if not parts:
-        return torch.zeros((0, next(spec.classes for spec in step.client.models if spec.name == model)))
-    return torch.cat(parts)
+    return cast(Tensor, together.answer(_Predict(step, model, examples, batch_size)))
+
+
+def _common(step: Step) -> Hashable:
+    """What clients must have in common to be computed together, whatever is computed."""
+    return (
+        step.device,
+        step.phase,
+        step.round_index,
+        id(step.training),
+        alike.identity(step.shared),
+        step.client.models,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fit:
+    """A call of fit."""
+
+    step: Step
+    losses: tuple[Loss, ...]
+    models: tuple[str, ...]
+    epochs: int | None
+
+    def key(self) -> Hashable | None:
+        step, data = self.step, self.step.data.train
+        if not isinstance(data, Examples) or len(data) == 0 or not self.losses:
+            return None
+        return (
+            _Fit,
+            _common(step),
+            alike.identity(dict(step.options)),
+            tuple(step.received),
+            alike.architecture(step.models),
+            alike.identity(self.losses),
+            self.models,
+            self.epochs,
+            (data.length, data.store.bands),
+        )
+
+    def several(self, others: Sequence[_Fit]) -> list[Metrics]:
+        steps = [self.step, *(other.step for other in others)]
+        try:
+            answers = fit_together(steps, self.losses, self.models, self.epochs)
+        except together.ApartError as error:
+            for step in steps:
+                step.apart = str(error)
+            raise
+        for step in steps:
+            step.together, step.apart = len(steps), ""
+        return answers
+
+    def alone(self) -> Metrics:
+        step, losses = self.step, self.losses
+        step.together = 1
+        optimiser = make_optimiser(step, self.models)
+        trained = [p for group in optimiser.param_groups for p in group["params"]]
+        clip_norm = step.training.optimiser.clip_norm
+        for model in step.models.values():
+            model.train()
+        seed = torch.tensor(fit_seed(step)).to(step.device)
+        values: list[Tensor] = []  # read at the end only: on a GPU reading one would wait for it
+        sizes: list[int] = []
+        for _ in range(step.training.local_epochs if self.epochs is None else self.epochs):
+            for batch in step.data.train.batches(step.training.batch_size, step.rng, step.device):
+                for loss in losses:
+                    forget_gradients(optimiser)
+                    with step_randomness(seed_of_step(seed, len(values))):
+                        value = loss(step, batch)
+                    value.backward()  # type: ignore[no-untyped-call]
+                    if clip_norm is not None:
+                        torch.nn.utils.clip_grad_norm_(trained, clip_norm)
+                    optimiser.step()
+                    values.append(value.detach())
+                    sizes.append(len(batch.y))
+        forget_gradients(optimiser)
+        if not values:
+            return {"loss": Ratio(0.0, 0), "steps": Ratio(0, 1)}
+        total = torch.stack(values).double().cpu() @ torch.tensor(sizes, dtype=torch.float64)
+        return {"loss": Ratio(float(total), sum(sizes) / len(losses)), "steps": Ratio(len(values), 1)}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Predict:
+    """A call of predict."""
+
+    step: Step
+    model: str
+    examples: Examples
+    batch_size: int
+
+    def key(self) -> Hashable | None:
+        examples = self.examples
+        if not isinstance(examples, Examples) or len(examples) == 0:
+            return None
+        network = alike.architecture({self.model: self.step.models[self.model]})
+        return (
+            _Predict,
+            _common(self.step),
+            network,
+            self.model,
+            self.batch_size,
+            examples.length,
+            examples.store.bands,
+        )
+
+    def several(self, others: Sequence[_Predict]) -> list[Tensor]:
+        calls = (self, *others)
+        return predict_together(
+            [call.step for call in calls], self.model, [call.examples for call in calls], self.batch_size
+        )
+
+    @torch.no_grad()
+    def alone(self) -> Tensor:
+        step = self.step
+        network = step.models[self.model]
+        network.eval()
+        batches = self.examples.batches(self.batch_size, None, step.device)
+        parts = [step.forward(self.model, batch).cpu() for batch in batches]
+        if not parts:
+            return torch.zeros((0, next(spec.classes for spec in step.client.models if spec.name == self.model)))
+        return torch.cat(parts)

@@ -7,10 +7,12 @@ network for each combination of architectures and re-loads it in place.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shlex
+import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,9 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raydfl import seeds
+from raydfl import seeds, together
 from raydfl.clients import Clients
 from raydfl.config import Config
+from raydfl.data.cache import default_cache
 from raydfl.data.examples import ClientData, Examples
 from raydfl.data.population import Population
 from raydfl.errors import ClientError, RaydflError
@@ -29,6 +32,7 @@ from raydfl.private import PrivateRef, PrivateStore
 from raydfl.step import Step
 from raydfl.tensors import FlatTensors
 from raydfl.types import Client, Metrics, ModelSpec, Task, Update
+from raydfl.width import best_width, remembered
 
 SERVER = ""
 """The client id under which the server's own test data are evaluated."""
@@ -65,6 +69,8 @@ class Order:
     """``None``: train; else evaluate."""
     server_models: tuple[ModelSpec, ...] = ()
     """For the server's own evaluation: the shared models."""
+    group: int = -1
+    """Orders of one group are carried out together, in one worker; -1: this one by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +88,22 @@ class Result:
     measured: Mapping[str, Metrics] = field(default_factory=dict)
     """Metrics by split."""
     seconds: float = 0.0
+    """Of its group, divided by the group's clients."""
     bytes_down: int = 0
     bytes_up: int = 0
+    together: int = 1
+    """Clients, this one included, whose training was one batched computation."""
+    apart: str = ""
+    """Why it was not, where it was tried."""
+
+
+def in_groups(orders: Sequence[Order]) -> list[list[Order]]:
+    """The orders by group, groups and orders in them in the order given."""
+    groups: dict[tuple[str, int], list[Order]] = {}
+    for order in orders:
+        key = ("alone", order.position) if order.group < 0 else ("group", order.group)
+        groups.setdefault(key, []).append(order)
+    return list(groups.values())
 
 
 @dataclass(slots=True)
@@ -136,29 +156,75 @@ class Worker:
         self.method = config.build_method()
         self.population = Population.load(run_dir / "population")
         self.clients = Clients(self.population, config)
-        self._built: dict[tuple[ModelSpec, ...], _Built] = {}
+        self._built: dict[tuple[tuple[ModelSpec, ...], int], _Built] = {}
         self._samples: dict[int, Examples] = {}
 
-    def carry_out(self, order: Order, broadcast: Mapping[str, FlatTensors]) -> Result:
-        """Train or evaluate one client.
+    def carry_out(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> list[Result]:
+        """Train or evaluate some clients: those of a group together, groups one after another.
 
         Args:
-            order: what to do.
-            broadcast: the server's tensors by key, at least those that the task receives; only read.
+            orders: what to do.
+            broadcast: the server's tensors by key, at least those that the tasks receive; only read.
 
         Raises:
             ClientError: the method's code failed; says client, round, phase and how to replay it.
         """
-        started = time.perf_counter()
         if torch.get_num_threads() != self.config.ray.threads:
             torch.set_num_threads(self.config.ray.threads)  # it holds for one thread of the process only
+        return [result for group in in_groups(orders) for result in self._carry_out_group(group, broadcast)]
+
+    def _carry_out_group(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> list[Result]:
+        started = time.perf_counter()
+        work = [functools.partial(self._carry_out, order, broadcast, place) for place, order in enumerate(orders)]
+        results = []
+        for outcome in together.carry_out(work) if len(work) > 1 else [work[0]()]:
+            if isinstance(outcome, Exception):
+                raise outcome
+            results.append(outcome)
+        seconds = (time.perf_counter() - started) / len(orders)
+        return [dataclasses.replace(result, seconds=seconds) for result in results]
+
+    def _carry_out(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Result:
+        do = self._train if order.measure is None else self._evaluate
         try:
-            result = self._train(order, broadcast) if order.measure is None else self._evaluate(order, broadcast)
+            return do(order, broadcast, place)
         except RaydflError:
             raise
         except Exception as error:  # whatever a method's code raises
             raise ClientError(self._describe(order, error)) from error
-        return dataclasses.replace(result, seconds=time.perf_counter() - started)
+
+    def width(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> int:
+        """How many of these clients to train at once on this worker's device.
+
+        On the CPU always 1: there the operations are fused and one client after another is fastest, and a measurement, which is
+        never the same twice, would make equal runs differ. On a GPU it is measured, once for a model and a device.
+        """
+        if self.device.type == "cpu" or len(orders) < 2:
+            return 1
+        first = self.clients.by_id(orders[0].task.client_id)
+        train = self.config.train
+        device = torch.cuda.get_device_name(self.device), torch.cuda.get_device_properties(self.device).total_memory
+        kind = (self.method, first.models, train.batch_size, train.optimiser, self.config.ray.gpus, device)
+        path = (self.config.data.cache or default_cache()) / "widths.json"
+        return remembered(path, (kind, torch.__version__), lambda: self.measured_width(orders, broadcast))
+
+    def measured_width(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> int:
+        """See :meth:`width`; nothing that the clients do while it is measured is kept."""
+        orders = sorted(orders, key=lambda order: -order.cost)
+        private = self.private
+
+        def seconds(width: int) -> float:
+            group = [dataclasses.replace(order, group=0) for order in orders[:width]]
+            return min(self.carry_out(group, broadcast)[0].seconds for _ in range(3))  # the first warms up
+
+        with tempfile.TemporaryDirectory(prefix="raydfl-width-") as scratch:
+            self.private = PrivateStore(Path(scratch), also_read=[private.folder])
+            try:
+                return best_width(seconds, len(orders))
+            finally:
+                self.private.close()
+                self.private = private
+                self._built.clear()
 
     def _describe(self, order: Order, error: Exception) -> str:
         task, frame = order.task, traceback.extract_tb(error.__traceback__)[-1]
@@ -174,13 +240,17 @@ class Worker:
             )
         return text
 
-    def prepare(self, order: Order, broadcast: Mapping[str, FlatTensors]) -> Step:
-        """A step ready for the method's code: data opened, models loaded, generators seeded."""
+    def prepare(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int = 0) -> Step:
+        """A step ready for the method's code: data opened, models loaded, generators seeded.
+
+        Args:
+            place: which of the built networks it gets; clients that are worked on at the same time have different ones.
+        """
         task, training = order.task, self.config.train
         client, data = self._who(order)
         purpose = task.phase if order.measure is None else f"evaluate/{task.phase}"
         seed_torch(seeds.seed_for(self.config.run.seed, order.round_index, client.id, f"torch/{purpose}"), self.device)
-        built = self._build(client)
+        built = self._build(client, place)
         built.reset()
         # A copy: whatever a method does to what it received, the next client gets what the server sent.
         received = {key: copy_of(broadcast[key], self.device) for key in task.receive}
@@ -210,17 +280,18 @@ class Worker:
         client = self.clients.by_id(order.task.client_id)
         return client, self.population.data(client.index)
 
-    def _build(self, client: Client) -> _Built:
-        if client.models not in self._built:
+    def _build(self, client: Client, place: int) -> _Built:
+        key = (client.models, place)
+        if key not in self._built:
             models = build_models(self.method, client, self.config.run.seed)
             for model in models.values():
                 model.to(self.device)
-            self._built[client.models] = _Built(
+            self._built[key] = _Built(
                 models,
                 {f"{n}/{k}": v.detach().clone() for n, m in models.items() for k, v in m.state_dict().items()},
                 {f"{n}/{k}": p.requires_grad for n, m in models.items() for k, p in m.named_parameters()},
             )
-        return self._built[client.models]
+        return self._built[key]
 
     def _load(self, step: Step, kept: Mapping[str, Tensor]) -> None:
         """Shared tensors from what was received, private ones from what this client kept; else they stay as initialised."""
@@ -235,8 +306,8 @@ class Worker:
                         value.copy_(tensors[name])
                         break
 
-    def _train(self, order: Order, broadcast: Mapping[str, FlatTensors]) -> Result:
-        step = self.prepare(order, broadcast)
+    def _train(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Result:
+        step = self.prepare(order, broadcast, place)
         bytes_down = sum(broadcast[key].vector.nbytes for key in order.task.receive)
         update = self.method.local(step)
         hidden = [name for name in update.tensors if not self.method.shared(name)]
@@ -246,7 +317,14 @@ class Worker:
                 f"keeps private: {', '.join(hidden[:5])}; leave them out of step.update(tensors=...)"
             )
         flat = FlatTensors.of(update.tensors)
-        result = Result(order.position, step.client.id, private=order.private, bytes_down=bytes_down)
+        result = Result(
+            order.position,
+            step.client.id,
+            private=order.private,
+            bytes_down=bytes_down,
+            together=step.together,
+            apart=step.apart,
+        )
         if not np.isfinite(flat.vector).all():
             bad = [name for name, tensor in flat.items() if not bool(torch.isfinite(tensor).all())]
             return dataclasses.replace(
@@ -267,8 +345,8 @@ class Worker:
         kept.update({_STATE + n: t for n, t in step.state.items()})
         return self.private.append(order.round_index + 1, kept) if kept else None
 
-    def _evaluate(self, order: Order, broadcast: Mapping[str, FlatTensors]) -> Result:
-        step = self.prepare(order, broadcast)
+    def _evaluate(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Result:
+        step = self.prepare(order, broadcast, place)
         models = step.models
         measured: dict[str, Metrics] = {}
         for measurement in order.measure or ():

@@ -49,14 +49,10 @@ class Examples:
         ``x`` is float32 [n, frames, bands]. When lengths differ, all are padded with zeros to the batch's longest and ``lengths``
         holds their own; in a population whose examples all have one length ``lengths`` is ``None``.
         """
-        frames = self.store.frames
         counts = self.counts[index].tolist()
         longest = self.length if self.length is not None else max(counts, default=1)
-        x = np.empty((len(counts), longest, frames.shape[1]), np.float32)
-        for row, start, count in zip(x, self.starts[index].tolist(), counts, strict=True):
-            row[:count] = frames[start : start + count]
-            if count < longest:
-                row[count:] = 0.0
+        x = np.empty((len(counts), longest, self.store.bands), np.float32)
+        self.copy(index, x)
         lengths = None
         if self.length is None:
             lengths = torch.tensor(counts, dtype=torch.int64, device=device)
@@ -66,17 +62,33 @@ class Examples:
             lengths=lengths,
         )
 
-    def batches(
-        self, batch_size: int, rng: np.random.Generator | None, device: torch.device | str = "cpu"
-    ) -> Iterator[Batch]:
-        """All examples once, ``batch_size`` at a time (the last batch may be smaller).
+    def copy(self, index: np.ndarray, out: np.ndarray) -> None:
+        """Write the frames of the examples at positions ``index`` (int [n]) into ``out``.
+
+        Args:
+            out: float32 [n, frames, bands], at least as many frames as the longest of them has; the rest becomes 0.
+        """
+        frames = self.store.frames.view(np.ndarray)  # cutting the map itself costs twice as much
+        for row, start, count in zip(out, self.starts[index].tolist(), self.counts[index].tolist(), strict=True):
+            row[:count] = frames[start : start + count]
+            if count < len(row):
+                row[count:] = 0.0
+
+    def order(self, batch_size: int, rng: np.random.Generator | None) -> list[np.ndarray]:
+        """The positions (int64 [at most batch_size]) of each batch of one pass over all examples, the last may be smaller.
 
         Args:
             rng: shuffles; ``None``: in order.
         """
         order = np.arange(len(self)) if rng is None else rng.permutation(len(self))
-        for start in range(0, len(order), batch_size):
-            yield self.batch(order[start : start + batch_size], device)
+        return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+
+    def batches(
+        self, batch_size: int, rng: np.random.Generator | None, device: torch.device | str = "cpu"
+    ) -> Iterator[Batch]:
+        """All examples once, in the batches of :meth:`order`."""
+        for index in self.order(batch_size, rng):
+            yield self.batch(index, device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,10 +116,8 @@ class FedMLAC(Method):
     def _divergence(self, teacher: Tensor, student: Tensor, batch: Batch) -> Tensor:
         """T^2 KL(softmax(teacher / T) || softmax(student / T)), mean over the batch; no gradient reaches the teacher."""
         t = self.temperature
-        each = F.kl_div(
-            F.log_softmax(student / t, dim=1),
-            F.log_softmax(teacher.detach() / t, dim=1),
-            reduction="none",
-            log_target=True,
-        )
+        log_student = F.log_softmax(student / t, dim=1)
+        log_teacher = F.log_softmax(teacher.detach() / t, dim=1)
+        # Not F.kl_div, which PyTorch cannot compute for several clients at once.
+        each = log_teacher.exp() * (log_teacher - log_student)
         return t * t * batch.mean(each.sum(dim=1))

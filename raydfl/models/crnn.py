@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Annotated, Any
 
-import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
 from raydfl.errors import ConfigError, DataError
-from raydfl.models._time import masked, mean_over_time, reversed_in_time
+from raydfl.models._time import mean_over_time
+from raydfl.ops import GRU, Conv1d, Dropout
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -61,10 +60,10 @@ class CRNN(nn.Module):
         self.pool = pool
         channels = (inputs, *filters)
         self.convolutions = nn.ModuleList(
-            nn.Conv1d(before, after, kernel, padding=kernel // 2) for before, after in pairwise(channels)
+            Conv1d(before, after, kernel, padding=kernel // 2) for before, after in pairwise(channels)
         )
-        self.dropout = nn.Dropout(dropout)
-        self.gru = nn.GRU(filters[-1], hidden, batch_first=True, bidirectional=bidirectional)
+        self.dropout = Dropout(dropout)
+        self.gru = GRU(filters[-1], hidden, batch_first=True, bidirectional=bidirectional)
         self.output = nn.Linear(hidden * (1 + bidirectional), classes)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
@@ -89,27 +88,11 @@ class CRNN(nn.Module):
                 f"{x.shape[1]} frames are too few: {len(self.convolutions)} times max pooling by {self.pool} need at least "
                 f"{needed}; use longer clips, a shorter hop, or a network with fewer filters or pool: 1"
             )
-        x = x.transpose(1, 2)
         for convolution in self.convolutions:
-            if lengths is not None:  # the convolution before this one has written into the padding
-                x = masked(x, lengths, dim=2)
+            x = convolution.pooled(x, self.pool, lengths)  # type: ignore[operator]
+            if lengths is not None:
                 lengths = (lengths // self.pool).clamp_min(1)
-            x = F.max_pool1d(F.relu(convolution(x)), self.pool)
-        return mean_over_time(self._recur(self.dropout(x).transpose(1, 2), lengths), lengths)
-
-    def _recur(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """The GRU's output [batch, frames, hidden * directions] for x [batch, frames, channels]."""
-        if lengths is None or not self.gru.bidirectional:  # forwards in time, padding comes after all that counts
-            output: Tensor = self.gru(x)[0]
-            return output
-        weights = [getattr(self.gru, name) for name in self.gru._flat_weights_names]
-        forwards = self._one_direction(x, weights[:4])
-        backwards = self._one_direction(reversed_in_time(x, lengths), weights[4:])
-        return torch.cat([forwards, reversed_in_time(backwards, lengths)], dim=2)
-
-    def _one_direction(self, x: Tensor, weights: list[Tensor]) -> Tensor:
-        start = x.new_zeros(1, x.shape[0], self.gru.hidden_size)
-        return torch.gru(x, start, weights, True, 1, 0.0, self.training, False, True)[0]
+        return mean_over_time(self.gru.outputs(self.dropout(x), lengths), lengths)
 
 
 ARCHITECTURES: Mapping[str, tuple[type[nn.Module], Mapping[str, Any]]] = {

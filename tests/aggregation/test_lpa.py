@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from raydfl.aggregate import LayerwisePruning, WeightedMean
 from raydfl.types import Update
 
+pytestmark = pytest.mark.usefixtures("sums")
 LAYERS = {"net/a": ("net/a.weight", "net/a.bias"), "net/gru": ("net/gru.weight_l0",), "free": ("free",)}
 SHAPES = {"net/a.weight": (3, 4), "net/a.bias": (3,), "net/gru.weight_l0": (2, 2, 2), "free": (5,)}
 

@@ -20,10 +20,10 @@ from raydfl.data.population import Population
 from raydfl.errors import ClientError, ConfigError
 from raydfl.federation import _shards, in_order
 from raydfl.models import build_model
+from raydfl.private import PrivateStore
 from raydfl.progress import Progress
 from raydfl.rundir import create, final_state
 from raydfl.runs import run
-from raydfl.private import PrivateStore
 from raydfl.store import RunStore
 from raydfl.worker import Result
 

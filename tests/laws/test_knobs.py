@@ -120,6 +120,7 @@ def _close(a: bytes, b: bytes) -> bool:
         "train.optimiser.name=adamw",
         "train.local_epochs=2",
         "train.batch_size=4",
+        "train.together=3",
         "train.cohort=2",
         "run.seed=2",
         "models.model={name: crnn_tiny, hidden: 8, filters: [4], kernel: 5}",

@@ -12,21 +12,21 @@ import pytest
 import torch
 from helpers import differ, finish, raw, same, start, truth
 
-from raydfl import registry
+from raydfl import record, registry
 from raydfl.config import Config
 from raydfl.data.population import Population
 from raydfl.errors import ClientError, ConfigError, InputError, RunDirectoryError
 from raydfl.federation import Federation
 from raydfl.pool import SerialPool
+from raydfl.private import PrivateRef, PrivateStore
 from raydfl.progress import Progress
 from raydfl.replays import replay
 from raydfl.rundir import create, final_state
 from raydfl.runs import resume, run
 from raydfl.server import Server
-from raydfl.private import PrivateRef, PrivateStore
 from raydfl.store import RunStore
 from raydfl.tensors import FlatTensors
-from raydfl.worker import Order, Result, Worker
+from raydfl.worker import Order, Result, Worker, in_groups
 
 Tiny = Callable[..., Config]
 EXTRA = Path(__file__).parent.parent / "extra_methods.py"
@@ -45,9 +45,9 @@ class WatchedPool(SerialPool):
         self.bytes.append(pickle.dumps(value, protocol=5))
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Result]:
-        shuffled = list(orders)
+        shuffled = in_groups(orders)
         self.random.shuffle(shuffled)
-        results = [self._worker.carry_out(order, broadcast) for order in shuffled]
+        results = [result for group in shuffled for result in self._worker.carry_out(group, broadcast)]
         self.random.shuffle(results)
         for value in (orders, broadcast, results):
             self._note(value)
@@ -68,12 +68,40 @@ def finish_watched(config: Config, seed: int = 0) -> tuple[dict[str, bytes], Wat
     return truth(run_dir), pool, run_dir
 
 
+def committed_round(server: Server) -> None:
+    """One round, on the disk when this returns."""
+    server.round()
+    server.finish()
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_law_1_any_order_of_work_and_arrival_gives_the_same_bits(tiny: Tiny, method: str) -> None:
-    serial = finish(tiny("run.name=serial", method=method))
+@pytest.mark.parametrize("together", [1, 2])
+def test_law_1_any_order_of_work_and_arrival_gives_the_same_bits(tiny: Tiny, method: str, together: int) -> None:
+    width = f"train.together={together}"
+    serial = finish(tiny("run.name=serial", width, method=method))
     for seed in (1, 2):
-        shuffled, _, _ = finish_watched(tiny(f"run.name=shuffled{seed}", method=method), seed)
+        shuffled, _, _ = finish_watched(tiny(f"run.name=shuffled{seed}", width, method=method), seed)
         same(serial, shuffled)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_law_8_clients_trained_together_end_as_alone(tiny: Tiny, method: str) -> None:
+    """To float tolerance, through the whole engine: private state, server optimisers and evaluation included."""
+    ends = {}
+    for together in (1, 3):
+        config = tiny(f"train.together={together}", f"run.name=w{together}", "train.cohort=4", method=method)
+        finish(config)
+        run_dir = Path(config.run.dir) / f"w{together}"
+        commit = RunStore(run_dir).load(RunStore(run_dir).latest() or "")
+        private = PrivateStore(run_dir / "private")
+        ends[together] = {f"{k} {n}": t for k, group in commit.state.tensors.items() for n, t in group.items()}
+        ends[together] |= {f"{i} {n}": t for i, ref in commit.private.items() for n, t in private.read(ref).items()}
+        rows = record.read_rows(run_dir).to_pylist()
+        shares = [row["value"] for row in rows if row["metric"] == "vectorised"]
+        assert shares == ([] if together == 1 else [1.0] * 3)
+    assert ends[1].keys() == ends[3].keys()
+    for name, tensor in ends[1].items():
+        torch.testing.assert_close(ends[3][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_law_1_the_seed_decides(tiny: Tiny) -> None:
@@ -126,11 +154,13 @@ def test_law_2_dying_anywhere_in_a_round_leaves_it_undone(
         elif step == "train":
             original = Worker.carry_out
 
-            def second_client(self: Worker, order: Order, broadcast: Mapping[str, FlatTensors]) -> Result:
+            def second_client(
+                self: Worker, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]
+            ) -> list[Result]:
                 calls["train"] += 1
                 if calls["train"] == 2:
                     raise Dead
-                return original(self, order, broadcast)
+                return original(self, orders, broadcast)
 
             patch.setattr(Worker, "carry_out", second_client)
         elif step == "aggregate":
@@ -147,8 +177,7 @@ def test_law_2_dying_anywhere_in_a_round_leaves_it_undone(
 
             patch.setattr(raydfl.store, "write_durably", write)
         with pytest.raises(Dead):
-            server.round()
-            server.finish()
+            committed_round(server)
     server.close()
     again = start(config)
     assert again.round_index == 1
@@ -238,7 +267,7 @@ def test_law_6_floating_buffers_are_averaged_counters_stay(tiny: Tiny) -> None:
     broadcast = {"global": FlatTensors.of(first.tensors["global"])}
     federation = Federation(config, worker.population, RunStore(run_dir / "other"), SerialPool(worker))
     for order in federation.plan():
-        update = worker.carry_out(order, broadcast).update
+        update = worker.carry_out([order], broadcast)[0].update
         assert update is not None
         means.append(update.tensors["model/normalise.running_mean"].double())
         weights.append(update.weight)

@@ -1,0 +1,202 @@
+"""Time of raydfl's operations and of a training step made of them, against PyTorch's own modules, interleaved, on one thread.
+
+The work: one batch of 16 log-mel clips of 64 x 101, CRNN-Lite and CRNN-Base with kernel 5, forward, cross-entropy, backward and
+fused SGD; and FedMLAC's pair, Lite and Base trained on the same batch with each other's predictions as soft targets.
+
+    python benchmarks/ops.py --turns 40 --clients 4
+
+Contestants take turns within one process, so that whatever else the machine does meets all of them; times are minima, and a
+ratio is the median over turns of a contestant's time over that of PyTorch's modules in the same turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raydfl import ops
+from raydfl.models.crnn import ARCHITECTURES, CRNN
+
+BATCH, FRAMES, BANDS, CLASSES = 16, 101, 64, 10
+Contestants = Mapping[str, tuple[Callable[[], object], int]]  # what to call, and how many steps one call is
+
+
+class PlainCRNN(nn.Module):
+    """The same network of PyTorch's modules, as a researcher writes it."""
+
+    def __init__(self, network: CRNN) -> None:
+        """Copy the parameters of ``network``."""
+        super().__init__()
+        self.pool = network.pool
+        self.convolutions = nn.ModuleList(
+            nn.Conv1d(c.in_channels, c.out_channels, c.kernel_size[0], padding=c.padding[0])
+            for c in network.convolutions
+        )
+        gru = network.gru
+        self.gru = nn.GRU(gru.input_size, gru.hidden_size, batch_first=True, bidirectional=gru.bidirectional)
+        self.output = nn.Linear(network.output.in_features, network.output.out_features)
+        self.load_state_dict(network.state_dict())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits [batch, classes] of x [batch, frames, bands]."""
+        x = x.transpose(1, 2)
+        for convolution in self.convolutions:
+            x = F.max_pool1d(F.relu(convolution(x)), self.pool)
+        logits: Tensor = self.output(self.gru(x.transpose(1, 2))[0].mean(dim=1))
+        return logits
+
+
+def compare(title: str, contestants: Contestants, turns: int) -> None:
+    """Take turns and print a line for each; the first is what the others are compared with."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for turn in range(-3, turns):  # the first three warm up
+        for name, (call, steps) in contestants.items():
+            started = time.perf_counter()
+            call()
+            if turn >= 0:
+                seconds[name].append((time.perf_counter() - started) / steps)
+    print(f"\n{title}\n{'':34}{'us (least)':>12}{'ratio (median)':>16}{'range':>16}")
+    baseline = next(iter(seconds.values()))
+    for name, times in seconds.items():
+        ratios = [one / other for one, other in zip(times, baseline, strict=True)]
+        spread = f"{min(ratios):.2f} - {max(ratios):.2f}"
+        print(f"  {name:32}{1e6 * min(times):12.0f}{statistics.median(ratios):16.3f}{spread:>16}")
+
+
+def both_ways(forward: Callable[[], Tensor]) -> None:
+    """Forward and backward of one layer."""
+    output = forward()
+    output.backward(torch.ones_like(output))
+
+
+def without_compiled(call: Callable[[], object]) -> None:
+    """The call with operations in PyTorch."""
+    with ops.use("torch"):
+        call()
+
+
+def layers(architecture: str, turns: int) -> None:
+    """The layers of one network, one by one."""
+    network = crnn(architecture)
+    plain = PlainCRNN(network)
+    frames, x = FRAMES, torch.randn(BATCH, FRAMES, BANDS)
+    for mine, theirs in zip(network.convolutions, plain.convolutions, strict=True):
+
+        def torch_pooled(x: Tensor = x, layer: nn.Module = theirs) -> Tensor:
+            return F.max_pool1d(F.relu(layer(x.transpose(1, 2))), 2).transpose(1, 2)
+
+        call = partial(both_ways, partial(mine.pooled, x, 2))
+        contestants: Contestants = {
+            "torch.nn": (partial(both_ways, torch_pooled), 1),
+            "raydfl.ops": (call, 1),
+            "raydfl.ops, not compiled": (partial(without_compiled, call), 1),
+        }
+        compare(f"{architecture}: convolution, ReLU, pooling of {list(x.shape)}", contestants, turns)
+        frames //= 2
+        x = torch.randn(BATCH, frames, mine.out_channels, requires_grad=True)
+
+    def torch_gru() -> Tensor:
+        output: Tensor = plain.gru(x)[0]
+        return output
+
+    call = partial(both_ways, partial(network.gru.outputs, x))
+    contestants = {
+        "torch.nn": (partial(both_ways, torch_gru), 1),
+        "raydfl.ops": (call, 1),
+        "raydfl.ops, not compiled": (partial(without_compiled, call), 1),
+    }
+    compare(f"{architecture}: GRU of {list(x.shape)}", contestants, turns)
+
+
+def crnn(architecture: str) -> CRNN:
+    """A network without dropout, in training mode."""
+    return CRNN(BANDS, CLASSES, **{**ARCHITECTURES[architecture][1], "kernel": 5, "dropout": 0.0})
+
+
+def losses(logits: list[Tensor], y: Tensor) -> Tensor:
+    """Cross-entropy of each, and for a pair each one's divergence from the other."""
+    total = torch.stack([F.cross_entropy(one, y) for one in logits]).sum()
+    if len(logits) == 2:
+        first, second = (one.log_softmax(dim=1) for one in logits)
+        total = total + (second.detach().exp() * (second.detach() - first)).sum(dim=1).mean()
+        total = total + (first.detach().exp() * (first.detach() - second)).sum(dim=1).mean()
+    return total
+
+
+def step_of(networks: list[nn.Module], x: Tensor, y: Tensor) -> Callable[[], None]:
+    """One training step of one client."""
+    networks = copy.deepcopy(networks)
+    optimiser = torch.optim.SGD([p for network in networks for p in network.parameters()], lr=0.01, fused=True)
+
+    def step() -> None:
+        optimiser.zero_grad(set_to_none=True)
+        losses([network(x) for network in networks], y).backward()
+        optimiser.step()
+
+    return step
+
+
+def mapped_step(networks: list[nn.Module], clients: int) -> Callable[[], None]:
+    """One training step of several clients with torch.func.vmap."""
+    parameters = [
+        {name: p.detach().expand(clients, *p.shape).clone().requires_grad_() for name, p in network.named_parameters()}
+        for network in networks
+    ]
+    optimiser = torch.optim.SGD([p for group in parameters for p in group.values()], lr=0.01, fused=True)
+    x, y = torch.randn(clients, BATCH, FRAMES, BANDS), torch.randint(0, CLASSES, (clients, BATCH))
+
+    def loss(parameters: list[dict[str, Tensor]], x: Tensor, y: Tensor) -> Tensor:
+        logits = [torch.func.functional_call(n, p, (x,)) for n, p in zip(networks, parameters, strict=True)]
+        return losses(logits, y)
+
+    mapped = torch.func.vmap(loss)
+
+    def step() -> None:
+        optimiser.zero_grad(set_to_none=True)
+        mapped(parameters, x, y).sum().backward()
+        optimiser.step()
+
+    return step
+
+
+def steps(architectures: list[str], clients: int, turns: int) -> None:
+    """Whole training steps."""
+    networks: list[nn.Module] = [crnn(architecture) for architecture in architectures]
+    x, y = torch.randn(BATCH, FRAMES, BANDS), torch.randint(0, CLASSES, (BATCH,))
+    mine = step_of(networks, x, y)
+    contestants: Contestants = {
+        "torch.nn": (step_of([PlainCRNN(n) for n in networks if isinstance(n, CRNN)], x, y), 1),
+        "raydfl.ops": (mine, 1),
+        f"raydfl.ops, vmap of {clients} clients": (mapped_step(networks, clients), clients),
+        "raydfl.ops, not compiled": (partial(without_compiled, mine), 1),
+    }
+    compare(f"training step of {' and '.join(architectures)}", contestants, turns)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=40, help="timed turns of each contestant")
+    parser.add_argument("--clients", type=int, default=4, help="clients that are mapped together")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if ops.compiled():
+        print(f"compiled operators: {torch.ops.raydfl.instruction_set()}")
+    else:
+        print("the operators in C++ are not there: all is in PyTorch operations")
+    for architecture in ("crnn_lite", "crnn_base"):
+        layers(architecture, arguments.turns)
+    for architectures in (["crnn_lite"], ["crnn_base"], ["crnn_lite", "crnn_base"]):
+        steps(architectures, arguments.clients, arguments.turns)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Which implementation runs: the compiled one for float32 on a CPU where it was built, PyTorch's operations for all else.
+
+The compiled operators bring their own rules for autograd and vmap (csrc/transforms.cpp), at a fraction of the time that those
+of a torch.autograd.Function take for each call.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+_LIBRARY = Path(__file__).with_name("_cpu.so")
+_CHOICE: ContextVar[Literal["auto", "torch"]] = ContextVar("raydfl_ops", default="auto")
+_log = logging.getLogger(__name__)
+
+
+class _Compiled:
+    """The forward operators of csrc/operators.cpp, under the names that :mod:`raydfl.ops._torch` has."""
+
+    def __init__(self) -> None:
+        library = torch.ops.raydfl
+        self.conv_forward = library.conv_forward.default
+        self.gru_forward = library.gru_forward.default
+        self.drop = library.drop.default
+
+
+@cache
+def _compiled() -> _Compiled | None:
+    """The compiled operators, loaded at the first use, or ``None`` after one line in the log."""
+    if not _LIBRARY.exists():
+        _log.info(
+            "raydfl.ops: not compiled on this machine (%s is not there); training on a CPU is slower", _LIBRARY.name
+        )
+        return None
+    try:
+        torch.ops.load_library(str(_LIBRARY))  # type: ignore[no-untyped-call]
+    except OSError as error:  # built for another PyTorch
+        _log.warning(
+            "raydfl.ops: %s does not load, install raydfl again; training on a CPU is slower: %s", _LIBRARY, error
+        )
+        return None
+    return _Compiled()
+
+
+def compiled() -> bool:
+    """Whether the operators in C++ are there."""
+    return _compiled() is not None
+
+
+@contextmanager
+def use(implementation: Literal["auto", "torch"]) -> Iterator[None]:
+    """Within this context, ``"torch"`` leaves the compiled operators aside; ``"auto"`` is as it is outside of any context."""
+    token = _CHOICE.set(implementation)
+    try:
+        yield
+    finally:
+        _CHOICE.reset(token)
+
+
+def compiled_for(x: Tensor) -> _Compiled | None:
+    """The compiled operators, if they are there and compute for such an ``x``."""
+    if x.dtype == torch.float32 and x.device.type == "cpu" and _CHOICE.get() == "auto":
+        return _compiled()
+    return None
+
+
+def torch_is_better(x: Tensor) -> bool:
+    """Whether PyTorch's own layer is the faster one: on a GPU, one model at a time (cuDNN); it cannot be mapped by vmap."""
+    return x.is_cuda and not torch._C._are_functorch_transforms_active()

@@ -1,0 +1,65 @@
+// What the operators call: one client's forward or backward pass, in float32, for each instruction set.
+//
+// A table of functions is compiled once for any CPU and once for CPUs with AVX2 and FMA; kernels() picks when it runs
+// (the former if the environment has RAYDFL_PORTABLE). All
+// pointers are to contiguous memory. "lengths" may be null: all frames count. A pass writes every element of what it returns.
+
+#pragma once
+
+#include <cstdint>
+
+namespace raydfl {
+
+struct Convolution {
+  long batch, frames, inputs, outputs, taps, padding;
+  long pool;  // 0: the convolution alone; 1 or more: ReLU and the maximum of so many frames follow
+
+  long convolved() const { return frames + 2 * padding - taps + 1; }
+  long pooled() const { return pool ? convolved() / pool : convolved(); }
+};
+
+struct Recurrence {
+  long batch, frames, inputs, hidden;
+  int directions;
+};
+
+struct Direction {
+  const float *input_weight, *hidden_weight, *input_bias, *hidden_bias;
+};
+
+struct DirectionGradient {
+  float *input_weight, *hidden_weight, *input_bias, *hidden_bias;
+};
+
+struct Kernels {
+  const char* name;
+  long panel;  // hidden units are padded to a multiple of this in what a GRU saves for its backward pass
+
+  // x [batch, frames, inputs], weight [outputs, inputs, taps], bias [outputs] -> y [batch, pooled, outputs] and, with pooling,
+  // codes [batch, pooled, outputs]: which frame of the pool the maximum is, NOWHERE where ReLU is 0.
+  void (*convolve)(const Convolution&, const float* x, const float* weight, const float* bias, const int64_t* lengths,
+                   float* y, uint8_t* codes);
+  // dy as y -> dx (unless null), dweight, dbias.
+  void (*convolve_backward)(const Convolution&, const float* dy, const uint8_t* codes, const float* x, const float* weight,
+                            const int64_t* lengths, float* dx, float* dweight, float* dbias);
+  // x [batch, frames, inputs] -> y [batch, frames, directions * hidden] and gates [directions, frames, batch, 4, padded].
+  void (*recur)(const Recurrence&, const float* x, const Direction* directions, const int64_t* lengths, float* y, float* gates);
+  void (*recur_backward)(const Recurrence&, const float* dy, const float* y, const float* gates, const float* x,
+                         const Direction* directions, const int64_t* lengths, float* dx, DirectionGradient* gradients);
+  // x and y [rows, columns]: what dropout.py's formula keeps of x, times scale.
+  void (*drop)(long rows, long columns, uint32_t first_key, uint32_t second_key, uint32_t threshold, float scale,
+               const float* x, float* y);
+};
+
+constexpr uint8_t NOWHERE = 255;
+
+// Memory of this thread for intermediate results; grows, 64-byte aligned. Good until the next call with the same index.
+float* scratch(int index, long floats);
+
+const Kernels& kernels();
+extern const Kernels portable_kernels;
+#if defined(__x86_64__) && defined(__GNUC__)
+extern const Kernels avx2_kernels;
+#endif
+
+}  // namespace raydfl

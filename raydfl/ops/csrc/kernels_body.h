@@ -1,0 +1,492 @@
+// The kernels themselves, compiled once for each instruction set (see kernels.h). Nothing of the standard library is defined
+// in here: an inline function compiled for one instruction set must not be linked into code for another.
+
+#include "kernels.h"
+
+namespace raydfl {
+namespace {
+
+constexpr int LANES = RAYDFL_LANES;
+constexpr int PANEL = 2 * LANES;  // columns of a product that are computed together
+constexpr int TILE = 6;           // rows of a product that are computed together: 12 of 16 registers hold sums
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Naturals __attribute__((vector_size(4 * LANES)));
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+typedef float LooseFloats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint8_t LooseBytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+
+#define INLINE inline __attribute__((always_inline))
+
+INLINE Floats load(const float* from) { return *reinterpret_cast<const LooseFloats*>(from); }
+INLINE void store(float* to, Floats values) { *reinterpret_cast<LooseFloats*>(to) = values; }
+INLINE Floats all(float value) { return value - Floats{}; }
+INLINE long rounded_up(long count) { return (count + PANEL - 1) / PANEL * PANEL; }
+INLINE long least(long one, long other) { return one < other ? one : other; }
+
+INLINE void copy(float* to, const float* from, long count) { __builtin_memcpy(to, from, sizeof(float) * count); }
+INLINE void clear(float* to, long count) { __builtin_memset(to, 0, sizeof(float) * count); }
+
+INLINE void add(float* to, const float* from, long count) {
+  for (long i = 0; i < count; ++i) to[i] += from[i];
+}
+
+// --- products -----------------------------------------------------------------------------------------------------------------
+
+// A matrix as a product's right factor: "panels" of PANEL columns, row k of panel p at data + p * apart + k * row.
+struct Panels {
+  const float* data;
+  long apart, row;
+};
+
+// What to do with a product: write it (start: null), or add it to a bias that is the same in each row (stride 0), or to a matrix.
+enum class Start { ZERO, BIAS, SUM };
+
+// c[r, j] = start + sum over k of a(r, k) * b[k, j] for ROWS rows and one panel; a(r, k) is a[r * lda + k], or a[k * lda + r] if
+// TRANSPOSED.
+template <int ROWS, bool TRANSPOSED>
+INLINE void tile(long depth, const float* a, long lda, const float* b, long ldb, float* c, long ldc, long columns, Start start,
+                 const float* bias) {
+  Floats sums[ROWS][2];
+  const bool whole = columns == PANEL;
+#pragma GCC unroll 6
+  for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = Floats{};
+  for (long k = 0; k < depth; ++k, b += ldb) {
+    const Floats left = load(b), right = load(b + LANES);
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; ++r) {
+      const Floats factor = all(TRANSPOSED ? a[r] : a[r * lda]);
+      sums[r][0] += factor * left;
+      sums[r][1] += factor * right;
+    }
+    a += TRANSPOSED ? lda : 1;
+  }
+  float line[PANEL];
+#pragma GCC unroll 6
+  for (int r = 0; r < ROWS; ++r, c += ldc) {
+    const float* from = start == Start::SUM ? c : bias;
+    if (whole) {
+      if (start != Start::ZERO) {
+        sums[r][0] += load(from);
+        sums[r][1] += load(from + LANES);
+      }
+      store(c, sums[r][0]);
+      store(c + LANES, sums[r][1]);
+    } else {
+      store(line, sums[r][0]);
+      store(line + LANES, sums[r][1]);
+      for (long j = 0; j < columns; ++j) c[j] = start == Start::ZERO ? line[j] : line[j] + from[j];
+    }
+  }
+}
+
+template <bool TRANSPOSED>
+void tile_of(long rows, long depth, const float* a, long lda, const float* b, long ldb, float* c, long ldc, long columns,
+             Start start, const float* bias) {
+  switch (rows) {
+    case 6: return tile<6, TRANSPOSED>(depth, a, lda, b, ldb, c, ldc, columns, start, bias);
+    case 5: return tile<5, TRANSPOSED>(depth, a, lda, b, ldb, c, ldc, columns, start, bias);
+    case 4: return tile<4, TRANSPOSED>(depth, a, lda, b, ldb, c, ldc, columns, start, bias);
+    case 3: return tile<3, TRANSPOSED>(depth, a, lda, b, ldb, c, ldc, columns, start, bias);
+    case 2: return tile<2, TRANSPOSED>(depth, a, lda, b, ldb, c, ldc, columns, start, bias);
+    default: return tile<1, TRANSPOSED>(depth, a, lda, b, ldb, c, ldc, columns, start, bias);
+  }
+}
+
+// c [rows, columns] = start + a b, the rows of c ldc apart.
+template <bool TRANSPOSED>
+void multiply(long rows, long columns, long depth, const float* a, long lda, Panels b, float* c, long ldc, Start start,
+              const float* bias = nullptr) {
+  const long tiles = (rows + TILE - 1) / TILE;
+  for (long panel = 0, column = 0; column < columns; ++panel, column += PANEL) {
+    for (long index = 0; index < tiles; ++index) {  // tiles of nearly equal height: a tile of one row is slow
+      const long first = index * rows / tiles, next = (index + 1) * rows / tiles;
+      tile_of<TRANSPOSED>(next - first, depth, a + first * (TRANSPOSED ? 1 : lda), lda, b.data + panel * b.apart, b.row,
+                          c + first * ldc + column, ldc, least(columns - column, PANEL), start, bias ? bias + column : bias);
+    }
+  }
+}
+
+// Panels of matrix [rows, columns] with element (k, j) at from[k * row + j * column]; missing columns are 0.
+Panels pack(float* to, const float* from, long rows, long columns, long row, long column) {
+  float* start = to;
+  for (long first = 0; first < columns; first += PANEL, to += rows * PANEL) {
+    const long width = least(columns - first, PANEL);
+    if (width < PANEL) clear(to, rows * PANEL);
+    if (column == 1) {
+      for (long k = 0; k < rows; ++k) copy(to + k * PANEL, from + k * row + first, width);
+    } else {
+      for (long j = 0; j < width; ++j) {
+        const float* line = from + (first + j) * column;
+        for (long k = 0; k < rows; ++k) to[k * PANEL + j] = line[k * row];
+      }
+    }
+  }
+  return {start, rows * PANEL, PANEL};
+}
+
+INLINE long packed_size(long rows, long columns) { return rows * rounded_up(columns); }
+
+// --- exponentials -------------------------------------------------------------------------------------------------------------
+
+INLINE Floats within(Floats x, float low, float high) {  // a NaN stays one
+  x = x < all(low) ? all(low) : x;
+  return x > all(high) ? all(high) : x;
+}
+
+// exp to 1.2e-7 of itself, for -86..86 and held there outside.
+INLINE Floats exponential(Floats x) {
+  x = within(x, -86.0f, 86.0f);
+  const Floats magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, found in the lowest bits
+  const Floats shifted = x * 1.44269504088896341f + magic;
+  const Floats power = shifted - magic;
+  Floats rest = x - power * 0.693359375f;
+  rest = rest + power * 2.12194440e-4f;
+  Floats series = all(1.9875691500e-4f);
+  series = series * rest + 1.3981999507e-3f;
+  series = series * rest + 8.3334519073e-3f;
+  series = series * rest + 4.1665795894e-2f;
+  series = series * rest + 1.6666665459e-1f;
+  series = series * rest + 5.0000001201e-1f;
+  series = series * rest * rest + rest + 1.0f;
+  const Integers exponent = (reinterpret_cast<Integers>(shifted) - reinterpret_cast<Integers>(magic)) << 23;
+  return reinterpret_cast<Floats>(reinterpret_cast<Integers>(series) + exponent);
+}
+
+INLINE Floats sigmoid(Floats x) { return 1.0f / (1.0f + exponential(-x)); }
+
+INLINE Floats hyperbolic_tangent(Floats x) {
+  const Integers sign = reinterpret_cast<Integers>(x) & static_cast<int32_t>(0x80000000);
+  const Floats size = reinterpret_cast<Floats>(reinterpret_cast<Integers>(x) ^ sign);
+  const Floats large = 1.0f - 2.0f / (exponential(size + size) + 1.0f);
+  const Floats square = x * x;
+  Floats series = all(-5.70498872745e-3f);
+  series = series * square + 2.06390887954e-2f;
+  series = series * square + -5.37397155531e-2f;
+  series = series * square + 1.33314422036e-1f;
+  series = series * square + -3.33332819422e-1f;
+  const Floats small = series * square * x + x;
+  return size < all(0.625f) ? small : reinterpret_cast<Floats>(reinterpret_cast<Integers>(large) | sign);
+}
+
+// --- convolution --------------------------------------------------------------------------------------------------------------
+
+// Frames of one item with zeros around them: frame t's window is then "taps" rows, contiguous.
+void pad(float* to, const float* x, const Convolution& shape, long counting) {
+  const long before = shape.padding * shape.inputs, count = counting * shape.inputs;
+  clear(to, before);
+  copy(to + before, x, count);
+  clear(to + before + count, (shape.frames + 2 * shape.padding) * shape.inputs - before - count);
+}
+
+INLINE long counting(const int64_t* lengths, long item, long frames) {
+  if (!lengths) return frames;
+  return lengths[item] < 0 ? 0 : least(lengths[item], frames);
+}
+
+void convolve(const Convolution& shape, const float* x, const float* weight, const float* bias, const int64_t* lengths, float* y,
+              uint8_t* codes) {
+  const long depth = shape.taps * shape.inputs, width = rounded_up(shape.outputs), pooled = shape.pooled();
+  const long rows = shape.pool ? pooled * shape.pool : pooled;
+  float* ordered = scratch(0, depth * shape.outputs);  // weight as [outputs, taps, inputs]
+  for (long o = 0; o < shape.outputs; ++o)
+    for (long c = 0; c < shape.inputs; ++c)
+      for (long k = 0; k < shape.taps; ++k)
+        ordered[(o * shape.taps + k) * shape.inputs + c] = weight[(o * shape.inputs + c) * shape.taps + k];
+  const Panels panels = pack(scratch(1, packed_size(depth, shape.outputs)), ordered, depth, shape.outputs, 1, depth);
+  float* padded = scratch(2, (shape.frames + 2 * shape.padding) * shape.inputs);
+  float* convolved = scratch(3, rows * width);
+  float* wide_bias = scratch(4, width);
+  clear(wide_bias, width);
+  copy(wide_bias, bias, shape.outputs);
+  for (long item = 0; item < shape.batch; ++item) {
+    pad(padded, x + item * shape.frames * shape.inputs, shape, counting(lengths, item, shape.frames));
+    if (!shape.pool) {
+      multiply<false>(rows, shape.outputs, depth, padded, shape.inputs, panels, y, shape.outputs, Start::BIAS, wide_bias);
+      y += rows * shape.outputs;
+      continue;
+    }
+    multiply<false>(rows, width, depth, padded, shape.inputs, panels, convolved, width, Start::BIAS, wide_bias);
+    for (long t = 0; t < pooled; ++t, y += shape.outputs, codes += shape.outputs) {
+      for (long o = 0; o < shape.outputs; o += LANES) {
+        Floats best{};
+        Integers code = Integers{} + NOWHERE;
+        const float* from = convolved + t * shape.pool * width + o;
+        for (int32_t j = 0; j < shape.pool; ++j, from += width) {
+          const Floats value = load(from);
+          const Integers better = (value > best) | (value != value);  // a NaN is kept: whoever trains must see it
+          best = better ? value : best;
+          code = better ? Integers{} + j : code;
+        }
+        const Bytes narrow = __builtin_convertvector(code, Bytes);
+        if (o + LANES <= shape.outputs) {
+          store(y + o, best);
+          *reinterpret_cast<LooseBytes*>(codes + o) = narrow;
+        } else {
+          for (long j = 0; o + j < shape.outputs; ++j) y[o + j] = best[j], codes[o + j] = narrow[j];
+        }
+      }
+    }
+  }
+}
+
+void convolve_backward(const Convolution& shape, const float* dy, const uint8_t* codes, const float* x, const float* weight,
+                       const int64_t* lengths, float* dx, float* dweight, float* dbias) {
+  const long depth = shape.taps * shape.inputs, width = rounded_up(shape.outputs), pooled = shape.pooled();
+  const long rows = shape.pool ? pooled * shape.pool : pooled;
+  const long before = shape.taps - 1 - shape.padding, window = shape.taps * width;
+  float* padded = scratch(2, (shape.frames + 2 * shape.padding) * shape.inputs);
+  float* spread = scratch(3, (shape.frames + shape.taps - 1) * width);  // dy before pooling, with zeros around it
+  float* sums = scratch(4, depth * width + width);                     // of dweight, as [taps, inputs, width], and dbias
+  float* bias_sums = sums + depth * width;
+  clear(spread, (shape.frames + shape.taps - 1) * width);
+  clear(sums, depth * width + width);
+  Panels panels{};
+  if (dx) {  // rows (tap from the last to the first, output), columns inputs
+    float* ordered = scratch(0, window * shape.inputs);
+    clear(ordered, window * shape.inputs);
+    for (long o = 0; o < shape.outputs; ++o)
+      for (long c = 0; c < shape.inputs; ++c)
+        for (long k = 0; k < shape.taps; ++k)
+          ordered[((shape.taps - 1 - k) * width + o) * shape.inputs + c] = weight[(o * shape.inputs + c) * shape.taps + k];
+    panels = pack(scratch(1, packed_size(window, shape.inputs)), ordered, window, shape.inputs, shape.inputs, 1);
+  }
+  for (long item = 0; item < shape.batch; ++item) {
+    const long count = counting(lengths, item, shape.frames);
+    pad(padded, x + item * shape.frames * shape.inputs, shape, count);
+    float* to = spread + before * width;
+    if (shape.pool) {
+      for (long t = 0; t < pooled; ++t, dy += shape.outputs, codes += shape.outputs, to += shape.pool * width) {
+        long o = 0;
+        for (; o + LANES <= shape.outputs; o += LANES) {
+          const Floats value = load(dy + o);
+          const Integers code = __builtin_convertvector(Bytes(*reinterpret_cast<const LooseBytes*>(codes + o)), Integers);
+          Floats sum = load(bias_sums + o);
+          for (int32_t j = 0; j < shape.pool; ++j) {
+            const Floats here = reinterpret_cast<Floats>(reinterpret_cast<Integers>(value) & (code == j));
+            store(to + j * width + o, here);
+            sum += here;
+          }
+          store(bias_sums + o, sum);
+        }
+        for (; o < shape.outputs; ++o) {
+          for (long j = 0; j < shape.pool; ++j) to[j * width + o] = codes[o] == j ? dy[o] : 0.0f;
+          if (codes[o] != NOWHERE) bias_sums[o] += dy[o];
+        }
+      }
+    } else {
+      for (long t = 0; t < rows; ++t, dy += shape.outputs, to += width) {
+        copy(to, dy, shape.outputs);
+        add(bias_sums, dy, shape.outputs);
+      }
+    }
+    multiply<true>(depth, width, rows, padded, shape.inputs, {spread + before * width, PANEL, width}, sums, width, Start::SUM);
+    if (dx) {
+      multiply<false>(count, shape.inputs, window, spread, width, panels, dx, shape.inputs, Start::ZERO);
+      clear(dx + count * shape.inputs, (shape.frames - count) * shape.inputs);
+      dx += shape.frames * shape.inputs;
+    }
+  }
+  for (long o = 0; o < shape.outputs; ++o)
+    for (long c = 0; c < shape.inputs; ++c)
+      for (long k = 0; k < shape.taps; ++k)
+        dweight[(o * shape.inputs + c) * shape.taps + k] = sums[(k * shape.inputs + c) * width + o];
+  copy(dbias, bias_sums, shape.outputs);
+}
+
+// --- GRU ----------------------------------------------------------------------------------------------------------------------
+//
+// With r, z, n the gates and s = W_hn h + b_hn:  h' = (1 - z) n + z h,  n = tanh(i + r s).  A direction's own order of time is
+// called "step". gates holds r, z, n, s for each (step, item), "padded" units each; units beyond "hidden" have weight 0 and stay 0.
+
+// The panels of a weight [3 * hidden, columns] transposed: of each gate, rounded_up(hidden) columns.
+void pack_gates(float* to, Panels panels[3], const float* weight, long hidden, long columns) {
+  for (int gate = 0; gate < 3; ++gate, to += packed_size(columns, hidden))
+    panels[gate] = pack(to, weight + gate * hidden * columns, columns, hidden, 1, columns);
+}
+
+void gate_row(long padded, float* gates, const float* before, float* after) {
+  for (long u = 0; u < padded; u += LANES) {
+    const Floats r = sigmoid(load(gates + u)), z = sigmoid(load(gates + padded + u));
+    const Floats n = hyperbolic_tangent(load(gates + 2 * padded + u) + r * load(gates + 3 * padded + u));
+    store(gates + u, r);
+    store(gates + padded + u, z);
+    store(gates + 2 * padded + u, n);
+    store(after + u, n + z * (load(before + u) - n));
+  }
+}
+
+void recur_direction(const Recurrence& shape, bool reverse, const float* x, const Direction& weights, const int64_t* lengths,
+                     float* y, float* gates) {
+  const long hidden = shape.hidden, padded = rounded_up(hidden), batch = shape.batch, frames = shape.frames;
+  const long wide = 4 * padded, ldy = shape.directions * hidden;
+  Panels from_input[3], from_state[3];
+  pack_gates(scratch(0, 3 * packed_size(shape.inputs, hidden)), from_input, weights.input_weight, hidden, shape.inputs);
+  pack_gates(scratch(1, 3 * packed_size(hidden, hidden)), from_state, weights.hidden_weight, hidden, hidden);
+  float* bias = scratch(2, wide);  // of r, z, n and s
+  clear(bias, wide);
+  for (int gate = 0; gate < 3; ++gate) copy(bias + gate * padded, weights.input_bias + gate * hidden, hidden);
+  add(bias, weights.hidden_bias, hidden);
+  add(bias + padded, weights.hidden_bias + hidden, hidden);
+  copy(bias + 3 * padded, weights.hidden_bias + 2 * hidden, hidden);
+  for (long item = 0; item < batch; ++item) {
+    const float* frame = x + (item * frames + (reverse ? frames - 1 : 0)) * shape.inputs;
+    for (int gate = 0; gate < 3; ++gate)
+      multiply<false>(frames, padded, shape.inputs, frame, reverse ? -shape.inputs : shape.inputs, from_input[gate],
+                      gates + item * wide + gate * padded, batch * wide, Start::BIAS, bias + gate * padded);
+  }
+  float* before = scratch(3, 2 * batch * padded);
+  float* after = before + batch * padded;
+  clear(before, batch * padded);
+  for (long step = 0; step < frames; ++step, gates += batch * wide) {
+    const long frame = reverse ? frames - 1 - step : step;
+    for (int gate = 0; gate < 2 && step > 0; ++gate)
+      multiply<false>(batch, padded, hidden, before, padded, from_state[gate], gates + gate * padded, wide, Start::SUM);
+    multiply<false>(batch, padded, step > 0 ? hidden : 0, before, padded, from_state[2], gates + 3 * padded, wide, Start::BIAS,
+                    bias + 3 * padded);
+    for (long item = 0; item < batch; ++item) {
+      float* state = after + item * padded;
+      if (frame < counting(lengths, item, frames))
+        gate_row(padded, gates + item * wide, before + item * padded, state);
+      else
+        clear(state, padded);
+      copy(y + (item * frames + frame) * ldy, state, hidden);
+    }
+    float* swap = before;
+    before = after;
+    after = swap;
+  }
+}
+
+void recur(const Recurrence& shape, const float* x, const Direction* directions, const int64_t* lengths, float* y, float* gates) {
+  for (int d = 0; d < shape.directions; ++d)
+    recur_direction(shape, d == 1, x, directions[d], lengths, y + d * shape.hidden,
+                    gates + d * shape.frames * shape.batch * 4 * rounded_up(shape.hidden));
+}
+
+// Gradients of (r, z, s, n before their functions) for one item and step; carry is dL/dh after the step, then what of it goes
+// straight to the state before.
+void gate_row_backward(long padded, const float* gates, const float* before, const float* dy, float* carry, float* to) {
+  for (long u = 0; u < padded; u += LANES) {
+    const Floats r = load(gates + u), z = load(gates + padded + u), n = load(gates + 2 * padded + u);
+    const Floats s = load(gates + 3 * padded + u);
+    const Floats dh = load(dy + u) + load(carry + u);
+    const Floats dn = dh * (1.0f - z) * (1.0f - n * n);
+    store(to + u, dn * s * r * (1.0f - r));
+    store(to + padded + u, dh * (load(before + u) - n) * z * (1.0f - z));
+    store(to + 2 * padded + u, dn * r);
+    store(to + 3 * padded + u, dn);
+    store(carry + u, dh * z);
+  }
+}
+
+void recur_direction_backward(const Recurrence& shape, bool reverse, const float* dy, const float* y, const float* gates,
+                              const float* x, const Direction& weights, const int64_t* lengths, float* dx,
+                              const DirectionGradient& gradient) {
+  const long hidden = shape.hidden, padded = rounded_up(hidden), batch = shape.batch, frames = shape.frames;
+  const long inputs = shape.inputs, wide_inputs = rounded_up(inputs);
+  const long wide = 4 * padded, ldy = shape.directions * hidden, rows = frames * batch;
+  const long ldd = wide + 16;  // not a power of two: a column would fall into few sets of the cache
+  float* states = scratch(0, (frames + 1) * batch * padded);  // [step + 1, item]: the state after the step
+  float* steps = scratch(1, rows * ldd);                      // [step, item]: gradients of r, z, s, n
+  float* xs = scratch(2, rows * wide_inputs);                 // x as [step, item]
+  float* carry = scratch(3, batch * padded);
+  float* line = scratch(4, padded);
+  clear(states, batch * padded);
+  if (padded != hidden) clear(states, (frames + 1) * batch * padded);
+  if (wide_inputs != inputs) clear(xs, rows * wide_inputs);
+  for (long item = 0; item < batch; ++item)
+    for (long step = 0; step < frames; ++step) {
+      const long frame = reverse ? frames - 1 - step : step;
+      copy(states + ((step + 1) * batch + item) * padded, y + (item * frames + frame) * ldy, hidden);
+      copy(xs + (step * batch + item) * wide_inputs, x + (item * frames + frame) * inputs, inputs);
+    }
+  float* packed = scratch(5, 3 * padded * padded);
+  if (padded != hidden) clear(packed, 3 * padded * padded);
+  for (long panel = 0; panel < padded; panel += PANEL)  // rows (gate, unit), columns units
+    for (int gate = 0; gate < 3; ++gate)
+      for (long u = 0; u < hidden; ++u)
+        copy(packed + (panel * 3 + gate * PANEL) * padded + u * PANEL, weights.hidden_weight + (gate * hidden + u) * hidden + panel,
+             least(hidden - panel, PANEL));
+  const Panels to_state{packed, 3 * padded * PANEL, PANEL};
+  clear(carry, batch * padded);
+  clear(line, padded);
+  for (long step = frames - 1; step >= 0; --step) {
+    const long frame = reverse ? frames - 1 - step : step;
+    float* now = steps + step * batch * ldd;
+    for (long item = 0; item < batch; ++item) {
+      float* row = now + item * ldd;
+      const float* above = dy + (item * frames + frame) * ldy;
+      if (frame >= counting(lengths, item, frames)) {
+        clear(row, wide);
+        clear(carry + item * padded, padded);
+        continue;
+      }
+      if (padded != hidden) {
+        copy(line, above, hidden);
+        above = line;
+      }
+      gate_row_backward(padded, gates + (step * batch + item) * wide, states + (step * batch + item) * padded, above,
+                        carry + item * padded, row);
+    }
+    if (step > 0) multiply<false>(batch, padded, 3 * padded, now, ldd, to_state, carry, padded, Start::SUM);
+  }
+  const long columns[3] = {0, padded, 3 * padded};
+  for (int gate = 0; gate < 3; ++gate) {
+    multiply<true>(hidden, hidden, rows - batch, steps + batch * ldd + gate * padded, ldd, {states + batch * padded, PANEL, padded},
+                   gradient.hidden_weight + gate * hidden * hidden, hidden, Start::ZERO);
+    multiply<true>(hidden, inputs, rows, steps + columns[gate], ldd, {xs, PANEL, wide_inputs},
+                   gradient.input_weight + gate * hidden * inputs, inputs, Start::ZERO);
+  }
+  float* sums = scratch(5, wide);
+  clear(sums, wide);
+  for (long row = 0; row < rows; ++row) add(sums, steps + row * ldd, wide);
+  for (int gate = 0; gate < 3; ++gate) {
+    copy(gradient.hidden_bias + gate * hidden, sums + gate * padded, hidden);
+    copy(gradient.input_bias + gate * hidden, sums + columns[gate], hidden);
+  }
+  if (!dx) return;
+  const Start start = reverse ? Start::SUM : Start::ZERO;
+  float* packed_input = scratch(4, 3 * packed_size(hidden, inputs));
+  Panels to_input[3];
+  for (int gate = 0; gate < 3; ++gate)
+    to_input[gate] = pack(packed_input + gate * packed_size(hidden, inputs), weights.input_weight + gate * hidden * inputs, hidden,
+                          inputs, inputs, 1);
+  for (long item = 0; item < batch; ++item)
+    for (int gate = 0; gate < 3; ++gate)
+      multiply<false>(frames, inputs, hidden, steps + item * ldd + columns[gate], batch * ldd, to_input[gate],
+                      dx + (item * frames + (reverse ? frames - 1 : 0)) * inputs, reverse ? -inputs : inputs,
+                      gate ? Start::SUM : start);
+}
+
+void recur_backward(const Recurrence& shape, const float* dy, const float* y, const float* gates, const float* x,
+                    const Direction* directions, const int64_t* lengths, float* dx, DirectionGradient* gradients) {
+  for (int d = 0; d < shape.directions; ++d)
+    recur_direction_backward(shape, d == 1, dy + d * shape.hidden, y + d * shape.hidden,
+                             gates + d * shape.frames * shape.batch * 4 * rounded_up(shape.hidden), x, directions[d], lengths, dx,
+                             gradients[d]);
+}
+
+// --- dropout ------------------------------------------------------------------------------------------------------------------
+
+void drop(long rows, long columns, uint32_t first_key, uint32_t second_key, uint32_t threshold, float scale, const float* x,
+          float* y) {
+  for (long row = 0; row < rows; ++row, x += columns, y += columns) {
+    const uint32_t start = static_cast<uint32_t>(row) * 0x9E3779B1u;
+    for (long column = 0; column < columns; ++column) {
+      uint32_t bits = (start + static_cast<uint32_t>(column)) ^ first_key;
+      bits = (bits ^ (bits >> 16)) * 0x7FEB352Du;
+      bits ^= second_key;
+      bits = (bits ^ (bits >> 15)) * 0x846CA68Bu;
+      bits ^= bits >> 16;
+      y[column] = bits >= threshold ? x[column] * scale : 0.0f;
+    }
+  }
+}
+
+}  // namespace
+
+const Kernels RAYDFL_KERNELS = {RAYDFL_NAME, PANEL, convolve, convolve_backward, recur, recur_backward, drop};
+
+}  // namespace raydfl

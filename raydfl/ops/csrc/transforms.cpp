@@ -1,0 +1,282 @@
+// What autograd and torch.func.vmap do with the operators of operators.cpp.
+//
+// Autograd: a node for each forward operator that calls its backward operator. These are nodes as PyTorch's own operators have
+// them, not torch::autograd::Function, which does not work inside of torch.func. vmap: one rule for all operators, because each
+// takes a dimension of clients in front of all of its tensors.
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/functorch/BatchedTensorImpl.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/library.h>
+
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace raydfl {
+namespace {
+
+using at::Tensor;
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+using OptionalTensor = std::optional<Tensor>;
+
+// An operator of this library by its name, looked up once.
+template <typename Signature>
+c10::TypedOperatorHandle<Signature> find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+const auto& conv_forward() {
+  static const auto found = find<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                                                            int64_t, int64_t)>("raydfl::conv_forward");
+  return found;
+}
+
+const auto& conv_backward() {
+  static const auto found =
+      find<std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                                              int64_t, int64_t, bool)>("raydfl::conv_backward");
+  return found;
+}
+
+const auto& gru_forward() {
+  static const auto found =
+      find<std::tuple<Tensor, Tensor>(const Tensor&, const OptionalTensor&, at::TensorList)>("raydfl::gru_forward");
+  return found;
+}
+
+const auto& gru_backward() {
+  static const auto found = find<std::vector<Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                                     const OptionalTensor&, at::TensorList, bool)>("raydfl::gru_backward");
+  return found;
+}
+
+const auto& drop() {
+  static const auto found = find<Tensor(const Tensor&, const Tensor&, int64_t, int64_t, double)>("raydfl::drop");
+  return found;
+}
+
+// What the nodes have in common: tensors are kept until the graph is freed, and using it again is PyTorch's usual error.
+struct Kept : public Node {
+  std::vector<SavedVariable> kept;
+
+  void keep(const Tensor& tensor, bool is_output = false) { kept.emplace_back(tensor, is_output); }
+  void keep(const OptionalTensor& tensor) { kept.emplace_back(tensor.value_or(Tensor()), false); }
+  Tensor get(size_t index) {
+    TORCH_CHECK(index < kept.size(), torch::autograd::ERR_BACKWARD_TWICE);
+    return kept[index].unpack(getptr());
+  }
+  OptionalTensor get_optional(size_t index) {
+    Tensor tensor = get(index);
+    return tensor.defined() ? OptionalTensor(std::move(tensor)) : std::nullopt;
+  }
+  void release_variables() override { kept.clear(); }
+};
+
+struct ConvolutionNode : public Kept {
+  int64_t padding, pool;
+
+  std::string name() const override { return "RaydflConvolution"; }
+  variable_list apply(variable_list&& gradients) override {
+    if (!gradients[0].defined()) return variable_list(3);
+    const bool needed = task_should_compute_output(0);
+    auto [dx, dweight, dbias] =
+        conv_backward().call(gradients[0], get(3), get(0), get(1), get_optional(2), padding, pool, needed);
+    return {needed ? dx : Tensor(), dweight, dbias};
+  }
+};
+
+struct RecurrenceNode : public Kept {
+  std::string name() const override { return "RaydflRecurrence"; }
+  variable_list apply(variable_list&& gradients) override {
+    if (!gradients[0].defined()) return variable_list(num_outputs());
+    const bool needed = task_should_compute_output(0);
+    const size_t last = kept.size() - 1;
+    std::vector<Tensor> weights;
+    for (size_t i = 2; i + 1 < last; ++i) weights.push_back(get(i));
+    variable_list all = gru_backward().call(gradients[0], get(last - 1), get(last), get(0), get_optional(1), weights, needed);
+    if (!needed) all[0] = Tensor();
+    return all;
+  }
+};
+
+struct DropNode : public Kept {
+  int64_t call, threshold;
+  double scale;
+
+  std::string name() const override { return "RaydflDrop"; }
+  variable_list apply(variable_list&& gradients) override {
+    if (!gradients[0].defined()) return variable_list(1);
+    return {drop().call(gradients[0], get(0), call, threshold, scale)};
+  }
+};
+
+template <typename Type, typename... Arguments>
+std::shared_ptr<Type> node_for(const Arguments&... inputs) {
+  if (!torch::autograd::compute_requires_grad(inputs...)) return nullptr;
+  std::shared_ptr<Type> node(new Type(), torch::autograd::deleteNode);
+  node->set_next_edges(torch::autograd::collect_next_edges(inputs...));
+  return node;
+}
+
+std::tuple<Tensor, Tensor> conv_forward_autograd(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                                                 const OptionalTensor& lengths, int64_t padding, int64_t pool) {
+  const auto node = node_for<ConvolutionNode>(x, weight, bias);
+  if (node) {
+    node->padding = padding;
+    node->pool = pool;
+    node->keep(x);
+    node->keep(weight);
+    node->keep(lengths);
+  }
+  auto [y, codes] = [&] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return conv_forward().call(x, weight, bias, lengths, padding, pool);
+  }();
+  if (node) {
+    torch::autograd::set_history(y, node);
+    node->keep(codes);
+  }
+  return {y, codes};
+}
+
+std::tuple<Tensor, Tensor> gru_forward_autograd(const Tensor& x, const OptionalTensor& lengths, at::TensorList weights) {
+  const auto node = node_for<RecurrenceNode>(x, weights);
+  if (node) {
+    node->keep(x);
+    node->keep(lengths);
+    for (const Tensor& weight : weights) node->keep(weight);
+  }
+  auto [y, gates] = [&] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return gru_forward().call(x, lengths, weights);
+  }();
+  if (node) {
+    torch::autograd::set_history(y, node);
+    node->keep(y, true);
+    node->keep(gates);
+  }
+  return {y, gates};
+}
+
+Tensor drop_autograd(const Tensor& x, const Tensor& seed, int64_t call, int64_t threshold, double scale) {
+  const auto node = node_for<DropNode>(x);
+  Tensor y = [&] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return drop().call(x, seed, call, threshold, scale);
+  }();
+  if (node) {
+    node->keep(seed);
+    node->call = call;
+    node->threshold = threshold;
+    node->scale = scale;
+    torch::autograd::set_history(y, node);
+  }
+  return y;
+}
+
+// A node that refuses: what follows a gradient that was itself recorded.
+std::shared_ptr<Node> refusal(const char* name, const variable_list& inputs) {
+  if (!torch::autograd::compute_requires_grad(inputs)) return nullptr;
+  std::shared_ptr<Node> node(new torch::autograd::Error(std::string(name) +
+                                 " of raydfl.ops cannot be differentiated twice; use " + name +
+                                 " of torch.nn in a network whose loss contains gradients",
+                                 torch::autograd::collect_next_edges(inputs)),
+                             torch::autograd::deleteNode);
+  return node;
+}
+
+std::tuple<Tensor, Tensor, Tensor> conv_backward_autograd(const Tensor& dy, const Tensor& codes, const Tensor& x,
+                                                          const Tensor& weight, const OptionalTensor& lengths, int64_t padding,
+                                                          int64_t pool, bool need_x) {
+  const auto node = refusal("Conv1d", {dy, x, weight});
+  auto [dx, dweight, dbias] = [&] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return conv_backward().call(dy, codes, x, weight, lengths, padding, pool, need_x);
+  }();
+  if (node) torch::autograd::set_history({dx, dweight, dbias}, node);
+  return {dx, dweight, dbias};
+}
+
+std::vector<Tensor> gru_backward_autograd(const Tensor& dy, const Tensor& y, const Tensor& gates, const Tensor& x,
+                                          const OptionalTensor& lengths, at::TensorList weights, bool need_x) {
+  variable_list inputs{dy, y, x};
+  inputs.insert(inputs.end(), weights.begin(), weights.end());
+  const auto node = refusal("GRU", inputs);
+  std::vector<Tensor> gradients = [&] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return gru_backward().call(dy, y, gates, x, lengths, weights, need_x);
+  }();
+  if (node) torch::autograd::set_history(gradients, node);
+  return gradients;
+}
+
+// --- vmap ---------------------------------------------------------------------------------------------------------------------
+
+// Every tensor among an operator's arguments, in place; a list's tensors too.
+template <typename Work>
+void for_each_tensor(at::ArrayRef<c10::IValue> values, std::vector<c10::IValue>& results, const Work& work) {
+  for (const c10::IValue& value : values) {
+    if (value.isTensor() && value.toTensor().defined()) {
+      results.emplace_back(work(value.toTensor()));
+    } else if (value.isTensorList()) {
+      c10::List<Tensor> list;
+      for (const Tensor& tensor : value.toTensorVector()) list.push_back(work(tensor));
+      results.emplace_back(std::move(list));
+    } else {
+      results.push_back(value);
+    }
+  }
+}
+
+// The operator on all clients at once: what is mapped comes in front, what clients share is repeated. With nested maps the
+// innermost of those that the arguments are under goes first.
+void batched(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::FuncTorchBatched);
+  const std::vector<c10::IValue> arguments = torch::jit::pop(*stack, op.schema().arguments().size());
+  int64_t level = 0, clients = 0;
+  std::vector<c10::IValue> unwrapped;
+  for_each_tensor(arguments, unwrapped, [&](const Tensor& tensor) {
+    const auto* mapped = at::functorch::maybeGetBatchedImpl(tensor);
+    if (mapped && mapped->level() > level) {
+      level = mapped->level();
+      clients = mapped->value().size(mapped->bdim());
+    }
+    return tensor;
+  });
+  unwrapped.clear();
+  for_each_tensor(arguments, unwrapped, [&](const Tensor& tensor) {
+    const auto* mapped = at::functorch::maybeGetBatchedImpl(tensor);
+    if (mapped && mapped->level() == level) return mapped->value().movedim(mapped->bdim(), 0);
+    std::vector<int64_t> shape = tensor.sizes().vec();
+    shape.insert(shape.begin(), clients);
+    return tensor.expand(shape);
+  });
+  for (c10::IValue& value : unwrapped) stack->push_back(std::move(value));
+  op.callBoxed(stack);
+  const std::vector<c10::IValue> outputs = torch::jit::pop(*stack, op.schema().returns().size());
+  std::vector<c10::IValue> wrapped;
+  for_each_tensor(outputs, wrapped, [&](const Tensor& tensor) { return at::functorch::makeBatched(tensor, 0, level); });
+  for (c10::IValue& value : wrapped) stack->push_back(std::move(value));
+}
+
+}  // namespace
+}  // namespace raydfl
+
+TORCH_LIBRARY_IMPL(raydfl, Autograd, library) {
+  library.impl("conv_forward", raydfl::conv_forward_autograd);
+  library.impl("conv_backward", raydfl::conv_backward_autograd);
+  library.impl("gru_forward", raydfl::gru_forward_autograd);
+  library.impl("gru_backward", raydfl::gru_backward_autograd);
+  library.impl("drop", raydfl::drop_autograd);
+}
+
+TORCH_LIBRARY_IMPL(raydfl, FuncTorchBatched, library) {
+  for (const char* name : {"conv_forward", "conv_backward", "gru_forward", "gru_backward", "drop"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&raydfl::batched>());
+}

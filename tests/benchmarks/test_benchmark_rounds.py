@@ -1,0 +1,101 @@
+"""The contestants of benchmarks/rounds.py do the same work: they end at the same model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rounds
+import torch
+from peers.bare import FedAvg, FedMLAC
+from peers.turns import Process
+from peers.work import Work
+
+from raydfl.progress import Progress
+from raydfl.rundir import create, final_state
+from raydfl.server import Server
+
+ROUNDS = 2
+
+
+@pytest.fixture
+def data(feature_cache: Path) -> dict[str, Any]:
+    """Fourteen speakers of tones: a cohort of twelve is a choice."""
+    return {
+        "name": f"{Path(__file__).parents[1] / 'tones.py'}:Tones",
+        "speakers": 14,
+        "cache": str(feature_cache),
+        "features": {"sample_rate": 8000, "bands": 16, "window_ms": 25, "hop_ms": 10, "seconds": 0.25},
+        "partition": {"by": "group"},
+    }
+
+
+@pytest.mark.parametrize(("name", "loop"), [("crnn_lite", FedAvg), ("fedmlac", FedMLAC)])
+def test_bare_loop_and_raydfl_end_at_one_model(
+    name: str, loop: Callable[[Work], FedAvg | FedMLAC], data: dict[str, Any], tmp_path: Path
+) -> None:
+    config = rounds.configuration(data, tmp_path, name, actors=0)
+    path = tmp_path / "work.pt"
+    rounds.make_work(config, ROUNDS).save(path)
+    bare = loop(Work.load(path))
+    before = dict(bare.weights)
+    bare.run(ROUNDS)
+    run_dir = create(config, Progress("quiet"))
+    server = Server(run_dir, config)
+    for _ in range(ROUNDS):
+        server.round()
+    server.finish()
+    server.close()
+    trained = {key.partition("/")[2]: value for key, value in final_state(run_dir).tensors["global"].items()}
+    assert rounds.largest_difference(bare.weights, trained) < 1e-6
+    assert rounds.largest_difference(bare.weights, before) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("2 processes",), ("Flower", "pfl")])
+def test_contestants_in_other_processes_end_at_the_bare_loops_model(
+    words: tuple[str, ...], data: dict[str, Any], tmp_path: Path
+) -> None:
+    known = rounds.contestants("crnn_lite", data, tmp_path, 2 * ROUNDS)
+    chosen = rounds.choose(known, words)
+    if len(chosen) == 1:
+        pytest.skip("not installed: make bench-peers")
+    seconds, differences = rounds.measure(chosen, turns=1, rounds=ROUNDS)
+    assert max(differences.values()) < 1e-6
+    assert all(len(times) == 1 and times[0] > 0 for times in seconds.values())
+
+
+def test_a_contestant_that_ends_says_why(tmp_path: Path) -> None:
+    program = "import sys; print('no such file', file=sys.stderr); sys.exit(3)"
+    with pytest.raises(RuntimeError, match=r"(?s)somebody ended with exit code 3:.*no such file"):
+        Process("somebody", [sys.executable, "-c", program], tmp_path / "log")
+
+
+def test_choice_keeps_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    known = dict.fromkeys(["bare loop, 1 thread", "bare loop, 2 threads", "raydfl, 2 actors"], object)
+    assert list(rounds.choose(known, ["raydfl"])) == ["bare loop, 1 thread", "raydfl, 2 actors"]
+    assert rounds.choose(known, None) == known
+    assert capsys.readouterr().out == ""
+    assert list(rounds.choose(known, ["raydfI"])) == ["bare loop, 1 thread"]
+    assert "no contestant has 'raydfI' in its name: bare loop, 1 thread; bare loop, 2 thr" in capsys.readouterr().out
+
+
+def test_table_is_of_ratios_within_a_turn() -> None:
+    # The second contestant takes half of the first's time in each turn, however slow the machine is in that turn.
+    results = {
+        "a": ({"first": [1.0, 4.0, 2.0], "second": [0.5, 2.0, 1.0]}, {"first": 0.0, "second": 3e-8}),
+        "b": ({"first": [1.0, 1.0, 1.0]}, {"first": 0.0}),
+    }
+    lines = rounds.table(results).splitlines()
+    assert lines[0].split() == ["a", "b"]
+    assert lines[1].split() == ["first", "1.00", "(1.00-1.00)", "0e+00", "1.00", "(1.00-1.00)", "0e+00"]
+    assert lines[2].split() == ["second", "0.50", "(0.50-0.50)", "3e-08", "-"]
+    assert lines[3].split()[-2:] == ["2000", "1000"]
+
+
+def test_models_of_other_names_are_not_compared() -> None:
+    with pytest.raises(ValueError, match=r"different tensors: \['b'\]"):
+        rounds.largest_difference({"a": torch.zeros(1)}, {"a": torch.zeros(1), "b": torch.zeros(1)})
