@@ -1,29 +1,32 @@
-"""Time of a round: raydfl with one and with two actors against a bare one-thread PyTorch loop, on the same work, interleaved.
+"""Time of a round: raydfl against bare PyTorch loops, Flower and pfl-research, on the same work, interleaved.
 
-The work: FedAvg on the Free Spoken Digit Dataset, 60 clients (each speaker's clips dealt to ten), 12 a round, one epoch, batch 16,
-log-mel 64 x 101, CRNN-Base or CRNN-Lite with kernel 5. Dropout is off so that the final models can be compared: the bare loop
-draws the same cohorts and the same batches and must end at the same global model to 1e-6.
+The work: the Free Spoken Digit Dataset, 60 clients (each speaker's clips dealt to ten), 12 a round, one epoch, batch 16, log-mel
+64 x 101, SGD; FedAvg of CRNN-Base or CRNN-Lite with kernel 5, and FedMLAC with both. Dropout is off so that the models can be
+compared: all draw the same cohorts and the same batches and must come to the same global model.
 
-    python benchmarks/rounds.py --root PATH/TO/fsdd --turns 8
+    python benchmarks/rounds.py --root PATH/TO/fsdd
 
 A round of raydfl is timed where a user's driver waits for it: planning, dispatch, object store, aggregation and the commit to the
 disk are in it. The contestants take turns of a few rounds each, so that whatever else the machine does meets all of them; ratios
-are of turns that stood next to each other.
+are of turns that stood next to each other. README.md beside this file says more.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
-import numpy as np
 import ray
 import torch
-import torch.nn.functional as F
+from peers.turns import Process
+from peers.work import Work
+from torch import Tensor
 
 from raydfl import make_config
 from raydfl.clients import Clients
@@ -33,112 +36,213 @@ from raydfl.progress import Progress
 from raydfl.rundir import create, final_state
 from raydfl.seeds import generator
 from raydfl.server import ServerActor
+from raydfl.types import State
 from raydfl.worker import build_models
 
+PEERS = Path(__file__).parents[1] / ".venv-peers" / "bin" / "python"
+WORKS: Mapping[str, Mapping[str, str]] = {
+    "crnn_base": {"model": "crnn_base"},
+    "crnn_lite": {"model": "crnn_lite"},
+    "fedmlac": {"plugin": "crnn_lite", "local": "crnn_base"},
+}
+"""Architectures by model name."""
+KERNEL = 5
 
-def configuration(root: Path, runs: Path, architecture: str, actors: int) -> Config:
-    """The work as a configuration."""
+
+class Contestant(Protocol):
+    """Somebody who does rounds of the work."""
+
+    def run(self, rounds: int) -> None:
+        """Do that many rounds more."""
+        ...
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """State dict of the global model."""
+        ...
+
+    def close(self) -> None:
+        """End."""
+        ...
+
+
+class Raydfl:
+    """raydfl on a server actor and client actors."""
+
+    def __init__(self, config: Config) -> None:
+        self._folder = create(config, Progress("quiet"))
+        actor = ray.remote(ServerActor).options(num_cpus=0)
+        self._server = actor.remote(str(self._folder), config.model_dump(mode="json"))
+        self._done, _ = ray.get(self._server.open.remote())
+
+    def run(self, rounds: int) -> None:
+        """Do that many rounds, each asked for while the one before it is done, as ``raydfl run`` does with short rounds."""
+        asked = [self._server.round.remote(self._done + number) for number in range(rounds)]
+        for reference in asked:
+            ray.get(reference)
+        self._done += rounds
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The model of the last commit."""
+        ray.get(self._server.finish.remote(self._done))
+        return {name.partition("/")[2]: value for name, value in final_state(self._folder).tensors["global"].items()}
+
+    def close(self) -> None:
+        """End the actors."""
+        ray.get(self._server.close.remote())
+        ray.kill(self._server)
+
+
+def configuration(data: Mapping[str, object], runs: Path, work: str, actors: int) -> Config:
+    """The work as a configuration of raydfl."""
+    models = {name: {"name": kind, "kernel": KERNEL, "dropout": 0.0} for name, kind in WORKS[work].items()}
     return make_config(
         {
-            "method": {"name": "fedavg"},
-            "models": {"model": {"name": architecture, "kernel": 5, "dropout": 0.0}},
-            "data": {
-                "name": "fsdd",
-                "root": str(root),
-                "features": {"sample_rate": 8000, "bands": 64, "window_ms": 25, "hop_ms": 10, "seconds": 1.0},
-                "partition": {"by": "group", "shards": 10},
-            },
+            "method": {"name": "fedmlac" if work == "fedmlac" else "fedavg"},
+            "models": models,
+            "data": dict(data),
             "train": {"rounds": 10**6, "cohort": 12, "local_epochs": 1, "batch_size": 16, "optimiser": {"lr": 0.05}},
             "evaluate": {"every": 10**6, "server": False, "clients": "none"},
             "ray": {"actors": actors, "cpus": 0.5},
-            "run": {"dir": str(runs), "name": f"{architecture}-{actors}"},
+            "run": {"dir": str(runs), "name": f"{work}-{actors}"},
             "track": {"mlflow": False},
         }
     )
 
 
-class BareLoop:
-    """What a researcher writes without a framework: one model, one loop over clients, tensors in memory."""
-
-    def __init__(self, config: Config, population: Population) -> None:
-        self.clients = Clients(population, config)
-        self.cohort = config.train.cohort_size(len(population))
-        self.batch_size, self.lr = config.train.batch_size, config.train.optimiser.lr
-        self.seed = config.run.seed
-        self.model = build_models(config.build_method(), self.clients[0], self.seed)["model"]
-        self.weights = {name: value.clone() for name, value in self.model.state_dict().items()}
-        self.data = []
-        for index in range(len(population)):
-            batch = population.data(index).train.batch(np.arange(population.num_examples(index)))
-            self.data.append((batch.x, batch.y))
-        self.round_index = 0
-
-    def round(self) -> None:
-        """One round of FedAvg."""
-        rng = generator(self.seed, self.round_index, "", "plan")
-        chosen = np.sort(rng.choice(len(self.data), size=self.cohort, replace=False))
-        sums = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in self.weights.items()}
-        total = 0
-        for index in chosen:
-            x, y = self.data[index]
-            order = generator(self.seed, self.round_index, self.clients[int(index)].id, "train").permutation(len(y))
-            self.model.load_state_dict(self.weights)
-            self.model.train()
-            optimiser = torch.optim.SGD(self.model.parameters(), lr=self.lr)
-            for start in range(0, len(y), self.batch_size):
-                batch = torch.from_numpy(order[start : start + self.batch_size])
-                optimiser.zero_grad()
-                F.cross_entropy(self.model(x[batch]), y[batch]).backward()
-                optimiser.step()
-            for name, value in self.model.state_dict().items():
-                sums[name] += len(y) * value.double()
-            total += len(y)
-        self.weights = {name: (value / total).float() for name, value in sums.items()}
-        self.round_index += 1
+def fsdd(root: Path) -> dict[str, object]:
+    """The data of the work, as raydfl takes them."""
+    features = {"sample_rate": 8000, "bands": 64, "window_ms": 25, "hop_ms": 10, "seconds": 1.0}
+    return {"name": "fsdd", "root": str(root), "features": features, "partition": {"by": "group", "shards": 10}}
 
 
-def measure(architecture: str, root: Path, runs: Path, turns: int, rounds: int) -> None:
-    """Interleave the contestants and print the table of one architecture."""
-    configs = {actors: configuration(root, runs, architecture, actors) for actors in (1, 2)}
-    folders = {actors: create(config, Progress("quiet")) for actors, config in configs.items()}
-    bare = BareLoop(configs[1], Population.load(folders[1] / "population"))
-    servers = {}
-    for actors, config in configs.items():
-        actor = ray.remote(ServerActor).options(num_cpus=0)
-        servers[actors] = actor.remote(str(folders[actors]), config.model_dump(mode="json"))
-        ray.get(servers[actors].open.remote())
-    done = dict.fromkeys(servers, 0)
-
-    def federated(actors: int) -> Callable[[], None]:
-        def one() -> None:
-            ray.get(servers[actors].round.remote(done[actors]))
-            done[actors] += 1
-
-        return one
-
-    contestants = {"bare loop": bare.round, "raydfl, 1 actor": federated(1), "raydfl, 2 actors": federated(2)}
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for turn in range(-1, turns):  # the first warms up
-        for name, one in contestants.items():
-            started = time.perf_counter()
-            for _ in range(rounds):
-                one()
-            if turn >= 0:
-                seconds[name].append((time.perf_counter() - started) / rounds)
-    print(
-        f"\n{architecture}, kernel 5: {turns} turns of {rounds} rounds; time of a round over the bare loop's of the same turn"
+def make_work(config: Config, rounds: int) -> Work:
+    """What raydfl will do in its first rounds, written down for the others."""
+    population = Population.load(create(config, Progress("quiet")) / "population")
+    clients, method, seed = Clients(population, config), config.build_method(), config.run.seed
+    sizes = [population.num_examples(index) for index in range(len(population))]
+    whole = [next(population.data(index).train.batches(size, None)) for index, size in enumerate(sizes)]
+    cohort = config.train.cohort_size(len(population))
+    cohorts = []
+    orders = torch.zeros((rounds, cohort, max(sizes)), dtype=torch.int64)
+    for r in range(rounds):
+        tasks = method.plan(State(r, {}), clients, generator(seed, r, "", "plan"), cohort)
+        cohorts.append(sorted(clients.index_of(task.client_id) for task in tasks))
+        for position, index in enumerate(cohorts[-1]):
+            order = generator(seed, r, clients[index].id, "train").permutation(sizes[index])
+            orders[r, position, : sizes[index]] = torch.from_numpy(order)
+    return Work(
+        x=torch.cat([batch.x for batch in whole]),
+        y=torch.cat([batch.y for batch in whole]),
+        offsets=[sum(sizes[:index]) for index in range(len(sizes) + 1)],
+        cohorts=cohorts,
+        orders=orders,
+        architectures={spec.name: spec.architecture for spec in clients[0].models},
+        weights={
+            name: {key: value.clone() for key, value in model.state_dict().items()}
+            for name, model in build_models(method, clients[0], seed).items()
+        },
+        classes=len(population.classes),
+        kernel=KERNEL,
+        batch_size=config.train.batch_size,
+        lr=config.train.optimiser.lr,
     )
-    print(f"{'':18}{'ms (median)':>12}{'ratio (median)':>16}{'range':>16}")
-    for name, times in seconds.items():
-        ratios = [t / b for t, b in zip(times, seconds["bare loop"], strict=True)]
-        spread = f"{min(ratios):.2f} - {max(ratios):.2f}"
-        print(f"{name:18}{1000 * statistics.median(times):12.0f}{statistics.median(ratios):16.3f}{spread:>16}")
-    for actors, server in servers.items():
-        ray.get(server.close.remote())
-        ray.kill(server)
-        state = final_state(folders[actors]).tensors["global"]
-        largest = max(float((state[f"model/{n}"] - w).abs().max()) for n, w in bare.weights.items())
-        print(f"largest difference of the global model to the bare loop's, {actors} actor(s): {largest:.1e}")
+
+
+def contestants(work: str, data: Mapping[str, object], runs: Path, rounds: int) -> dict[str, Callable[[], Contestant]]:
+    """How to start each, by name; the first is what the others are compared with."""
+    path = runs / f"{work}.pt"
+    make_work(configuration(data, runs, work, 1), rounds).save(path)
+
+    def process(name: str, python: str | Path, module: str, *options: str) -> Callable[[], Contestant]:
+        log = runs / f"{work}-{name.replace(' ', '-')}.log"
+        return lambda: Process(name, [python, "-m", f"peers.{module}", path, *options], log)
+
+    known: dict[str, Callable[[], Contestant]] = {
+        "bare loop, 1 thread": process("bare loop 1", sys.executable, "bare"),
+        "bare loop, 2 threads": process("bare loop 2", sys.executable, "bare", "--threads", "2"),
+    }
+    if work != "fedmlac":
+        known["bare loop, 2 processes"] = process("bare loop 3", sys.executable, "bare", "--processes", "2")
+        if PEERS.exists():
+            known["Flower, 2 client slots"] = process("Flower", PEERS, "flower")
+            known["pfl-research, 2 processes"] = process("pfl-research", PEERS, "pfl_research")
+    known["raydfl, 1 actor"] = lambda: Raydfl(configuration(data, runs, work, 1))
+    known["raydfl, 2 actors"] = lambda: Raydfl(configuration(data, runs, work, 2))
+    return known
+
+
+def choose(
+    known: Mapping[str, Callable[[], Contestant]], words: Sequence[str] | None
+) -> dict[str, Callable[[], Contestant]]:
+    """The first contestant, and those whose name holds one of the words; all when there are none."""
+    for word in words or ():
+        if not any(word in name for name in known):
+            print(f"no contestant has {word!r} in its name: {'; '.join(known)}")
+    first = next(iter(known))
+    return {n: start for n, start in known.items() if n == first or not words or any(word in n for word in words)}
+
+
+def measure(
+    starts: Mapping[str, Callable[[], Contestant]], turns: int, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Let them take turns.
+
+    Returns:
+        Seconds of a round in each turn, and the largest difference of the global model to the first contestant's after the
+        first, uncounted turn (later, training makes any rounding grow); by name.
+    """
+    running: dict[str, Contestant] = {}
+    try:
+        for name, start in starts.items():
+            running[name] = start()
+        first = next(iter(running))
+        seconds: dict[str, list[float]] = {name: [] for name in running}
+        differences: dict[str, float] = {}
+        for turn in range(-1, turns):  # the first warms up
+            order = list(running) if turn % 2 else list(reversed(running))
+            for name in order:
+                started = time.perf_counter()
+                running[name].run(rounds)
+                if turn >= 0:
+                    seconds[name].append((time.perf_counter() - started) / rounds)
+            if turn < 0:
+                models = {name: contestant.weights() for name, contestant in running.items()}
+                differences = {name: largest_difference(model, models[first]) for name, model in models.items()}
+        return seconds, differences
+    finally:
+        for contestant in running.values():
+            contestant.close()
+
+
+def largest_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """Between two state dicts.
+
+    Raises:
+        ValueError: they have different names.
+    """
+    if one.keys() != other.keys():
+        raise ValueError(f"the models have different tensors: {sorted(one.keys() ^ other.keys())}")
+    return max(float((value - other[name]).abs().max()) for name, value in one.items())
+
+
+def table(results: Mapping[str, tuple[Mapping[str, list[float]], Mapping[str, float]]]) -> str:
+    """Ratios to the first contestant: medians and ranges, a column for each work."""
+    names = list(dict.fromkeys(name for seconds, _ in results.values() for name in seconds))
+    lines = [f"{'':27}" + "".join(f"{work:>30}" for work in results)]
+    for name in names:
+        cells = []
+        for seconds, differences in results.values():
+            first = next(iter(seconds.values()))
+            ratios = [t / f for t, f in zip(seconds.get(name, []), first, strict=False)]
+            cell = "-"
+            if ratios:
+                middle = statistics.median(ratios)
+                cell = f"{middle:.2f} ({min(ratios):.2f}-{max(ratios):.2f}) {differences[name]:7.0e}"
+            cells.append(f"{cell:>30}")
+        lines.append(f"{name:27}" + "".join(cells))
+    milliseconds = [1000 * statistics.median(next(iter(seconds.values()))) for seconds, _ in results.values()]
+    lines.append(f"{'ms of the first, a round':27}" + "".join(f"{value:>30.0f}" for value in milliseconds))
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -147,14 +251,35 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True, help="folder of the Free Spoken Digit Dataset")
     parser.add_argument("--turns", type=int, default=8, help="timed turns of each contestant")
     parser.add_argument("--rounds", type=int, default=5, help="rounds in a turn")
-    parser.add_argument("--architectures", nargs="+", default=["crnn_base", "crnn_lite"])
+    parser.add_argument("--works", nargs="+", default=list(WORKS), choices=list(WORKS))
+    parser.add_argument(
+        "--contestants",
+        nargs="+",
+        metavar="WORD",
+        help="only those whose name holds one of these, and the first bare loop",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if not PEERS.exists():
+        print("Flower and pfl-research are not installed and left out: make bench-peers")
     ray.init("local", include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-    with tempfile.TemporaryDirectory(prefix="raydfl-benchmark-") as runs:
-        for architecture in arguments.architectures:
-            measure(architecture, arguments.root.resolve(), Path(runs), arguments.turns, arguments.rounds)
-    ray.shutdown()
+    results: dict[str, tuple[Mapping[str, list[float]], Mapping[str, float]]] = {}
+    data, rounds = fsdd(arguments.root.resolve()), (arguments.turns + 1) * arguments.rounds
+    try:
+        with tempfile.TemporaryDirectory(prefix="raydfl-benchmark-") as folder:
+            for work in arguments.works:
+                chosen = choose(contestants(work, data, Path(folder), rounds), arguments.contestants)
+                results[work] = measure(chosen, arguments.turns, arguments.rounds)
+    finally:  # what was measured before a failure counts
+        ray.shutdown()
+        if results:
+            print(
+                f"{arguments.turns} turns of {arguments.rounds} rounds; in each cell: time of a round over the first contestant's"
+            )
+            print(
+                "of the same turn, median (range); largest difference of the model to the first contestant's after one turn"
+            )
+            print(table(results))
 
 
 if __name__ == "__main__":

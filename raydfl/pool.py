@@ -15,6 +15,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, R
 
 from raydfl.client import ClientActor
 from raydfl.config import Config, RaySettings
+from raydfl.dispatch import Place, hand_out
 from raydfl.errors import RaydflError, ResourcesError
 from raydfl.private import PrivateIndex, PrivateRef
 from raydfl.tensors import FlatTensors
@@ -66,9 +67,6 @@ class SerialPool:
         """Close the file that private state is written to."""
         self._worker.private.close()
 
-
-_MOST_IN_A_CALL = 8
-"""Orders in one call to an actor: more would save nothing and keep results waiting."""
 
 LOST = (RayActorError, OutOfMemoryError, ObjectLostError)
 """What a lost actor, process, node or result looks like. OutOfMemoryError is no RayActorError."""
@@ -208,32 +206,42 @@ class RayPool:
         references: Mapping[str, Any],
         losses: Mapping[int, int],
     ) -> None:
-        """Give waiting orders to the actors that will be free first, up to two calls each.
+        """Give waiting groups to actors. One that was in a lost call goes alone: it may be what ended the actor."""
+        if self._settings.actors == "per_client":
+            while waiting:
+                client = waiting[-1][0].task.client_id
+                self._call(client, self._slots.get(client) or self._open(client), waiting.pop(), in_flight, references)
+            return
+        if not waiting:
+            return
+        now = time.monotonic()
+        groups = waiting[::-1]
+        calls = hand_out(
+            [_cost(group) for group in groups],
+            [any(order.position in losses for order in group) for group in groups],
+            [Place(key, slot.load, slot.free_at) for key, slot in self._slots.items()],
+            now,
+            self._pace[groups[0][0].measure is None],
+        )
+        for key, chosen in calls:
+            given = [order for position in chosen for order in groups[position]]
+            self._call(key, self._slots[key], given, in_flight, references)
+        gone = {position for _, chosen in calls for position in chosen}
+        waiting[:] = [group for position, group in enumerate(groups) if position not in gone][::-1]
 
-        A call takes several milliseconds of Ray's, so it carries several groups of orders while many are waiting, and one at the
-        end, when the actors shall finish together. A group that was in a lost call goes alone: it may be what ended the actor.
-        """
-        while waiting:
-            if self._settings.actors == "per_client":
-                key: Any = waiting[-1][0].task.client_id
-                slot = self._slots.get(key) or self._open(key)
-                number = 1
-            else:
-                key, slot = min(self._slots.items(), key=lambda item: (item[1].free_at, item[1].work, item[0]))
-                if slot.load >= 2:
-                    return
-                number = math.ceil(len(waiting) / (2 * len(self._slots)))
-            given = list(waiting.pop())
-            number *= len(given)
-            while len(given) < min(number, _MOST_IN_A_CALL) and waiting:
-                if given[-1].position in losses or waiting[-1][0].position in losses:
-                    break
-                given += waiting.pop()
-            receive = sorted({name for order in given for name in order.task.receive})
-            reference: Any = slot.actor.carry_out.remote(given, receive, *[references[name] for name in receive])
-            in_flight[reference] = (given, key, slot)
-            slot.load, slot.work = slot.load + 1, slot.work + _cost(given)
-            slot.free_at = max(slot.free_at, time.monotonic()) + _cost(given) * self._pace[given[0].measure is None]
+    def _call(
+        self,
+        key: Any,
+        slot: _Slot,
+        given: list[Order],
+        in_flight: dict[Any, tuple[list[Order], Any, _Slot]],
+        references: Mapping[str, Any],
+    ) -> None:
+        receive = sorted({name for order in given for name in order.task.receive})
+        reference: Any = slot.actor.carry_out.remote(given, receive, *[references[name] for name in receive])
+        in_flight[reference] = (given, key, slot)
+        slot.load, slot.work = slot.load + 1, slot.work + _cost(given)
+        slot.free_at = max(slot.free_at, time.monotonic()) + _cost(given) * self._pace[given[0].measure is None]
 
     def _check_starting(self) -> None:
         """Give up actors that do not start (their node left, say); the others take over their orders."""

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from raydfl.config import Config
+from raydfl.private import PrivateStore
 from raydfl.progress import Progress
 from raydfl.rundir import create, final_state
 from raydfl.server import Server
-from raydfl.private import PrivateStore
 from raydfl.store import RunStore
 
 

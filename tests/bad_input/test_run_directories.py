@@ -12,8 +12,8 @@ from commands import Raydfl, written
 from helpers import same, truth
 
 from raydfl.config import Config
-from raydfl.runs import run
 from raydfl.private import PrivateStore
+from raydfl.runs import run
 from raydfl.store import RunStore
 
 Tiny = Callable[..., Config]

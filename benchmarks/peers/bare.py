@@ -1,0 +1,161 @@
+"""The bare loops: what a researcher writes without a framework. One model, one loop over clients, tensors in memory.
+
+    PYTHONPATH=benchmarks python -m peers.bare WORK [--threads 2] [--processes 2]
+
+With two processes each trains half of the cohort and the first adds up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peers.turns import serve
+from peers.work import Work
+
+State = dict[str, Tensor]
+
+
+class FedAvg:
+    """Federated averaging, weighted by examples."""
+
+    def __init__(self, work: Work, helper: Connection | None = None) -> None:
+        """A helper is a process that runs :func:`help_with`."""
+        self.work = work
+        self.data = [tuple(part.clone() for part in work.data(client)) for client in range(len(work.offsets) - 1)]
+        self.model = work.build()
+        self.weights = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.helper = helper
+        self.round_index = 0
+
+    def train(self, round_index: int, clients: list[int], weights: State) -> tuple[State, int]:
+        """The clients' models added up, each times its number of examples; float64."""
+        sums = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in weights.items()}
+        total = 0
+        for client in clients:
+            x, y = self.data[client]
+            order = self.work.order(round_index, client)
+            self.model.load_state_dict(weights)
+            optimiser = torch.optim.SGD(self.model.parameters(), lr=self.work.lr)
+            for batch in order.split(self.work.batch_size):
+                optimiser.zero_grad()
+                F.cross_entropy(self.model(x[batch]), y[batch]).backward()
+                optimiser.step()
+            for name, value in self.model.state_dict().items():
+                sums[name] += len(y) * value.double()
+            total += len(y)
+        return sums, total
+
+    def run(self, rounds: int) -> None:
+        """Do that many rounds."""
+        for _ in range(rounds):
+            cohort = self.work.cohorts[self.round_index]
+            if self.helper is None:
+                sums, total = self.train(self.round_index, cohort, self.weights)
+            else:
+                self.helper.send((self.round_index, cohort[1::2], {n: w.numpy() for n, w in self.weights.items()}))
+                sums, total = self.train(self.round_index, cohort[::2], self.weights)
+                others, count = self.helper.recv()
+                sums, total = {name: value + others[name] for name, value in sums.items()}, total + count
+            self.weights = {name: (value / total).float() for name, value in sums.items()}
+            self.round_index += 1
+
+
+def help_with(path: Path, driver: Connection) -> None:
+    """The second process: trains what it is sent, until the pipe is closed."""
+    torch.set_num_threads(1)
+    loop = FedAvg(Work.load(path))
+    while True:
+        try:
+            round_index, clients, weights = driver.recv()
+        except EOFError:
+            return
+        sums, total = loop.train(round_index, clients, {n: torch.from_numpy(w) for n, w in weights.items()})
+        driver.send(({name: value.numpy() for name, value in sums.items()}, total))
+
+
+class FedMLAC:
+    """Mutual learning of a shared plug-in and private local models, layers pruned in the aggregation."""
+
+    alpha, prune = 0.5, 0.1
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.data = [tuple(part.clone() for part in work.data(client)) for client in range(len(work.offsets) - 1)]
+        self.plugin, self.local = work.build("plugin"), work.build("local")
+        self.weights = {name: value.clone() for name, value in self.plugin.state_dict().items()}
+        first = self.local.state_dict()
+        self.private = [{name: value.clone() for name, value in first.items()} for _ in self.data]
+        self.round_index = 0
+
+    def train(self, client: int) -> State:
+        """Train one client's two models; returns its plug-in."""
+        x, y = self.data[client]
+        self.plugin.load_state_dict(self.weights)
+        self.local.load_state_dict(self.private[client])
+        optimiser = torch.optim.SGD([*self.plugin.parameters(), *self.local.parameters()], lr=self.work.lr)
+        for batch in self.work.order(self.round_index, client).split(self.work.batch_size):
+            optimiser.zero_grad()
+            local, plugin = self.local(x[batch]), self.plugin(x[batch])
+            p_local, p_plugin = F.log_softmax(local, dim=1), F.log_softmax(plugin, dim=1)
+            to_local = F.kl_div(p_local, p_plugin.detach(), reduction="batchmean", log_target=True)
+            to_plugin = F.kl_div(p_plugin, p_local.detach(), reduction="batchmean", log_target=True)
+            loss = self.alpha * F.cross_entropy(local, y[batch]) + (1 - self.alpha) * to_local + to_plugin
+            loss.backward()
+            optimiser.step()
+        self.private[client] = {name: value.clone() for name, value in self.local.state_dict().items()}
+        return {name: value.clone() for name, value in self.plugin.state_dict().items()}
+
+    def aggregate(self, states: list[State], sizes: list[int]) -> State:
+        """Of each layer, the clients nearest to and farthest from the mean are left out."""
+        result = {}
+        for layer in sorted({name.rpartition(".")[0] for name in self.weights}):
+            names = [name for name in self.weights if name.rpartition(".")[0] == layer]
+            vectors = torch.stack([torch.cat([state[name].flatten() for name in names]) for state in states]).double()
+            order = (vectors - vectors.mean(0)).norm(dim=1).argsort(stable=True).tolist()
+            out = int(self.prune * len(states) + 1e-9)
+            kept = sorted(order[out : len(order) - out])
+            total = sum(sizes[index] for index in kept)
+            for name in names:
+                result[name] = (sum(sizes[index] * states[index][name].double() for index in kept) / total).float()
+        return result
+
+    def run(self, rounds: int) -> None:
+        """Do that many rounds."""
+        for _ in range(rounds):
+            cohort = self.work.cohorts[self.round_index]
+            states = [self.train(client) for client in cohort]
+            self.weights = self.aggregate(states, [len(self.data[client][1]) for client in cohort])
+            self.round_index += 1
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--processes", type=int, choices=(1, 2), default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    work = Work.load(arguments.work)
+    if "plugin" in work.architectures:
+        loop: FedAvg | FedMLAC = FedMLAC(work)
+    elif arguments.processes == 1:
+        loop = FedAvg(work)
+    else:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        context.Process(target=help_with, args=(arguments.work, theirs), daemon=True).start()
+        theirs.close()
+        loop = FedAvg(work, ours)
+    serve(loop.run, lambda: loop.weights)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Contestants that are processes of their own take their turns by lines on their standard input and output.
+
+``run 5`` does five rounds, ``save PATH`` writes the global model; each is answered with ``done``. At the start a contestant says
+``done`` when it is ready, and it ends when its input ends. What libraries print goes to the standard error.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+def serve(run: Callable[[int], None], weights: Callable[[], Mapping[str, Tensor]]) -> None:
+    """Obey the driver until it closes the pipe.
+
+    Args:
+        run: does that many rounds.
+        weights: the global model's state dict.
+    """
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    print("done", file=answers)
+    for line in sys.stdin:
+        command, argument = line.split()
+        if command == "run":
+            run(int(argument))
+        else:
+            torch.save({name: tensor.detach().clone() for name, tensor in weights().items()}, argument)
+        print("done", file=answers)
+
+
+class Process:
+    """A contestant in another process, as the driver sees it."""
+
+    def __init__(self, name: str, command: Sequence[str | Path], log: Path) -> None:
+        """Start it and wait until it is ready.
+
+        Args:
+            name: of the row in the table.
+            command: the program and its arguments.
+            log: file for what it prints.
+        """
+        self.name = name
+        self._log = log
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                list(map(str, command)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+            )
+        self._await()
+
+    def _await(self) -> None:
+        assert self._process.stdout is not None  # noqa: S101
+        if self._process.stdout.readline() != "done\n":
+            last = self._log.read_text(errors="replace")[-2000:]
+            raise RuntimeError(f"{self.name} ended with exit code {self._process.wait(10)}:\n{last}")
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None  # noqa: S101
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        self._await()
+
+    def run(self, rounds: int) -> None:
+        """Do that many rounds."""
+        self._tell(f"run {rounds}")
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The global model."""
+        path = self._log.with_suffix(".pt")
+        self._tell(f"save {path}")
+        return torch.load(path, weights_only=True)
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None  # noqa: S101
+        self._process.stdin.close()
+        self._process.wait(60)

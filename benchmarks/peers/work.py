@@ -1,0 +1,64 @@
+"""The work that all contestants do: data, first weights, who takes part in each round, and in which order examples come.
+
+Made once, and handed over as a file, so that contestants in other environments need nothing of raydfl and every one of them
+must end at the same model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from peers.model import ARCHITECTURES, PlainCRNN
+
+
+@dataclass
+class Work:
+    """Rounds of local training with SGD, one epoch each."""
+
+    x: Tensor
+    """float32 [examples, frames, bands], the clients' one after another."""
+    y: Tensor
+    """int64 [examples]."""
+    offsets: list[int]
+    """[clients + 1]: where each client's examples begin and end."""
+    cohorts: list[list[int]]
+    """Clients of each round, ascending."""
+    orders: Tensor
+    """int64 [rounds, cohort, most examples of a client]: the order of a client's examples, as far as it has that many."""
+    architectures: dict[str, str]
+    """By model name: ``{"model": "crnn_lite"}``, or ``plugin`` and ``local`` for FedMLAC."""
+    weights: dict[str, dict[str, Tensor]]
+    """First state dict by model name."""
+    classes: int
+    kernel: int
+    batch_size: int
+    lr: float
+
+    def save(self, path: Path) -> None:
+        """Write it to a file."""
+        torch.save(asdict(self), path)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Work:
+        """Open a file; the tensors in it are mapped, not read."""
+        return cls(**torch.load(path, mmap=True, weights_only=True))
+
+    def build(self, name: str = "model", kind: type[PlainCRNN] = PlainCRNN) -> PlainCRNN:
+        """The named model with its first weights."""
+        model = kind(self.x.shape[2], self.classes, kernel=self.kernel, **ARCHITECTURES[self.architectures[name]])
+        model.load_state_dict(self.weights[name])
+        return model
+
+    def data(self, client: int) -> tuple[Tensor, Tensor]:
+        """A client's x and y."""
+        where = slice(self.offsets[client], self.offsets[client + 1])
+        return self.x[where], self.y[where]
+
+    def order(self, round_index: int, client: int) -> Tensor:
+        """int64 [examples of the client]: in which order it takes its examples in a round that it takes part in."""
+        position = self.cohorts[round_index].index(client)
+        return self.orders[round_index, position, : self.offsets[client + 1] - self.offsets[client]]

@@ -1,0 +1,75 @@
+"""Who gets which work: laws of the plan, and what it costs against the best that could be done."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from raydfl.dispatch import WORTH, Place, hand_out
+
+
+def carry_out(costs: list[float], workers: int, pace: float, latency: float = 0.005) -> tuple[float, int, list[int]]:
+    """A simulation: time until all is done, calls made, pieces in the order of being handed out."""
+    waiting = sorted(range(len(costs)), key=lambda piece: -costs[piece])
+    free = [0.0] * workers  # when each worker has done all its calls
+    loads = [0] * workers
+    events: list[tuple[float, int]] = []
+    now, calls, given = 0.0, 0, []
+    while waiting or events:
+        places = [Place(worker, loads[worker], free[worker]) for worker in range(workers)]
+        sizes = [costs[piece] for piece in waiting]
+        made = hand_out(sizes, [False] * len(waiting), places, now, pace)
+        gone = set()
+        for worker, positions in made:
+            pieces = [waiting[position] for position in positions]
+            free[worker] = max(free[worker], now + latency) + sum(costs[piece] for piece in pieces)
+            events.append((free[worker] + latency, worker))
+            loads[worker] += 1
+            calls += 1
+            given += pieces
+            gone.update(positions)
+        waiting = [piece for position, piece in enumerate(waiting) if position not in gone]
+        assert events, "nobody works and something waits"
+        events.sort()
+        now, worker = events.pop(0)
+        loads[worker] -= 1
+    return max(free), calls, given
+
+
+@pytest.mark.parametrize("pace", [0.0, 1.0])
+@pytest.mark.parametrize("workers", [1, 2, 4, 7])
+@pytest.mark.parametrize("number", [1, 2, 3, 12, 100])
+def test_everything_is_done_once_and_in_good_time(number: int, workers: int, pace: float) -> None:
+    rng = random.Random(number)
+    for scale in (0.001, 0.02, 0.5):
+        costs = [scale * rng.uniform(0.5, 1.5) for _ in range(number)]
+        end, _, given = carry_out(costs, workers, pace)
+        assert sorted(given) == list(range(number))
+        if pace:  # Graham's bound for lists, and the latency of the calls that an actor waits for
+            assert end <= sum(costs) / workers + 2 * max(costs) + 0.02
+
+
+def test_a_call_is_worth_its_cost() -> None:
+    """Short work goes out in one call each; long work in few calls, with little left at the end."""
+    end, calls, _ = carry_out([0.01] * 12, 2, 1.0)
+    assert calls == 2
+    assert end == pytest.approx(0.065)
+    costs = [0.02 + 0.0001 * i for i in range(200)]
+    end, calls, _ = carry_out(costs, 2, 1.0)
+    assert calls <= sum(costs) / WORTH
+    assert end < sum(costs) / 2 + 0.05
+
+
+def test_an_actor_is_given_its_next_call_while_it_works() -> None:
+    places = [Place("a", 1, 1.0), Place("b", 1, 2.0)]
+    calls = hand_out([1.0] * 20, [False] * 20, places, now=0.5, pace=1.0)
+    assert [key for key, _ in calls] == ["a", "b"]
+    assert hand_out([1.0] * 20, [False] * 20, places, now=0.5, pace=1.0) == []  # both have two
+
+
+def test_what_may_have_ended_an_actor_goes_alone() -> None:
+    places = [Place("a", 0, 0.0), Place("b", 0, 0.0)]
+    calls = hand_out([3.0, 2.0, 1.0], [False, True, False], places, now=0.0, pace=0.001)
+    assert [1] in [pieces for _, pieces in calls]
+    assert sorted(piece for _, pieces in calls for piece in pieces) == [0, 1, 2]
