@@ -92,7 +92,7 @@ class Raydfl:
         ray.kill(self._server)
 
 
-def configuration(data: Mapping[str, object], runs: Path, work: str, actors: int) -> Config:
+def configuration(data: Mapping[str, object], runs: Path, work: str, actors: int, together: int = 1) -> Config:
     """The work as a configuration of raydfl."""
     models = {name: {"name": kind, "kernel": KERNEL, "dropout": 0.0} for name, kind in WORKS[work].items()}
     return make_config(
@@ -100,10 +100,17 @@ def configuration(data: Mapping[str, object], runs: Path, work: str, actors: int
             "method": {"name": "fedmlac" if work == "fedmlac" else "fedavg"},
             "models": models,
             "data": dict(data),
-            "train": {"rounds": 10**6, "cohort": 12, "local_epochs": 1, "batch_size": 16, "optimiser": {"lr": 0.05}},
+            "train": {
+                "rounds": 10**6,
+                "cohort": 12,
+                "local_epochs": 1,
+                "batch_size": 16,
+                "together": together,
+                "optimiser": {"lr": 0.05},
+            },
             "evaluate": {"every": 10**6, "server": False, "clients": "none"},
             "ray": {"actors": actors, "cpus": 0.5},
-            "run": {"dir": str(runs), "name": f"{work}-{actors}"},
+            "run": {"dir": str(runs), "name": f"{work}-{actors}-{together}"},
             "track": {"mlflow": False},
         }
     )
@@ -168,6 +175,7 @@ def contestants(work: str, data: Mapping[str, object], runs: Path, rounds: int) 
             known["pfl-research, 2 processes"] = process("pfl-research", PEERS, "pfl_research")
     known["raydfl, 1 actor"] = lambda: Raydfl(configuration(data, runs, work, 1))
     known["raydfl, 2 actors"] = lambda: Raydfl(configuration(data, runs, work, 2))
+    known["raydfl, 2 actors, 6 together"] = lambda: Raydfl(configuration(data, runs, work, 2, 6))
     return known
 
 
@@ -228,7 +236,7 @@ def largest_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -
 def table(results: Mapping[str, tuple[Mapping[str, list[float]], Mapping[str, float]]]) -> str:
     """Ratios to the first contestant: medians and ranges, a column for each work."""
     names = list(dict.fromkeys(name for seconds, _ in results.values() for name in seconds))
-    lines = [f"{'':27}" + "".join(f"{work:>30}" for work in results)]
+    lines = [f"{'':30}" + "".join(f"{work:>30}" for work in results)]
     for name in names:
         cells = []
         for seconds, differences in results.values():
@@ -239,9 +247,9 @@ def table(results: Mapping[str, tuple[Mapping[str, list[float]], Mapping[str, fl
                 middle = statistics.median(ratios)
                 cell = f"{middle:.2f} ({min(ratios):.2f}-{max(ratios):.2f}) {differences[name]:7.0e}"
             cells.append(f"{cell:>30}")
-        lines.append(f"{name:27}" + "".join(cells))
+        lines.append(f"{name:30}" + "".join(cells))
     milliseconds = [1000 * statistics.median(next(iter(seconds.values()))) for seconds, _ in results.values()]
-    lines.append(f"{'ms of the first, a round':27}" + "".join(f"{value:>30.0f}" for value in milliseconds))
+    lines.append(f"{'ms of the first, a round':30}" + "".join(f"{value:>30.0f}" for value in milliseconds))
     return "\n".join(lines)
 
 

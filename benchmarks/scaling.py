@@ -149,7 +149,10 @@ def enlarge(population: Population, clients: int, examples: int) -> Population:
 
 
 def age(run_dir: Path, config: Config, population: Population) -> None:
-    """Make a run of which every client has taken part once: a record of private state each, and a commit."""
+    """Make a run of which every client has taken part once: a record of private state each, and a commit.
+
+    Of its index, about as much is not yet in the base as on average over many rounds.
+    """
     method, clients = config.build_method(), Clients(population, config)
     models: dict[str, nn.Module] = build_models(method, clients[0], config.run.seed)
     state = method.init(clients, [models], generator(config.run.seed, 0, "", "init"))
@@ -167,7 +170,11 @@ def age(run_dir: Path, config: Config, population: Population) -> None:
         for index in range(len(population)):
             refs[index] = private.append(1 + index // cohort, kept)
         private.close()
-    RunStore(run_dir).commit(State(rounds, state.tensors, state.extra), PrivateIndex().changed(refs))
+    older = len(refs) - len(refs) // 32
+    index = PrivateIndex()
+    for part in (slice(older), slice(older, None)):
+        index = index.changed(dict(list(refs.items())[part]))
+    RunStore(run_dir).commit(State(rounds, state.tensors, state.extra), index)
 
 
 def measure(

@@ -6,13 +6,14 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from raydfl.config import Config
-from raydfl.private import PrivateIndex, PrivateRef, PrivateStore
+from raydfl.private import PrivateRef, PrivateStore
 from raydfl.tensors import FlatTensors
 from raydfl.worker import Order, Result, Worker
 
@@ -63,6 +64,8 @@ class ClientActor:
         """
         broadcast = dict(zip(keys, tensors, strict=True))
         _give_way()
+        if self._one_at_a_time.locked():
+            self._worker.read_ahead(orders)
         with self._one_at_a_time:
             return self._worker.carry_out(orders, broadcast)
 
@@ -71,7 +74,7 @@ class ClientActor:
         with self._one_at_a_time:
             return self._worker.width(orders, dict(zip(keys, tensors, strict=True)))
 
-    def compact(self, round_index: int, refs: PrivateIndex) -> dict[int, PrivateRef]:
+    def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
         """PrivateStore.compact."""
         with self._one_at_a_time:
             return self._worker.private.compact(round_index, refs)

@@ -27,18 +27,32 @@ class Committer:
         self._rows: Sequence[Row] = ()
         self._commits = 0
 
-    def start(self, state: State, private: PrivateIndex, segments: Iterable[str], rows: Sequence[Row]) -> None:
-        """Begin to make a round true. The one before must have been waited for."""
+    def start(
+        self,
+        state: State,
+        private: PrivateIndex,
+        written: Iterable[str],
+        superseded: Iterable[str],
+        rows: Sequence[Row],
+    ) -> None:
+        """Begin to make a round true, with the segments as for RunStore.commit. The one before must have been waited for."""
         if self._under_way is not None:
             raise AssertionError("a commit is still under way")
         self._rows = rows
-        self._under_way = self._thread.submit(self._write, state, private, tuple(segments), rows)
+        self._under_way = self._thread.submit(self._write, state, private, tuple(written), tuple(superseded), rows)
 
-    def _write(self, state: State, private: PrivateIndex, segments: Sequence[str], rows: Sequence[Row]) -> float:
+    def _write(
+        self,
+        state: State,
+        private: PrivateIndex,
+        written: Sequence[str],
+        superseded: Sequence[str],
+        rows: Sequence[Row],
+    ) -> float:
         started = time.perf_counter()
         # Rows first: what LATEST names is never without its record.
         record.write_rows(record.rows_path(self._store.folder, state.round_index), rows)
-        self._store.commit(state, private, segments)
+        self._store.commit(state, private, written, superseded)
         self._commits += 1
         if self._commits % _MERGE == 0:
             record.compact(self._store.folder, gather=_MERGE)

@@ -16,6 +16,7 @@ from raydfl.committer import Committer
 from raydfl.config import Config
 from raydfl.data.population import Population
 from raydfl.errors import ClientError, ConfigError
+from raydfl.ledger import Ledger
 from raydfl.method import Method
 from raydfl.metrics import pool as pool_metrics
 from raydfl.metrics import summarise
@@ -76,10 +77,9 @@ class Federation:
             (client, build_models(self.method, client, config.run.seed)) for client in self.clients.variants()
         ]
         self._fully_shared = _shared_models(self.method, self._variants)
-        self._segments: set[str] = set()
         self._rows: list[record.Row] = []
         self._committer = Committer(store)
-        self._to_commit: tuple[State, PrivateIndex, set[str], list[record.Row]] | None = None
+        self._to_commit: tuple[State, PrivateIndex, set[str], set[str], list[record.Row]] | None = None
         self._commit_seconds = 0.0
         self._marked = time.perf_counter()
         commit, self.warnings = store.open_latest()
@@ -92,6 +92,7 @@ class Federation:
         else:
             self.state, self._private, store.together = commit.state, commit.private, commit.together
             record.discard_rows(store.folder, self.state.round_index)
+        self._ledger = Ledger(self._private, store.sizes_of_segments())
         self._committed = self.state.round_index
 
     def _first_state(self) -> State:
@@ -187,13 +188,12 @@ class Federation:
             report.apart = report.apart or result.apart
             if result.private is not None and result.private != orders[result.position].private:
                 moved[self.clients.index_of(result.client_id)] = result.private
-                self._segments.add(result.private.segment)
             if result.update is None:
                 report.rejected[result.client_id] = result.rejected
                 continue
             trained[result.client_id] = result.measured["train"]
             yield result.update
-        self._private = self._private.changed(moved)
+        self._move(moved)
         pooled = pool_metrics(trained.values())
         loss = pooled.get("loss")
         if isinstance(loss, Ratio):
@@ -310,9 +310,9 @@ class Federation:
         """Hold fast what the next commit shall be; it begins when the clients have work again, or at the end."""
         self._await_commit(report)
         self._compact()
-        self._to_commit = (self.state, self._private, self._segments, self._rows)
+        self._to_commit = (self.state, self._private, *self._ledger.take(), self._rows)
         self._committed = self.state.round_index
-        self._rows, self._segments = [], set()
+        self._rows = []
 
     def _begin_commit(self) -> None:
         if self._to_commit is not None:
@@ -331,12 +331,17 @@ class Federation:
         finally:
             self._committer.close()
 
+    def _move(self, moved: Mapping[int, PrivateRef]) -> None:
+        """These are clients' newest private records now."""
+        for client, ref in moved.items():
+            self._ledger.move(self._private.get(client), ref)
+        self._private = self._private.changed(moved)
+
     def _compact(self) -> None:
         """Keep the private segments below about twice what counts."""
-        if self.store.bytes_of_segments() > 2 * self._private.bytes + _SLACK:
-            moved = self.pool.compact(self.state.round_index, self._private)
-            self._private = self._private.changed(moved)
-            self._segments.update(ref.segment for ref in moved.values())
+        if self._ledger.bytes > 2 * self._ledger.live + _SLACK:
+            sparse = self._private.within(self._ledger.sparse())
+            self._move(self.pool.compact(self.state.round_index, sparse))
 
 
 def grouped(orders: Sequence[Order], kinds: Sequence[Hashable], width: int) -> list[Order]:

@@ -17,7 +17,7 @@ from raydfl.client import ClientActor
 from raydfl.config import Config, RaySettings
 from raydfl.dispatch import Place, hand_out
 from raydfl.errors import RaydflError, ResourcesError
-from raydfl.private import PrivateIndex, PrivateRef
+from raydfl.private import PrivateRef
 from raydfl.tensors import FlatTensors
 from raydfl.worker import Order, Result, Worker, in_groups
 
@@ -35,7 +35,7 @@ class Pool(Protocol):
         """Worker.width, where clients are trained."""
         ...
 
-    def compact(self, round_index: int, refs: PrivateIndex) -> dict[int, PrivateRef]:
+    def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
         """PrivateStore.compact, where private state may be read."""
         ...
 
@@ -59,7 +59,7 @@ class SerialPool:
         """Of this process."""
         return self._worker.width(orders, broadcast)
 
-    def compact(self, round_index: int, refs: PrivateIndex) -> dict[int, PrivateRef]:
+    def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
         """Compact in this process."""
         return self._worker.private.compact(round_index, refs)
 
@@ -277,7 +277,7 @@ class RayPool:
             raise task_cause(error) from error
         return width
 
-    def compact(self, round_index: int, refs: PrivateIndex) -> dict[int, PrivateRef]:
+    def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
         """Compact on one of the actors: private state never passes through the server."""
         if not self._slots:
             return {}

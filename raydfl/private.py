@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import IO
 
 import numpy as np
+import safetensors
 import safetensors.torch
+import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from raydfl.errors import RunDirectoryError
 from raydfl.files import RESUME, sync, writing
+
+_RECENT = 4096
+"""Records that an index may hold beside its base, however small that is."""
+_PART = 16
+"""An index takes its recent records into its base when they are more than one in so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,56 +38,144 @@ class PrivateRef:
     checksum: int
 
 
-class PrivateIndex(Mapping[int, PrivateRef]):
-    """Where the newest record of every client that ever took part lies, by client index. It never changes: see :meth:`changed`.
+class Records:
+    """Where the records of some clients lie. It never changes.
 
     Args:
-        segments: names of the segment files.
-        table: int64 [clients, 5], one row for each client, by rising client index: client index, position in ``segments``, offset,
-            length, checksum.
+        segments: names of the segment files, each of which holds at least one of the records.
+        table: int64 [5, clients], by rising client index: client index, position in ``segments``, offset, length, checksum.
     """
 
     def __init__(self, segments: tuple[str, ...] = (), table: np.ndarray | None = None) -> None:
         self.segments = segments
-        self.table = np.zeros((0, 5), np.int64) if table is None else table
+        self.table = np.zeros((5, 0), np.int64) if table is None else table
+
+    @classmethod
+    def of(cls, refs: Mapping[int, PrivateRef]) -> Records:
+        """Those of a mapping by client index."""
+        number = {segment: i for i, segment in enumerate(dict.fromkeys(ref.segment for ref in refs.values()))}
+        rows = [(i, number[r.segment], r.offset, r.length, r.checksum) for i, r in sorted(refs.items())]
+        return cls(tuple(number), np.ascontiguousarray(np.array(rows, np.int64).reshape(-1, 5).T))
+
+    def __len__(self) -> int:
+        return int(self.table.shape[1])
+
+    def get(self, client: int) -> PrivateRef | None:
+        """One client's record, if it is here."""
+        place = int(np.searchsorted(self.table[0], client))
+        if place == len(self) or self.table[0, place] != client:
+            return None
+        _, segment, offset, length, checksum = self.table[:, place].tolist()
+        return PrivateRef(self.segments[segment], offset, length, checksum)
+
+    def find(self, clients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For each of these clients (int64, rising), its column or the one to insert it before, and whether it is here."""
+        places = np.searchsorted(self.table[0], clients)
+        known = np.zeros(len(clients), bool)
+        inside = places < len(self)
+        known[inside] = self.table[0, places[inside]] == clients[inside]
+        return places, known
+
+    def updated(self, newer: Records) -> Records:
+        """These and ``newer`` ones; of a client in both, the newer one."""
+        number = {segment: i for i, segment in enumerate(dict.fromkeys((*self.segments, *newer.segments)))}
+        columns = newer.table.copy()
+        columns[1] = np.array([number[segment] for segment in newer.segments], np.int64)[columns[1]]
+        places, known = self.find(columns[0])
+        table = self.table.copy()
+        table[:, places[known]] = columns[:, known]
+        table = np.insert(table, places[~known], columns[:, ~known], axis=1)
+        used = np.bincount(table[1], minlength=len(number)) > 0
+        table[1] = (np.cumsum(used) - 1)[table[1]]
+        return Records(tuple(s for s, in_use in zip(number, used.tolist(), strict=True) if in_use), table)
+
+    @cached_property
+    def file_name(self) -> str:
+        """What :meth:`encode` is stored as, which is a checksum of what it says; empty if there are no records."""
+        if not len(self):
+            return ""
+        digest = hashlib.blake2b("\n".join(self.segments).encode(), digest_size=8)
+        digest.update(self.table.tobytes())
+        return f"{digest.hexdigest()}.index"
+
+    def encode(self) -> bytes:
+        """As a safetensors file."""
+        about = {"segments": "\n".join(self.segments)}
+        return safetensors.torch.save({"private": torch.from_numpy(self.table)}, metadata=about)
+
+    @classmethod
+    def read(cls, path: Path) -> Records:
+        """From a file.
+
+        Raises:
+            RunDirectoryError: it is missing or damaged.
+        """
+        if not path.exists():
+            raise RunDirectoryError(f"{path} is missing: it says where clients' private state lies")
+        try:
+            with safetensors.safe_open(path, "numpy") as file:
+                records = cls(tuple(file.metadata()["segments"].split("\n")), file.get_tensor("private"))
+        except (OSError, SafetensorError, KeyError, TypeError) as error:
+            raise RunDirectoryError(f"{path}, which says where private state lies, cannot be read: {error}") from error
+        if records.file_name != path.name:
+            raise RunDirectoryError(
+                f"{path}, which says where private state lies, is damaged: its checksum does not fit"
+            )
+        return records
+
+
+class PrivateIndex(Mapping[int, PrivateRef]):
+    """Where the newest record of every client that ever took part lies, by client index. It never changes: see :meth:`changed`.
+
+    It is a base, which stays what it is for many rounds, and what has changed since: a round and a commit handle only the latter,
+    so that their time does not grow with the number of clients.
+
+    Args:
+        base: the older records; some of them may be superseded by ``recent``.
+        recent: the newer ones.
+    """
+
+    def __init__(self, base: Records | None = None, recent: Records | None = None) -> None:
+        self.base = Records() if base is None else base
+        self.recent = Records() if recent is None else recent
 
     def changed(self, refs: Mapping[int, PrivateRef]) -> PrivateIndex:
         """The index with these records in place of their clients' former ones."""
         if not refs:
             return self
-        segments = list(dict.fromkeys((*self.segments, *(ref.segment for ref in refs.values()))))
-        number = {segment: position for position, segment in enumerate(segments)}
-        rows = np.array(
-            [[i, number[r.segment], r.offset, r.length, r.checksum] for i, r in sorted(refs.items())], np.int64
-        )
-        places = np.searchsorted(self.table[:, 0], rows[:, 0])
-        known = np.zeros(len(rows), bool)
-        inside = places < len(self.table)
-        known[inside] = self.table[places[inside], 0] == rows[inside, 0]
-        table = self.table.copy()
-        table[places[known]] = rows[known]
-        table = np.insert(table, places[~known], rows[~known], axis=0)
-        used = np.bincount(table[:, 1], minlength=len(segments)) > 0
-        table[:, 1] = (np.cumsum(used) - 1)[table[:, 1]]
-        return PrivateIndex(tuple(s for s, in_use in zip(segments, used, strict=True) if in_use), table)
+        recent = self.recent.updated(Records.of(refs))
+        if len(recent) > max(_RECENT, len(self.base) // _PART):
+            return PrivateIndex(self.base.updated(recent))
+        return PrivateIndex(self.base, recent)
 
-    @cached_property
-    def bytes(self) -> int:
-        """Length of all records together."""
-        return int(self.table[:, 3].sum())
+    def bytes_by_segment(self) -> dict[str, int]:
+        """Length of the records in each segment that holds any. This looks at all records."""
+        records = self.base.updated(self.recent)
+        lengths = np.bincount(records.table[1], weights=records.table[3], minlength=len(records.segments))
+        return dict(zip(records.segments, lengths.astype(np.int64).tolist(), strict=True))
+
+    def files(self) -> set[str]:
+        """Names of the segments and of the index file that it refers to. This looks at all records."""
+        return {*self.bytes_by_segment(), *([self.base.file_name] if len(self.base) else [])}
+
+    def within(self, segments: Collection[str]) -> PrivateIndex:
+        """The records that lie in some segments. This looks at all records."""
+        records = self.base.updated(self.recent)
+        chosen = np.array([segment in segments for segment in records.segments], bool)[records.table[1]]
+        return PrivateIndex(recent=Records().updated(Records(records.segments, records.table[:, chosen])))
 
     def __getitem__(self, client: int) -> PrivateRef:
-        place = int(np.searchsorted(self.table[:, 0], client))
-        if place == len(self.table) or self.table[place, 0] != client:
+        ref = self.recent.get(client) or self.base.get(client)
+        if ref is None:
             raise KeyError(client)
-        _, segment, offset, length, checksum = self.table[place].tolist()
-        return PrivateRef(self.segments[segment], offset, length, checksum)
+        return ref
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.table[:, 0].tolist())
+        return iter(np.union1d(self.base.table[0], self.recent.table[0]).tolist())
 
     def __len__(self) -> int:
-        return len(self.table)
+        _, known = self.base.find(self.recent.table[0])
+        return len(self.base) + int(np.count_nonzero(~known))
 
 
 class PrivateStore:
@@ -133,32 +230,39 @@ class PrivateStore:
         """
         return safetensors.torch.load(self._read_bytes(ref))
 
+    def read_ahead(self, ref: PrivateRef) -> None:
+        """Ask the kernel to fetch one record from the disk, without waiting for it. That it is missing is left to :meth:`read`."""
+        path = self._path(ref.segment)
+        if path is not None:
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), ref.offset, ref.length, os.POSIX_FADV_WILLNEED)
+
+    def _path(self, segment: str) -> Path | None:
+        return next((path for folder in self._folders if (path := folder / segment).exists()), None)
+
     def _read_bytes(self, ref: PrivateRef) -> bytes:
-        for folder in self._folders:
-            path = folder / ref.segment
-            if path.exists():
-                with path.open("rb") as file:
-                    file.seek(ref.offset)
-                    data = file.read(ref.length)
-                if len(data) != ref.length or zlib.crc32(data) != ref.checksum:
-                    raise RunDirectoryError(
-                        f"{path} is damaged at byte {ref.offset}: a client's private state cannot be read; "
-                        f"restore the file from a copy or start the run afresh"
-                    )
-                return data
-        raise RunDirectoryError(f"{self.folder / ref.segment} is missing: a client's private state was in it")
+        path = self._path(ref.segment)
+        if path is None:
+            raise RunDirectoryError(f"{self.folder / ref.segment} is missing: a client's private state was in it")
+        with path.open("rb") as file:
+            file.seek(ref.offset)
+            data = file.read(ref.length)
+        if len(data) != ref.length or zlib.crc32(data) != ref.checksum:
+            raise RunDirectoryError(
+                f"{path} is damaged at byte {ref.offset}: a client's private state cannot be read; "
+                f"restore the file from a copy or start the run afresh"
+            )
+        return data
 
-    def compact(self, round_index: int, refs: PrivateIndex) -> dict[int, PrivateRef]:
-        """Copy the records that still count out of segments that are mostly superseded; returns the moved ones.
+    def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
+        """Copy records into a segment of their own; returns where they lie now.
 
-        Old segments stay until no kept commit refers to them.
+        Raises:
+            RunDirectoryError: one of them is missing or damaged.
+            ResourcesError: the disk is full.
         """
-        live = np.bincount(refs.table[:, 1], weights=refs.table[:, 3], minlength=len(refs.segments))
-        sizes = [(self.folder / segment).stat().st_size for segment in refs.segments]
-        sparse = live < 0.5 * np.array(sizes, np.float64)
         segment = f"{round_index:06d}-{self._writer}-compact.seg"
-        clients = refs.table[sparse[refs.table[:, 1]], 0].tolist()
-        return {client: self._write(segment, self._read_bytes(refs[client])) for client in clients}
+        return {client: self._write(segment, self._read_bytes(ref)) for client, ref in refs.items()}
 
     def close(self) -> None:
         """Close the segment that is written to; a later record opens it again."""
@@ -172,7 +276,9 @@ class PrivateStore:
         Raises:
             ResourcesError: the disk is full, which some file systems tell only now.
         """
-        for segment in segments:
-            path = self.folder / segment
+        paths = [self.folder / segment for segment in segments]
+        for path in paths:
             with writing(self.folder, path.stat().st_size, "private state", RESUME):
                 sync(path)
+        if paths:
+            sync(self.folder)  # a new file is on the disk only when the folder is

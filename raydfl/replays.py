@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,14 +62,14 @@ def replay(run_dir: str | Path, round_number: int, client_id: str) -> Replayed:
         )
     with tempfile.TemporaryDirectory(prefix="raydfl-replay-") as name:
         scratch = Path(name)
-        (scratch / "commits").mkdir()
-        shutil.copy(run_dir / "commits" / before[-1], scratch / "commits")
-        (scratch / "LATEST").write_text(before[-1])
+        commit, copy = store.load(before[-1]), RunStore(scratch)
+        copy.together = commit.together
+        copy.commit(commit.state, commit.private)
         private = PrivateStore(scratch / "private", also_read=[run_dir / "private"])
         worker = Worker(run_dir, config, private)
         quiet = config.model_copy(update={"evaluate": config.evaluate.model_copy(update={"every": 10**9})})
         population = Population.load(run_dir / "population")
-        federation = Federation(quiet, population, RunStore(scratch), SerialPool(worker))
+        federation = Federation(quiet, population, copy, SerialPool(worker))
         while federation.state.round_index < round_number - 1:
             federation.round()
         orders = federation.plan()

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import ray
 from ray.exceptions import GetTimeoutError, RayTaskError
 
-from raydfl import record
+from raydfl import ops, record
 from raydfl.config import Config, apply_overrides, make_config
 from raydfl.errors import ResourcesError
 from raydfl.federation import RoundReport
@@ -264,6 +264,11 @@ def execute(run_dir: Path, config: Config, progress: Progress) -> Outcome:
     started = time.monotonic()
     about = stored_about(run_dir)
     quiet = progress.mode in ("json", "quiet", "bar")
+    if config.ray.gpus == 0 and not ops.compiled():
+        progress.message(
+            "raydfl's operators are not compiled here: training on the CPU takes about twice as long; to compile them, install a "
+            "C++ compiler and then raydfl again, by make or with pip's --no-build-isolation"
+        )
     with ray_session(config, about["clients"], quiet):
         server: _Remote = _Local(run_dir, config) if config.ray.actors == 0 else _Actor(run_dir, config, progress)
         try:

@@ -4,12 +4,16 @@
     run.json                what the run is: method, data, classes, models
     population/             who has which clips (raydfl.data.population)
     private/*.seg           clients' private state: records of many clients, appended by the process that trained them
-    commits/RRRRRR-crc.safetensors   the server's state after round R, and where each client's private state lies
+    private/*.index         where each client's private state lay after some round; the name is a checksum
+    commits/RRRRRR-crc.safetensors   the server's state after round R, the name of an index and what has changed since it was made
     rows/RRRRRR.parquet     what was measured up to that commit
     LATEST                  the name of the commit that counts
 
 A commit first makes everything durable that it refers to, then moves LATEST by a rename. Until then nothing of it counts; what a
 crash leaves behind is removed when the run is opened again. A commit's file name carries its checksum.
+
+An index is made anew only when much has changed (raydfl.private.PrivateIndex), and a file in private/ is removed when the last kept
+commit that refers to it is: what a commit costs depends on what was trained since the last, and not on how many clients there are.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import os
 import re
 import time
 import zlib
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +36,7 @@ from safetensors import SafetensorError
 
 from raydfl.errors import RunDirectoryError
 from raydfl.files import write_durably
-from raydfl.private import PrivateIndex, PrivateStore
+from raydfl.private import PrivateIndex, PrivateStore, Records
 from raydfl.types import State
 
 _COMMIT = re.compile(r"^(\d{6,})-([0-9a-f]{8})\.safetensors$")
@@ -58,6 +63,9 @@ class RunStore:
         self.together = 1
         """Clients trained in one computation: a fact of the run, which every commit carries."""
         self._lock: IO[bytes] | None = None
+        self._base = ""
+        self._superseded: deque[tuple[int, list[str]]] = deque()
+        """Files in private/ to which commits of that round and later do not refer, by rising round."""
 
     def lock(self, wait: float = 20.0) -> None:
         """Become the one process that may commit; the lock ends with the process.
@@ -92,54 +100,59 @@ class RunStore:
             self._lock.close()
             self._lock = None
 
-    def commit(self, state: State, private: PrivateIndex, new_segments: Iterable[str] = ()) -> str:
+    def commit(
+        self,
+        state: State,
+        private: PrivateIndex,
+        new_segments: Iterable[str] = (),
+        superseded_segments: Iterable[str] = (),
+    ) -> str:
         """Make ``state`` the truth of the run; returns the commit's name.
 
         Args:
             private: of every client that ever took part, its newest record.
             new_segments: segments written since the last commit, to be made durable first.
+            superseded_segments: segments to which this commit no longer refers. They are removed when none that is kept does.
 
         Raises:
             ResourcesError: the disk is full; the last commit still counts.
         """
         PrivateStore(self.private_folder).sync(new_segments)
+        base = private.base.file_name
+        if base and not (self.private_folder / base).exists():
+            write_durably(self.private_folder / base, private.base.encode())
         data = _encode(state, private, self.together)
         name = f"{state.round_index:06d}-{zlib.crc32(data):08x}.safetensors"
         folder = self.folder / "commits"
         write_durably(folder / name, data)
         write_durably(self.folder / "LATEST", name.encode())
+        superseded = [*superseded_segments, *([self._base] if self._base not in ("", base) else [])]
+        self._superseded.append((state.round_index, superseded))
+        self._base = base
         self._forget(name)
         return name
 
     def _forget(self, newest: str) -> None:
-        """Remove commits beyond the kept ones, and segments that no kept commit refers to."""
+        """Remove commits beyond the kept ones, and what none of the kept ones refers to."""
         names = self.commits()
         names = names[: names.index(newest) + 1]
         for name in names[: -self.keep]:
             (self.folder / "commits" / name).unlink(missing_ok=True)
-        kept = names[-self.keep :]
-        oldest = int(kept[0].split("-")[0])
-        needed: set[str] | None = None
-        for path in self.private_folder.glob("*.seg") if self.private_folder.exists() else ():
-            if int(path.name.split("-")[0]) > oldest:
-                continue  # too young to be superseded in every kept commit
-            if needed is None:
-                needed = set().union(*(_segments(self.folder / "commits" / name) for name in kept))
-            if path.name not in needed:
-                path.unlink(missing_ok=True)
+        oldest = _round_of(names[-self.keep :][0])
+        while self._superseded and self._superseded[0][0] <= oldest:
+            for name in self._superseded.popleft()[1]:
+                (self.private_folder / name).unlink(missing_ok=True)
 
     def commits(self) -> list[str]:
         """Names of the commit files, oldest first."""
         folder = self.folder / "commits"
         if not folder.exists():
             return []
-        return sorted(
-            (p.name for p in folder.iterdir() if _COMMIT.match(p.name)), key=lambda n: (int(n.split("-")[0]), n)
-        )
+        return sorted((p.name for p in folder.iterdir() if _COMMIT.match(p.name)), key=lambda n: (_round_of(n), n))
 
     def rounds(self) -> list[int]:
         """Rounds after which a commit is kept, ascending."""
-        return [int(name.split("-")[0]) for name in self.commits()]
+        return [_round_of(name) for name in self.commits()]
 
     def latest(self) -> str | None:
         """Name of the commit that counts; ``None`` before the first.
@@ -172,9 +185,13 @@ class RunStore:
         if match is None or zlib.crc32(data) != int(match.group(2), 16):
             raise RunDirectoryError(f"commit {path} is damaged: its checksum does not fit its content")
         try:
-            state, private, together = _decode(data)
+            state, base, recent, together = _decode(data)
         except (SafetensorError, KeyError, ValueError) as error:
             raise RunDirectoryError(f"commit {path} cannot be decoded: {error}") from error
+        try:
+            private = PrivateIndex(Records.read(self.private_folder / base) if base else None, recent)
+        except RunDirectoryError as error:
+            raise RunDirectoryError(f"commit {path} cannot be used: {error}") from error
         return Commit(state, private, together, name)
 
     def open_latest(self) -> tuple[Commit | None, list[str]]:
@@ -195,7 +212,7 @@ class RunStore:
             return None, []
         warnings = []
         names = self.commits()
-        counted = [n for n in names if int(n.split("-")[0]) < int(latest.split("-")[0])] + [latest]
+        counted = [n for n in names if _round_of(n) < _round_of(latest)] + [latest]
         for name in reversed(counted):
             try:
                 commit = self.load(name)
@@ -210,24 +227,45 @@ class RunStore:
         return commit, warnings
 
     def _clean(self, commit: Commit) -> None:
+        """Remove what no commit up to this one refers to, and find out until when the rest is needed."""
         for other in self.commits():
-            if int(other.split("-")[0]) >= commit.state.round_index and other != commit.name:
+            if _round_of(other) >= commit.state.round_index and other != commit.name:
                 (self.folder / "commits" / other).unlink(missing_ok=True)
-        needed = set().union(*(_segments(self.folder / "commits" / name) for name in self.commits()))
-        if self.private_folder.exists():
-            for path in self.private_folder.glob("*.seg"):
-                if path.name not in needed:
-                    path.unlink(missing_ok=True)
+        last_needed: dict[str, int] = {}
+        # An index only grows: without private state in this commit there is none in those before it.
+        for name in self.commits() if commit.private else ():
+            try:
+                private = commit.private if name == commit.name else self.load(name).private
+            except RunDirectoryError:
+                continue  # nobody can go back to it
+            last_needed.update(dict.fromkeys(private.files(), _round_of(name)))
+        for entry in self._private_files():
+            if entry.name not in last_needed:
+                Path(entry).unlink(missing_ok=True)
+        superseded: dict[int, list[str]] = {}
+        for name, round_index in last_needed.items():
+            if round_index < commit.state.round_index:
+                superseded.setdefault(round_index + 1, []).append(name)
+        self._superseded = deque(sorted(superseded.items()))
+        self._base = commit.private.base.file_name
 
-    def bytes_of_segments(self) -> int:
-        """Bytes of all private segments on disk."""
+    def sizes_of_segments(self) -> dict[str, int]:
+        """Bytes of all private segments on the disk, by name."""
+        return {entry.name: entry.stat().st_size for entry in self._private_files() if entry.name.endswith(".seg")}
+
+    def _private_files(self) -> list[os.DirEntry[str]]:
         if not self.private_folder.exists():
-            return 0
-        return sum(p.stat().st_size for p in self.private_folder.glob("*.seg"))
+            return []
+        with os.scandir(self.private_folder) as entries:  # there are many: Path objects take longer
+            return list(entries)
+
+
+def _round_of(name: str) -> int:
+    return int(name.partition("-")[0])
 
 
 def _encode(state: State, private: PrivateIndex, together: int) -> bytes:
-    tensors = {"private": torch.from_numpy(private.table)}
+    tensors = {"private": torch.from_numpy(private.recent.table)}
     for key, group in state.tensors.items():
         for name, value in group.items():
             tensors[f"{key}{_SEPARATOR}{name}"] = value.detach().cpu().contiguous()
@@ -235,7 +273,8 @@ def _encode(state: State, private: PrivateIndex, together: int) -> bytes:
         "round_index": state.round_index,
         "extra": dict(state.extra),
         "keys": {key: list(group) for key, group in state.tensors.items()},
-        "segments": private.segments,
+        "base": private.base.file_name,
+        "segments": private.recent.segments,
         "together": together,
     }
     return safetensors.torch.save(tensors, metadata={"raydfl": json.dumps(about)})
@@ -248,19 +287,12 @@ def _about(data: bytes) -> dict[str, Any]:
     return about
 
 
-def _segments(path: Path) -> set[str]:
-    """Segments that a commit refers to, from its header alone."""
-    with path.open("rb") as file:
-        head = file.read(8)
-        data = head + file.read(int.from_bytes(head, "little"))
-    return set(_about(data)["segments"])
-
-
-def _decode(data: bytes) -> tuple[State, PrivateIndex, int]:
+def _decode(data: bytes) -> tuple[State, str, Records, int]:
+    """State, name of the index file, what has changed since, clients trained together."""
     about = _about(data)
     tensors = safetensors.torch.load(data)
-    private = PrivateIndex(tuple(about["segments"]), tensors["private"].numpy())
+    recent = Records(tuple(about["segments"]), tensors["private"].numpy())
     groups = {
         key: {name: tensors[f"{key}{_SEPARATOR}{name}"] for name in names} for key, names in about["keys"].items()
     }
-    return State(int(about["round_index"]), groups, about["extra"]), private, int(about["together"])
+    return State(int(about["round_index"]), groups, about["extra"]), about["base"], recent, int(about["together"])

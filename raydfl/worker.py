@@ -173,6 +173,14 @@ class Worker:
             torch.set_num_threads(self.config.ray.threads)  # it holds for one thread of the process only
         return [result for group in in_groups(orders) for result in self._carry_out_group(group, broadcast)]
 
+    def read_ahead(self, orders: Sequence[Order]) -> None:
+        """Have what these orders need fetched from the disk, while this worker still works on others."""
+        for order in orders:
+            if order.task.client_id != SERVER and order.measure is None:
+                self.population.data(self.clients.index_of(order.task.client_id)).train.read_ahead()
+            if order.private is not None:
+                self.private.read_ahead(order.private)
+
     def _carry_out_group(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> list[Result]:
         started = time.perf_counter()
         work = [functools.partial(self._carry_out, order, broadcast, place) for place, order in enumerate(orders)]

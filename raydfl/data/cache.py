@@ -90,6 +90,25 @@ class FeatureStore:
         view: np.ndarray = self.frames[self.offsets[index] : self.offsets[index + 1]]
         return view
 
+    @functools.cached_property
+    def fits_in_memory(self) -> bool:
+        """Whether the page cache may keep all frames, so that reading ahead would be for nothing after the first time."""
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return self.frames.nbytes < memory / 2
+
+    def read_ahead(self, starts: np.ndarray, counts: np.ndarray) -> None:
+        """Ask the kernel to fetch some frames from the disk, without waiting for them.
+
+        Args:
+            starts: int [ranges]: first row in ``frames``.
+            counts: int [ranges]: rows.
+        """
+        row = self.frames.strides[0]
+        with (self.folder / "frames.npy").open("rb") as file:
+            begin = os.fstat(file.fileno()).st_size - self.frames.nbytes
+            for start, count in zip(starts.tolist(), counts.tolist(), strict=True):
+                os.posix_fadvise(file.fileno(), begin + start * row, count * row, os.POSIX_FADV_WILLNEED)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return open_store, (self.folder,)  # a pickle of the arrays themselves would be a copy of everything
 

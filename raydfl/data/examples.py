@@ -74,6 +74,11 @@ class Examples:
             if count < len(row):
                 row[count:] = 0.0
 
+    def read_ahead(self) -> None:
+        """Ask the kernel to fetch these examples from the disk, where the page cache cannot keep everything anyway."""
+        if not self.store.fits_in_memory:
+            self.store.read_ahead(self.starts, self.counts)
+
     def order(self, batch_size: int, rng: np.random.Generator | None) -> list[np.ndarray]:
         """The positions (int64 [at most batch_size]) of each batch of one pass over all examples, the last may be smaller.
 

@@ -334,3 +334,13 @@ def test_a_replay_of_a_failing_method_shows_its_own_traceback(raydfl: Raydfl, ti
     assert again.code == 1
     assert "Traceback" in again.err
     assert "extra_methods.py" in again.err
+
+
+def test_a_run_says_that_operators_are_not_compiled(
+    raydfl: Raydfl, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tiny("train.rounds=1"), tmp_path)
+    monkeypatch.setattr("raydfl.ops.compiled", lambda: False)
+    said = raydfl("run", file)
+    assert said.code == 0
+    assert "operators are not compiled here" in said.out + said.err

@@ -80,3 +80,20 @@ def test_take() -> None:
     assert len(nothing) == 0
     assert list(nothing.batches(4, None)) == []
     assert nothing.batch(np.zeros(0, np.int64)).x.shape == (0, 1, 3)
+
+
+def test_reading_ahead_asks_for_what_a_batch_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from raydfl.data import cache
+
+    whole = store([4, 2, 7, 1])
+    np.save(tmp_path / "frames.npy", whole.frames)
+    mapped = FeatureStore(tmp_path, np.load(tmp_path / "frames.npy"), whole.offsets, whole.lengths, None, {})
+    data = Examples(mapped, whole.offsets[[2, 0]], np.array([7, 4]), np.zeros(2, int), np.arange(2), None)
+    content = (tmp_path / "frames.npy").read_bytes()
+    asked: list[bytes] = []
+    monkeypatch.setattr(cache.os, "posix_fadvise", lambda fd, at, size, _: asked.append(content[at : at + size]))
+    data.read_ahead()
+    assert asked == []  # it fits in memory
+    mapped.__dict__["fits_in_memory"] = False
+    data.read_ahead()
+    assert asked == [whole.clip(2).tobytes(), whole.clip(0).tobytes()]

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import errno
 import multiprocessing
+import re
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import raydfl.private
+import raydfl.store
 from raydfl.errors import ResourcesError, RunDirectoryError
 from raydfl.files import write_durably
+from raydfl.ledger import Ledger
 from raydfl.private import PrivateIndex, PrivateRef, PrivateStore
 from raydfl.store import RunStore
 from raydfl.types import State
@@ -48,6 +54,19 @@ def test_two_writers_of_one_round_never_touch_the_same_segment(tmp_path: Path) -
     assert torch.equal(second.read(a)["model:a"], torch.ones(5))
 
 
+def test_reading_ahead_asks_for_the_record_and_for_nothing_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr("os.posix_fadvise", lambda file, offset, length, advice: asked.append((offset, length)))
+    store = PrivateStore(tmp_path)
+    refs = [store.append(1, tensors_of(i)) for i in range(3)]
+    elsewhere = PrivateStore(tmp_path / "replay", also_read=[tmp_path])
+    elsewhere.read_ahead(refs[2])
+    elsewhere.read_ahead(PrivateRef("gone.seg", 0, 9, 0))
+    assert asked == [(refs[2].offset, refs[2].length)]
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_damaged_private_state_is_noticed(tmp_path: Path, damage: str) -> None:
     store = PrivateStore(tmp_path)
@@ -82,24 +101,85 @@ def test_commit_and_load_round_trip(tmp_path: Path) -> None:
             assert torch.equal(commit.state.tensors[key][tensor_name], tensor)
 
 
-def test_an_index_is_what_a_dictionary_would_be(tmp_path: Path) -> None:
+@pytest.fixture
+def small_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Indexes that take into their base what is more than eight recent records and more than half of it."""
+    monkeypatch.setattr(raydfl.private, "_RECENT", 8)
+    monkeypatch.setattr(raydfl.private, "_PART", 2)
+
+
+def random_refs(rng: np.random.Generator, round_index: int) -> dict[int, PrivateRef]:
+    return {
+        client: PrivateRef(f"{round_index:06d}-{client % 2}.seg", 10 * client, int(rng.integers(1, 99)), client)
+        for client in rng.choice(40, size=5, replace=False).tolist()
+    }
+
+
+@pytest.mark.usefixtures("small_base")
+def test_an_index_is_what_a_dictionary_would_be() -> None:
     rng = np.random.default_rng(0)
     index, reference = PrivateIndex(), dict[int, PrivateRef]()
-    for round_index in range(30):
-        clients = rng.choice(40, size=5, replace=False).tolist()
-        refs = {
-            client: PrivateRef(f"{round_index:06d}-{client % 2}.seg", 10 * client, client + 1, client)
-            for client in clients
-        }
+    bases = []
+    for round_index in range(60):
+        refs = random_refs(rng, round_index)
         before, index = index, index.changed(refs)
         assert before == reference
         reference.update(refs)
         assert index == reference
         assert list(index) == sorted(reference)
-        assert set(index.segments) == {ref.segment for ref in reference.values()}
-        assert index.bytes == sum(ref.length for ref in reference.values())
+        assert len(index) == len(reference)
+        lengths: Counter[str] = Counter()
+        for ref in reference.values():
+            lengths[ref.segment] += ref.length
+        assert index.bytes_by_segment() == lengths
+        some = set(sorted(lengths)[::3])
+        assert index.within(some) == {client: ref for client, ref in reference.items() if ref.segment in some}
+        bases.append(index.base)
     assert 99 not in index
     assert index.changed({}) is index
+    assert 3 < len({id(base) for base in bases}) < 30  # neither never nor always
+
+
+def test_what_a_round_handles_does_not_grow_with_the_clients() -> None:
+    first = PrivateIndex().changed({client: PrivateRef("1.seg", client, 1, 0) for client in range(100_000)})
+    assert (len(first.base), len(first.recent)) == (100_000, 0)
+    after = first.changed({5: PrivateRef("2.seg", 0, 1, 0)})
+    assert after.base is first.base
+    assert len(after.recent) == 1
+    more = after.changed({client: PrivateRef("3.seg", client, 1, 0) for client in range(7, 7 + 100_000 // 16)})
+    assert (len(more), len(more.recent)) == (100_000, 0)
+    assert set(more.base.segments) == {"1.seg", "2.seg", "3.seg"}
+    assert (first[5].segment, after[5].segment, more[7].segment) == ("1.seg", "2.seg", "3.seg")
+
+
+@pytest.mark.usefixtures("small_base")
+def test_a_ledger_says_what_an_index_says(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    index, written = PrivateIndex(), Counter[str]()
+    ledger = Ledger(index, {})
+    referred: set[str] = set()
+    for round_index in range(1, 61):
+        refs = random_refs(rng, round_index)
+        for client, ref in refs.items():
+            written[ref.segment] += ref.length
+            ledger.move(index.get(client), ref)
+        index = index.changed(refs)
+        if round_index % 3 == 0:
+            new, superseded = ledger.take()
+            live = index.bytes_by_segment()
+            assert set(live) == (referred | new) - superseded
+            assert superseded >= referred - set(live)
+            assert all(int(segment[:6]) > round_index - 3 for segment in new)
+            assert not superseded & (new | set(live))
+            referred = set(live)
+        live = index.bytes_by_segment()
+        assert (ledger.live, ledger.bytes) == (sum(live.values()), sum(written[segment] for segment in live))
+        assert ledger.sparse() == {segment for segment in live if live[segment] < written[segment] / 2}
+        opened = Ledger(index, written)
+        assert (opened.live, opened.bytes, opened.sparse()) == (ledger.live, ledger.bytes, ledger.sparse())
+    assert ledger.sparse()
+    elsewhere = Ledger(index, {})
+    assert (elsewhere.live, elsewhere.bytes, elsewhere.sparse()) == (ledger.live, ledger.live, set())
 
 
 def test_equal_states_make_equal_files(tmp_path: Path) -> None:
@@ -109,15 +189,124 @@ def test_equal_states_make_equal_files(tmp_path: Path) -> None:
     assert a == b
 
 
+class Writer:
+    """Trains some clients a round and commits, as a federation does."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self.private, self.store = PrivateStore(folder / "private"), RunStore(folder, keep=keep)
+        commit, _ = self.store.open_latest()
+        self.index = PrivateIndex() if commit is None else commit.private
+        self.round = 0 if commit is None else commit.state.round_index
+        self.ledger = Ledger(self.index, self.store.sizes_of_segments())
+
+    def train(self, clients: Iterable[int]) -> None:
+        self.round += 1
+        refs = {client: self.private.append(self.round, tensors_of(100 * self.round + client)) for client in clients}
+        for client, ref in refs.items():
+            self.ledger.move(self.index.get(client), ref)
+        self.index = self.index.changed(refs)
+
+    def commit(self) -> None:
+        self.store.commit(state_of(self.round), self.index, *self.ledger.take())
+
+    def referred(self) -> set[str]:
+        """Files to which the kept commits refer."""
+        kept = [self.store.load(name).private for name in self.store.commits()]
+        return {file for index in kept for file in (*index.bytes_by_segment(), index.base.file_name) if file}
+
+    def there(self) -> set[str]:
+        return {path.name for path in (self.folder / "private").iterdir()}
+
+
 def test_only_the_newest_commits_and_their_segments_are_kept(tmp_path: Path) -> None:
-    private, store = PrivateStore(tmp_path / "private"), RunStore(tmp_path, keep=2)
-    index: dict[int, PrivateRef] = {}
+    writer = Writer(tmp_path, keep=2)
     for round_index in range(1, 7):
-        index[round_index % 2] = private.append(round_index, tensors_of(round_index))
-        store.commit(state_of(round_index), PrivateIndex().changed(index), {ref.segment for ref in index.values()})
-    assert store.rounds() == [5, 6]
+        writer.train([round_index % 2])
+        writer.commit()
+    assert writer.store.rounds() == [5, 6]
     # Round 5 refers to records of rounds 4 and 5, round 6 to those of 5 and 6: nothing older is left.
-    assert sorted(int(p.name[:6]) for p in (tmp_path / "private").iterdir()) == [4, 5, 6]
+    assert sorted(int(name[:6]) for name in writer.there()) == [4, 5, 6]
+
+
+@pytest.mark.usefixtures("small_base")
+@pytest.mark.parametrize("keep", [1, 3])
+@pytest.mark.parametrize("every", [1, 2])
+def test_what_is_on_the_disk_is_what_the_kept_commits_refer_to(tmp_path: Path, keep: int, every: int) -> None:
+    """After every commit, also when the run was opened again in between; bases included."""
+    rng = np.random.default_rng(2)
+    writer = Writer(tmp_path, keep)
+    bases = set()
+    for number in range(1, 41):
+        for _ in range(every):
+            writer.train(rng.choice(30, size=4, replace=False).tolist())
+        writer.commit()
+        assert writer.there() == writer.referred()
+        bases |= {name for name in writer.there() if name.endswith(".index")}
+        if number % 3 == 0:
+            # What crashes leave behind: a segment of a lost actor, a half-written base.
+            (tmp_path / "private" / f"{number:06d}-lost.seg").touch()
+            (tmp_path / "private" / ".half.index.part").touch()
+            index, writer = writer.index, Writer(tmp_path, keep)
+            assert writer.index == index
+            assert writer.there() == writer.referred()
+    assert len(bases) > 3
+    for client, ref in writer.index.items():
+        assert int(writer.private.read(ref)["state:count"]) % 100 == client
+
+
+@pytest.mark.usefixtures("small_base")
+def test_a_base_is_durable_before_the_commit_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+
+    def write(path: Path, data: bytes) -> None:
+        written.append(path.name)
+        write_durably(path, data)
+
+    monkeypatch.setattr(raydfl.store, "write_durably", write)
+    writer = Writer(tmp_path, keep=2)
+    writer.train(range(9))
+    writer.commit()
+    assert [name.rpartition(".")[2] for name in written] == ["index", "safetensors", "LATEST"]
+    writer.train([3])
+    writer.commit()
+    assert [name.rpartition(".")[2] for name in written[3:]] == ["safetensors", "LATEST"]  # the base is still the same
+
+
+@pytest.mark.usefixtures("small_base")
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [("flip", "is damaged: its checksum does not fit"), ("cut", "cannot be read"), ("remove", "is missing")],
+)
+def test_a_damaged_base_falls_back_to_a_commit_that_needs_another(tmp_path: Path, damage: str, message: str) -> None:
+    writer = Writer(tmp_path, keep=3)
+    writer.train(range(9))
+    writer.commit()
+    first = writer.index
+    writer.train(range(9, 20))
+    writer.commit()
+    writer.train([2])
+    writer.commit()
+    assert writer.index.base.file_name != first.base.file_name
+    path = tmp_path / "private" / writer.index.base.file_name
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 1
+    if damage == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(data if damage == "flip" else data[:-1])
+    commit, warnings = RunStore(tmp_path).open_latest()
+    assert commit is not None
+    assert commit.state.round_index == 1
+    assert commit.private == first
+    assert len(warnings) == 2
+    for warning in warnings:
+        assert re.search(f"commit .*safetensors cannot be used: .*{path.name}.* {message}", warning)
+    # Going on from there writes what was damaged anew.
+    again = Writer(tmp_path, keep=3)
+    again.train(range(9, 20))
+    again.commit()
+    assert again.there() == again.referred()
 
 
 def test_what_never_counted_is_removed_when_the_run_is_opened(tmp_path: Path) -> None:
@@ -172,7 +361,9 @@ def test_compaction_moves_what_counts_and_keeps_its_bytes(tmp_path: Path) -> Non
     refs = {i: private.append(1, tensors_of(i, 100)) for i in range(10)}
     for i in range(8):
         refs[i] = private.append(2, tensors_of(10 + i, 100))
-    moved = private.compact(3, PrivateIndex().changed(refs))
+    index = PrivateIndex().changed(refs)
+    ledger = Ledger(index, {path.name: path.stat().st_size for path in tmp_path.iterdir()})
+    moved = private.compact(3, index.within(ledger.sparse()))
     assert set(moved) == {8, 9}  # round 1's segment is 20 % alive, round 2's wholly
     assert all("compact" in ref.segment for ref in moved.values())
     for i, ref in moved.items():
@@ -223,3 +414,15 @@ def test_a_run_directory_has_one_writer(tmp_path: Path) -> None:
         done.set()
         process.join()
     RunStore(tmp_path).lock(wait=0.3)  # the lock ended with its process
+
+
+def test_segments_are_durable_with_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    private = PrivateStore(tmp_path)
+    ref = private.append(1, tensors_of(1))
+    synced: list[Path] = []
+    monkeypatch.setattr("raydfl.private.sync", synced.append)
+    private.sync([ref.segment])
+    assert synced == [tmp_path / ref.segment, tmp_path]
+    synced.clear()
+    private.sync([])
+    assert synced == []
