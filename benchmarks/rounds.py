@@ -109,7 +109,7 @@ def configuration(data: Mapping[str, object], runs: Path, work: str, actors: int
                 "optimiser": {"lr": 0.05},
             },
             "evaluate": {"every": 10**6, "server": False, "clients": "none"},
-            "ray": {"actors": actors, "cpus": 0.5},
+            "ray": {"actors": actors, "cpus": 0.25},
             "run": {"dir": str(runs), "name": f"{work}-{actors}-{together}"},
             "track": {"mlflow": False},
         }
