@@ -75,9 +75,14 @@ def architecture(models: Mapping[str, nn.Module]) -> Hashable:
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+_RECURRENT = {"_flat_weights", "_flat_weights_names", "_flat_weight_refs", "_all_weights"}
+_TORCHS_OWN = {*vars(nn.Module()), *_RECURRENT}
+"""Attributes that say nothing beyond a layer's class, options, parameters and buffers."""
+
+
 def _layer(path: str, layer: nn.Module) -> Hashable:
     content = vars(layer)
-    attributes = ((name, identity(value)) for name, value in content.items() if name[0] != "_" and name != "training")
+    attributes = ((name, identity(value)) for name, value in content.items() if name not in _TORCHS_OWN)
     # A hook is a user's code that may hold on to this one client's tensors.
     hooked = id(layer) if any(content[hooks] for hooks in _HOOKS) else None
     tensors = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -54,7 +55,7 @@ class RoundReport:
     bytes_down: int = 0
     bytes_up: int = 0
     rows: list[record.Row] = field(default_factory=list)
-    """Of this round and of those before it: what has become durable since the last report."""
+    """What has become durable since the last report: rows of rounds before this one, as a rule."""
 
 
 class Federation:
@@ -147,12 +148,14 @@ class Federation:
         # Only now: what the last round left to write need not keep the clients waiting.
         self._begin_commit()
         rng = seeds.generator(self.config.run.seed, self.state.round_index, "", "aggregate")
-        updates = self._updates(orders, results, report)
+        moved: dict[int, PrivateRef] = {}
+        updates = self._updates(orders, results, report, moved)
         state, metrics = self.method.aggregate(self.state, updates, rng)
         for _ in updates:
             pass  # a rule need not look at every update, but every client's result counts
         aggregated = time.perf_counter()
         self._check_rejected(report, len(orders))
+        self._move(moved)  # only now: of a round that fails nothing counts
         self.state = dataclasses.replace(state, round_index=report.round)
         self._record(report, "", metrics)
         if report.round % self.config.evaluate.every == 0 or report.round == self.config.train.rounds:
@@ -173,10 +176,19 @@ class Federation:
         self._marked = now
         return report.seconds
 
-    def _updates(self, orders: Sequence[Order], results: Iterator[Result], report: RoundReport) -> Iterator[Update]:
-        """Updates one after another in client order, whatever the order of arrival; what else came with them is recorded."""
+    def _updates(
+        self,
+        orders: Sequence[Order],
+        results: Iterator[Result],
+        report: RoundReport,
+        moved: dict[int, PrivateRef],
+    ) -> Iterator[Update]:
+        """Updates one after another in client order, whatever the order of arrival; what else came with them is recorded.
+
+        Args:
+            moved: gets the new places of clients' private state.
+        """
         trained: dict[str, Metrics] = {}
-        moved: dict[int, PrivateRef] = {}
         fit_seconds = 0.0
         vectorised = 0
         for result in in_order(results, len(orders)):
@@ -193,7 +205,6 @@ class Federation:
                 continue
             trained[result.client_id] = result.measured["train"]
             yield result.update
-        self._move(moved)
         pooled = pool_metrics(trained.values())
         loss = pooled.get("loss")
         if isinstance(loss, Ratio):
@@ -310,7 +321,7 @@ class Federation:
         """Hold fast what the next commit shall be; it begins when the clients have work again, or at the end."""
         self._await_commit(report)
         self._compact()
-        self._to_commit = (self.state, self._private, *self._ledger.take(), self._rows)
+        self._to_commit = (_held(self.state), self._private, *self._ledger.take(), self._rows)
         self._committed = self.state.round_index
         self._rows = []
 
@@ -342,6 +353,12 @@ class Federation:
         if self._ledger.bytes > 2 * self._ledger.live + _SLACK:
             sparse = self._private.within(self._ledger.sparse())
             self._move(self.pool.compact(self.state.round_index, sparse))
+
+
+def _held(state: State) -> State:
+    """A state that stays as it is, whatever a method does to the one that it gets in the next round."""
+    tensors = {key: {name: tensor.clone() for name, tensor in group.items()} for key, group in state.tensors.items()}
+    return State(state.round_index, tensors, copy.deepcopy(dict(state.extra)))
 
 
 def grouped(orders: Sequence[Order], kinds: Sequence[Hashable], width: int) -> list[Order]:

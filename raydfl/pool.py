@@ -275,6 +275,11 @@ class RayPool:
             width: int = ray.get(cast(Any, slot.actor.width.remote(list(orders), keys, *[broadcast[k] for k in keys])))
         except RayTaskError as error:
             raise task_cause(error) from error
+        except LOST as error:
+            raise ResourcesError(
+                f"a client actor was lost while it was measured how many clients to train together: {_first_line(error)}; "
+                f"check memory, or set train.together to a number"
+            ) from error
         return width
 
     def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
@@ -284,6 +289,8 @@ class RayPool:
         slot = next(iter(self._slots.values()))
         try:
             moved: dict[int, PrivateRef] = ray.get(cast(Any, slot.actor.compact.remote(round_index, refs)))
+        except RayTaskError as error:
+            raise task_cause(error) from error
         except LOST:
             return {}  # nothing is lost: it is tried again after a later commit
         return moved

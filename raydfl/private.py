@@ -281,4 +281,5 @@ class PrivateStore:
             with writing(self.folder, path.stat().st_size, "private state", RESUME):
                 sync(path)
         if paths:
-            sync(self.folder)  # a new file is on the disk only when the folder is
+            with writing(self.folder, 0, "private state", RESUME):
+                sync(self.folder)  # a new file is on the disk only when the folder is

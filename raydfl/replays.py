@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
 from dataclasses import dataclass
@@ -69,29 +70,29 @@ def replay(run_dir: str | Path, round_number: int, client_id: str) -> Replayed:
         worker = Worker(run_dir, config, private)
         quiet = config.model_copy(update={"evaluate": config.evaluate.model_copy(update={"every": 10**9})})
         population = Population.load(run_dir / "population")
-        federation = Federation(quiet, population, copy, SerialPool(worker))
-        while federation.state.round_index < round_number - 1:
-            federation.round()
-        orders = federation.plan()
-        matching = [order for order in orders if order.task.client_id == client_id]
-        if not matching:
-            took_part = ", ".join(repr(order.task.client_id) for order in orders[:12])
-            raise InputError(
-                f"client {client_id!r} took no part in round {round_number}; the cohort was "
-                f"{took_part}{' ...' if len(orders) > 12 else ''}"
+        with contextlib.closing(Federation(quiet, population, copy, SerialPool(worker))) as federation:
+            while federation.state.round_index < round_number - 1:
+                federation.round()
+            orders = federation.plan()
+            matching = [order for order in orders if order.task.client_id == client_id]
+            if not matching:
+                took_part = ", ".join(repr(order.task.client_id) for order in orders[:12])
+                raise InputError(
+                    f"client {client_id!r} took no part in round {round_number}; the cohort was "
+                    f"{took_part}{' ...' if len(orders) > 12 else ''}"
+                )
+            order = matching[0]
+            group = [other for other in orders if other is order or (other.group == order.group and order.group >= 0)]
+            received = federation.broadcast({key for other in group for key in other.task.receive})
+            result = worker.carry_out(group, received)[group.index(order)]
+            private.close()
+            measured = result.measured.get("train", {})
+            return Replayed(
+                client=federation.clients.by_id(client_id),
+                round=round_number,
+                phase=order.task.phase,
+                update=None if result.update is None else dataclasses.replace(result.update),
+                rejected=result.rejected,
+                received=received,
+                metrics={name: ratio.value for name, ratio in measured.items() if hasattr(ratio, "value")},
             )
-        order = matching[0]
-        group = [other for other in orders if other is order or (other.group == order.group and order.group >= 0)]
-        received = federation.broadcast({key for other in group for key in other.task.receive})
-        result = worker.carry_out(group, received)[group.index(order)]
-        private.close()
-        measured = result.measured.get("train", {})
-        return Replayed(
-            client=federation.clients.by_id(client_id),
-            round=round_number,
-            phase=order.task.phase,
-            update=None if result.update is None else dataclasses.replace(result.update),
-            rejected=result.rejected,
-            received=received,
-            metrics={name: ratio.value for name, ratio in measured.items() if hasattr(ratio, "value")},
-        )

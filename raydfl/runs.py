@@ -29,7 +29,7 @@ from raydfl.pool import LOST, check_resources, task_cause
 from raydfl.progress import FinishSummary, Progress, RoundSummary
 from raydfl.report import write_report
 from raydfl.rundir import check_same, create, export, flat, stored_about, stored_config, write_config
-from raydfl.server import Server, ServerActor
+from raydfl.server import ElsewhereError, Server, ServerActor
 from raydfl.track import Tracker, make_tracker
 
 
@@ -76,12 +76,15 @@ def resume(run_dir: str | Path, overrides: Sequence[str] = (), progress: Progres
     return execute(run_dir, config, progress)
 
 
-_SHORT = 1.0
+_SHORT = 0.3
 """Seconds of a round up to which the next one is asked for ahead: so much later may a run stop that is asked to."""
 
 
 class _Remote(Protocol):
     """What the driver's loop needs of a server."""
+
+    looks_ahead: bool
+    """Whether it makes use of being asked for a round ahead."""
 
     def open(self) -> tuple[int, list[str]]: ...
     def round(self, round_index: int, ahead: bool) -> RoundReport | None: ...
@@ -91,6 +94,8 @@ class _Remote(Protocol):
 
 class _Local:
     """The server in this process: ``ray.actors: 0``."""
+
+    looks_ahead = False
 
     def __init__(self, run_dir: Path, config: Config) -> None:
         self._server = Server(run_dir, config)
@@ -111,6 +116,7 @@ class _Local:
 class _Actor:
     """The server as an actor, followed over its restarts."""
 
+    looks_ahead = True
     _RESTARTS = 10
 
     def __init__(self, run_dir: Path, config: Config, progress: Progress) -> None:
@@ -157,7 +163,7 @@ class _Actor:
         except LOST as error:
             self._note_loss(error)
             return None
-        except LookupError:
+        except ElsewhereError:
             self._ahead.clear()
             return None
 
@@ -339,7 +345,7 @@ def _rounds(
         ahead, short, told = False, False, False
         while True:
             last = round_index >= total or (stop.asked and not ahead)
-            ahead = short and not stop.asked and round_index + 1 < total
+            ahead = short and server.looks_ahead and not stop.asked and round_index + 1 < total
             report = server.finish(round_index) if last else server.round(round_index, ahead)
             if report is None:  # the server was lost: rounds it had committed are read back, others are done again
                 round_index, _ = server.open()

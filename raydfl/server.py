@@ -11,11 +11,16 @@ from typing import Any
 from raydfl.client import start_client_actor
 from raydfl.config import Config
 from raydfl.data.population import Population
+from raydfl.errors import RaydflError
 from raydfl.federation import Federation, RoundReport
 from raydfl.pool import Pool, RayPool, SerialPool
 from raydfl.private import PrivateStore
 from raydfl.store import RunStore
 from raydfl.worker import Worker
+
+
+class ElsewhereError(RaydflError):
+    """A server was asked for what follows a round at which it does not stand."""
 
 
 class Server:
@@ -93,14 +98,14 @@ class ServerActor:
     def _at(self, round_index: int) -> Server:
         server = self._open()
         if server.round_index != round_index:
-            raise LookupError(f"the server has completed {server.round_index} rounds, not {round_index}")
+            raise ElsewhereError(f"the server has completed {server.round_index} rounds, not {round_index}")
         return server
 
     def round(self, round_index: int) -> RoundReport:
         """The round after ``round_index`` completed ones.
 
         Raises:
-            LookupError: this server stands elsewhere, because it was restarted from a commit.
+            ElsewhereError: this server stands elsewhere, because it was restarted from a commit.
         """
         return self._at(round_index).round()
 
@@ -108,7 +113,7 @@ class ServerActor:
         """Server.finish, if this server has completed so many rounds.
 
         Raises:
-            LookupError: it stands elsewhere, because it was restarted from a commit.
+            ElsewhereError: it stands elsewhere, because it was restarted from a commit.
         """
         return self._at(round_index).finish()
 

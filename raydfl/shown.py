@@ -76,7 +76,7 @@ class Shown(Mapping[str, Tensor]):
         if name not in self:
             raise KeyError(name)
         self._wanted[source] = None
-        return self._tensors[0][name]
+        return self._tensors[0][name].detach().clone()
 
     def __contains__(self, name: object) -> bool:
         if isinstance(name, str) and Source(self._key, name) in self._given:

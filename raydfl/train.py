@@ -78,7 +78,8 @@ class _Fit:
 
     def key(self) -> Hashable | None:
         step, data = self.step, self.step.data.train
-        if not isinstance(data, Examples) or len(data) == 0 or not self.losses:
+        epochs = step.training.local_epochs if self.epochs is None else self.epochs
+        if not isinstance(data, Examples) or len(data) == 0 or not self.losses or epochs < 1:
             return None
         return (
             _Fit,

@@ -265,7 +265,9 @@ class _Group:
             except UnlikeError:  # only if the loss reads it here too are these clients unlike
                 continue
             if _all_the_same(source, values):
-                self._same[source] = values[0]
+                self._same[source] = (
+                    values[0].detach().clone()
+                )  # a loss that writes into it shall not reach the client's
             else:
                 self._differing[source] = torch.stack([value.detach() for value in values])
         self._given: dict[Source, Tensor] = {}
@@ -322,7 +324,11 @@ class _Group:
             with step_randomness(next(given, None)), self.tensors[0].replaced(installed):
                 return loss(self._shown, own)
 
+        given = [*self._same.values(), *own_sources.values(), *(v for v in fields.values() if v is not None)]
+        versions = [tensor._version for tensor in given]
         value: Tensor = torch.vmap(one, randomness="different")(*arguments)
+        if versions != [tensor._version for tensor in given]:
+            raise ApartError("the loss writes into a tensor of its step or batch")
         if self._wanted:
             for source in self._wanted:
                 source.of(self.steps)
@@ -428,7 +434,7 @@ def _try(group: _Group, losses: Sequence[Loss], batch: Batch, seeds: Tensor) -> 
     which of them count), at parameters moved at random, so that a network that starts at zero shows what it depends on.
     """
     layers = [layer for name in group.names for layer in group.steps[0].models[name].modules()]
-    dropouts = [layer for layer in layers if isinstance(layer, nn.modules.dropout._DropoutNd)]
+    dropouts = [layer for layer in layers if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.training]
     for module in dropouts:
         module.eval()
     try:

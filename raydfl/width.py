@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Hashable
 from pathlib import Path
 
+from raydfl.errors import ClientError
 from raydfl.files import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -21,7 +22,7 @@ def best_width(seconds: Callable[[int], float], most: int) -> int:
     """The width from which on doubling it gains nothing.
 
     Args:
-        seconds: measures a client's time at a width. A ``RuntimeError`` of it (no memory) ends the search.
+        seconds: measures a client's time at a width. A failure of it (no memory) ends the search.
         most: clients that there are.
     """
     best, fastest = 1, seconds(1)
@@ -29,7 +30,7 @@ def best_width(seconds: Callable[[int], float], most: int) -> int:
     while width <= most:
         try:
             took = seconds(width)
-        except RuntimeError as error:
+        except (RuntimeError, ClientError) as error:
             logger.info("%d clients at once do not fit: %s", width, error)
             break
         if took > _WORTH * fastest:

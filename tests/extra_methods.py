@@ -127,6 +127,14 @@ class Diverging(Method):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Forgetful(Method):
+    """Asks its state for what is not in it."""
+
+    def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
+        return super().aggregate(state.extra["no such entry"], updates, rng)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Failing(Method):
     """Raises on one client in one round."""
 

@@ -107,7 +107,8 @@ class FeatureStore:
         with (self.folder / "frames.npy").open("rb") as file:
             begin = os.fstat(file.fileno()).st_size - self.frames.nbytes
             for start, count in zip(starts.tolist(), counts.tolist(), strict=True):
-                os.posix_fadvise(file.fileno(), begin + start * row, count * row, os.POSIX_FADV_WILLNEED)
+                if count:  # 0 would mean: to the end of the file
+                    os.posix_fadvise(file.fileno(), begin + start * row, count * row, os.POSIX_FADV_WILLNEED)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return open_store, (self.folder,)  # a pickle of the arrays themselves would be a copy of everything

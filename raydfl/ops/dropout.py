@@ -60,7 +60,7 @@ class Dropout(nn.Dropout):
         call, state.calls = state.calls, state.calls + 1
         operators = compiled_for(x)
         drop = _Drop.apply if operators is None else operators.drop
-        output: Tensor = drop(x, state.seed, call, round(self.p * 2**32), 1 / (1 - self.p))  # type: ignore[no-untyped-call]
+        output: Tensor = drop(x, state.seed, call, min(round(self.p * 2**32), 2**32 - 1), 1 / (1 - self.p))  # type: ignore[no-untyped-call]
         return output
 
 

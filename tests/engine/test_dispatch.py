@@ -71,5 +71,17 @@ def test_an_actor_is_given_its_next_call_while_it_works() -> None:
 def test_what_may_have_ended_an_actor_goes_alone() -> None:
     places = [Place("a", 0, 0.0), Place("b", 0, 0.0)]
     calls = hand_out([3.0, 2.0, 1.0], [False, True, False], places, now=0.0, pace=0.001)
-    assert [1] in [pieces for _, pieces in calls]
-    assert sorted(piece for _, pieces in calls for piece in pieces) == [0, 1, 2]
+    alone = next(key for key, pieces in calls if pieces == [1])
+    assert all(key != alone for key, pieces in calls if pieces != [1])  # nothing waits behind it
+    assert hand_out([2.0], [True], [Place("a", 1, 5.0)], now=0.0, pace=1.0) == []  # nor does it wait behind others
+
+
+def test_calls_do_not_grow_with_the_work() -> None:
+    places = [Place("a", 0, 0.0), Place("b", 0, 0.0)]
+    calls = hand_out([0.3] * 5000, [False] * 5000, places, now=0.0, pace=1.0)
+    assert {len(pieces) for _, pieces in calls} == {3}
+
+
+def test_who_is_idle_gets_the_last_piece() -> None:
+    places = [Place("busy", 2, 0.0), Place("idle", 0, 0.0)]  # the busy one takes longer than was foreseen
+    assert hand_out([0.05], [False], places, now=1.0, pace=1.0) == [("idle", [0])]

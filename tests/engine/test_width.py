@@ -10,6 +10,7 @@ from helpers import finish, same, start
 
 from raydfl.config import Config
 from raydfl.data.population import Population
+from raydfl.errors import ClientError
 from raydfl.federation import Federation, grouped
 from raydfl.pool import SerialPool
 from raydfl.private import PrivateStore
@@ -35,7 +36,7 @@ def test_the_width_is_the_last_that_gained() -> None:
 def test_a_width_without_memory_ends_the_search() -> None:
     def seconds(width: int) -> float:
         if width > 4:
-            raise RuntimeError("out of memory")
+            raise ClientError("client 'a' failed in round 1: OutOfMemoryError")
         return 1 / width
 
     assert best_width(seconds, 100) == 4

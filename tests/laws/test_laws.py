@@ -185,6 +185,46 @@ def test_law_2_dying_anywhere_in_a_round_leaves_it_undone(
     same(undisturbed, finish(config))
 
 
+def test_law_2_a_commit_holds_the_state_as_it_was(tiny: Tiny) -> None:
+    """A method may change in the next round what it returned in this one: the commit is written meanwhile."""
+    config = tiny("run.name=held")
+    server = start(config)
+    server.round()
+    state = server._federation.state
+    before = {name: tensor.clone() for name, tensor in state.tensors["global"].items()}
+    for tensor in state.tensors["global"].values():
+        tensor.add_(1.0)
+    server.finish()
+    server.close()
+    store = RunStore(Path(config.run.dir) / "held")
+    held = store.load(store.latest() or "").state.tensors["global"]
+    assert all(torch.equal(held[name], before[name]) for name in before)
+
+
+def test_law_2_nothing_counts_of_a_round_that_fails(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also within one process: the same server does the round again, to the same bits."""
+    from raydfl.methods.fedmlac import FedMLAC
+
+    undisturbed = finish(tiny("run.name=undisturbed", method="fedmlac"))
+    config = tiny("run.name=failing", method="fedmlac")
+    server = start(config)
+    server.round()
+    original = FedMLAC.aggregate
+
+    def failing(self: FedMLAC, *arguments: object) -> None:
+        original(self, *arguments)  # type: ignore[arg-type]
+        raise KeyError("a method's own mistake")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FedMLAC, "aggregate", failing)
+        with pytest.raises(KeyError):
+            server.round()
+    while server.round_index < config.train.rounds:
+        server.round()
+    server.close()
+    same(undisturbed, truth(Path(config.run.dir) / "failing"))
+
+
 def test_law_2_rows_are_recorded_once_each(tiny: Tiny) -> None:
     from raydfl import record
 

@@ -56,6 +56,12 @@ def test_law_4_a_vandal_in_an_actor_changes_nothing(tiny: Tiny) -> None:
     same(reference, truth(outcome.run_dir))
 
 
+def test_a_methods_mistake_on_the_server_ends_the_run(tiny: Tiny) -> None:
+    """Whatever kind of exception it is: a LookupError once passed for a server that stands elsewhere, and was tried for ever."""
+    with pytest.raises(KeyError, match="no such entry"):
+        run(tiny(f"method.name={EXTRA}:Forgetful", "run.name=forgetful", "ray.actors=1"))
+
+
 def test_a_methods_mistake_in_an_actor_keeps_its_message(tiny: Tiny) -> None:
     with pytest.raises(ClientError, match=r"client 's2' failed in round 2.*ZeroDivisionError: a method's own mistake"):
         run(tiny(f"method.name={EXTRA}:Failing", "method.client=s2", "train.cohort=1.0", "ray.actors=2"))
@@ -102,6 +108,7 @@ def test_killed_client_actors_change_nothing(tiny: Tiny) -> None:
     try:
         while federation.state.round_index < config.train.rounds:
             federation.round()
+        federation.close()
     finally:
         pool.close()
     assert pool.kills == 0

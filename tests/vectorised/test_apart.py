@@ -84,6 +84,11 @@ def writes_state(step: Step, batch: Batch) -> Tensor:
     return value
 
 
+def writes_into_state(step: Step, batch: Batch) -> Tensor:
+    step.state["count"].add_(1)
+    return entropy(step, batch) * step.state["count"]
+
+
 def ignores_weight(step: Step, batch: Batch) -> Tensor:
     return F.cross_entropy(step.forward("model", batch), batch.y)
 
@@ -333,3 +338,69 @@ def test_a_client_that_fails_fails_alone() -> None:
     found = together.carry_out([lambda s=s: client(s) for s in steps])
     assert isinstance(found[1], OddError)
     assert sum(isinstance(update, Update) for update in found) == 3
+
+
+def test_a_loss_that_writes_into_its_state_is_computed_apart_from_the_start() -> None:
+    """Neither the trial nor a batched computation may reach what a client holds."""
+    for _ in range(2):
+        both = []
+        for run in (jointly, looped):
+            steps = make_steps(FedAvg(), mlp)
+            for step in steps:
+                step.state["count"] = torch.zeros(())
+            run(With(make=lambda step: writes_into_state), steps)
+            both.append(steps)
+        for joint, alone in zip(*both, strict=True):
+            assert joint.together == 1
+            assert torch.equal(joint.state["count"], alone.state["count"])
+            for name, value in joint.floating_state().items():
+                assert torch.equal(value, alone.floating_state()[name])
+
+
+class Frozen(nn.Module):
+    """Its first layers stay as in evaluation, whatever train() is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(BANDS, 6), nn.Dropout(0.5))
+        self.output = nn.Linear(6, CLASSES)
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        self.encoder.eval()
+        return self
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        return self.output(self.encoder(x.mean(dim=1)))
+
+
+def test_layers_that_stay_in_evaluation_do_so_from_the_first_fit_on() -> None:
+    joint, alone = (make_steps(FedAvg(), lambda: {"model": Frozen()}) for _ in range(2))
+    jointly(FedAvg(), joint)
+    looped(FedAvg(), alone)
+    assert [step.together for step in joint] == [4] * 4, joint[0].apart
+    for a, b in zip(joint, alone, strict=True):
+        for name, value in a.floating_state().items():
+            torch.testing.assert_close(value, b.floating_state()[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_private_attribute_of_a_model_keeps_clients_apart() -> None:
+    steps = make_steps(FedAvg(), mlp)
+    for step in steps:
+        step.models["model"]._scale = torch.tensor(1.0 + step.client.index)
+    jointly(FedAvg(), steps)
+    assert [step.together for step in steps] == [1] * 4
+
+
+def test_no_epochs_are_no_training_and_spoil_nothing() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Lazy(Method):
+        epochs: int = 0
+
+        def local(self, step: Step) -> Update:
+            return step.update(fit(step, entropy, epochs=self.epochs))
+
+    for epochs, together_ in ((0, 1), (1, 4), (0, 1)):
+        steps = make_steps(FedAvg(), mlp)
+        jointly(Lazy(epochs=epochs), steps)
+        assert [step.together for step in steps] == [together_] * 4, steps[0].apart
