@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import threading
@@ -16,9 +15,6 @@ from raydfl.config import Config
 from raydfl.private import PrivateRef, PrivateStore
 from raydfl.tensors import FlatTensors
 from raydfl.worker import Order, Result, Worker
-
-_PRIORITY = 19
-"""Of the threads that compute: the lowest. Ray starts its workers at 15."""
 
 
 def choose_device(gpus: float) -> str:
@@ -63,7 +59,6 @@ class ClientActor:
             tensors: those entries, read from the object store without a copy.
         """
         broadcast = dict(zip(keys, tensors, strict=True))
-        _give_way()
         if self._one_at_a_time.locked():
             self._worker.read_ahead(orders)
         with self._one_at_a_time:
@@ -78,16 +73,6 @@ class ClientActor:
         """PrivateStore.compact."""
         with self._one_at_a_time:
             return self._worker.private.compact(round_index, refs)
-
-
-def _give_way() -> None:
-    """Lower the priority of the calling thread, and of it alone, below that of the threads and processes that move results.
-
-    They need little time but need it at once: what waits for them is the next order of some actor.
-    """
-    if os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < _PRIORITY:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PRIORITY)
 
 
 def start_client_actor(run_dir: Path, config: Config) -> Any:
