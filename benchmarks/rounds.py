@@ -34,6 +34,7 @@ from raydfl.config import Config
 from raydfl.data.population import Population
 from raydfl.progress import Progress
 from raydfl.rundir import create, final_state
+from raydfl.runs import start_local_ray
 from raydfl.seeds import generator
 from raydfl.server import ServerActor
 from raydfl.types import State
@@ -47,6 +48,8 @@ WORKS: Mapping[str, Mapping[str, str]] = {
 }
 """Architectures by model name."""
 KERNEL = 5
+AT_ONCE = 0.3
+"""Seconds of rounds in one call."""
 
 
 class Contestant(Protocol):
@@ -75,11 +78,10 @@ class Raydfl:
         self._done, _ = ray.get(self._server.open.remote())
 
     def run(self, rounds: int) -> None:
-        """Do that many rounds, each asked for while the one before it is done, as ``raydfl run`` does with short rounds."""
-        asked = [self._server.round.remote(self._done + number) for number in range(rounds)]
-        for reference in asked:
-            ray.get(reference)
-        self._done += rounds
+        """Do that many rounds, asked for as ``raydfl run`` does it: several short ones in one call."""
+        until = self._done + rounds
+        while self._done < until:
+            self._done = ray.get(self._server.rounds.remote(self._done, until, AT_ONCE))[-1].round
 
     def weights(self) -> Mapping[str, Tensor]:
         """The model of the last commit."""
@@ -270,7 +272,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if not PEERS.exists():
         print("Flower and pfl-research are not installed and left out: make bench-peers")
-    ray.init("local", include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    start_local_ray(logging_level="ERROR", log_to_driver=False)
     results: dict[str, tuple[Mapping[str, list[float]], Mapping[str, float]]] = {}
     data, rounds = fsdd(arguments.root.resolve()), (arguments.turns + 1) * arguments.rounds
     try:

@@ -53,16 +53,40 @@ def _content(cell: types.CellType) -> Any:
 
 
 def kind(loss: Callable[..., Any]) -> Hashable:
-    """What a loss is whatever it captured: it outlives the objects involved, so that what was found out is remembered."""
+    """What a loss is: its code and the plain values and functions that it captured.
+
+    Of other captured objects it holds the type only, so it outlives them, and what was found out about a loss is remembered.
+    """
     if isinstance(loss, functools.partial):
-        return kind(loss.func)
+        return (functools.partial, kind(loss.func), _captured(loss.args), _captured(loss.keywords))
     if isinstance(loss, types.MethodType):
         owner = loss.__self__
         options = repr(owner) if dataclasses.is_dataclass(owner) else ""
         return (kind(loss.__func__), type(owner), options)
     if isinstance(loss, types.FunctionType):
-        return loss.__code__
+        return (loss.__code__, *(_captured(v, (id(loss),)) for v in _given(loss)))
     return f"{type(loss).__module__}.{type(loss).__qualname__}"
+
+
+def _given(function: types.FunctionType) -> list[Any]:
+    """The values that a function has besides its code."""
+    return [*map(_content, function.__closure__ or ()), function.__defaults__, function.__kwdefaults__]
+
+
+def _captured(value: Any, within: tuple[int, ...] = ()) -> Hashable:
+    if isinstance(value, _PLAIN):
+        return (type(value), value)
+    if isinstance(value, (list, tuple)):
+        return (type(value), *(_captured(item, within) for item in value))
+    if isinstance(value, dict):
+        return (dict, *((_captured(k, within), _captured(v, within)) for k, v in value.items()))
+    if isinstance(value, types.FunctionType):
+        if id(value) in within:
+            return value.__code__
+        return (value.__code__, *(_captured(v, (*within, id(value))) for v in _given(value)))
+    if isinstance(value, (types.MethodType, functools.partial)):
+        return kind(value)
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def architecture(models: Mapping[str, nn.Module]) -> Hashable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
@@ -11,6 +12,9 @@ from raydfl import seeds
 from raydfl.config import Config
 from raydfl.data.population import Population
 from raydfl.types import Client, ModelSpec
+
+_REMEMBERED = 4096
+"""Clients that are kept once made: those of a round are asked for several times."""
 
 
 class Clients(Sequence[Client]):
@@ -30,6 +34,7 @@ class Clients(Sequence[Client]):
             rng = seeds.generator(config.run.seed, 0, "", f"architecture/{name}")
             drawn = rng.integers(len(choices), size=len(population)) if len(choices) > 1 else None
             self._drawn.append(drawn)
+        self._client = functools.lru_cache(_REMEMBERED)(self._make)
 
     def __len__(self) -> int:
         return len(self._population)
@@ -41,7 +46,9 @@ class Clients(Sequence[Client]):
     def __getitem__(self, index: int | slice) -> Client | list[Client]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        position = range(len(self))[index]
+        return self._client(range(len(self))[index])
+
+    def _make(self, position: int) -> Client:
         return Client(
             id=self._population.ids[position],
             index=position,

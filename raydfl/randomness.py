@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,8 +19,9 @@ _STRIDE = 0x9E3779B97F4A7C15
 
 def fit_seed(step: Step) -> int:
     """A 63-bit seed for one fit, a function of where the client's generator stands, which it leaves alone."""
-    ahead = step.rng.bit_generator.jumped()  # type: ignore[attr-defined]
-    return int(np.random.Generator(ahead).integers(2**63))
+    stand: int = step.rng.bit_generator.state["state"]["state"]
+    digest = hashlib.blake2b(stand.to_bytes(16, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def seed_of_step(seed: Tensor, number: int) -> Tensor:

@@ -25,6 +25,7 @@ from raydfl.config import Config, apply_overrides, make_config
 from raydfl.errors import ResourcesError
 from raydfl.federation import RoundReport
 from raydfl.files import write_durably
+from raydfl.metrics import SHOWN, base_name
 from raydfl.pool import LOST, check_resources, task_cause
 from raydfl.progress import FinishSummary, Progress, RoundSummary
 from raydfl.report import write_report
@@ -76,18 +77,15 @@ def resume(run_dir: str | Path, overrides: Sequence[str] = (), progress: Progres
     return execute(run_dir, config, progress)
 
 
-_SHORT = 0.3
-"""Seconds of a round up to which the next one is asked for ahead: so much later may a run stop that is asked to."""
+_AT_ONCE = 0.3
+"""Seconds of rounds that are asked for in one call: so much later may a run stop that is asked to."""
 
 
 class _Remote(Protocol):
     """What the driver's loop needs of a server."""
 
-    looks_ahead: bool
-    """Whether it makes use of being asked for a round ahead."""
-
     def open(self) -> tuple[int, list[str]]: ...
-    def round(self, round_index: int, ahead: bool) -> RoundReport | None: ...
+    def rounds(self, round_index: int, until: int) -> list[RoundReport] | None: ...
     def finish(self, round_index: int) -> RoundReport | None: ...
     def close(self) -> None: ...
 
@@ -95,16 +93,14 @@ class _Remote(Protocol):
 class _Local:
     """The server in this process: ``ray.actors: 0``."""
 
-    looks_ahead = False
-
     def __init__(self, run_dir: Path, config: Config) -> None:
         self._server = Server(run_dir, config)
 
     def open(self) -> tuple[int, list[str]]:
         return self._server.round_index, self._server.warnings
 
-    def round(self, round_index: int, ahead: bool) -> RoundReport | None:
-        return self._server.round()
+    def rounds(self, round_index: int, until: int) -> list[RoundReport] | None:
+        return [self._server.round()]
 
     def finish(self, round_index: int) -> RoundReport | None:
         return self._server.finish()
@@ -116,7 +112,6 @@ class _Local:
 class _Actor:
     """The server as an actor, followed over its restarts."""
 
-    looks_ahead = True
     _RESTARTS = 10
 
     def __init__(self, run_dir: Path, config: Config, progress: Progress) -> None:
@@ -124,7 +119,6 @@ class _Actor:
         actor = ray.remote(ServerActor).options(num_cpus=0, num_gpus=0, max_restarts=self._RESTARTS, max_task_retries=0)
         self._actor: Any = actor.remote(str(run_dir), config.model_dump(mode="json"))
         self._lost = 0
-        self._ahead: dict[int, Any] = {}
 
     def _get(self, reference: Any) -> Any:
         try:
@@ -141,35 +135,28 @@ class _Actor:
             except LOST as error:
                 self._note_loss(error)
 
-    def round(self, round_index: int, ahead: bool) -> RoundReport | None:
-        """One more round; ``None`` when the server was lost and stands elsewhere now.
-
-        Args:
-            ahead: the next round will be asked for; the server may go on with it without waiting for that.
-        """
-        reference = self._ahead.pop(round_index, None) or self._actor.round.remote(round_index)
-        if ahead:
-            self._ahead[round_index + 1] = self._actor.round.remote(round_index + 1)
-        return self._report(reference)
+    def rounds(self, round_index: int, until: int) -> list[RoundReport] | None:
+        """One more round, or several short ones up to ``until``; ``None`` when the server was lost and stands elsewhere now."""
+        reports: list[RoundReport] | None = self._answer(self._actor.rounds.remote(round_index, until, _AT_ONCE))
+        return reports
 
     def finish(self, round_index: int) -> RoundReport | None:
         """Everything up to this round on the disk; ``None`` when the server was lost and stands elsewhere now."""
-        return self._report(self._actor.finish.remote(round_index))
+        report: RoundReport | None = self._answer(self._actor.finish.remote(round_index))
+        return report
 
-    def _report(self, reference: Any) -> RoundReport | None:
+    def _answer(self, reference: Any) -> Any:
+        """What the server returned; ``None``: see :meth:`rounds`."""
         try:
-            report: RoundReport = self._get(reference)
-            return report
+            return self._get(reference)
         except LOST as error:
             self._note_loss(error)
             return None
         except ElsewhereError:
-            self._ahead.clear()
             return None
 
     def _note_loss(self, error: Exception) -> None:
         self._lost += 1
-        self._ahead.clear()
         first = (str(error).strip().splitlines() or [""])[0]
         if self._lost > 5 * self._RESTARTS or "ActorDied" in type(error).__name__:
             raise ResourcesError(
@@ -197,6 +184,18 @@ def _check_answers(address: str) -> None:
         socket.create_connection((found[1].strip("[]"), int(found[2])), timeout=10).close()
 
 
+_INLINE = 4 << 20
+"""Bytes up to which what an actor returns comes with its answer; by way of the object store two more processes are asked."""
+
+
+def start_local_ray(**options: Any) -> None:
+    """A Ray of this process alone, which ends with it; options as for ``ray.init``."""
+    os.environ.setdefault(
+        "RAY_max_direct_call_object_size", str(_INLINE)
+    )  # read by every process of Ray when it starts
+    ray.init("local", include_dashboard=False, **options)
+
+
 @contextlib.contextmanager
 def ray_session(config: Config, clients: int, quiet: bool = False) -> Iterator[None]:
     """Ray for one run: the cluster that this process is in, the one configured, or a local one that ends with the block.
@@ -217,7 +216,7 @@ def ray_session(config: Config, clients: int, quiet: bool = False) -> Iterator[N
                 _check_answers(address)
                 ray.init(address, **options)
             else:
-                ray.init("local", include_dashboard=False, **options)
+                start_local_ray(**options)
         except Exception as error:  # Ray raises many kinds here
             where = f"the Ray cluster at {address}" if address else "a local Ray"
             first = (str(error).strip().splitlines() or [""])[0]
@@ -342,29 +341,33 @@ def _rounds(
     scores: dict[str, float] = {}
     shown = round_index
     with _StopFlag(progress) as stop:
-        ahead, short, told = False, False, False
+        told = False
         while True:
-            last = round_index >= total or (stop.asked and not ahead)
-            ahead = short and server.looks_ahead and not stop.asked and round_index + 1 < total
-            report = server.finish(round_index) if last else server.round(round_index, ahead)
-            if report is None:  # the server was lost: rounds it had committed are read back, others are done again
+            last = round_index >= total or stop.asked
+            if last:
+                finished = server.finish(round_index)
+                reports = None if finished is None else [finished]
+            else:
+                reports = server.rounds(round_index, total)
+            if reports is None:  # the server was lost: rounds it had committed are read back, others are done again
                 round_index, _ = server.open()
                 rows = record.to_rows(record.read_rows(run_dir, round_index, where=pc.field("client") == ""))
                 tracker.log_rows(rows)
-                ahead = False
                 continue
-            if report.rows:
-                tracker.log_rows(report.rows)
-            if report.apart and not told:
-                told = True
-                progress.message(f"clients are trained one after another, not together: {report.apart}")
+            for report in reports:
+                if report.rows:
+                    tracker.log_rows(report.rows)
+                if report.apart and not told:
+                    told = True
+                    progress.message(f"clients are trained one after another, not together: {report.apart}")
             if last:
                 break
-            round_index, short = report.round, report.seconds["round"] < _SHORT
-            scores.update(report.scores)
-            if round_index > shown:
-                shown = round_index
-                progress.round(_summary(report, total))
+            for report in reports:
+                round_index = report.round
+                scores.update(report.scores)
+                if round_index > shown:
+                    shown = round_index
+                    progress.round(_summary(report, total))
     return Outcome(run_dir, round_index, round_index >= total, scores)
 
 
@@ -373,7 +376,7 @@ def _summary(report: RoundReport, total: int) -> RoundSummary:
         round=report.round,
         total=total,
         loss=report.loss,
-        scores={name: value for name, value in report.scores.items() if name.endswith("/accuracy")},
+        scores={name: value for name, value in report.scores.items() if base_name(name) in SHOWN},
         clients=report.clients - len(report.rejected),
         seconds=report.seconds.get("train_and_aggregate", float("nan")),
         failed=len(report.rejected),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ class Server:
             self._federation = Federation(config, population, store, pool)
             opened.callback(self._federation.close)
             self._opened = opened.pop_all()
+            self._failed: RaydflError | None = None
 
     @property
     def round_index(self) -> int:
@@ -61,6 +63,33 @@ class Server:
     def round(self) -> RoundReport:
         """Federation.round."""
         return self._federation.round()
+
+    def rounds(self, until: int, seconds: float) -> list[RoundReport]:
+        """At least one round, and more as long as they fit into some time.
+
+        Args:
+            until: rounds completed at which to stop in any case.
+            seconds: for all of them together.
+
+        Raises:
+            ClientError: as Federation.round, of the first round; where a later one fails, those before it are returned, and
+                the next call raises.
+        """
+        if self._failed is not None:
+            raise self._failed
+        started = time.perf_counter()
+        reports: list[RoundReport] = []
+        while True:
+            try:
+                reports.append(self._federation.round())
+            except RaydflError as error:
+                self._failed = error
+                if not reports:
+                    raise
+                return reports
+            taken = time.perf_counter() - started
+            if reports[-1].round >= until or taken * (1 + 1 / len(reports)) > seconds:
+                return reports
 
     def finish(self) -> RoundReport:
         """Commit what is not committed yet and wait until it is on the disk; the report holds the rows."""
@@ -101,13 +130,13 @@ class ServerActor:
             raise ElsewhereError(f"the server has completed {server.round_index} rounds, not {round_index}")
         return server
 
-    def round(self, round_index: int) -> RoundReport:
-        """The round after ``round_index`` completed ones.
+    def rounds(self, round_index: int, until: int, seconds: float) -> list[RoundReport]:
+        """Server.rounds after ``round_index`` completed ones.
 
         Raises:
             ElsewhereError: this server stands elsewhere, because it was restarted from a commit.
         """
-        return self._at(round_index).round()
+        return self._at(round_index).rounds(until, seconds)
 
     def finish(self, round_index: int) -> RoundReport:
         """Server.finish, if this server has completed so many rounds.

@@ -24,7 +24,7 @@ class Step:
     client: Client
     models: dict[str, nn.Module]
     """By name, built and loaded: shared tensors as received, private ones as this client left them."""
-    received: Mapping[str, dict[str, Tensor]]
+    received: Mapping[str, Tensors]
     """The server's tensors as sent, by key; this client's own copy."""
     data: ClientData
     state: dict[str, Tensor]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -118,9 +118,17 @@ class FlatTensors(Mapping[str, Tensor]):
     def __reduce__(self) -> tuple[Any, ...]:
         return FlatTensors, (self.layout, self.vector)
 
+    @property
+    def whole(self) -> Tensor:
+        """The vector as a tensor of the same memory (see the module's warning)."""
+        return _as_tensor(self.vector)
+
     def __getitem__(self, name: str) -> Tensor:
         part = self.vector[self.layout.columns(name)]
         return _as_tensor(part).view(self.layout.shapes[self.layout.positions[name]])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.layout.positions
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.layout.names)
@@ -130,6 +138,35 @@ class FlatTensors(Mapping[str, Tensor]):
 
     def __repr__(self) -> str:
         return f"FlatTensors({len(self)} tensors, {self.layout.size} elements)"
+
+
+class OwnTensors(Mapping[str, Tensor]):
+    """A copy of tensors on a device, to be written into; it is made when a tensor is first asked for."""
+
+    __slots__ = ("_device", "_sent", "_views")
+
+    def __init__(self, sent: FlatTensors, device: torch.device) -> None:
+        """``sent`` has to stay as it is until then."""
+        self._sent = sent
+        self._device = device
+        self._views: dict[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._views is None:
+            self._views = self._sent.layout.views(torch.from_numpy(self._sent.vector.copy()).to(self._device))
+        return self._views[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sent
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sent)
+
+    def __len__(self) -> int:
+        return len(self._sent)
+
+    def __repr__(self) -> str:
+        return f"OwnTensors({len(self)} tensors, {self._sent.layout.size} elements)"
 
 
 def flatten(tensors: Mapping[str, Tensor]) -> tuple[Layout, np.ndarray]:
@@ -143,6 +180,9 @@ def flatten(tensors: Mapping[str, Tensor]) -> tuple[Layout, np.ndarray]:
     if isinstance(tensors, FlatTensors):
         return tensors.layout, tensors.vector
     layout = Layout.of(tensors)
+    block = _block(list(tensors.values()), layout.size)
+    if block is not None:
+        return layout, block.numpy().copy()
     vector = np.empty(layout.size, dtype=np.float32)
     for name, view in layout.views(vector).items():
         if tensors[name].is_complex():
@@ -151,6 +191,23 @@ def flatten(tensors: Mapping[str, Tensor]) -> tuple[Layout, np.ndarray]:
             )
         view.copy_(tensors[name].detach())
     return layout, vector
+
+
+def _block(tensors: Sequence[Tensor], size: int) -> Tensor | None:
+    """The memory in which float32 tensors lie one after another on the CPU, as one tensor; ``None`` if they do not."""
+    if not tensors or any(t.dtype is not torch.float32 or t.device.type != "cpu" for t in tensors):
+        return None
+    address, storage = tensors[0].data_ptr(), tensors[0].untyped_storage().data_ptr()
+    for tensor in tensors:
+        if (
+            tensor.data_ptr() != address
+            or tensor.layout is not torch.strided
+            or not tensor.is_contiguous()
+            or tensor.untyped_storage().data_ptr() != storage
+        ):
+            return None
+        address += 4 * tensor.numel()
+    return tensors[0].detach().as_strided((size,), (1,))
 
 
 def _as_tensor(vector: np.ndarray | Tensor) -> Tensor:

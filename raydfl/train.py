@@ -6,7 +6,7 @@ that are alike are computed for all of those clients at once (raydfl/vectorised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from raydfl import alike, together
 from raydfl.data.examples import Examples
-from raydfl.optimiser import forget_gradients, optimiser_over
+from raydfl.data.stacked import StackedBatches
+from raydfl.optimiser import advance, forget_gradients, optimiser_over
 from raydfl.randomness import fit_seed, seed_of_step, step_randomness
 from raydfl.step import Step
 from raydfl.types import Batch, Metrics, Ratio
@@ -65,6 +66,18 @@ def _common(step: Step) -> Hashable:
         alike.identity(step.shared),
         step.client.models,
     )
+
+
+def _batches(step: Step) -> Iterator[Batch]:
+    """One pass over the client's training data, in the order of ``Examples.batches``; on a GPU no batch is waited for."""
+    data = step.data.train
+    if step.device.type == "cpu" or not isinstance(data, Examples) or len(data) == 0:
+        yield from data.batches(step.training.batch_size, step.rng, step.device)
+        return
+    batches = StackedBatches([data], [data.order(step.training.batch_size, step.rng)], step.device)
+    for number in range(len(batches)):
+        batch = batches.batch(number)
+        yield Batch(batch.x[0], batch.y[0], None if batch.lengths is None else batch.lengths[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +130,7 @@ class _Fit:
         values: list[Tensor] = []  # read at the end only: on a GPU reading one would wait for it
         sizes: list[int] = []
         for _ in range(step.training.local_epochs if self.epochs is None else self.epochs):
-            for batch in step.data.train.batches(step.training.batch_size, step.rng, step.device):
+            for batch in _batches(step):
                 for loss in losses:
                     forget_gradients(optimiser)
                     with step_randomness(seed_of_step(seed, len(values))):
@@ -125,7 +138,7 @@ class _Fit:
                     value.backward()  # type: ignore[no-untyped-call]
                     if clip_norm is not None:
                         torch.nn.utils.clip_grad_norm_(trained, clip_norm)
-                    optimiser.step()
+                    advance(optimiser)
                     values.append(value.detach())
                     sizes.append(len(batch.y))
         forget_gradients(optimiser)

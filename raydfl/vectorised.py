@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from raydfl import alike
 from raydfl.data.examples import Examples
 from raydfl.data.stacked import StackedBatches
-from raydfl.optimiser import forget_gradients, optimiser_over
+from raydfl.optimiser import advance, forget_gradients, optimiser_over
 from raydfl.randomness import (
     fit_seed,
     generator_states,
@@ -70,7 +70,8 @@ def fit_together(
         ApartError: it cannot be done, and why; nothing has been changed.
     """
     first = steps[0]
-    kind = ("fit", tuple(map(alike.kind, losses)), _kind(first), first.phase, models, first.data.train.length)
+    options = alike.identity(dict(first.options))
+    kind = ("fit", tuple(map(alike.kind, losses)), _kind(first), first.phase, options, models, first.data.train.length)
     draws = [step.rng.bit_generator.state for step in steps]
     try:
         with _failures(kind, remember=False):
@@ -190,9 +191,12 @@ class _Tensors:
         self.trainable: dict[str, list[str]] = {name: [] for name in models}
         """Names of the parameters that require gradients, by model."""
         self._places: list[tuple[dict[str, Any], str, str]] = []
+        self._attributes: list[dict[str, Any]] = []
+        """Of every layer, live."""
         known: dict[int, str] = {}
         for model, module in models.items():
             for path, layer in module.named_modules():
+                self._attributes.append(vars(layer))
                 for holder in (layer._parameters, layer._buffers):
                     for key, tensor in holder.items():
                         if tensor is None:
@@ -212,17 +216,25 @@ class _Tensors:
         """Inside, the models compute with these tensors.
 
         Raises:
-            ApartError: a model put a new tensor into a buffer's place: it would be lost.
+            ApartError: a model put a new tensor into a buffer's place, or stored something in an attribute: it would be lost.
         """
+        attributes = [(live, dict(live)) for live in self._attributes]
         try:
             for holder, key, name in self._places:
                 holder[key] = tensors[name]
             yield
             if self.buffers and any(holder[key] is not tensors[name] for holder, key, name in self._places):
                 raise ApartError("a model replaces a buffer in its forward(); change it in place instead")
+            changed = [name for live, before in attributes for name in live if live[name] is not before.get(name)]
+            if changed:
+                raise ApartError(f"a model stores something in its forward(), in its attribute {changed[0]!r}")
         finally:
             for holder, key, name in self._places:
                 holder[key] = self.own[name]
+            for live, before in attributes:
+                for name in live.keys() - before.keys():
+                    del live[name]
+                live.update(before)
 
 
 class _Group:
@@ -389,7 +401,7 @@ def _train(group: _Group, losses: Sequence[Loss], batches: StackedBatches, seeds
             value.sum().backward()  # type: ignore[no-untyped-call]
             if settings.clip_norm is not None:
                 _clip(optimiser, settings.clip_norm)
-            optimiser.step()
+            advance(optimiser)
             values.append(value.detach())
     return values
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from raydfl import seeds, together
+from raydfl.built import Built
 from raydfl.clients import Clients
 from raydfl.config import Config
 from raydfl.data.cache import default_cache
@@ -28,14 +29,18 @@ from raydfl.data.examples import ClientData, Examples
 from raydfl.data.population import Population
 from raydfl.errors import ClientError, RaydflError
 from raydfl.method import Method
+from raydfl.metrics import attack_success
 from raydfl.private import PrivateRef, PrivateStore
 from raydfl.step import Step
-from raydfl.tensors import FlatTensors
+from raydfl.tensors import FlatTensors, OwnTensors
 from raydfl.types import Client, Metrics, ModelSpec, Task, Update
 from raydfl.width import best_width, remembered
 
 SERVER = ""
 """The client id under which the server's own test data are evaluated."""
+
+TRIGGERED = "triggered"
+"""The split of test clips that carry a backdoor's trigger."""
 
 _MODEL, _STATE = "model:", "state:"
 """Prefixes in a private record: tensors of models that are not shared, and what the method keeps in step.state."""
@@ -46,7 +51,8 @@ class Measurement:
     """Which examples to measure which models on."""
 
     split: str
-    """``"test"`` (the server's held-out data) or ``"validation"`` (the client's own hold-out)."""
+    """``"test"`` (the server's held-out data), ``"triggered"`` (copies of them with a backdoor's trigger, of which only its success
+    is measured) or ``"validation"`` (the client's own hold-out)."""
     models: tuple[str, ...]
     start: int = 0
     stop: int | None = None
@@ -71,6 +77,8 @@ class Order:
     """For the server's own evaluation: the shared models."""
     group: int = -1
     """Orders of one group are carried out together, in one worker; -1: this one by itself."""
+    attacking: bool = False
+    """Whether the client attacks in this round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,24 +114,9 @@ def in_groups(orders: Sequence[Order]) -> list[list[Order]]:
     return list(groups.values())
 
 
-@dataclass(slots=True)
-class _Built:
-    """One built network set, with what it was like when it was new."""
-
-    models: dict[str, nn.Module]
-    initial: dict[str, Tensor]
-    trainable: dict[str, bool]
-
-    def reset(self) -> None:
-        """Undo what the last client's code may have done to it: weights, counters, frozen parameters, mode."""
-        with torch.no_grad():
-            for name, model in self.models.items():
-                for key, value in model.state_dict().items():
-                    value.copy_(self.initial[f"{name}/{key}"])
-                for key, parameter in model.named_parameters():
-                    parameter.requires_grad_(self.trainable[f"{name}/{key}"])
-                    parameter.grad = None
-                model.train()
+def _without(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin with a prefix, by the rest of the name."""
+    return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def seed_torch(seed: int, device: torch.device) -> None:
@@ -140,11 +133,6 @@ def build_models(method: Method, client: Client, run_seed: int) -> dict[str, nn.
         return method.build(client)
 
 
-def copy_of(tensors: FlatTensors, device: torch.device) -> dict[str, Tensor]:
-    """Tensors in memory of their own on the device, made by one copy of the whole vector."""
-    return tensors.layout.views(torch.from_numpy(tensors.vector.copy()).to(device))
-
-
 class Worker:
     """Carries out orders. Owns nothing: any worker of a run can serve any client at any time."""
 
@@ -156,8 +144,9 @@ class Worker:
         self.method = config.build_method()
         self.population = Population.load(run_dir / "population")
         self.clients = Clients(self.population, config)
-        self._built: dict[tuple[tuple[ModelSpec, ...], int], _Built] = {}
-        self._samples: dict[int, Examples] = {}
+        self.attack = config.build_attack()
+        self._built: dict[tuple[tuple[ModelSpec, ...], int], Built] = {}
+        self._samples: dict[tuple[str, int], Examples] = {}
 
     def carry_out(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> list[Result]:
         """Train or evaluate some clients: those of a group together, groups one after another.
@@ -177,7 +166,8 @@ class Worker:
         """Have what these orders need fetched from the disk, while this worker still works on others."""
         for order in orders:
             if order.task.client_id != SERVER and order.measure is None:
-                self.population.data(self.clients.index_of(order.task.client_id)).train.read_ahead()
+                index = self.clients.index_of(order.task.client_id)
+                self.population.data(index, order.attacking).train.read_ahead()
             if order.private is not None:
                 self.private.read_ahead(order.private)
 
@@ -258,17 +248,17 @@ class Worker:
         client, data = self._who(order)
         purpose = task.phase if order.measure is None else f"evaluate/{task.phase}"
         seed_torch(seeds.seed_for(self.config.run.seed, order.round_index, client.id, f"torch/{purpose}"), self.device)
-        built = self._build(client, place)
-        built.reset()
-        # A copy: whatever a method does to what it received, the next client gets what the server sent.
-        received = {key: copy_of(broadcast[key], self.device) for key in task.receive}
+        sent = {key: broadcast[key] for key in task.receive}
         kept = self.private.read(order.private) if order.private is not None else {}
-        step = Step(
+        built = self._build(client, place)
+        built.start(sent, _without(_MODEL, kept), self.method.shared)
+        return Step(
             client=client,
             models=built.models,
-            received=received,
+            # A copy: whatever a method does to what it received, the next client gets what the server sent.
+            received={key: OwnTensors(tensors, self.device) for key, tensors in sent.items()},
             data=data,
-            state={n[len(_STATE) :]: t.to(self.device) for n, t in kept.items() if n.startswith(_STATE)},
+            state={name: tensor.to(self.device) for name, tensor in _without(_STATE, kept).items()},
             rng=seeds.generator(self.config.run.seed, order.round_index, client.id, purpose),
             device=self.device,
             training=training,
@@ -277,8 +267,6 @@ class Worker:
             options=task.options,
             shared=self.method.shared,
         )
-        self._load(step, kept)
-        return step
 
     def _who(self, order: Order) -> tuple[Client, ClientData]:
         if order.task.client_id == SERVER:
@@ -286,38 +274,23 @@ class Worker:
             client = Client(SERVER, -1, 0, order.server_models)
             return client, ClientData(train=nothing, validation=nothing, test=self.population.test)
         client = self.clients.by_id(order.task.client_id)
-        return client, self.population.data(client.index)
+        return client, self.population.data(client.index, order.attacking)
 
-    def _build(self, client: Client, place: int) -> _Built:
+    def _build(self, client: Client, place: int) -> Built:
         key = (client.models, place)
-        if key not in self._built:
+        built = self._built.get(key)
+        if built is None or not built.whole:
             models = build_models(self.method, client, self.config.run.seed)
             for model in models.values():
                 model.to(self.device)
-            self._built[key] = _Built(
-                models,
-                {f"{n}/{k}": v.detach().clone() for n, m in models.items() for k, v in m.state_dict().items()},
-                {f"{n}/{k}": p.requires_grad for n, m in models.items() for k, p in m.named_parameters()},
-            )
-        return self._built[key]
-
-    def _load(self, step: Step, kept: Mapping[str, Tensor]) -> None:
-        """Shared tensors from what was received, private ones from what this client kept; else they stay as initialised."""
-        with torch.no_grad():
-            for name, value in step.floating_state().items():
-                if not self.method.shared(name):
-                    if _MODEL + name in kept:
-                        value.copy_(kept[_MODEL + name])
-                    continue
-                for tensors in step.received.values():
-                    if name in tensors:
-                        value.copy_(tensors[name])
-                        break
+            built = self._built[key] = Built(models)
+        return built
 
     def _train(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Result:
         step = self.prepare(order, broadcast, place)
         bytes_down = sum(broadcast[key].vector.nbytes for key in order.task.receive)
-        update = self.method.local(step)
+        attack = self.attack if order.attacking else None
+        update = self.method.local(step) if attack is None else attack.local(self.method, step)
         hidden = [name for name in update.tensors if not self.method.shared(name)]
         if hidden:
             raise ClientError(
@@ -361,25 +334,31 @@ class Worker:
             step.models = {name: models[name] for name in measurement.models if name in models}
             examples = self._examples(step, measurement)
             if len(examples) and step.models:
-                measured[measurement.split] = self.method.evaluate(step, examples, self.config.evaluate.batch_size)
+                metrics = self.method.evaluate(step, examples, self.config.evaluate.batch_size)
+                if measurement.split == TRIGGERED and self.attack is not None:
+                    metrics = attack_success(metrics, self.attack.target_class(self.population.classes))
+                measured[measurement.split] = metrics
         bytes_down = sum(broadcast[key].vector.nbytes for key in order.task.receive)
         return Result(order.position, step.client.id, private=order.private, measured=measured, bytes_down=bytes_down)
 
     def _examples(self, step: Step, measurement: Measurement) -> Examples:
         if measurement.split == "validation":
             return step.data.validation
-        test = self.population.test
         if measurement.sample is not None:
-            return self._sample(measurement.sample)
+            return self._sample(measurement.split, measurement.sample)
+        test = self._test(measurement.split)
         stop = len(test) if measurement.stop is None else measurement.stop
         return test.take(np.arange(measurement.start, stop))
 
-    def _sample(self, count: int) -> Examples:
+    def _test(self, split: str) -> Examples:
+        return self.population.triggered if split == TRIGGERED else self.population.test
+
+    def _sample(self, split: str, count: int) -> Examples:
         """Some of the server's test clips, drawn by the run seed, with all their segments."""
-        if count not in self._samples:
-            test = self.population.test
+        if (split, count) not in self._samples:
+            test = self._test(split)
             clips = np.unique(test.clips)
             rng = seeds.generator(self.config.run.seed, 0, "", "test sample")
             drawn = rng.permutation(clips)[:count]
-            self._samples[count] = test.take(np.flatnonzero(np.isin(test.clips, drawn)))
-        return self._samples[count]
+            self._samples[split, count] = test.take(np.flatnonzero(np.isin(test.clips, drawn)))
+        return self._samples[split, count]

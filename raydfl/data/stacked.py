@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from raydfl.data.examples import Examples
+from raydfl.data.resident import Resident
 from raydfl.types import Batch
 
 
@@ -17,7 +18,7 @@ class StackedBatches:
 
     Clients come with the most steps first, so that those who have a batch in a step are always a prefix. In a step all have as
     many examples as the one that has the most: the others' missing examples are padding of weight 0 (features 0, label 0, one
-    frame). On the CPU a batch is copied together when it is asked for; on another device all examples lie there from the start.
+    frame). On the CPU a batch is copied together when it is asked for; on another device everything lies there from the start.
 
     Args:
         examples: of each client, all with the same ``length``.
@@ -51,7 +52,7 @@ class StackedBatches:
         self._frames = torch.from_numpy(frames).to(device) if self.fixed_length is None else None
         real = np.arange(widest) < self.sizes[:, :, None]
         self._weights = torch.from_numpy(real.astype(np.float32)).to(device)
-        self._resident = _Resident(examples, plans, widest, device) if device.type != "cpu" else None
+        self._resident = Resident(examples, plans, widest, device) if device.type != "cpu" else None
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -87,29 +88,3 @@ class StackedBatches:
             own.copy(index, row[: len(index)])
             row[len(index) :] = 0.0
         return torch.from_numpy(x)
-
-
-class _Resident:
-    """All examples of some clients on a device, with the positions of every batch, so that a step waits for no transfer."""
-
-    def __init__(
-        self, examples: Sequence[Examples], plans: Sequence[Sequence[np.ndarray]], widest: int, device: torch.device
-    ) -> None:
-        first = examples[0]
-        count = sum(len(own) for own in examples)
-        longest = first.length or max(int(own.counts.max(initial=1)) for own in examples)
-        x = np.zeros((count + 1, longest, first.store.bands), np.float32)  # the last row is padding
-        positions = np.full((len(plans[0]), len(plans), widest), count, np.int64)
-        start = 0
-        for client, (own, plan) in enumerate(zip(examples, plans, strict=True)):
-            own.copy(np.arange(len(own)), x[start : start + len(own)])
-            for step, index in enumerate(plan):
-                positions[step, client, : len(index)] = start + index
-            start += len(own)
-        self.x = torch.from_numpy(x).to(device)
-        self.positions = torch.from_numpy(positions).to(device)
-
-    def cut(self, step: int, clients: int, width: int, frames: int) -> Tensor:
-        index = self.positions[step, :clients, :width].reshape(-1)
-        x: Tensor = self.x.index_select(0, index).view(clients, width, *self.x.shape[1:])
-        return x[:, :, :frames]

@@ -15,8 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from raydfl.errors import ConfigError, DataError
-from raydfl.models._time import mean_over_time
-from raydfl.ops import GRU, Conv1d, Dropout
+from raydfl.ops import GRU, Conv1d, Dropout, mean_over_time
 
 Count = Annotated[int, Field(ge=1)]
 

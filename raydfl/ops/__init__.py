@@ -1,7 +1,7 @@
 """The operations in which audio networks spend their time, made for many small clients.
 
 ``GRU``, ``Conv1d`` and ``Dropout`` stand in for PyTorch's modules of these names: same constructors, state dicts and results.
-``gru`` and ``conv1d`` are the functions beneath, on data with time before channels. What they add:
+``gru`` and ``conv1d`` are the functions beneath, on data with time before channels; ``mean_over_time`` follows them. What they add:
 
 - each is one call forward and one backward, in C++ on a CPU (``compiled()``) and in PyTorch operations otherwise;
 - under ``torch.func.vmap`` over clients each is still one call, for all clients; a client's result is what it is alone;
@@ -16,5 +16,6 @@ from raydfl.ops._backend import compiled, use
 from raydfl.ops.conv import Conv1d, conv1d
 from raydfl.ops.dropout import Dropout, random_state
 from raydfl.ops.gru import GRU, gru
+from raydfl.ops.mean import mean_over_time
 
-__all__ = ["GRU", "Conv1d", "Dropout", "compiled", "conv1d", "gru", "random_state", "use"]
+__all__ = ["GRU", "Conv1d", "Dropout", "compiled", "conv1d", "gru", "mean_over_time", "random_state", "use"]

@@ -23,12 +23,13 @@ _log = logging.getLogger(__name__)
 
 
 class _Compiled:
-    """The forward operators of csrc/operators.cpp, under the names that :mod:`raydfl.ops._torch` has."""
+    """The forward operators of csrc/operators.cpp."""
 
     def __init__(self) -> None:
         library = torch.ops.raydfl
         self.conv_forward = library.conv_forward.default
         self.gru_forward = library.gru_forward.default
+        self.mean_forward = library.mean_forward.default
         self.drop = library.drop.default
 
 

@@ -225,3 +225,11 @@ def test_the_input_may_lie_anyhow_in_memory() -> None:
 def test_outputs_says_what_it_cannot_do() -> None:
     with pytest.raises(ValueError, match=r"needs one layer, batch_first=True .* this is GRU\(4, 6, num_layers=2"):
         ops.GRU(4, 6, num_layers=2, batch_first=True).outputs(noise(2, 3, 4))
+
+
+def test_any_nan_stays_one() -> None:
+    """Whatever its lowest bits say, which an exponential in float32 arithmetic takes for an exponent."""
+    for bits in (0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0xFFC00000 - 2**32, 0x7F800180):
+        x = torch.zeros(1, 2, 8)
+        x.view(torch.int32)[0, 0, 3] = bits
+        assert torch.isnan(ops.GRU(8, 8, batch_first=True).outputs(x)).any(), hex(bits)

@@ -17,7 +17,7 @@ from raydfl.data.cache import FeatureStore
 from raydfl.data.examples import ClientData, Examples
 from raydfl.method import Method
 from raydfl.step import Step
-from raydfl.types import Client, Ratio, Update
+from raydfl.types import Client, ModelSpec, Ratio, Update
 
 CLASSES, BANDS, FRAMES = 3, 6, 12
 SIZES = (5, 16, 9, 1)
@@ -51,9 +51,9 @@ def make_steps(
     """A step for each client, all of the same method; private models differ between clients."""
     torch.manual_seed(0)
     first = networks()
-    initial = fields.pop("initial", None) or method.init(
-        [Client(f"c{i}", i, n) for i, n in enumerate(sizes)], [first], np.random.default_rng(0)
-    )
+    specs = tuple(ModelSpec(name, "made by the test", BANDS, CLASSES) for name in first)
+    clients = [Client(f"c{i}", i, n, specs) for i, n in enumerate(sizes)]
+    initial = fields.pop("initial", None) or method.init(clients, [first], np.random.default_rng(0))
     training = TrainSettings(
         batch_size=4, local_epochs=epochs, optimiser=OptimiserSettings(**{"lr": 0.1, **(optimiser or {})})
     )
@@ -62,7 +62,7 @@ def make_steps(
     for index, size in enumerate(sizes):
         models = copy.deepcopy(first)
         step = Step(
-            client=Client(f"c{index}", index, size),
+            client=clients[index],
             models=models,
             received={key: {n: t.clone() for n, t in ts.items()} for key, ts in initial.tensors.items()},
             data=ClientData(make_examples(size, index, lengths), nothing, nothing),

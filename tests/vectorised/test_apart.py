@@ -148,9 +148,22 @@ class Recurrent(nn.Module):
         return self.output(self.gru(x)[0].mean(dim=1))
 
 
+class Remembering(nn.Module):
+    """Keeps what it computed last, for a method to look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = nn.Linear(BANDS, CLASSES)
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        self.mean = x.mean(dim=1)
+        return self.output(self.mean)
+
+
 @pytest.mark.parametrize(
     ("network", "reason"),
     [
+        (Remembering, "stores something in its forward(), in its attribute 'mean'"),
         (lambda: extra_methods.WithBuffers(BANDS, CLASSES), "batch normalisation"),
         (Replacing, "a model replaces a buffer"),
         (Recurrent, "aten::gru"),
@@ -404,3 +417,26 @@ def test_no_epochs_are_no_training_and_spoil_nothing() -> None:
         steps = make_steps(FedAvg(), mlp)
         jointly(Lazy(epochs=epochs), steps)
         assert [step.together for step in steps] == [together_] * 4, steps[0].apart
+
+
+def test_what_a_loss_captured_is_part_of_what_was_found_out_about_it() -> None:
+    """A wrapper of a loss that keeps the rules says nothing about the same wrapper of one that breaks them."""
+
+    def wrapped(inner: Loss) -> Loss:
+        return lambda step, batch: 2 * inner(step, batch)
+
+    jointly(With(make=lambda step: wrapped(entropy)), good := make_steps(FedAvg(), mlp))
+    assert good[0].together == 4
+
+    def unweighted(step: Step, batch: Batch) -> Tensor:
+        return F.cross_entropy(step.forward("model", batch), batch.y)  # padding would count
+
+    steps = compare(With(make=lambda step: wrapped(unweighted)))
+    assert "padding changes the loss" in steps[0].apart
+
+    def switched(padding: bool) -> Loss:
+        return lambda step, batch: unweighted(step, batch) if padding else entropy(step, batch)
+
+    jointly(With(make=lambda step: switched(False)), good := make_steps(FedAvg(), mlp))
+    assert good[0].together == 4
+    assert "padding changes the loss" in compare(With(make=lambda step: switched(True)))[0].apart

@@ -15,11 +15,16 @@ from torch import Tensor, nn
 
 from raydfl import ops, registry, together
 from raydfl.method import Method
+from raydfl.methods.fedadagrad import FedAdagrad
 from raydfl.methods.fedadam import FedAdam
 from raydfl.methods.fedavg import FedAvg
+from raydfl.methods.fedavgm import FedAvgM
+from raydfl.methods.fedkad import COUNTS, MEANS, FedKAD
 from raydfl.methods.fedmlac import FedMLAC
+from raydfl.methods.fedopt import FedOpt
 from raydfl.methods.fedper import FedPer
 from raydfl.methods.fedprox import FedProx
+from raydfl.methods.fedyogi import FedYogi
 from raydfl.methods.scaffold import Scaffold
 from raydfl.models.crnn import CRNN
 from raydfl.models.dense import MeanLinear, MeanMLP
@@ -42,6 +47,11 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 METHODS: dict[str, list[Method]] = {
     "fedavg": [FedAvg()],
     "fedadam": [FedAdam()],
+    "fedyogi": [FedYogi()],
+    "fedadagrad": [FedAdagrad()],
+    "fedavgm": [FedAvgM()],
+    "fedopt": [FedOpt()],
+    "fedkad": [FedKAD(size=8), FedKAD(size=8, weights=True)],
     "fedprox": [FedProx(mu=1.0), FedProx(mu=1.0, squared=False)],
     "fedper": [FedPer()],
     "scaffold": [Scaffold()],
@@ -51,6 +61,7 @@ METHODS: dict[str, list[Method]] = {
         FedMLAC(mutual=False),
         FedMLAC(plug_ce_weight=0.5, temperature=2.0),
         FedMLAC(sequential=True, alpha=1.0),
+        FedMLAC(form="supervised", warm_epochs=1),
     ],
 }
 
@@ -101,6 +112,23 @@ def test_scaffold_with_controls_of_old_and_new_clients() -> None:
     states = [{n: t * k for n, t in controls.items()} if k else {} for k in (0, 1, 2, 0)]
     steps = both(method, build, states=states, initial=State(0, {"global": tensors}, start.extra))
     assert all(set(step.state) == set(controls) for step in steps)
+
+
+@pytest.mark.parametrize("family", ["mlp", "crnn"])
+def test_fedkad_with_class_means_of_some_classes(family: str) -> None:
+    """Clients hold different classes; which are known comes from the server."""
+    means = torch.randn(CLASSES, 8, generator=torch.Generator().manual_seed(5))
+    state = State(3, {"global": {MEANS: means, COUNTS: torch.tensor([2.0, 0.0, 5.0])}})
+    both(FedKAD(size=8), networks(FedKAD(), family), initial=state)
+
+
+def test_fedmlac_with_old_and_new_clients_in_one_group() -> None:
+    """New clients warm up while the others wait; then all train together."""
+    method = FedMLAC(warm_epochs=2)
+    states = [{"warm": torch.ones(())} if old else {} for old in (True, False, False, True)]
+    steps = both(method, networks(method), states=states, expect_together=False)
+    assert [step.together for step in steps] == [2, 2, 2, 2], steps[0].apart
+    assert all("warm" in step.state for step in steps)
 
 
 def test_methods_of_users() -> None:

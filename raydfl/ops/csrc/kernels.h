@@ -46,6 +46,9 @@ struct Kernels {
   void (*recur)(const Recurrence&, const float* x, const Direction* directions, const int64_t* lengths, float* y, float* gates);
   void (*recur_backward)(const Recurrence&, const float* dy, const float* y, const float* gates, const float* x,
                          const Direction* directions, const int64_t* lengths, float* dx, DirectionGradient* gradients);
+  // x [batch, frames, channels] -> y [batch, channels], the mean over the frames that count; 0 where none does.
+  void (*average)(long batch, long frames, long channels, const float* x, const int64_t* lengths, float* y);
+  void (*average_backward)(long batch, long frames, long channels, const float* dy, const int64_t* lengths, float* dx);
   // x and y [rows, columns]: what dropout.py's formula keeps of x, times scale.
   void (*drop)(long rows, long columns, uint32_t first_key, uint32_t second_key, uint32_t threshold, float scale,
                const float* x, float* y);

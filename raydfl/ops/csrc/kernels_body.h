@@ -151,7 +151,8 @@ INLINE Floats exponential(Floats x) {
   series = series * rest + 5.0000001201e-1f;
   series = series * rest * rest + rest + 1.0f;
   const Integers exponent = (reinterpret_cast<Integers>(shifted) - reinterpret_cast<Integers>(magic)) << 23;
-  return reinterpret_cast<Floats>(reinterpret_cast<Integers>(series) + exponent);
+  const Floats result = reinterpret_cast<Floats>(reinterpret_cast<Integers>(series) + exponent);
+  return x == x ? result : x;  // a NaN's lowest bits have been taken for an exponent
 }
 
 INLINE Floats sigmoid(Floats x) { return 1.0f / (1.0f + exponential(-x)); }
@@ -468,6 +469,30 @@ void recur_backward(const Recurrence& shape, const float* dy, const float* y, co
                              gradients[d]);
 }
 
+// --- mean over time -----------------------------------------------------------------------------------------------------------
+
+void average(long batch, long frames, long channels, const float* x, const int64_t* lengths, float* y) {
+  for (long item = 0; item < batch; ++item, y += channels) {
+    const float* frame = x + item * frames * channels;
+    const long count = counting(lengths, item, frames);
+    clear(y, channels);
+    for (long t = 0; t < count; ++t, frame += channels) add(y, frame, channels);
+    const float share = count ? 1.0f / static_cast<float>(count) : 0.0f;
+    for (long c = 0; c < channels; ++c) y[c] *= share;
+  }
+}
+
+void average_backward(long batch, long frames, long channels, const float* dy, const int64_t* lengths, float* dx) {
+  for (long item = 0; item < batch; ++item, dy += channels) {
+    const long count = counting(lengths, item, frames);
+    const float share = count ? 1.0f / static_cast<float>(count) : 0.0f;
+    for (long t = 0; t < count; ++t, dx += channels)
+      for (long c = 0; c < channels; ++c) dx[c] = dy[c] * share;
+    clear(dx, (frames - count) * channels);
+    dx += (frames - count) * channels;
+  }
+}
+
 // --- dropout ------------------------------------------------------------------------------------------------------------------
 
 void drop(long rows, long columns, uint32_t first_key, uint32_t second_key, uint32_t threshold, float scale, const float* x,
@@ -487,6 +512,7 @@ void drop(long rows, long columns, uint32_t first_key, uint32_t second_key, uint
 
 }  // namespace
 
-const Kernels RAYDFL_KERNELS = {RAYDFL_NAME, PANEL, convolve, convolve_backward, recur, recur_backward, drop};
+const Kernels RAYDFL_KERNELS = {RAYDFL_NAME, PANEL, convolve, convolve_backward, recur, recur_backward,
+                                average, average_backward, drop};
 
 }  // namespace raydfl

@@ -239,6 +239,48 @@ std::vector<Tensor> gru_backward(const Tensor& dy_, const Tensor& y_, const Tens
   return gradients;
 }
 
+struct Averaged {
+  bool grouped;
+  int64_t clients, batch, frames, channels;
+  OptionalTensor lengths;
+
+  // The shape of x, [batch, frames, channels] with the clients in front if there are clients.
+  Averaged(at::IntArrayRef shape, const OptionalTensor& lengths_) : grouped(shape.size() == 4), clients(grouped ? shape[0] : 1) {
+    TORCH_CHECK(grouped || shape.size() == 3, "raydfl: x has ", shape.size(), " dimensions, not 3");
+    batch = shape[grouped], frames = shape[grouped + 1], channels = shape[grouped + 2];
+    lengths = checked_lengths(lengths_, grouped, clients, batch);
+  }
+};
+
+Tensor mean_forward(const Tensor& x_, const OptionalTensor& lengths) {
+  const Averaged a(x_.sizes(), lengths);
+  const Tensor x = checked(x_, 3 + a.grouped, "x");
+  const Tensor y = at::empty(shaped(a.grouped, a.clients, {a.batch, a.channels}), x.options());
+  const float* px = x.const_data_ptr<float>();
+  float* py = y.mutable_data_ptr<float>();
+  for_each_client(a.clients, [&](int64_t i) {
+    kernels().average(a.batch, a.frames, a.channels, px + i * a.batch * a.frames * a.channels,
+                      of_client(a.lengths, i, a.batch), py + i * a.batch * a.channels);
+  });
+  return y;
+}
+
+Tensor mean_backward(const Tensor& dy_, const OptionalTensor& lengths, int64_t frames) {
+  std::vector<int64_t> shape = dy_.sizes().vec();
+  TORCH_CHECK(shape.size() > 1, "raydfl: the gradient has ", shape.size(), " dimensions, not 2");
+  shape.insert(shape.end() - 1, frames);
+  const Averaged a(shape, lengths);
+  const Tensor dy = checked(dy_, 2 + a.grouped, "the gradient");
+  const Tensor dx = at::empty(shape, dy.options());
+  const float* pd = dy.const_data_ptr<float>();
+  float* px = dx.mutable_data_ptr<float>();
+  for_each_client(a.clients, [&](int64_t i) {
+    kernels().average_backward(a.batch, a.frames, a.channels, pd + i * a.batch * a.channels,
+                               of_client(a.lengths, i, a.batch), px + i * a.batch * a.frames * a.channels);
+  });
+  return dx;
+}
+
 // The two keys of a seed's call, by the splitmix64 generator.
 uint64_t keys(uint64_t seed, uint64_t call) {
   uint64_t bits = seed + (call + 1) * 0x9E3779B97F4A7C15u;
@@ -280,6 +322,8 @@ TORCH_LIBRARY(raydfl, library) {
   library.def("gru_forward(Tensor x, Tensor? lengths, Tensor[] weights) -> (Tensor, Tensor)");
   library.def(
       "gru_backward(Tensor dy, Tensor y, Tensor gates, Tensor x, Tensor? lengths, Tensor[] weights, bool need_x) -> Tensor[]");
+  library.def("mean_forward(Tensor x, Tensor? lengths) -> Tensor");
+  library.def("mean_backward(Tensor dy, Tensor? lengths, int frames) -> Tensor");
   library.def("drop(Tensor x, Tensor seed, int call, int threshold, float scale) -> Tensor");
   library.def("instruction_set() -> str", raydfl::instruction_set);
 }
@@ -289,5 +333,7 @@ TORCH_LIBRARY_IMPL(raydfl, CPU, library) {
   library.impl("conv_backward", raydfl::conv_backward);
   library.impl("gru_forward", raydfl::gru_forward);
   library.impl("gru_backward", raydfl::gru_backward);
+  library.impl("mean_forward", raydfl::mean_forward);
+  library.impl("mean_backward", raydfl::mean_backward);
   library.impl("drop", raydfl::drop);
 }

@@ -56,6 +56,16 @@ const auto& gru_backward() {
   return found;
 }
 
+const auto& mean_forward() {
+  static const auto found = find<Tensor(const Tensor&, const OptionalTensor&)>("raydfl::mean_forward");
+  return found;
+}
+
+const auto& mean_backward() {
+  static const auto found = find<Tensor(const Tensor&, const OptionalTensor&, int64_t)>("raydfl::mean_backward");
+  return found;
+}
+
 const auto& drop() {
   static const auto found = find<Tensor(const Tensor&, const Tensor&, int64_t, int64_t, double)>("raydfl::drop");
   return found;
@@ -105,6 +115,16 @@ struct RecurrenceNode : public Kept {
   }
 };
 
+struct MeanNode : public Kept {
+  int64_t frames;
+
+  std::string name() const override { return "RaydflMean"; }
+  variable_list apply(variable_list&& gradients) override {
+    if (!gradients[0].defined()) return variable_list(1);
+    return {mean_backward().call(gradients[0], get_optional(0), frames)};
+  }
+};
+
 struct DropNode : public Kept {
   int64_t call, threshold;
   double scale;
@@ -116,8 +136,18 @@ struct DropNode : public Kept {
   }
 };
 
+void refuse_tangents(const char* name, const Tensor& tensor) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::isFwGradDefined(tensor), name,
+                              " of raydfl.ops has no forward-mode differentiation; use it inside of raydfl.ops.use('torch')");
+}
+
+void refuse_tangents(const char* name, at::TensorList tensors) {
+  for (const Tensor& tensor : tensors) refuse_tangents(name, tensor);
+}
+
 template <typename Type, typename... Arguments>
-std::shared_ptr<Type> node_for(const Arguments&... inputs) {
+std::shared_ptr<Type> node_for(const char* name, const Arguments&... inputs) {
+  (refuse_tangents(name, inputs), ...);
   if (!torch::autograd::compute_requires_grad(inputs...)) return nullptr;
   std::shared_ptr<Type> node(new Type(), torch::autograd::deleteNode);
   node->set_next_edges(torch::autograd::collect_next_edges(inputs...));
@@ -126,7 +156,7 @@ std::shared_ptr<Type> node_for(const Arguments&... inputs) {
 
 std::tuple<Tensor, Tensor> conv_forward_autograd(const Tensor& x, const Tensor& weight, const Tensor& bias,
                                                  const OptionalTensor& lengths, int64_t padding, int64_t pool) {
-  const auto node = node_for<ConvolutionNode>(x, weight, bias);
+  const auto node = node_for<ConvolutionNode>("Conv1d", x, weight, bias);
   if (node) {
     node->padding = padding;
     node->pool = pool;
@@ -146,7 +176,7 @@ std::tuple<Tensor, Tensor> conv_forward_autograd(const Tensor& x, const Tensor& 
 }
 
 std::tuple<Tensor, Tensor> gru_forward_autograd(const Tensor& x, const OptionalTensor& lengths, at::TensorList weights) {
-  const auto node = node_for<RecurrenceNode>(x, weights);
+  const auto node = node_for<RecurrenceNode>("GRU", x, weights);
   if (node) {
     node->keep(x);
     node->keep(lengths);
@@ -164,8 +194,22 @@ std::tuple<Tensor, Tensor> gru_forward_autograd(const Tensor& x, const OptionalT
   return {y, gates};
 }
 
+Tensor mean_forward_autograd(const Tensor& x, const OptionalTensor& lengths) {
+  const auto node = node_for<MeanNode>("mean_over_time", x);
+  Tensor y = [&] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return mean_forward().call(x, lengths);
+  }();
+  if (node) {
+    node->keep(lengths);
+    node->frames = x.size(-2);
+    torch::autograd::set_history(y, node);
+  }
+  return y;
+}
+
 Tensor drop_autograd(const Tensor& x, const Tensor& seed, int64_t call, int64_t threshold, double scale) {
-  const auto node = node_for<DropNode>(x);
+  const auto node = node_for<DropNode>("Dropout", x);
   Tensor y = [&] {
     at::AutoDispatchBelowADInplaceOrView below;
     return drop().call(x, seed, call, threshold, scale);
@@ -214,6 +258,16 @@ std::vector<Tensor> gru_backward_autograd(const Tensor& dy, const Tensor& y, con
   }();
   if (node) torch::autograd::set_history(gradients, node);
   return gradients;
+}
+
+Tensor mean_backward_autograd(const Tensor& dy, const OptionalTensor& lengths, int64_t frames) {
+  const auto node = refusal("mean_over_time", {dy});
+  Tensor dx = [&] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return mean_backward().call(dy, lengths, frames);
+  }();
+  if (node) torch::autograd::set_history(dx, node);
+  return dx;
 }
 
 // --- vmap ---------------------------------------------------------------------------------------------------------------------
@@ -273,10 +327,13 @@ TORCH_LIBRARY_IMPL(raydfl, Autograd, library) {
   library.impl("conv_backward", raydfl::conv_backward_autograd);
   library.impl("gru_forward", raydfl::gru_forward_autograd);
   library.impl("gru_backward", raydfl::gru_backward_autograd);
+  library.impl("mean_forward", raydfl::mean_forward_autograd);
+  library.impl("mean_backward", raydfl::mean_backward_autograd);
   library.impl("drop", raydfl::drop_autograd);
 }
 
 TORCH_LIBRARY_IMPL(raydfl, FuncTorchBatched, library) {
-  for (const char* name : {"conv_forward", "conv_backward", "gru_forward", "gru_backward", "drop"})
+  for (const char* name : {"conv_forward", "conv_backward", "gru_forward", "gru_backward", "mean_forward", "mean_backward",
+                           "drop"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&raydfl::batched>());
 }
