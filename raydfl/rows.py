@@ -24,12 +24,18 @@ Parts = Sequence[tuple[int, int]]
 """First element, and first beyond, of ranges of a vector."""
 
 _STRIP = 32_768  # elements of one vector worked on at a time: as float64 (256 KiB) they stay in the second-level cache
+_SORTED = 2**18  # float32 elements of all vectors sorted at a time (1 MiB): they stay in the second-level cache
+_SAMPLE = 2**17  # differences of one pair of vectors after another, in all, that the choice of a centre may cost
 _BLOCK = 2**22  # float32 elements of all vectors copied at a time (16 MiB): they stay in the third-level cache
+
+
+_FLOATS = torch.empty(0)
+"""To ask with: making a tensor lets go of the interpreter, and another thread keeps it for a while."""
 
 
 def compiled() -> bool:
     """Whether sums are compiled: the operators were built, and :func:`raydfl.ops.use` does not leave them aside."""
-    return compiled_for(torch.empty(0)) is not None and _built()
+    return compiled_for(_FLOATS) is not None and _built()
 
 
 @cache
@@ -111,6 +117,88 @@ class Rows:
                 squares += [np.dot(row, row) for row in apart]
         return squares
 
+    def squared_distances(self, point: np.ndarray) -> np.ndarray:
+        """Each vector's squared Euclidean distance to a point: float64 [vectors].
+
+        Differences are taken before they are squared. Both are float32, sums of up to 32,768 squares too; values beyond the
+        range of float32's squares cost a second pass in float64.
+
+        Args:
+            point: float32 [elements].
+        """
+        squares = self._squared_distances(point, np.float32)
+        if not _in_range(squares):
+            squares = self._squared_distances(point, np.float64)
+        return squares
+
+    def _squared_distances(self, point: np.ndarray, dtype: type[np.floating]) -> np.ndarray:
+        """:meth:`squared_distances` with the differences in the given precision."""
+        squares = np.zeros(len(self.vectors))
+        apart = np.empty(min(_STRIP, len(point)), dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for begin in range(0, len(point), _STRIP):
+                there = point[begin : begin + _STRIP].astype(dtype, copy=False)
+                part = apart[: len(there)]
+                for row, vector in enumerate(self.vectors):
+                    np.subtract(vector[begin : begin + _STRIP], there, out=part)
+                    squares[row] += np.dot(part, part)
+        return squares
+
+    def pairwise(self) -> np.ndarray:
+        """The squared Euclidean distances between all vectors: float64 [vectors, vectors], symmetric, 0 on the diagonal.
+
+        They come from one matrix product of the differences to a vector in the midst of the others. An error is therefore about
+        1e-6 of the squared distance of the farther one from there: neither a common offset nor vectors far away blur the
+        distances between those that are close together. Values beyond the range of float32's squares cost a second pass
+        in float64.
+        """
+        squares = self._pairwise(np.float32)
+        if not _in_range(squares):
+            squares = self._pairwise(np.float64)
+        return squares
+
+    def _pairwise(self, dtype: type[np.floating]) -> np.ndarray:
+        """:meth:`pairwise` with differences and products in the given precision."""
+        count, elements = len(self.vectors), len(self.vectors[0])
+        centre = self.vectors[self._in_the_midst()]
+        products = np.zeros((count, count))
+        with np.errstate(over="ignore", invalid="ignore"):
+            for begin, end, block in self._blocks([(0, elements)], range(count), dtype):
+                apart = np.subtract(block, centre[begin:end], out=block)
+                products += apart @ apart.T
+            lengths = np.diagonal(products)
+            squares: np.ndarray = lengths[:, None] + lengths - 2 * products
+        np.fill_diagonal(squares, 0)
+        np.maximum(squares, 0, out=squares)
+        return squares
+
+    def _in_the_midst(self) -> int:
+        """The vector from which half of the others are least far, judged by a sample of the elements."""
+        count, elements = len(self.vectors), len(self.vectors[0])
+        columns = np.linspace(0, elements - 1, min(elements, max(16, _SAMPLE // count)), dtype=np.int64)
+        sample = np.stack([vector[columns] for vector in self.vectors]).astype(np.float64)
+        far = [np.median(np.square(sample - one).sum(axis=1)) for one in sample]
+        return int(np.argmin(far))
+
+    def ordered(self, chosen: Sequence[int]) -> Iterator[tuple[int, int, np.ndarray]]:
+        """The values of each element, sorted.
+
+        Yields:
+            Elements from, and to (not included); their values, float32 [elements, chosen], ascending in each row, to work in.
+        """
+        elements = len(self.vectors[0])
+        width = max(1, _SORTED // len(chosen))
+        memory = np.empty(
+            min(width, elements) * len(chosen), np.float32
+        )  # kept: fresh memory costs more than the copies
+        for begin in range(0, elements, width):
+            end = min(begin + width, elements)
+            block = memory[: (end - begin) * len(chosen)].reshape(end - begin, len(chosen))
+            for column, row in enumerate(chosen):
+                block[:, column] = self.vectors[row][begin:end]
+            block.sort(axis=1)
+            yield begin, end, block
+
     def approximate_sum(self, weights: np.ndarray, chosen: Sequence[int], parts: Parts) -> np.ndarray:
         """The weighted sum of some vectors in NumPy's float32: several times as fast there as :meth:`add_to`.
 
@@ -154,3 +242,8 @@ class Rows:
                 np.concatenate([self.vectors[row][begin:end] for row in chosen], out=flat, casting="safe")
                 yield done + begin - first, done + end - first, flat.reshape(len(chosen), end - begin)
             done += last - first
+
+
+def _in_range(squares: np.ndarray) -> bool:
+    """Whether float32 could hold what was squared and summed, so that the result is as precise as it should be."""
+    return bool(np.isfinite(squares).all()) and float(np.max(squares, initial=0.0)) > 1e-30

@@ -31,6 +31,7 @@ from raydfl.tensors import FlatTensors
 from raydfl.types import Update
 
 pytestmark = pytest.mark.usefixtures("sums")
+EVERY = [rule() for rule in RULES.values()]
 CURRENT = {"global": {"net/a.weight": torch.full((2, 2), 50.0), "net/a.bias": torch.tensor([60.0, 61.0])}}
 
 
@@ -182,9 +183,11 @@ def test_masked_elements_that_nobody_trained_keep_their_value() -> None:
 
 
 def test_without_any_weight_the_server_keeps_what_it_has() -> None:
-    for rule in (WeightedMean(), UniformMean(), LayerwisePruning(vl=0.4, vh=0.4)):
-        updates = [update({"net/a.bias": [float(index), 1.0], "new": [3.0]}, 0.0) for index in range(3)]
-        tensors = rule(updates, CURRENT).tensors["global"]
+    for rule in (*EVERY, LayerwisePruning(vl=0.4, vh=0.4)):
+        updates = [
+            update({"net/a.bias": [float(index), 1.0], "new": [3.0]}, 0.0, client_id=str(index)) for index in range(3)
+        ]
+        tensors = rule(updates, CURRENT, np.random.default_rng(0)).tensors["global"]
         assert tensors["net/a.bias"].tolist() == [60.0, 61.0]
         assert tensors["new"].tolist() == [0.0]
     nobody = WeightedMean()([], CURRENT).tensors
@@ -193,20 +196,24 @@ def test_without_any_weight_the_server_keeps_what_it_has() -> None:
 
 def test_names_keep_the_servers_order_and_new_ones_come_last() -> None:
     sent = [update({"z": [1.0], "net/a.bias": [1.0, 1.0]})]
-    for rule in (WeightedMean(), LayerwisePruning()):
-        assert list(rule(sent, CURRENT).tensors["global"]) == ["net/a.weight", "net/a.bias", "z"]
+    for rule in EVERY:
+        assert list(rule(sent, CURRENT, np.random.default_rng(0)).tensors["global"]) == [
+            "net/a.weight",
+            "net/a.bias",
+            "z",
+        ]
 
 
 def test_results_are_apart_in_memory_from_each_other_and_from_the_updates() -> None:
     sent = FlatTensors.of({"a.w": torch.ones(3), "b.w": torch.ones(4)})
-    for rule in (WeightedMean(), LayerwisePruning()):
-        tensors = rule([Update(sent, 1.0)], {}).tensors["global"]
+    for rule in EVERY:
+        tensors = rule([Update(sent, 1.0)], {}, np.random.default_rng(0)).tensors["global"]
         tensors["a.w"].zero_()
         assert sent.vector.tolist() == [1.0] * 7
         assert tensors["a.w"].untyped_storage().nbytes() == 12
 
 
-@pytest.mark.parametrize("rule", [WeightedMean(), UniformMean(), LayerwisePruning()])
+@pytest.mark.parametrize("rule", EVERY)
 def test_what_cannot_be_averaged_is_named(rule: Rule) -> None:
     other = update({"w": [1.0, 2.0]}, client_id="anna")
     cases: list[tuple[Update, str]] = [
@@ -224,11 +231,11 @@ def test_what_cannot_be_averaged_is_named(rule: Rule) -> None:
     ]
     for bad, message in cases:
         with pytest.raises(RaydflError, match=message):
-            rule([other, bad], {})
+            rule([other, bad], {}, np.random.default_rng(0))
     with pytest.raises(
         RaydflError, match=r"'net/a.bias' with shape \(3,\), elsewhere under key 'global' it has \(2,\)"
     ):
-        rule([update({"net/a.bias": [1.0, 2.0, 3.0]})], CURRENT)
+        rule([update({"net/a.bias": [1.0, 2.0, 3.0]})], CURRENT, np.random.default_rng(0))
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf")])
@@ -327,7 +334,7 @@ def test_rules_are_found_by_name_with_their_options() -> None:
     setting = {"name": "lpa", "vl": 0.2, "by": "tensor"}
     assert find_rule(setting, WeightedMean()) == LayerwisePruning(vl=0.2, by="tensor")
     assert setting["name"] == "lpa"
-    assert len(RULES) == 3
+    assert len(RULES) == 13
     for name, cls in RULES.items():
         assert find_rule(name, default) == cls()
 
@@ -361,7 +368,7 @@ def test_a_rule_from_a_file_is_found(tmp_path: Path) -> None:
         ({"name": "lpa", "vi": 0.1}, "rule: unknown key 'vi' for LayerwisePruning; did you mean 'vl'"),
         ({"name": "lpa", "vl": 1.0}, "rule.vl is 1.0; it must be below 1"),
         ({"name": "lpa", "by": "layer"}, 'rule.by is "layer"; it must be one of module, tensor'),
-        ({"vl": 0.1}, "rule: name a rule, .* known: lpa, uniform_mean, weighted_mean"),
+        ({"vl": 0.1}, "rule: name a rule, .* known: bulyan, centred_clipping, dnc, .*, weighted_mean"),
         ("nowhere.py:Rule", "there is no file"),
     ],
 )

@@ -1,0 +1,252 @@
+"""What a collecting rule combines: the tensors of one key that the same clients sent."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Literal, cast
+
+import numpy as np
+
+from raydfl.errors import RaydflError
+from raydfl.rows import Parts, Rows, Weight, compiled
+from raydfl.rules._weights import absent, divided, flat, total_of, weight_of
+from raydfl.tensors import Layout
+from raydfl.types import Ratio, Tensors, Update
+
+
+@dataclasses.dataclass
+class Group:
+    """The tensors of one key that the same clients sent, and what a rule may need to combine them."""
+
+    layout: Layout
+    """Where each tensor lies in a row, and in the vector that a rule returns."""
+    rows: Sequence[np.ndarray]
+    """One float32 [elements] for each client, in client order. Read-only: they may be other processes' memory."""
+    updates: Sequence[Update]
+    """Where the rows come from: their clients and weights."""
+    current: Tensors
+    """The server's tensors of this key."""
+    report: dict[str, Ratio] = dataclasses.field(default_factory=dict)
+    """What the rule has to say about this group; the reports of all groups are added up."""
+    influence: np.ndarray | None = None
+    """What the rule leaves of each client, if it says so: float64 [clients], 0 (left out) to 1 (as in a plain mean)."""
+    random: np.random.Generator | None = dataclasses.field(default=None, repr=False)
+    """See :attr:`rng`."""
+    _scratch: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.float32), repr=False)
+
+    @cached_property
+    def _rows(self) -> Rows:
+        return Rows(self.rows)
+
+    @cached_property
+    def _numbers(self) -> list[float] | None:
+        """The clients' weights where all of them are plain numbers."""
+        weights = [(update, update.weight) for update in self.updates]
+        if any(isinstance(weight, Mapping) for _, weight in weights):
+            return None
+        return [cast(float, weight_of(update, weight, "", ())) for update, weight in weights]
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """Where random numbers come from: seeded by run and round.
+
+        Raises:
+            RaydflError: the rule was called without one.
+        """
+        if self.random is None:
+            raise RaydflError(
+                "this rule draws random numbers: call it as rule(updates, current, numpy.random.default_rng(1))"
+            )
+        return self.random
+
+    @cached_property
+    def server(self) -> np.ndarray:
+        """The server's tensors as one vector: float32 [elements], read-only; 0 where it has none."""
+        vector = flat(self.current, self.layout)
+        vector.flags.writeable = False
+        return vector
+
+    def layers(self, by: Literal["module", "tensor"]) -> dict[str, list[str]]:
+        """The tensors' names by layer: each tensor for itself, or all tensors of a module (names up to the last dot)."""
+        layers: dict[str, list[str]] = {}
+        for name in self.layout.names:
+            layers.setdefault(name.rpartition(".")[0] or name if by == "module" else name, []).append(name)
+        return layers
+
+    def matrix(self, names: Sequence[str] | None = None) -> np.ndarray:
+        """Some tensors (all by default), one client in each row: float32 [clients, their elements], to work in.
+
+        The next call overwrites it: fresh memory of this size would cost more than the work that is done in it.
+        """
+        columns = [self.layout.columns(name) for name in names or self.layout.names]
+        width = sum(part.stop - part.start for part in columns)
+        if self._scratch.size < len(self.rows) * width:
+            self._scratch = np.empty(len(self.rows) * width, np.float32)
+        matrix = self._scratch[: len(self.rows) * width].reshape(len(self.rows), width)
+        for target, row in zip(matrix, self.rows, strict=True):
+            start = 0
+            for part in columns:
+                stop = start + part.stop - part.start
+                target[start:stop] = row[part]
+                start = stop
+        return matrix
+
+    def parts(self, names: Sequence[str]) -> Parts:
+        """Where some tensors lie in a row: ranges of elements, those of neighbours in one."""
+        parts: list[tuple[int, int]] = []
+        for name in names:
+            columns = self.layout.columns(name)
+            if parts and parts[-1][1] == columns.start:
+                parts[-1] = (parts[-1][0], columns.stop)
+            else:
+                parts.append((columns.start, columns.stop))
+        return parts
+
+    def squared_deviations(self, names: Sequence[str]) -> np.ndarray:
+        """How far each client's values of some tensors, taken as one vector, are from the uniform mean of all clients.
+
+        The rows are read where they lie; see :meth:`raydfl.rows.Rows.squared_deviations` for the precision.
+
+        Returns:
+            The squared Euclidean distances: float64 [clients].
+        """
+        return self._rows.squared_deviations(self.parts(names))
+
+    def mean(self, name: str, kept: Sequence[int]) -> np.ndarray:
+        """The weighted mean of one tensor over some of the clients: float32 [elements].
+
+        It is that of :class:`WeightedMean` over these clients, bit for bit.
+
+        Args:
+            kept: positions in ``rows``, ascending.
+        """
+        columns, shape = self.layout.columns(name), self.layout.shapes[self.layout.positions[name]]
+        weights = [weight_of(self.updates[row], self.updates[row].weight, name, shape) for row in kept]
+        total = np.zeros(columns.stop - columns.start)
+        self._rows.add_to(total, weights, kept, columns.start)
+        return divided(total, total_of(weights), self.current.get(name))
+
+    def means(self, names: Sequence[str], kept: Sequence[int]) -> dict[str, np.ndarray]:
+        """:meth:`mean` of several tensors, faster: to the bit where sums are compiled or everybody is kept.
+
+        Otherwise they are rounded to float32 on the way: in float64 these means would cost NumPy more than all that a rule
+        does besides.
+        """
+        weights = [] if self._numbers is None else [self._numbers[row] for row in kept]
+        weight = total_of(weights)
+        if weight == 0:
+            return {name: self.mean(name, kept) for name in names}
+        parts = self.parts(names)
+        if compiled() or len(kept) == len(self.rows):
+            sums = [np.zeros(stop - start) for start, stop in parts]
+            for total, (start, _) in zip(sums, parts, strict=True):
+                self._rows.add_to(total, weights, kept, start)
+            means = np.concatenate([divided(total, weight, None) for total in sums])
+        else:
+            # A power of two changes no digit; with weights below 1 the sum cannot overflow.
+            shares = np.ldexp(weights, -math.frexp(weight)[1])
+            means = self._rows.approximate_sum(shares, kept, parts) / shares.sum()
+        columns = [self.layout.columns(name) for name in names]
+        edges = np.cumsum([part.stop - part.start for part in columns])
+        return dict(zip(names, np.split(means, edges[:-1]), strict=True))
+
+    def squared_distances(self, point: np.ndarray) -> np.ndarray:
+        """Each client's squared Euclidean distance to a vector [elements]: float64 [clients]."""
+        return self._rows.squared_distances(point)
+
+    def pairwise(self) -> np.ndarray:
+        """The squared Euclidean distances between all clients: float64 [clients, clients].
+
+        See :meth:`raydfl.rows.Rows.pairwise` for the precision.
+        """
+        return self._rows.pairwise()
+
+    def ordered(self, chosen: Sequence[int] | None = None) -> Iterator[tuple[int, int, np.ndarray]]:
+        """The values of each element in ascending order, some elements at a time: see :meth:`raydfl.rows.Rows.ordered`."""
+        return self._rows.ordered(range(len(self.rows)) if chosen is None else chosen)
+
+    def average(
+        self, factors: Sequence[float] | np.ndarray, *, uniform: bool, towards: np.ndarray | None = None
+    ) -> np.ndarray:
+        """A mean over the clients in which each one's weight is multiplied by a factor, summed in float64.
+
+        With factors of 1 it is that of :class:`WeightedMean`, or uniform of :class:`UniformMean`, bit for bit.
+
+        Args:
+            factors: one for each client; 0 leaves it out.
+            uniform: every weight above 0 counts 1.
+            towards: [elements]; what a factor takes away from a client's weight is given to this vector, so that factors
+                move the clients towards it. Factors are at most 1 then.
+
+        Returns:
+            float32 [elements]; what nobody has any weight for is as the server has it, or 0.
+        """
+        if self._numbers is not None:
+            return self._average(slice(0, self.layout.size), self._numbers, factors, uniform, towards)
+        vector = np.empty(self.layout.size, np.float32)
+        for name, shape in zip(self.layout.names, self.layout.shapes, strict=True):
+            columns = self.layout.columns(name)
+            weights = [weight_of(update, update.weight, name, shape) for update in self.updates]
+            vector[columns] = self._average(columns, weights, factors, uniform, towards)
+        return vector
+
+    def _average(
+        self,
+        columns: slice,
+        weights: Sequence[Weight],
+        factors: Sequence[float] | np.ndarray,
+        uniform: bool,
+        towards: np.ndarray | None,
+    ) -> np.ndarray:
+        """:meth:`average` of some elements, from all clients' weights for them."""
+        if uniform:
+            weights = [np.sign(weight) for weight in weights]
+        chosen = [position for position, factor in enumerate(factors) if factor > 0]
+        scaled = [float(factors[position]) * weights[position] for position in chosen]
+        total = np.zeros(columns.stop - columns.start)
+        self._rows.add_to(total, scaled, chosen, columns.start)
+        weight = total_of(scaled)
+        if towards is not None:
+            everything = total_of(weights)
+            total += (everything - weight) * towards[columns]
+            weight = everything
+        return divided(total, weight, self.server[columns])
+
+    def voters(self, fill: float | None = None) -> Voters:
+        """The clients that have any weight, each with a value for every element.
+
+        Args:
+            fill: stands where an element of a client has no weight; by default the server's value, as if the client had
+                left it as it was.
+        """
+        if self._numbers is not None and all(weight > 0 for weight in self._numbers):
+            return Voters(self, list(range(len(self.rows))), [])
+        rows, positions, masks = [], [], []
+        for position, (row, update) in enumerate(zip(self.rows, self.updates, strict=True)):
+            mask = absent(update, self.layout)
+            if mask is not None:
+                if mask.all():
+                    continue
+                masks.append(mask)
+                rows.append(np.where(mask, self.server if fill is None else np.float32(fill), row))
+            else:
+                rows.append(row)
+            positions.append(position)
+        updates = [self.updates[position] for position in positions]
+        group = Group(self.layout, rows, updates, self.current, report=self.report, random=self.random)
+        return Voters(group, positions, masks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Voters:
+    """The clients of a group that have any weight."""
+
+    group: Group
+    """These clients only; its report is the whole group's."""
+    positions: Sequence[int]
+    """Where they are in the whole group, ascending."""
+    masks: Sequence[np.ndarray]
+    """Elements without weight, bool [elements], of each client that has such elements."""

@@ -1,0 +1,93 @@
+"""What updates weigh, and whether they fit together: checks and small arithmetic that all rules share."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from raydfl.errors import RaydflError
+from raydfl.rows import Weight
+from raydfl.tensors import Layout
+from raydfl.types import Tensors, Update
+
+
+def total_of(weights: Sequence[Any], start: Any = 0.0) -> Any:
+    """The sum, one after another: Python's own ``sum`` corrects rounding from 3.12 on, but only within one call."""
+    return reduce(operator.add, weights, start)
+
+
+def divided(total: np.ndarray, weight: Weight, current: Tensor | np.ndarray | None) -> np.ndarray:
+    """``total / weight`` as float32 [elements]; where the weight is 0, what the server has, or 0 if it has nothing."""
+    if isinstance(weight, float) and weight > 0:
+        return (total / weight).astype(np.float32)
+    result = np.zeros(total.shape)
+    if current is not None:
+        result[:] = current.detach().cpu().flatten().numpy() if isinstance(current, Tensor) else current
+    np.divide(total, weight, out=result, where=np.asarray(weight) > 0)
+    return result.astype(np.float32)
+
+
+def weight_of(
+    update: Update, weight: float | Mapping[str, float | Tensor], name: str, shape: tuple[int, ...]
+) -> Weight:
+    """The weight of one tensor of an update, checked."""
+    what = f"client {update.client_id!r}: the weight of its update"
+    value: float | Tensor
+    if isinstance(weight, Mapping):
+        what = f"client {update.client_id!r}: the weight of {name!r}"
+        if name not in weight:
+            raise RaydflError(f"{what} is missing; a mapping of weights needs one for each tensor sent")
+        value = weight[name]
+    else:
+        value = weight
+    if isinstance(value, Tensor) and value.ndim > 0:
+        if tuple(value.shape) != shape:
+            raise RaydflError(
+                f"{what} has shape {tuple(value.shape)}, the tensor has {shape}; one number does for all too"
+            )
+        elements: np.ndarray = value.detach().cpu().double().flatten().numpy()
+        if not (np.isfinite(elements).all() and (elements >= 0).all()):
+            raise RaydflError(f"{what} has elements that are negative or not finite; 0 leaves an element out")
+        return elements
+    number = float(value)
+    if not 0 <= number < np.inf:
+        raise RaydflError(f"{what} is {number}; it has to be finite and not negative, and 0 leaves the client out")
+    return number
+
+
+def absent(update: Update, layout: Layout) -> np.ndarray | None:
+    """Which elements of an update have no weight: bool [layout.size], or ``None`` where all have some.
+
+    Args:
+        layout: of the tensors wanted, all of which the update has.
+    """
+    if not isinstance(update.weight, Mapping):
+        return None if weight_of(update, update.weight, "", ()) > 0 else np.ones(layout.size, bool)
+    mask = np.empty(layout.size, bool)
+    for name, shape in zip(layout.names, layout.shapes, strict=True):
+        mask[layout.columns(name)] = np.equal(weight_of(update, update.weight, name, shape), 0)
+    return mask if mask.any() else None
+
+
+def flat(tensors: Tensors, layout: Layout) -> np.ndarray:
+    """Some of the server's tensors in a new vector: float32 [layout.size]; 0 where it has none."""
+    vector = np.zeros(layout.size, np.float32)
+    for name in layout.names:
+        if name in tensors:
+            vector[layout.columns(name)] = tensors[name].detach().cpu().flatten().numpy()
+    return vector
+
+
+def check_shapes(update: Update, sent: Layout, known: dict[str, tuple[int, ...]]) -> None:
+    """Compare an update's shapes with those known, and learn the new ones."""
+    for name, shape in zip(sent.names, sent.shapes, strict=True):
+        if known.setdefault(name, shape) != shape:
+            raise RaydflError(
+                f"client {update.client_id!r} sent {name!r} with shape {shape}, elsewhere under key {update.key!r} it has "
+                f"{known[name]}; give networks of different shapes different keys, or do not share this tensor"
+            )

@@ -1,0 +1,94 @@
+"""The mean weighted by what each update weighs: FedAvg's rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from raydfl.rows import Rows, Weight
+from raydfl.rules._rule import Aggregate, Rule, over_current
+from raydfl.rules._weights import check_shapes, divided, total_of, weight_of
+from raydfl.tensors import FlatTensors, Layout
+from raydfl.types import Tensors, Update
+
+_TOGETHER = 4  # updates that a running mean adds at once: each then costs little more than reading it
+
+
+class _RunningMean:
+    """The weighted mean of one key's updates, of which it keeps the sums, and the last few to add them together."""
+
+    def __init__(self, current: Tensors) -> None:
+        self._current = current
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in current.items()}
+        self._totals: dict[str, np.ndarray] = {}  # float64 [elements]; those of the first update lie in _flat
+        self._weights: dict[str, Weight] = {}
+        self._layout = Layout((), ())  # of _flat
+        self._flat = np.zeros(0)
+        self._waiting: list[tuple[np.ndarray, float]] = []  # updates with that layout, and what they count
+
+    def add(self, update: Update, weight: float | Mapping[str, float | Tensor]) -> None:
+        """Add one update, counted with ``weight`` in place of its own."""
+        sent = FlatTensors.of(update.tensors)
+        if sent.layout == self._layout and not isinstance(weight, Mapping):
+            # The same sums as below, in few operations however many tensors there are.
+            self._waiting.append((sent.vector, cast(float, weight_of(update, weight, "", ()))))
+            if len(self._waiting) == _TOGETHER:
+                self._add_waiting()
+            return
+        self._add_waiting()
+        check_shapes(update, sent.layout, self._shapes)
+        if not self._totals:
+            self._layout, self._flat = sent.layout, np.zeros(sent.layout.size)
+            self._totals = {name: self._flat[sent.layout.columns(name)] for name in sent}
+        rows = Rows([sent.vector])
+        for name, shape in zip(sent.layout.names, sent.layout.shapes, strict=True):
+            columns = sent.layout.columns(name)
+            if name not in self._totals:
+                self._totals[name] = np.zeros(columns.stop - columns.start)
+            own = weight_of(update, weight, name, shape)
+            rows.add_to(self._totals[name], [own], start=columns.start)
+            self._weights[name] = self._weights.get(name, 0.0) + own
+
+    def _add_waiting(self) -> None:
+        weights = [weight for _, weight in self._waiting]
+        Rows([vector for vector, _ in self._waiting]).add_to(self._flat, weights)
+        for name in self._layout.names:
+            self._weights[name] = total_of(weights, self._weights[name])
+        self._waiting = []
+
+    def result(self) -> dict[str, Tensor]:
+        """The mean by name, each tensor in memory of its own."""
+        self._add_waiting()
+        return {
+            name: torch.from_numpy(divided(total, self._weights[name], self._current.get(name))).view(
+                self._shapes[name]
+            )
+            for name, total in self._totals.items()
+        }
+
+
+@dataclass(frozen=True)
+class WeightedMean(Rule):
+    """The mean weighted by ``Update.weight`` (the number of examples, as a rule), summed in float64.
+
+    It keeps one sum for each parameter and at most four updates: its memory does not grow with the cohort.
+    """
+
+    def __call__(
+        self, updates: Iterable[Update], current: Mapping[str, Tensors], rng: np.random.Generator | None = None
+    ) -> Aggregate:
+        """See :class:`Rule`."""
+        means: dict[str, _RunningMean] = {}
+        for update in updates:
+            if update.key not in means:
+                means[update.key] = _RunningMean(current.get(update.key, {}))
+            means[update.key].add(update, self._counted(update.weight))
+        return Aggregate(over_current({key: mean.result() for key, mean in means.items()}, current), {})
+
+    def _counted(self, weight: Any) -> Any:
+        return weight
