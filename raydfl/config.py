@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from raydfl import registry
 from raydfl.aggregate import find_rule
+from raydfl.attack import Attack
 from raydfl.data.dataset import find_dataset
 from raydfl.data.settings import DataSettings
 from raydfl.errors import ConfigError, nearest
@@ -175,22 +176,32 @@ class Config(Settings):
         description="architecture of each model of the method: a name, {name, options ...}, or a list that clients draw from",
     )
     data: DataSettings
+    attack: dict[str, Any] | None = Field(
+        None, description="simulated attackers: name, and the attack's own options; null: every client is honest"
+    )
     train: TrainSettings = TrainSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     ray: RaySettings = RaySettings()
     run: RunSettings = RunSettings()
     track: TrackSettings = TrackSettings()
 
-    @field_validator("method", mode="before")
+    @field_validator("method", "attack", mode="before")
     @classmethod
-    def _method_by_name(cls, value: Any) -> Any:
+    def _by_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Config:
         method = self.build_method()
         method.check(self.train)
-        find_rule(method.rule, method.default_rule(), "method.rule")
+        rule = find_rule(method.rule, method.default_rule(), "method.rule")
+        if rule.relative and method.changes:
+            raise ConfigError(
+                f"method.rule: {type(rule).__name__} measures how far clients are from the server's tensors, but the clients of "
+                f"{self.method['name']!r} also send changes, which are not near them; take a rule that compares clients with each "
+                f"other (geometric_median, multi_krum, dnc ...)"
+            )
+        self.build_attack()
         declared = type(method).models
         for name in self.models:
             if name not in declared:
@@ -218,6 +229,19 @@ class Config(Settings):
         cls = registry.find("raydfl.methods", options.pop("name"), Method, "method")
         return registry.build(cls, options, "method")
 
+    def build_attack(self) -> Attack | None:
+        """The attack with its options; ``None`` when every client is honest.
+
+        Raises:
+            ConfigError: unknown attack or option, wrong type, value out of range.
+        """
+        if self.attack is None:
+            return None
+        options = dict(self.attack)
+        if not isinstance(options.get("name"), str):
+            raise ConfigError(f"attack: a name is missing; known: {', '.join(registry.names('raydfl.attacks'))}")
+        return registry.build(registry.find("raydfl.attacks", options.pop("name"), Attack, "attack"), options, "attack")
+
     def model_choices(self) -> dict[str, list[tuple[str, dict[str, Any]]]]:
         """For every model of the method, in its order: the architectures that clients draw from, with their options."""
         declared = type(self.build_method()).models
@@ -244,6 +268,11 @@ class Config(Settings):
         # With the options that were not given, so that writing a default down changes nothing.
         parts["method"] = {"name": self.method["name"], **plain(self.build_method())}
         parts["models"] = self.model_choices()
+        attack = self.build_attack()
+        if self.attack is None or attack is None:
+            del parts["attack"]  # as in configurations from before there were attacks
+        else:
+            parts["attack"] = {"name": self.attack["name"], **plain(attack)}
         parts["data"].update(plain(self.data.source.open()))
         parts["train"].pop("rounds")
         parts["data"].pop("cache", None)  # where features lie; what they are decides the numbers
@@ -351,7 +380,7 @@ def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> dict[st
     return result
 
 
-_NAMED = ("method", "method.rule", "data")
+_NAMED = ("method", "method.rule", "data", "attack")
 """Groups that may be given by their name alone."""
 
 
@@ -420,9 +449,12 @@ def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(run, dict):
         run.setdefault("dir", "runs")
         _resolve(run, ["dir"])
-    for group in ("method", "models", "data"):
+    for group in ("method", "models", "data", "attack"):
         if group in result:
             result[group] = _references_resolved(result[group])
+    attack = result.get("attack")
+    if isinstance(attack, dict) and isinstance(attack.get("name"), str):
+        _resolve(attack, path_options(registry.find("raydfl.attacks", attack["name"], Attack, "attack")))
     data = result.get("data")
     if isinstance(data, dict) and isinstance(data.get("name"), str):
         _resolve(data, ["cache", *path_options(find_dataset(data["name"]))])

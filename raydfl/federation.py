@@ -12,6 +12,7 @@ import numpy as np
 from torch import nn
 
 from raydfl import record, seeds
+from raydfl.attackers import Attackers
 from raydfl.clients import Clients
 from raydfl.committer import Committer
 from raydfl.config import Config
@@ -26,7 +27,7 @@ from raydfl.private import PrivateIndex, PrivateRef
 from raydfl.store import RunStore
 from raydfl.tensors import FlatTensors
 from raydfl.types import Client, Metrics, ModelSpec, Ratio, State, Task, Update
-from raydfl.worker import SERVER, Measurement, Order, Result, build_models
+from raydfl.worker import SERVER, TRIGGERED, Measurement, Order, Result, build_models
 
 _SHARD = 512
 """Test examples in one order of the server's evaluation."""
@@ -73,7 +74,11 @@ class Federation:
         self.method = config.build_method()
         self.clients = Clients(population, config)
         self.cohort = config.train.cohort_size(len(self.clients))
-        self._test_shards = _shards(population.test.clips, _SHARD)
+        self._attackers = Attackers(config.build_attack(), type(self.method).changes, population.ids, config.run.seed)
+        self._test_shards = {
+            split: _shards(examples.clips, _SHARD)
+            for split, examples in (("test", population.test), (TRIGGERED, population.triggered))
+        }
         self._variants = [
             (client, build_models(self.method, client, config.run.seed)) for client in self.clients.variants()
         ]
@@ -132,7 +137,12 @@ class Federation:
                         f"{', '.join(self.state.tensors)}"
                     )
             cost = float(self.clients[index].num_examples)
-            orders.append(Order(position, task, self.state.round_index, cost, self._private.get(index), measure))
+            attacking = measure is None and self._attackers.attacks(index, self.state.round_index)
+            orders.append(
+                Order(
+                    position, task, self.state.round_index, cost, self._private.get(index), measure, attacking=attacking
+                )
+            )
         return grouped(orders, [self.clients[index].models for index, _ in placed], self.store.together)
 
     def round(self) -> RoundReport:
@@ -149,7 +159,13 @@ class Federation:
         self._begin_commit()
         rng = seeds.generator(self.config.run.seed, self.state.round_index, "", "aggregate")
         moved: dict[int, PrivateRef] = {}
-        updates = self._updates(orders, results, report, moved)
+        updates = self._attackers.sent(
+            self._updates(orders, results, report, moved),
+            {order.task.client_id: order.cost for order in orders},
+            frozenset(order.task.client_id for order in orders if order.attacking),
+            self.state.tensors,
+            self.state.round_index,
+        )
         state, metrics = self.method.aggregate(self.state, updates, rng)
         for _ in updates:
             pass  # a rule need not look at every update, but every client's result counts
@@ -225,6 +241,11 @@ class Federation:
             self._record(report, "", {"vectorised": Ratio(vectorised, max(1, report.clients))})
         for client_id in report.rejected:
             self._record(report, client_id, {"failed": Ratio(1, 1)})
+        if self._attackers.attack is not None:
+            attacking = [order.task.client_id for order in orders if order.attacking]
+            self._record(report, "", {"attackers": Ratio(len(attacking), 1)})
+            for client_id in attacking:
+                self._record(report, client_id, {"attacker": Ratio(1, 1)})
 
     def _record(self, report: RoundReport, client: str, metrics: Metrics) -> None:
         self._rows += record.rows_from_metrics(report.round, "train", client, "server", metrics)
@@ -250,34 +271,36 @@ class Federation:
         server_positions = len(orders)
         prefixes = {order.position: _prefix(order.task.receive[0]) for order in orders}
         orders += self._client_orders(cohort, server_positions)
-        server: list[Metrics] = []
+        server: dict[str, list[Metrics]] = {}
         clients: dict[str, dict[str, Metrics]] = {}
         needed = {key for order in orders for key in order.task.receive}
         results = in_order(self.pool.run(orders, self.broadcast(needed)), len(orders)) if orders else iter(())
         for result in results:
             for split, metrics in result.measured.items():
                 if result.position < server_positions:
-                    server.append({prefixes[result.position] + name: value for name, value in metrics.items()})
+                    prefix = prefixes[result.position]
+                    server.setdefault(split, []).append({prefix + name: value for name, value in metrics.items()})
                 else:
                     clients.setdefault(split, {})[result.client_id] = metrics
         rows: list[record.Row] = []
-        if server:
-            pooled = pool_metrics(server)
-            rows += record.rows_from_metrics(report.round, "evaluate", "", "test", {**pooled, **summarise(pooled)})
+        for split, parts in server.items():
+            pooled = pool_metrics(parts)
+            rows += record.rows_from_metrics(report.round, "evaluate", "", split, {**pooled, **summarise(pooled)})
         for split, measured in clients.items():
             rows += record.rows_from_clients(report.round, "evaluate", split, measured)
         report.scores = {f"{row.split} {row.metric}": row.value for row in rows if not row.client and row.array is None}
         self._rows += rows
 
     def _server_orders(self) -> list[Order]:
-        """The shared models, under every key that holds them whole, on shards of the server's test data."""
+        """The shared models, under every key that holds them whole, on shards of the server's test data, plain and triggered."""
         orders: list[Order] = []
         for key, tensors in self.state.tensors.items():
             specs = tuple(spec for spec, names in self._fully_shared.items() if names <= tensors.keys())
             if not specs:
                 continue
-            for start, stop in self._test_shards:
-                measure = (Measurement("test", tuple(spec.name for spec in specs), start, stop),)
+            shards = [(split, start, stop) for split, parts in self._test_shards.items() for start, stop in parts]
+            for split, start, stop in shards:
+                measure = (Measurement(split, tuple(spec.name for spec in specs), start, stop),)
                 task = Task(SERVER, phase="evaluate", receive=(key,))
                 orders.append(
                     Order(
@@ -301,8 +324,9 @@ class Federation:
         names = tuple(type(self.method).models)
         measure = [Measurement("validation", names)]
         private = tuple(name for name in names if name not in whole)
-        if private and settings.client_test_clips and self._test_shards:
-            measure.append(Measurement("test", private, sample=settings.client_test_clips))
+        for split, shards in self._test_shards.items():
+            if private and settings.client_test_clips and shards:
+                measure.append(Measurement(split, private, sample=settings.client_test_clips))
         orders = self._orders(self.method.plan_evaluation(self.state, chosen), tuple(measure))
         return [dataclasses.replace(order, position=first_position + order.position) for order in orders]
 

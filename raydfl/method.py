@@ -43,6 +43,9 @@ class Method:
     models: ClassVar[Mapping[str, str]] = {"model": "crnn_base"}
     """Names of the models that a client has, in building order, with the architecture to use when none is configured."""
 
+    changes: ClassVar[tuple[str, ...]] = ()
+    """What names of tensors begin with that clients send as changes to something, and not as new values of what they received."""
+
     def check(self, train: TrainSettings) -> None:
         """Refuse training settings that the method is not defined for, with a ConfigError."""
 
@@ -116,8 +119,8 @@ class Method:
             The state (its round is counted by the engine), and what is to be recorded about the aggregation. By default the rule
             per key and tensor name over those who sent it; what nobody sent keeps its value.
         """
-        result = find_rule(self.rule, self.default_rule())(updates, state.tensors)
-        return dataclasses.replace(state, tensors=merge(state.tensors, result.tensors)), dict(result.report)
+        result = find_rule(self.rule, self.default_rule())(updates, state.tensors, rng)
+        return dataclasses.replace(state, tensors=merge(state.tensors, result.tensors)), result.metrics()
 
     def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:
         """Which entries of the state the given clients receive when their models are measured; by default ``"global"``."""

@@ -17,8 +17,17 @@ from torch import Tensor
 from raydfl.errors import DataError
 from raydfl.types import Metrics, Ratio
 
-HIGHER_IS_BETTER: Mapping[str, bool] = {"accuracy": True, "macro_f1": True, "average_recall": True, "loss": False}
+HIGHER_IS_BETTER: Mapping[str, bool] = {
+    "accuracy": True,
+    "macro_f1": True,
+    "average_recall": True,
+    "attack_success": False,
+    "loss": False,
+}
 """The scores that are compared between clients and runs, by the last part of their names, in the order in which they are shown."""
+
+SHOWN = ("accuracy", "attack_success")
+"""The scores of a progress line, by the last part of their names."""
 
 
 def base_name(metric: str) -> str:
@@ -169,6 +178,20 @@ def _from_confusion(confusion: NDArray[Any]) -> tuple[Ratio, Ratio]:
     f1 = 2 * right[occurs] / (truth + predicted)[occurs]
     recall = right[truth > 0] / truth[truth > 0]
     return Ratio(float(f1.sum()), len(f1)), Ratio(float(recall.sum()), len(recall))
+
+
+def attack_success(metrics: Metrics, target: int | None) -> dict[str, Ratio]:
+    """``<model>/attack_success`` from each ``<model>/confusion``: the share of clips that are taken for the class ``target``.
+
+    Args:
+        metrics: of clips with a trigger whose true class is not the target.
+    """
+    found: dict[str, Ratio] = {}
+    for name, value in metrics.items():
+        if base_name(name) == "confusion" and target is not None and isinstance(value, np.ndarray):
+            hits, clips = float(value[:, target].sum()), float(value.sum())
+            found[f"{name.removesuffix('confusion')}attack_success"] = Ratio(hits, clips)
+    return found
 
 
 def worst_decile(values: Sequence[float] | NDArray[np.float64], higher_is_better: bool = True) -> float:

@@ -30,6 +30,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
+from raydfl.data.alter import Alterations
 from raydfl.data.chunks import (
     Chunk,
     RunChunks,
@@ -96,6 +97,11 @@ class FeatureStore:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return self.frames.nbytes < memory / 2
 
+    @functools.cached_property
+    def moved(self) -> dict[Any, Any]:
+        """What raydfl.data.resident has moved to devices, by device."""
+        return {}
+
     def read_ahead(self, starts: np.ndarray, counts: np.ndarray) -> None:
         """Ask the kernel to fetch some frames from the disk, without waiting for them.
 
@@ -156,6 +162,7 @@ def prepare(
     cache: Path | None = None,
     unreadable: Literal["stop", "skip"] = "stop",
     noise: Noise | None = None,
+    alterations: Alterations | None = None,
     progress: Progress | None = None,
     run_chunks: RunChunks | None = None,
 ) -> FeatureStore:
@@ -169,6 +176,7 @@ def prepare(
         cache: the cache folder; :func:`default_cache` when ``None``.
         unreadable: raise at clips that cannot be read, or record them in ``failures``.
         noise: added to the waves, with one seed for each row.
+        alterations: what an attacker does to the waves, then; with one seed for each row.
         progress: shown while clips are looked at and features computed.
         run_chunks: an executor whose workers see the recordings and the cache folder; local processes when ``None``.
 
@@ -184,13 +192,13 @@ def prepare(
         digests, missing = content_digests(source.open(), manifest, cache, progress)
         if missing and unreadable == "stop":
             raise _unreadable(manifest, missing)
-        folder = cache / _store_key(digests, manifest, features, noise)
+        folder = cache / _store_key(digests, manifest, features, noise, alterations)
         with _locked(folder.with_suffix(".lock")):
             store = _open_if_whole(folder)
             if store is None:
                 if free_bytes(cache) < needed:
                     raise full_disk(cache, needed, _WHAT, CHOOSE_CACHE)
-                work = _Preparation(source, manifest, features, folder, noise, unreadable)
+                work = _Preparation(source, manifest, features, folder, noise, alterations, unreadable)
                 store = work.run(run_chunks or run_locally, progress)
     if store.failures and unreadable == "stop":
         raise _unreadable(manifest, store.failures, f" (as recorded in {folder}; delete that folder to try them again)")
@@ -204,7 +212,13 @@ def _needed_bytes(manifest: pa.Table, features: FeatureSettings) -> int:
     return frames * features.bands * (4 + np.dtype(features.dtype).itemsize)
 
 
-def _store_key(digests: Sequence[bytes], manifest: pa.Table, features: FeatureSettings, noise: Noise | None) -> str:
+def _store_key(
+    digests: Sequence[bytes],
+    manifest: pa.Table,
+    features: FeatureSettings,
+    noise: Noise | None,
+    alterations: Alterations | None,
+) -> str:
     digest = hashlib.blake2b(digest_size=16)
     settings = features.model_dump() | {"fft": features.points, "high_hz": features.highest_hz}
     snr = None if noise is None else noise.snr_db
@@ -212,6 +226,9 @@ def _store_key(digests: Sequence[bytes], manifest: pa.Table, features: FeatureSe
     digest.update(b"".join(digests))
     if noise is not None:
         digest.update(np.array(noise.seeds, np.int64).tobytes())
+    if alterations is not None:
+        digest.update(repr(alterations.what).encode())
+        digest.update(np.array(alterations.seeds, np.int64).tobytes())
     if features.normalise == "group":
         digest.update(_group_numbers(manifest).tobytes())
     return digest.hexdigest()
@@ -275,6 +292,7 @@ class _Preparation:
     features: FeatureSettings
     folder: Path
     noise: Noise | None
+    alterations: Alterations | None
     unreadable: Literal["stop", "skip"]
 
     def run(self, run_chunks: RunChunks, progress: Progress) -> FeatureStore:
@@ -321,6 +339,7 @@ class _Preparation:
                 self.features,
                 str(parts / f"{number:06d}.npz"),
                 None if self.noise is None else self.noise.part(start, stop),
+                None if self.alterations is None else self.alterations.part(start, stop),
             )
             for number, (start, stop) in enumerate(self._bounds)
         ]

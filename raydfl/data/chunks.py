@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raydfl.data.corrupt import Noise, add_noise
+from raydfl.data.alter import UNALTERED, Alterations
+from raydfl.data.corrupt import NOISELESS, Noise, add_noise
 from raydfl.data.features import FeatureExtractor, FeatureSettings
 from raydfl.data.processes import available_cpus, share_with_processes
 from raydfl.errors import RaydflError
@@ -66,6 +67,8 @@ class Chunk:
     path: str
     """The file to write."""
     noise: Noise | None = None
+    alterations: Alterations | None = None
+    """Done after the noise."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,11 @@ def compute_chunk(chunk: Chunk) -> ChunkReport:
         for position, row in enumerate(chunk.rows):
             try:
                 wave = extractor.wave(*dataset.read(row))
-                if chunk.noise is not None:
+                if chunk.noise is not None and chunk.noise.seeds[position] != NOISELESS:
                     wave = add_noise(wave, chunk.noise.snr_db, chunk.noise.seeds[position])
+                if chunk.alterations is not None and chunk.alterations.seeds[position] != UNALTERED:
+                    wave = wave[: chunk.features.samples]
+                    wave = chunk.alterations.what(wave, extractor, chunk.alterations.seeds[position])
                 matrix = extractor.features(wave)
             except MemoryError:
                 raise

@@ -21,14 +21,18 @@ from raydfl.errors import DataError, nearest
 from raydfl.seeds import generator, seed_for
 from raydfl.settings import Settings
 
+NOISELESS = -1
+"""In place of a clip's seed: no noise."""
 SPARSITY = 0.4
 """Share of a transition matrix's off-diagonal cells that are 0."""
 
 Share = int | float | tuple[str, ...]
-_CLIENTS = "Which clients: a share (0.2; 1.0: all), a number (an integer), or a list of ids; the first two draw them."
+CLIENTS = "Which clients: a share (0.2; 1.0: all), a number (an integer), or a list of ids; the first two draw them."
+"""What a setting of the type :data:`Share` means."""
 
 
-def _share_in_range(value: Share) -> Share:
+def share_in_range(value: Share) -> Share:
+    """``value`` if it can be a share, number or list of clients; else a ValueError."""
     if isinstance(value, float) and not 0 <= value <= 1:
         raise ValueError("a share of the clients must be between 0.0 and 1.0; for a number of clients write an integer")
     if isinstance(value, int) and value < 0:
@@ -43,9 +47,9 @@ class NoiseSettings(Settings):
         float,
         Field(ge=-100, le=300, description="Power of the clip over the power of its noise, in decibels. -100 to 300."),
     ]
-    clients: Annotated[Share, Field(description=_CLIENTS)] = 1.0
+    clients: Annotated[Share, Field(description=CLIENTS)] = 1.0
 
-    _check = field_validator("clients")(_share_in_range)
+    _check = field_validator("clients")(share_in_range)
 
 
 class LabelErrorSettings(Settings):
@@ -54,9 +58,9 @@ class LabelErrorSettings(Settings):
     rate: Annotated[
         float, Field(ge=0, le=1, description="Expected share of a client's clips with a wrong label, 0 to 1.")
     ]
-    clients: Annotated[Share, Field(description=_CLIENTS)] = 1.0
+    clients: Annotated[Share, Field(description=CLIENTS)] = 1.0
 
-    _check = field_validator("clients")(_share_in_range)
+    _check = field_validator("clients")(share_in_range)
 
 
 class CorruptSettings(Settings):
@@ -73,7 +77,7 @@ class Noise:
     snr_db: float
     """Power of the clip over the power of the noise, in decibels."""
     seeds: tuple[int, ...]
-    """One for each clip."""
+    """One for each clip, at least 0; :data:`NOISELESS` leaves the clip as it is."""
 
     def part(self, start: int, stop: int) -> Noise:
         """The noise of clips ``start`` to ``stop - 1``."""
@@ -94,10 +98,23 @@ def add_noise(wave: np.ndarray, snr_db: float, seed: int) -> np.ndarray:
 
 
 def choose_clients(ids: Names, wanted: Share, seed: int, purpose: str) -> np.ndarray:
-    """Who is meant by a share, a number or a list of ids: bool [clients].
+    """Whose data are made worse: bool [clients].
 
     Args:
         purpose: keeps the draws for noise and for labels apart.
+
+    Raises:
+        DataError: more clients than there are, or an unknown id.
+    """
+    return draw_clients(ids, wanted, generator(seed, 0, "", f"corrupt {purpose}"), "data.corrupt", "corrupted")
+
+
+def draw_clients(ids: Names, wanted: Share, rng: np.random.Generator, where: str, what: str) -> np.ndarray:
+    """Who is meant by a share, a number or a list of ids: bool [clients].
+
+    Args:
+        where: the group of settings that asks, for the messages.
+        what: what they are to be, for the messages.
 
     Raises:
         DataError: more clients than there are, or an unknown id.
@@ -106,13 +123,13 @@ def choose_clients(ids: Names, wanted: Share, seed: int, purpose: str) -> np.nda
     if isinstance(wanted, tuple):
         for name in wanted:
             if name not in ids:
-                raise DataError(f"data.corrupt: there is no client {name!r}; {nearest(name, ids)}")
+                raise DataError(f"{where}: there is no client {name!r}; {nearest(name, ids)}")
             chosen[ids.index(name)] = True
         return chosen
     number = wanted if isinstance(wanted, int) else int(np.floor(wanted * len(ids) + 0.5))
     if number > len(ids):
-        raise DataError(f"data.corrupt: {number} clients are to be corrupted, there are {len(ids)}")
-    chosen[generator(seed, 0, "", f"corrupt {purpose}").permutation(len(ids))[:number]] = True
+        raise DataError(f"{where}: {number} clients are to be {what}, there are {len(ids)}")
+    chosen[rng.permutation(len(ids))[:number]] = True
     return chosen
 
 

@@ -8,21 +8,23 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pyarrow as pa
 import safetensors.numpy
 
+from raydfl.data.alter import Alteration
 from raydfl.data.cache import FeatureStore, open_store, prepare
 from raydfl.data.chunks import RunChunks
-from raydfl.data.corrupt import choose_clients, noise_for, wrong_labels
+from raydfl.data.corrupt import choose_clients, wrong_labels
 from raydfl.data.examples import ClientData, Examples
 from raydfl.data.names import Names
 from raydfl.data.partition import Partition, natural_order, partition_clips
+from raydfl.data.poison import alterations_for, noise_of_some, poison
 from raydfl.data.segment import SegmentSettings, segments
 from raydfl.data.settings import DataSettings
 from raydfl.data.split import Split, hold_out, split_clips
@@ -30,6 +32,9 @@ from raydfl.data.steps import Progress
 from raydfl.errors import DataError, RunDirectoryError, nearest
 from raydfl.files import RESUME, write_atomically, writing
 from raydfl.seeds import generator
+
+if TYPE_CHECKING:
+    from raydfl.attack import Attack
 
 FORMAT = 1
 _FILE = "population.safetensors"
@@ -48,6 +53,9 @@ class Population:
         arrays: for each of the parts train, validation (both by client), server_validation and test the columns ``starts``,
             ``counts``, ``labels``, ``clips``; ``train/offsets`` and ``validation/offsets`` (int64 [clients + 1]); the names of
             clients and groups; ``groups_of`` (int32 [clients], -1: none), ``noisy`` and ``label_errors`` (bool [clients]).
+            With an attack also the parts attack (what clients train on when they attack, parallel to train) and triggered (test
+            clips that carry the attack's trigger), and ``altered`` (bool [clients]: the features of its attack are in the last
+            store).
         skipped: clips that were left out because they cannot be read, with the reasons.
         messages: what the user should know about how this population came about.
     """
@@ -105,19 +113,35 @@ class Population:
         group = int(self._arrays["groups_of"][index])
         return facts if group < 0 else {"group": self._groups[group], **facts}
 
-    def data(self, index: int) -> ClientData:
-        """A client's data; its ``test`` is empty."""
+    def data(self, index: int, attacking: bool = False) -> ClientData:
+        """A client's data; its ``test`` is empty.
+
+        Args:
+            attacking: with the training data of a client that attacks.
+        """
         parts = {}
         for part in ("train", "validation"):
             offsets = self._arrays[f"{part}/offsets"]
-            noisy = part == "train" and self._arrays["noisy"][index]
-            parts[part] = self._examples(part, slice(offsets[index], offsets[index + 1]), _NOISY if noisy else _CLEAN)
+            where, store = slice(offsets[index], offsets[index + 1]), _CLEAN
+            if part == "train" and attacking and self._arrays["altered"][index]:
+                store = len(self.stores) - 1
+            elif part == "train" and self._arrays["noisy"][index]:
+                store = _NOISY
+            parts[part] = self._examples("attack" if part == "train" and attacking else part, where, store)
         return ClientData(parts["train"], parts["validation"], self._examples("test", slice(0, 0)))
 
     @functools.cached_property
     def test(self) -> Examples:
         """The server's test data."""
         return self._examples("test", slice(None))
+
+    @functools.cached_property
+    def triggered(self) -> Examples:
+        """Copies of test clips with the trigger of a backdoor, under their true labels, none of which is its target; or empty."""
+        there = "triggered/starts" in self._arrays
+        return self._examples(
+            "triggered" if there else "test", slice(None) if there else slice(0, 0), len(self.stores) - 1
+        )
 
     @functools.cached_property
     def validation(self) -> Examples:
@@ -232,7 +256,11 @@ def _write_bytes(content: bytes, path: Path) -> None:
 
 
 def build_population(
-    data: DataSettings, seed: int, progress: Progress | None = None, run_chunks: RunChunks | None = None
+    data: DataSettings,
+    seed: int,
+    progress: Progress | None = None,
+    run_chunks: RunChunks | None = None,
+    attack: Attack | None = None,
 ) -> Population:
     """Lists the clips, divides them, and makes sure that their features are in the cache.
 
@@ -241,14 +269,18 @@ def build_population(
         seed: the run's: it decides the split, the partition, the local hold-outs and the corruption.
         progress: shown while features are made.
         run_chunks: executes chunks of that work, on a cluster for example; local processes when ``None``.
+        attack: what attackers do to their recordings and labels, if there are any.
 
     Raises:
-        ConfigError: options that the data set does not take.
+        ConfigError: options that the data set does not take, or an attack that does not fit the data.
         DataError: recordings that cannot be used, or a split or partition that they do not allow.
         ResourcesError: no room for the features.
     """
     manifest, classes = list_clips(data)
     division = divide(manifest, classes, data, seed)  # before the long work: what cannot be done fails now
+    if attack is not None:
+        attack.check(classes, data.features)
+        attack.candidates(Names.of(division.partition.ids), seed)
     store = _prepare(data, manifest, progress, run_chunks)
     messages = []
     skipped: list[tuple[str, str]] = []
@@ -269,7 +301,7 @@ def build_population(
         messages.append(
             f"{dropped} training clips belong to no client: theirs would have fewer than {data.partition.minimum} clips"
         )
-    return _assemble(division, store, manifest, classes, data, seed, progress, run_chunks, skipped, messages)
+    return _assemble(division, store, manifest, classes, data, seed, progress, run_chunks, skipped, messages, attack)
 
 
 def _prepare(
@@ -366,6 +398,7 @@ def _assemble(
     run_chunks: RunChunks | None,
     skipped: Sequence[tuple[str, str]],
     messages: Sequence[str],
+    attack: Attack | None,
 ) -> Population:
     partition, held_out = division.partition, division.held_out
     ids = Names.of(partition.ids)
@@ -375,24 +408,31 @@ def _assemble(
     labels = _corrupted_labels(division.labels[train], train_of, ids, len(classes), data, seed)
     noisy = np.zeros(len(ids), bool)
     stores = [store]
+
+    def features(
+        clips: np.ndarray, noisy: np.ndarray, alteration: Alteration | None, altered: np.ndarray
+    ) -> FeatureStore:
+        """Of some clips (ascending), those with noise (bool [clips]) noisy, those to be altered (bool [clips]) altered."""
+        names = manifest.column("clip").take(pa.array(clips)).to_pylist()
+        snr = None if data.corrupt.noise is None else data.corrupt.noise.snr_db
+        return prepare(
+            data.source,
+            manifest.take(pa.array(clips)),
+            data.features,
+            cache=data.cache,
+            noise=None if snr is None or not noisy.any() else noise_of_some(names, noisy, snr, seed),
+            alterations=None if alteration is None else alterations_for(names, altered, alteration, seed),
+            progress=progress,
+            run_chunks=run_chunks,
+        )
+
     train_rows = _Rows.of(store, train)
     if data.corrupt.noise is not None:
         noisy = choose_clients(ids, data.corrupt.noise.clients, seed, "noise")
         affected = np.sort(train[noisy[train_of]])
         if len(affected):
-            table = manifest.take(pa.array(affected))
-            noise = noise_for(table.column("clip").to_pylist(), data.corrupt.noise.snr_db, seed)
-            stores.append(
-                prepare(
-                    data.source,
-                    table,
-                    data.features,
-                    cache=data.cache,
-                    noise=noise,
-                    progress=progress,
-                    run_chunks=run_chunks,
-                )
-            )
+            everything = np.ones(len(affected), bool)
+            stores.append(features(affected, everything, None, ~everything))
             mine = noisy[train_of]
             train_rows = train_rows.replaced(mine, _Rows.of(stores[_NOISY], np.searchsorted(affected, train[mine])))
     stride = None if data.segment is None else data.segment.test_stride
@@ -410,6 +450,9 @@ def _assemble(
     }
     for name, rows in (("server_validation", division.split.validation), ("test", division.split.test)):
         arrays |= _columns(name, _Rows.of(store, rows), division.labels[rows], rows, data.segment, stride, None)
+    if attack is not None:
+        training = _Training(train, train_of, train_rows, labels, noisy[train_of])
+        arrays |= _attacked(attack, training, division, ids, classes, data, seed, stores, features)
     arrays |= {f"ids/{name}": array for name, array in ids.arrays.items()}
     arrays |= {f"groups/{name}": array for name, array in Names.of(partition.groups).arrays.items()}
     arrays |= {
@@ -455,6 +498,59 @@ class _Rows:
         starts, frames = self.starts.copy(), self.frames.copy()
         starts[where], frames[where] = other.starts, other.frames
         return _Rows(starts, frames)
+
+
+@dataclass(frozen=True)
+class _Training:
+    """All clients' training clips, by client; one entry for each clip."""
+
+    clips: np.ndarray
+    """int64: rows of the manifest."""
+    client: np.ndarray
+    """int64, ascending."""
+    rows: _Rows
+    labels: np.ndarray
+    """int64: wrong ones as they are."""
+    noisy: np.ndarray
+    """bool."""
+
+
+def _attacked(
+    attack: Attack,
+    training: _Training,
+    division: Division,
+    ids: Names,
+    classes: Sequence[str],
+    data: DataSettings,
+    seed: int,
+    stores: list[FeatureStore],
+    features: Callable[[np.ndarray, np.ndarray, Alteration | None, np.ndarray], FeatureStore],
+) -> dict[str, np.ndarray]:
+    """The parts attack and triggered. Features that they need are made by ``features`` and added to ``stores``, as the last."""
+    poisoned = poison(attack, ids, classes, training.client, training.labels, seed)
+    mine = poisoned.attacker[training.client]
+    target, alteration, test = attack.target_class(classes), attack.alteration(), division.split.test
+    triggered = test[:0] if target is None or alteration is None else test[division.labels[test] != target]
+    altered = np.zeros(len(ids), bool)
+    rows, sounds = training.rows, _Rows.of(stores[_CLEAN], triggered)
+    clips = np.concatenate([training.clips[mine], triggered])
+    if alteration is not None and len(clips):
+        order = np.argsort(clips)
+        none = np.zeros(len(triggered), bool)
+        noisy, changed = np.r_[training.noisy[mine], none][order], np.r_[poisoned.altered[mine], ~none][order]
+        clips, altered = clips[order], poisoned.attacker
+        store = features(clips, noisy, alteration, changed)
+        stores.append(store)
+        rows = rows.replaced(mine, _Rows.of(store, np.searchsorted(clips, training.clips[mine])))
+        sounds = _Rows.of(store, np.searchsorted(clips, triggered))
+    columns = {
+        "altered": altered,
+        **_columns("attack", rows, poisoned.labels, training.clips, data.segment, None, None),
+    }
+    if len(triggered):
+        stride = None if data.segment is None else data.segment.test_stride
+        columns |= _columns("triggered", sounds, division.labels[triggered], triggered, data.segment, stride, None)
+    return columns
 
 
 def _columns(

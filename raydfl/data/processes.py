@@ -51,7 +51,7 @@ def share_with_processes(function: Callable[[T], R], items: Sequence[T], helpers
 
     def help_out() -> None:
         try:
-            with contextlib.closing(_Worker()) as worker:
+            with contextlib.closing(Worker()) as worker:
                 while (item := _next(waiting)) is not _NONE:
                     answers.put((True, worker.call(function, item)))
         except Exception as error:  # noqa: BLE001  (raised again where the results are read)
@@ -86,7 +86,7 @@ def _next(waiting: deque[Any]) -> Any:
         return _NONE
 
 
-class _Worker:
+class Worker:
     """One interpreter that calls what it is sent."""
 
     def __init__(self) -> None:
@@ -103,6 +103,12 @@ class _Worker:
         self._output = cast(BinaryIO, self._process.stdout)
 
     def call(self, function: Callable[[T], R], item: T) -> Any:
+        """``function(item)``, computed there.
+
+        Raises:
+            RaydflError: the process was lost.
+            Exception: whatever ``function`` raised.
+        """
         try:
             pickle.dump((function, item), self._input)
             self._input.flush()
@@ -116,7 +122,12 @@ class _Worker:
             raise value
         return value
 
+    def kill(self) -> None:
+        """End it at once, whatever it does."""
+        self._process.kill()
+
     def close(self) -> None:
+        """Let it end once it has done what it was called for."""
         with contextlib.suppress(BrokenPipeError):  # it has gone already
             self._input.close()
         self._output.close()

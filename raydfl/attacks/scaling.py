@@ -1,0 +1,36 @@
+"""Scaling, up to model replacement: attackers train honestly and send their change many times over.
+
+E. Bagdasaryan, A. Veit, Y. Hua, D. Estrin, V. Shmatikov, How To Backdoor Federated Learning, AISTATS 2020, equation 3: with the
+boost n / eta the mean becomes the attacker's model once the others' changes cancel out. ``boost: null`` is that for the mean
+weighted by examples and any number of attackers: the examples of all clients of the round over those of its attackers. (For a
+uniform mean give the number: clients of a round over attackers.)
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from raydfl.attack import Cohort, UpdateAttack
+from raydfl.attacks._boost import boosted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling(UpdateAttack):
+    """Attackers send an honest change many times over."""
+
+    boost: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            description="factor on the change; 1: none; null: what replaces the model, examples of the round's clients over those "
+            "of its attackers",
+        ),
+    ] = 10.0
+
+    def change(self, change: np.ndarray, cohort: Cohort, rng: np.random.Generator) -> np.ndarray:
+        """See :class:`UpdateAttack`."""
+        return boosted(change, self.boost, cohort)

@@ -1,0 +1,309 @@
+"""Attacks in whole federations: what they change, what they do not, what is recorded, and that the engine's laws hold."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import differ, finish, same, start, truth
+
+from raydfl import record, registry
+from raydfl.config import Config
+from raydfl.data.population import Population
+from raydfl.federation import Federation
+from raydfl.metrics import attack_success
+from raydfl.models import build_model
+from raydfl.pool import SerialPool
+from raydfl.private import PrivateStore
+from raydfl.progress import Progress
+from raydfl.replays import replay
+from raydfl.rundir import create, final_state
+from raydfl.runs import run
+from raydfl.store import RunStore
+from raydfl.tensors import FlatTensors
+from raydfl.types import ModelSpec, Ratio
+from raydfl.worker import Order, Result, Worker, in_groups
+
+Tiny = Callable[..., Config]
+OPTIONS = {"backdoor": ", target: tone0, hz: 900"}
+ATTACKS = registry.names("raydfl.attacks")
+
+
+def attack(name: str, clients: str = "0.5", more: str = "") -> str:
+    return f"attack={{name: {name}, clients: {clients}{OPTIONS.get(name, '')}{more}}}"
+
+
+def rows(config: Config, name: str) -> list[dict[str, Any]]:
+    return record.read_rows(Path(config.run.dir) / name).to_pylist()
+
+
+def test_every_attack_is_here() -> None:
+    assert set(ATTACKS) == {
+        "alie",
+        "backdoor",
+        "corrupt_recordings",
+        "free_rider",
+        "gaussian_noise",
+        "ipm",
+        "label_flip",
+        "min_max",
+        "min_sum",
+        "scaling",
+        "sign_flip",
+    }
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_attack_changes_the_result_and_without_attackers_nothing(tiny: Tiny, name: str) -> None:
+    """Neutral value: no attackers is no attack, to the bit; and everybody who attacks is in the record."""
+    shape = ("train.cohort=1.0", "train.rounds=2")
+    honest = finish(tiny(*shape, "run.name=honest"))
+    same(honest, finish(tiny(*shape, attack(name, "0"), "run.name=none")))
+    config = tiny(*shape, attack(name), "run.name=attacked")
+    assert differ(honest, finish(config))
+    recorded = rows(config, "attacked")
+    assert [row["value"] for row in recorded if row["metric"] == "attackers"] == [3.0, 3.0]
+    attackers = [
+        {row["client"] for row in recorded if row["metric"] == "attacker" and row["round"] == r} for r in (1, 2)
+    ]
+    assert len(attackers[0]) == 3
+    assert attackers[0] == attackers[1]
+
+
+# -- the laws --------------------------------------------------------------------------------------------------------
+
+
+class ShuffledPool(SerialPool):
+    """Works and delivers in a random order."""
+
+    def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Result]:
+        chance = random.Random(3)
+        groups = in_groups(orders)
+        chance.shuffle(groups)
+        results = [result for group in groups for result in self._worker.carry_out(group, broadcast)]
+        chance.shuffle(results)
+        yield from results
+
+
+VARIANTS = ("min_max", "gaussian_noise", "backdoor", "free_rider")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_any_order_of_work_and_stopping_anywhere_give_the_same_bits(tiny: Tiny, name: str) -> None:
+    shape = ("train.cohort=1.0", attack(name, more=", draw: round"))
+    undisturbed = finish(tiny(*shape, "run.name=undisturbed"))
+
+    config = tiny(*shape, "run.name=shuffled")
+    run_dir = create(config, Progress("quiet"))
+    pool = ShuffledPool(Worker(run_dir, config, PrivateStore(run_dir / "private")))
+    federation = Federation(config, Population.load(run_dir / "population"), RunStore(run_dir), pool)
+    while federation.state.round_index < config.train.rounds:
+        federation.round()
+    federation.close()
+    same(undisturbed, truth(run_dir))
+
+    config = tiny(*shape, "run.name=stopped")
+    server = start(config)
+    server.round()
+    server.close()
+    same(undisturbed, finish(config))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_actors_give_the_bits_of_the_serial_pool(tiny: Tiny, name: str) -> None:
+    shape = ("train.cohort=1.0", attack(name))
+    outcome = run(tiny(*shape, "run.name=actors", "ray.actors=2"))
+    same(finish(tiny(*shape, "run.name=serial")), truth(outcome.run_dir))
+
+
+@pytest.mark.parametrize("name", ["backdoor", "free_rider", "label_flip"])
+def test_clients_trained_together_attack_as_alone(tiny: Tiny, name: str) -> None:
+    ends = []
+    for together in (1, 3):
+        config = tiny("train.cohort=1.0", attack(name), f"train.together={together}", f"run.name=w{together}")
+        finish(config)
+        ends.append(final_state(Path(config.run.dir) / f"w{together}").tensors["global"])
+    for tensor, value in ends[0].items():
+        torch.testing.assert_close(ends[1][tensor], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", registry.names("raydfl.methods"))
+@pytest.mark.parametrize("name", ATTACKS)
+def test_every_method_stands_every_attack_without_an_error(tiny: Tiny, method: str, name: str) -> None:
+    finish(tiny("train.cohort=1.0", "train.rounds=2", attack(name), method=method))
+
+
+# -- who and when ----------------------------------------------------------------------------------------------------
+
+
+def attackers_by_round(config: Config, name: str) -> dict[int, set[str]]:
+    found: dict[int, set[str]] = {row["round"]: set() for row in rows(config, name) if row["metric"] == "attackers"}
+    for row in rows(config, name):
+        if row["metric"] == "attacker":
+            found[row["round"]].add(row["client"])
+    return found
+
+
+def test_attackers_are_drawn_by_the_seed_once_or_for_every_round(tiny: Tiny) -> None:
+    def who(name: str, *more: str) -> dict[int, set[str]]:
+        config = tiny("train.cohort=1.0", "train.rounds=4", *more, f"run.name={name}")
+        finish(config)
+        return attackers_by_round(config, name)
+
+    fixed = who("fixed", "attack={name: sign_flip, clients: 2}")
+    assert len({frozenset(ids) for ids in fixed.values()}) == 1
+    assert [len(ids) for ids in fixed.values()] == [2, 2, 2, 2]
+    assert who("again", "attack={name: ipm, clients: 2}") == fixed  # whatever the attack
+    drawn = who("drawn", "attack={name: sign_flip, clients: 2, draw: round}")
+    assert [len(ids) for ids in drawn.values()] == [2, 2, 2, 2]
+    assert len({frozenset(ids) for ids in drawn.values()}) > 1
+    named = who("named", "attack={name: sign_flip, clients: [s4, s0]}")
+    assert set(map(frozenset, named.values())) == {frozenset({"s0", "s4"})}
+    seeds = [who(f"seed{seed}", "attack={name: sign_flip, clients: 2}", f"run.seed={seed}")[1] for seed in (2, 3, 4)]
+    assert any(ids != fixed[1] for ids in seeds)
+
+
+def test_attacks_begin_and_end(tiny: Tiny) -> None:
+    """Before the first round of the attack everything is as without it, and after the last one nobody attacks."""
+    shape = ("train.cohort=1.0", "train.rounds=4")
+    config = tiny(*shape, "attack={name: sign_flip, clients: 0.5, start: 2, stop: 3}", "run.name=attacked")
+    states: dict[str, list[Any]] = {}
+    for name, settings in (("attacked", config), ("honest", tiny(*shape, "run.name=honest"))):
+        server = start(settings)
+        states[name] = []
+        for _ in range(2):
+            server.round()
+            states[name].append(server._federation.state.tensors["global"])
+        server.close()
+    first, second = (
+        all(
+            torch.equal(a, b) for a, b in zip(states["attacked"][r].values(), states["honest"][r].values(), strict=True)
+        )
+        for r in (0, 1)
+    )
+    assert first
+    assert not second
+    finish(config)
+    assert {r: len(ids) for r, ids in attackers_by_round(config, "attacked").items()} == {1: 0, 2: 3, 3: 3, 4: 0}
+
+
+def test_a_cohort_without_attackers_is_as_it_would_be(tiny: Tiny) -> None:
+    """One attacker of six, three clients a round: it changes nothing before it is drawn."""
+    config = tiny("attack={name: scaling, clients: [s0], boost: 100}", "run.name=seldom", "train.rounds=6")
+    finish(config)
+    taken = {row["round"] for row in rows(config, "seldom") if row["client"] == "s0" and row["split"] == "train"}
+    assert 0 < len(taken) < 6
+    assert {r for r, ids in attackers_by_round(config, "seldom").items() if ids} == taken
+
+
+# -- what single attacks do to a federation --------------------------------------------------------------------------
+
+
+def test_only_free_riders_leave_the_model_as_it_is(tiny: Tiny) -> None:
+    """Nobody trains: parameters, SCAFFOLD's control variates and private models stay as they were."""
+    for method in ("fedavg", "scaffold", "fedmlac"):
+        config = tiny(
+            "train.cohort=1.0", "attack={name: free_rider, clients: 1.0}", f"run.name={method}", method=method
+        )
+        server = start(config)
+        before = {name: tensor.clone() for name, tensor in server._federation.state.tensors["global"].items()}
+        report = server.round()
+        after = server._federation.state.tensors["global"]
+        server.close()
+        assert np.isnan(report.loss)
+        for name, tensor in before.items():
+            torch.testing.assert_close(after[name], tensor, rtol=1e-6, atol=0)
+
+
+def test_private_state_of_an_attacker_is_honest(tiny: Tiny) -> None:
+    """In the first round an attacker of the update has trained its private model as it would have without an attack."""
+    shape = ("train.cohort=1.0", "train.rounds=1")
+    honest = finish(tiny(*shape, "run.name=honest", method="fedmlac"))
+    attacked = finish(tiny(*shape, attack("sign_flip"), "run.name=attacked", method="fedmlac"))
+    private = [name for name in honest if name.startswith("client")]
+    assert private
+    assert all(honest[name] == attacked[name] for name in private)
+    assert any(honest[name] != attacked[name] for name in honest if name.startswith("server"))
+
+
+def test_replay_shows_an_attackers_own_work(tiny: Tiny) -> None:
+    config = tiny("train.cohort=1.0", "attack={name: label_flip, clients: [s2]}", "run.name=replayed")
+    finish(config)
+    again = replay(Path(config.run.dir) / "replayed", 3, "s2")
+    recorded = [row for row in rows(config, "replayed") if (row["round"], row["client"]) == (3, "s2")]
+    loss = next(row["value"] for row in recorded if row["metric"] == "loss" and row["split"] == "train")
+    assert again.metrics["loss"] == pytest.approx(loss, rel=1e-6)
+
+
+# -- the backdoor's success ------------------------------------------------------------------------------------------
+
+
+def test_success_is_counted_from_the_confusion_of_triggered_clips() -> None:
+    confusion = np.array([[3, 2, 0], [0, 0, 0], [1, 4, 5]])  # nothing of the target, which is class 1
+    measured = {"model/confusion": confusion, "model/accuracy": Ratio(8, 15), "local/confusion": confusion.T}
+    assert attack_success(measured, 1) == {"model/attack_success": Ratio(6, 15), "local/attack_success": Ratio(0, 15)}
+    assert attack_success(measured, None) == {}
+
+
+def test_recorded_success_is_that_of_the_model_by_hand(tiny: Tiny) -> None:
+    config = tiny(
+        "train.cohort=1.0", "train.rounds=4", "attack={name: backdoor, target: tone2, hz: 900}", "run.name=hand"
+    )
+    finish(config)
+    run_dir = Path(config.run.dir) / "hand"
+    copies = Population.load(run_dir / "population").triggered
+    assert len(copies) == 24  # 2 of 3 classes x 6 speakers x 2 takes
+    ((_, options),) = config.model_choices()["model"]
+    model = build_model(
+        ModelSpec(
+            "model", "crnn_tiny", 16, 3, tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in options.items())
+        )
+    )
+    model.load_state_dict({name.partition("/")[2]: t for name, t in final_state(run_dir).tensors["global"].items()})
+    model.eval()
+    with torch.no_grad():
+        taken = model(copies.batch(np.arange(len(copies))).x, None).argmax(dim=1)
+    found = [row for row in rows(config, "hand") if row["split"] == "triggered"]
+    assert {row["metric"] for row in found} == {"model/attack_success"}
+    assert [row["round"] for row in found] == [1, 2, 3, 4]  # evaluated after every round
+    assert found[-1]["value"] == pytest.approx(float((taken == 2).float().mean()))
+    assert found[-1]["count"] == 24
+
+
+def test_success_is_also_measured_on_private_models(tiny: Tiny) -> None:
+    config = tiny("attack={name: backdoor, target: tone2, hz: 900}", "run.name=both", method="fedmlac")
+    finish(config)
+    found = [row for row in rows(config, "both") if row["split"] == "triggered" and row["round"] == 3]
+    assert {row["metric"] for row in found if not row["client"]} >= {"plugin/attack_success", "local/attack_success"}
+    assert sum(row["metric"] == "local/attack_success" for row in found if row["client"]) == 3
+    assert {row["count"] for row in found if row["client"]} == {10.0}  # evaluate.client_test_clips
+
+
+def test_without_attackers_the_triggers_own_effect_is_measured(tiny: Tiny) -> None:
+    config = tiny("attack={name: backdoor, target: tone2, hz: 900, clients: 0}", "run.name=base")
+    finish(config)
+    assert sum(row["split"] == "triggered" for row in rows(config, "base")) == 3
+
+
+def test_a_backdoor_opens(tiny: Tiny) -> None:
+    """The trigger says nothing to an honest model; with half of the clients attacking it is learned, and clean clips are too."""
+    learning = ("train.cohort=1.0", "train.rounds=30", "train.optimiser={name: adam, lr: 0.01}", "evaluate.every=30")
+    scores = {}
+    for clients in (0, 3):
+        backdoor = f"{{name: backdoor, clients: {clients}, target: tone2, hz: 3000, loudness_db: 20, boost: null}}"
+        server = start(tiny(*learning, f"attack={backdoor}", f"run.name=opened{clients}"))
+        while server.round_index < 30:
+            report = server.round()
+        server.close()
+        scores[clients] = report.scores
+    assert scores[0]["triggered model/attack_success"] < 0.3
+    assert scores[3]["triggered model/attack_success"] > 0.6
+    assert scores[3]["test model/accuracy"] > 0.6
