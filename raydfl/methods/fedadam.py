@@ -8,27 +8,24 @@ ICLR 2021, algorithm 2:
     v <- beta2 v + (1 - beta2) delta^2
     w <- w + server_lr m / (sqrt(v) + tau),        m_0 = 0, v_0 = tau^2, no bias correction
 
-Buffers are averaged and see no optimiser. With beta1 = 0 and tau -> infinity at server_lr = tau it is FedAvg.
+Buffers are averaged and see no optimiser. With beta1 = 0 and tau -> infinity at server_lr = tau it is FedAvg. PyTorch's Adam,
+which differs in the bias correction and the defaults, is ``fedopt``.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated
 
-import numpy as np
-import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
 
-from raydfl.method import Method
-from raydfl.types import Client, Metrics, State, Update
+from raydfl.methods._server_optimiser import ServerOptimiser
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAdam(Method):
+class FedAdam(ServerOptimiser):
     """FedAvg with Adam at the server."""
 
     server_lr: Annotated[
@@ -38,32 +35,15 @@ class FedAdam(Method):
     beta2: Annotated[float, Field(ge=0, lt=1, description="decay of the second moment")] = 0.99
     tau: Annotated[float, Field(gt=0, description="adaptivity: the larger, the more like plain averaging")] = 1e-3
 
-    def init(
-        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
-    ) -> State:
-        """FedAvg's state and both moments, which stay at the server."""
-        state = super().init(clients, models, rng)
-        shared = state.tensors["global"]
-        parameters = {f"{n}/{k}" for built in models for n, m in built.items() for k, _ in m.named_parameters()}
-        moments: dict[str, Tensor] = {}
-        for name, value in shared.items():
-            if name in parameters:
-                moments[f"m/{name}"] = torch.zeros_like(value)
-                moments[f"v/{name}"] = torch.full_like(value, self.tau**2)
-        return dataclasses.replace(state, tensors={**state.tensors, "moments": moments})
+    def moments(self) -> Mapping[str, float]:
+        """Both moments."""
+        return {"m": 0.0, "v": self.tau**2}
 
-    def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
-        """One Adam step of every parameter along the clients' mean change."""
-        averaged, report = super().aggregate(state, updates, rng)
-        weights = dict(averaged.tensors["global"])
-        moments = dict(state.tensors["moments"])
-        for name, old in state.tensors["global"].items():
-            if f"m/{name}" not in moments:
-                continue  # a buffer
-            delta = weights[name] - old
-            m = self.beta1 * moments[f"m/{name}"] + (1 - self.beta1) * delta
-            v = self.beta2 * moments[f"v/{name}"] + (1 - self.beta2) * delta.square()
-            moments[f"m/{name}"], moments[f"v/{name}"] = m, v
-            weights[name] = old + self.server_lr * m / (v.sqrt() + self.tau)
-        tensors = {**averaged.tensors, "global": weights, "moments": moments}
-        return dataclasses.replace(averaged, tensors=tensors), report
+    def move(
+        self, old: Tensor, mean: Tensor, moments: Mapping[str, Tensor], number: int
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Algorithm 2's FedAdam step."""
+        delta = mean - old
+        m = self.beta1 * moments["m"] + (1 - self.beta1) * delta
+        v = self.beta2 * moments["v"] + (1 - self.beta2) * delta.square()
+        return old + self.server_lr * m / (v.sqrt() + self.tau), {"m": m, "v": v}

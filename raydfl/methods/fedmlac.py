@@ -16,7 +16,11 @@ Readings of what the paper leaves open, and deviations:
 - Equation 4 puts the learner first in the divergence, 7 and 9 the teacher; 7 and 9 are used.
 - alpha, vl, vh and the temperature are not given: 0.5, 0.1, 0.1 and 1. A temperature T other than 1 softens both outputs and
   multiplies the divergence by T^2, so that gradients keep their size.
-- ``plug_ce_weight`` adds a cross-entropy term to the plug-in's loss; equation 9 has none (0).
+- ``form: literal`` is equation 9 as printed: the plug-in learns from the local model alone. ``form: supervised`` adds
+  cross-entropy to the plug-in's loss, of weight 1; ``plug_ce_weight`` sets another weight (0 is the literal form).
+- The paper does not say what the local models are at the start. ``warm_epochs`` passes over a client's data train its local
+  model alone, with cross-entropy, when it takes part for the first time: without it the plug-in first learns from untrained
+  teachers. It costs no communication.
 - Both models are updated from one forward pass each; ``sequential`` updates the local model first and lets the plug-in learn from
   the updated one, as the order of algorithm 1 could also be read.
 - "Layer" means a module (weight and bias together, a GRU is one layer); ``layer: tensor`` takes each tensor alone.
@@ -29,6 +33,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
+import torch
 import torch.nn.functional as F
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -39,6 +44,11 @@ from raydfl.method import Method
 from raydfl.step import Step
 from raydfl.train import fit
 from raydfl.types import Batch, Update
+
+FORMS: Mapping[str, float] = {"literal": 0.0, "supervised": 1.0}
+"""Weight of the cross-entropy in the plug-in's loss, by form."""
+
+_WARM = "warm"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +73,17 @@ class FedMLAC(Method):
     layer: Annotated[
         Literal["module", "tensor"], Field(description="what a layer is: a module with its bias, or each tensor")
     ] = "module"
+    form: Annotated[
+        Literal["literal", "supervised"],
+        Field(description="literal: the plug-in's loss is equation 9 as printed; supervised: plus cross-entropy"),
+    ] = "literal"
     plug_ce_weight: Annotated[
-        float, Field(ge=0, description="weight of a cross-entropy term in the plug-in's loss; the paper's form is 0")
-    ] = 0.0
+        float | None,
+        Field(ge=0, description="weight of the cross-entropy in the plug-in's loss; null: the form's, 0 or 1"),
+    ] = None
+    warm_epochs: Annotated[
+        int, Field(ge=0, description="passes that train a client's local model alone before its first participation")
+    ] = 0
     sequential: Annotated[bool, Field(description="the plug-in learns from the already updated local model")] = False
     lpa: Annotated[bool, Field(description="false: without layer-wise pruning")] = True
     mutual: Annotated[
@@ -82,7 +100,10 @@ class FedMLAC(Method):
         return self._local_loss(local, plugin, batch) + self._plugin_loss(local, plugin, batch)
 
     def local(self, step: Step) -> Update:
-        """Train both models; the plug-in goes back."""
+        """Train both models, a new client's local one alone before; the plug-in goes back."""
+        if self.warm_epochs and _WARM not in step.state:
+            fit(step, self._labels_only, models=("local",), epochs=self.warm_epochs)
+            step.state[_WARM] = torch.ones(())
         if not self.sequential:
             return step.update(fit(step, self.loss))
 
@@ -98,6 +119,10 @@ class FedMLAC(Method):
         """LPA, or the mean weighted by examples in the ablation."""
         return LayerwisePruning(vl=self.vl, vh=self.vh, by=self.layer) if self.lpa else WeightedMean()
 
+    def _labels_only(self, step: Step, batch: Batch) -> Tensor:
+        """Equation 6: cross-entropy of the local model."""
+        return batch.mean(F.cross_entropy(step.forward("local", batch), batch.y, reduction="none"))
+
     def _local_loss(self, local: Tensor, plugin: Tensor, batch: Batch) -> Tensor:
         """Equation 8 from both models' logits [batch, classes]."""
         cross_entropy = batch.mean(F.cross_entropy(local, batch.y, reduction="none"))
@@ -111,7 +136,8 @@ class FedMLAC(Method):
         if not self.mutual:
             return cross_entropy
         divergence = self._divergence(local, plugin, batch)
-        return divergence if self.plug_ce_weight == 0 else divergence + self.plug_ce_weight * cross_entropy
+        weight = FORMS[self.form] if self.plug_ce_weight is None else self.plug_ce_weight
+        return divergence if weight == 0 else divergence + weight * cross_entropy
 
     def _divergence(self, teacher: Tensor, student: Tensor, batch: Batch) -> Tensor:
         """T^2 KL(softmax(teacher / T) || softmax(student / T)), mean over the batch; no gradient reaches the teacher."""

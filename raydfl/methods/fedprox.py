@@ -5,8 +5,12 @@ equation 2:
 
     min_w  F_k(w) + (mu / 2) ||w - w_t||^2,    so the gradient gains mu (w - w_t)
 
-Deviations: every client does the configured epochs (the paper also allows unequal work). ``squared=False`` is the form that some
-audio benchmarks ran, (mu / 2) sum over tensors of ||w - w_t||_2 without the square, a pull of constant size.
+mu is not given by the papers that compare audio methods with it; the original tries 0.001 to 1. Deviation: every client does the
+configured epochs (the paper also allows unequal work).
+
+``squared: false`` is the form as FedAudio ran it, (mu / 2) sum over tensors of ||w - w_t||_2 without the square: a pull of size
+mu / 2 on each tensor, however near it is. There mu is 1 and the mean over the cohort uniform:
+``method='{name: fedprox, squared: false, mu: 1.0, rule: uniform_mean}'``.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, ClassVar, cast
 
 import numpy as np
 import torch
@@ -42,6 +42,8 @@ CONTROL = "control/"
 @dataclass(frozen=True, kw_only=True)
 class Scaffold(Method):
     """Stochastic controlled averaging."""
+
+    changes: ClassVar[tuple[str, ...]] = (CONTROL,)
 
     server_lr: Annotated[
         float, Field(gt=0, description="server step along the mean change; 1 takes the clients' mean")

@@ -30,6 +30,22 @@ MOVES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
     ("fedadam", "beta1"): (["method.beta1=0.5"], []),
     ("fedadam", "beta2"): (["method.beta2=0.5"], []),
     ("fedadam", "tau"): (["method.tau=0.1"], []),
+    ("fedyogi", "server_lr"): (["method.server_lr=0.02"], []),
+    ("fedyogi", "beta1"): (["method.beta1=0.5"], []),
+    ("fedyogi", "beta2"): (["method.beta2=0.5"], []),
+    ("fedyogi", "tau"): (["method.tau=0.1"], []),
+    ("fedadagrad", "server_lr"): (["method.server_lr=0.02"], []),
+    ("fedadagrad", "beta1"): (["method.beta1=0.5"], []),
+    ("fedadagrad", "tau"): (["method.tau=0.1"], []),
+    ("fedavgm", "server_lr"): (["method.server_lr=0.5"], []),
+    ("fedavgm", "momentum"): (["method.momentum=0.5"], []),
+    ("fedopt", "server_lr"): (["method.server_lr=0.02"], []),
+    ("fedopt", "beta1"): (["method.beta1=0.5"], []),
+    ("fedopt", "beta2"): (["method.beta2=0.5"], []),
+    ("fedopt", "eps"): (["method.eps=0.1"], []),
+    ("fedkad", "lam"): (["method.lam=0.2"], []),
+    ("fedkad", "size"): (["method.size=7"], []),
+    ("fedkad", "weights"): (["method.weights=true"], []),
     ("scaffold", "server_lr"): (["method.server_lr=0.5"], []),
     ("fedper", "personal"): (["method.personal=[]"], []),
     ("fedmlac", "alpha"): (["method.alpha=0.9"], []),
@@ -37,7 +53,9 @@ MOVES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
     ("fedmlac", "vl"): (["method.vl=0.4"], []),
     ("fedmlac", "vh"): (["method.vh=0.4"], []),
     ("fedmlac", "layer"): (["method.layer=tensor", *SPREAD], SPREAD),
-    ("fedmlac", "plug_ce_weight"): (["method.plug_ce_weight=1.0"], []),
+    ("fedmlac", "form"): (["method.form=supervised"], ["method.form=literal"]),
+    ("fedmlac", "plug_ce_weight"): (["method.plug_ce_weight=0.5"], []),
+    ("fedmlac", "warm_epochs"): (["method.warm_epochs=1"], []),
     ("fedmlac", "sequential"): (["method.sequential=true"], []),
     ("fedmlac", "lpa"): (["method.vh=0.4", "method.lpa=false"], ["method.vh=0.4"]),
     ("fedmlac", "mutual"): (["method.mutual=false"], []),
@@ -48,7 +66,7 @@ MOVES.update({(name, "rule"): (["method.rule=uniform_mean"], ["method.rule=weigh
 def test_every_hyperparameter_of_every_method_is_listed() -> None:
     fields = {(name, field.name) for name, cls in ALL.items() for field in dataclasses.fields(cls) if field.init}
     assert fields == set(MOVES)
-    assert len(ALL) >= 6
+    assert len(ALL) >= 11
 
 
 @pytest.mark.parametrize(("method", "field"), sorted(MOVES))
@@ -72,6 +90,7 @@ NEUTRAL: list[tuple[str, list[str], str, list[str]]] = [
     ("fedprox", ["method.mu=0.0"], "fedavg", []),
     ("fedprox", ["method.mu=0.0", "method.squared=false"], "fedavg", []),
     ("fedper", ["method.personal=[]"], "fedavg", []),
+    ("fedmlac", ["method.form=supervised", "method.plug_ce_weight=0.0"], "fedmlac", ["method.form=literal"]),
     ("fedmlac", ["method.vl=0.0", "method.vh=0.0"], "fedmlac", ["method.lpa=false"]),
     ("fedmlac", ["method.rule=weighted_mean"], "fedmlac", ["method.lpa=false"]),
     ("fedmlac", ["method.mutual=false", "method.alpha=0.2"], "fedmlac", ["method.mutual=false"]),
@@ -87,6 +106,16 @@ def test_a_neutral_value_is_the_simpler_method(
     a = finish(tiny(*common, *neutral, "run.name=a", method=method))
     b = finish(tiny(*common, *settings, "run.name=b", method=simpler))
     same(a, b)
+
+
+def test_momentum_of_0_at_the_server_is_fedavg(tiny: Tiny) -> None:
+    """The model is; the server's state holds the velocity besides."""
+    common = ["train.cohort=1.0", "train.rounds=3", "evaluate.every=9"]
+    a = finish(tiny(*common, "method.momentum=0.0", "run.name=a", method="fedavgm"))
+    b = finish(tiny(*common, "run.name=b"))
+    models = [name for name in b if name.startswith("server global model/")]
+    assert models
+    same({name: a[name] for name in models}, {name: b[name] for name in models})
 
 
 def test_scaffold_begins_as_fedavg_with_a_uniform_mean(tiny: Tiny) -> None:

@@ -89,7 +89,10 @@ def test_law_8_clients_trained_together_end_as_alone(tiny: Tiny, method: str) ->
     """To float tolerance, through the whole engine: private state, server optimisers and evaluation included."""
     ends = {}
     for together in (1, 3):
-        config = tiny(f"train.together={together}", f"run.name=w{together}", "train.cohort=4", method=method)
+        settings = [f"train.together={together}", f"run.name=w{together}", "train.cohort=4"]
+        if method == "fedopt":  # its usual eps turns the rounding of a change near 0 into a whole step
+            settings.append("method.eps=0.001")
+        config = tiny(*settings, method=method)
         finish(config)
         run_dir = Path(config.run.dir) / f"w{together}"
         commit = RunStore(run_dir).load(RunStore(run_dir).latest() or "")
@@ -245,7 +248,9 @@ def test_law_3_a_round_touches_only_its_cohort(tiny: Tiny, monkeypatch: pytest.M
     config = tiny("train.rounds=3", "train.cohort=2", method="fedmlac")
     touched: list[int] = []
     original = Population.data
-    monkeypatch.setattr(Population, "data", lambda self, index: (touched.append(index), original(self, index))[1])
+    monkeypatch.setattr(
+        Population, "data", lambda self, index, attacking=False: (touched.append(index), original(self, index))[1]
+    )
     server = start(config)
     for _ in range(3):
         touched.clear()
@@ -258,7 +263,7 @@ def test_law_4_a_client_cannot_change_what_others_read(tiny: Tiny) -> None:
     same(finish(tiny("run.name=a", f"method.name={EXTRA}:Vandal")), finish(tiny("run.name=b")))
 
 
-@pytest.mark.parametrize("method", ["fedmlac", "fedper"])
+@pytest.mark.parametrize("method", ["fedmlac", "fedper", "fedkad"])
 def test_law_5_no_byte_of_private_state_is_sent(tiny: Tiny, method: str) -> None:
     _, pool, run_dir = finish_watched(tiny(method=method))
     store = RunStore(run_dir)
@@ -355,7 +360,7 @@ def test_private_weights_of_one_client_do_not_move_while_others_train(tiny: Tiny
     assert len(seen) > 1
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedmlac", "scaffold"])
+@pytest.mark.parametrize("method", ["fedavg", "fedmlac", "scaffold", "fedkad"])
 @pytest.mark.parametrize("commit_every", [1, 3])
 def test_a_replayed_update_is_the_one_that_was_sent(tiny: Tiny, method: str, commit_every: int) -> None:
     config = tiny("train.rounds=4", "run.keep=9", f"run.commit_every={commit_every}", method=method)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from raydfl.config import OptimiserSettings, TrainSettings
 from raydfl.errors import ConfigError
 from raydfl.method import Method
-from raydfl.methods.fedadam import FedAdam
 from raydfl.methods.fedavg import FedAvg
 from raydfl.methods.fedmlac import FedMLAC
 from raydfl.methods.fedper import FedPer
@@ -122,7 +121,7 @@ def test_fedavg_local_work_is_plain_sgd() -> None:
     assert update.metrics["steps"] == Ratio(2, 1)
 
 
-@pytest.mark.parametrize(("squared", "mu"), [(True, 0.7), (False, 0.7), (True, 0.0), (False, 0.0)])
+@pytest.mark.parametrize(("squared", "mu"), [(True, 0.7), (False, 0.7), (False, 1.0), (True, 0.0), (False, 0.0)])
 def test_fedprox_gradient_is_that_of_its_formula(squared: bool, mu: float) -> None:
     method = FedProx(mu=mu, squared=squared)
     step = make_step(method, make_models("model"))
@@ -202,44 +201,50 @@ def test_fedmlac_without_mutual_learning_is_two_models_on_labels() -> None:
     torch.testing.assert_close(method.loss(step, batch), expected)
 
 
+@pytest.mark.parametrize(("form", "weight"), [("literal", 0.0), ("supervised", 1.0)])
+def test_fedmlac_forms_stand_for_a_weight_that_may_be_set(
+    form: Literal["literal", "supervised"], weight: float
+) -> None:
+    batch = make_batches()[0]
+    step = make_step(FedMLAC(), make_models("plugin", "local"))
+    value = FedMLAC(form=form).loss(step, batch)
+    assert torch.equal(value, FedMLAC(plug_ce_weight=weight).loss(step, batch))
+    for other in ("literal", "supervised"):  # what is set counts, whatever the form
+        set_ = FedMLAC(form=other, plug_ce_weight=0.3).loss(step, batch)
+        assert torch.equal(set_, FedMLAC(plug_ce_weight=0.3).loss(step, batch))
+        assert not torch.equal(set_, value)
+
+
+def test_fedmlac_warms_a_new_clients_local_model_up_once() -> None:
+    method = FedMLAC(warm_epochs=3)
+    step = make_step(method, make_models("plugin", "local"))
+    update = method.local(step)
+    # By hand: three passes of the local model alone, then the paper's round from there.
+    reference = make_step(FedMLAC(), make_models("plugin", "local"))
+    local = reference.models["local"]
+    for batch in make_batches() * 3:
+        found = gradients(F.cross_entropy(local(batch.x), batch.y), local)
+        with torch.no_grad():
+            for name, parameter in local.named_parameters():
+                parameter -= 0.3 * found[name]
+    expected = FedMLAC().local(reference)
+    for name, value in expected.tensors.items():
+        torch.testing.assert_close(update.tensors[name], value, atol=1e-6, rtol=1e-5)
+    for name, value in reference.floating_state("local").items():
+        torch.testing.assert_close(step.floating_state("local")[name], value, atol=1e-6, rtol=1e-5)
+    # The second time it is a round like any other.
+    plain = make_step(FedMLAC(), make_models("plugin", "local"))
+    again = make_step(method, make_models("plugin", "local"))
+    again.state.update(step.state)
+    expected, found_again = FedMLAC().local(plain), method.local(again)
+    assert all(torch.equal(found_again.tensors[name], value) for name, value in expected.tensors.items())
+
+
 def test_fedmlac_sends_the_plugin_and_nothing_else() -> None:
     method = FedMLAC()
     step = make_step(method, make_models("plugin", "local"))
     update = method.local(step)
     assert set(update.tensors) == {"plugin/output.weight", "plugin/output.bias"}
-
-
-def test_fedadam_follows_its_recurrence_for_three_rounds() -> None:
-    method = FedAdam(server_lr=0.05, beta1=0.8, beta2=0.95, tau=0.01)
-    models = make_models("model")
-    state = method.init([CLIENT], [models], np.random.default_rng(0))
-    w = state.tensors["global"]["model/output.bias"].numpy().astype(np.float64)
-    m, v = np.zeros_like(w), np.full_like(w, 0.01**2)
-    rng = np.random.default_rng(5)
-    for _ in range(3):
-        clients = [w + rng.normal(size=w.shape), w + rng.normal(size=w.shape)]
-        weights = np.array([1.0, 3.0])
-        delta = (weights[0] * clients[0] + weights[1] * clients[1]) / 4 - w
-        m, v = 0.8 * m + 0.2 * delta, 0.95 * v + 0.05 * delta**2
-        w = w + 0.05 * m / (np.sqrt(v) + 0.01)
-        updates = [
-            Update({"model/output.bias": torch.from_numpy(c).float()}, float(n), client_id=str(i))
-            for i, (c, n) in enumerate(zip(clients, weights, strict=True))
-        ]
-        state, _ = method.aggregate(state, iter(updates), np.random.default_rng(0))
-        np.testing.assert_allclose(state.tensors["global"]["model/output.bias"].numpy(), w, rtol=1e-4, atol=1e-6)
-
-
-def test_fedadam_leaves_buffers_to_the_mean() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(2))
-    method = FedAdam()
-    state = method.init([CLIENT], [{"model": model}], np.random.default_rng(0))
-    assert "m/model/0.weight" in state.tensors["moments"]
-    assert "m/model/0.running_mean" not in state.tensors["moments"]
-    assert "model/0.num_batches_tracked" not in state.tensors["global"]  # counters do not travel
-    sent = {name: torch.full_like(value, 7.0) for name, value in state.tensors["global"].items()}
-    new, _ = method.aggregate(state, iter([Update(sent, 1.0, client_id="a")]), np.random.default_rng(0))
-    assert torch.equal(new.tensors["global"]["model/0.running_mean"], torch.full((2,), 7.0))
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.6])

@@ -1,0 +1,91 @@
+"""What methods with an optimiser at the server have in common.
+
+The clients train as in FedAvg and the rule averages their models; the change from the server's model to that mean takes the place
+of a gradient (with the opposite sign: the server steps along it). What the optimiser keeps lies in the entry ``"moments"`` of the
+server's state, which no client receives: ``"m/model/gru.weight_ih_l0"`` is what it calls ``m`` of that parameter.
+
+Buffers are averaged and see no optimiser. A round in which nothing arrived moves nothing, momentum included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from raydfl.method import Method
+from raydfl.types import Client, Metrics, State, Update
+
+_STEPS = "server_steps"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptimiser(Method, ABC):
+    """FedAvg with an optimiser at the server; a subclass says what it keeps and how it moves one parameter."""
+
+    @abstractmethod
+    def moments(self) -> Mapping[str, float]:
+        """What is kept for every element of a parameter: name -> its first value."""
+
+    @abstractmethod
+    def move(
+        self, old: Tensor, mean: Tensor, moments: Mapping[str, Tensor], number: int
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """One step of one parameter.
+
+        Args:
+            old: the server's, float32 of any shape.
+            mean: the clients', of that shape.
+            moments: what is kept, by the names of :meth:`moments`, each of that shape.
+            number: of this step; the first is 1.
+
+        Returns:
+            The server's new value, and what is kept from now on.
+        """
+
+    def init(
+        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
+    ) -> State:
+        """FedAvg's state and the moments of every parameter."""
+        state = super().init(clients, models, rng)
+        parameters = {
+            f"{name}/{key}"
+            for built in models
+            for name, model in built.items()
+            for key, _ in model.named_parameters(remove_duplicate=False)  # a tied weight has two names in what travels
+        }
+        moments = {
+            f"{moment}/{name}": torch.full_like(value, first)
+            for name, value in state.tensors["global"].items()
+            if name in parameters
+            for moment, first in self.moments().items()
+        }
+        return dataclasses.replace(state, tensors={**state.tensors, "moments": moments})
+
+    def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
+        """One step of every parameter along the clients' mean change."""
+        arrived = 0
+
+        def counted() -> Iterator[Update]:
+            nonlocal arrived
+            for update in updates:
+                arrived += 1
+                yield update
+
+        averaged, report = super().aggregate(state, counted(), rng)
+        if not arrived:
+            return averaged, report
+        number = state.extra.get(_STEPS, 0) + 1
+        weights, kept = dict(averaged.tensors["global"]), dict(state.tensors["moments"])
+        for name, old in state.tensors["global"].items():
+            own = {moment: kept[f"{moment}/{name}"] for moment in self.moments() if f"{moment}/{name}" in kept}
+            if own:  # else it is a buffer
+                weights[name], moved = self.move(old, weights[name], own, number)
+                kept.update({f"{moment}/{name}": value for moment, value in moved.items()})
+        tensors = {**averaged.tensors, "global": weights, "moments": kept}
+        return dataclasses.replace(averaged, tensors=tensors, extra={**averaged.extra, _STEPS: number}), report
