@@ -1,0 +1,72 @@
+"""The front end of a run in plain numbers, complete enough to be written again in any language.
+
+``docs/using.md`` has such a reimplementation in NumPy, which a test holds against :mod:`raydfl.data.features`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raydfl.data.features import _LARGEST_DENOMINATOR, EPSILON
+from raydfl.data.settings import DataSettings
+
+
+def describe_front_end(data: DataSettings) -> dict[str, Any]:
+    """How a recording becomes the input of a network: one entry for each step, in the order in which they are done."""
+    settings, segment = data.features, data.segment
+    return {
+        "kind": settings.kind,
+        "samples": {
+            "range": "-1..1: integer samples divided by 2 ** (bits - 1)",
+            "channel": settings.channel,
+        },
+        "resample": {
+            "to_hz": settings.sample_rate,
+            "method": "sinc interpolation with a Hann window",
+            "zero_crossings": 6,
+            "rolloff": 0.99,
+            "largest_denominator": _LARGEST_DENOMINATOR,
+            "note": "by the ratio to_hz / rate, reduced; one whose denominator is larger is replaced by the nearest ratio",
+        },
+        "cut": {"samples": settings.samples, "note": "longer recordings end there; null: they keep their length"},
+        "spectrogram": {
+            "least_samples": settings.points // 2 + 1,
+            "least_samples_note": "shorter recordings are followed by zeros up to there",
+            "window": "periodic Hann: 0.5 - 0.5 cos(2 pi n / window_samples)",
+            "window_samples": settings.window,
+            "fft": settings.points,
+            "window_place": "in the middle of the fft points, (fft - window_samples) // 2 zeros before it",
+            "hop_samples": settings.hop,
+            "centre": "frame t is centred at sample t * hop_samples; the recording is reflected at both ends by fft // 2 samples",
+            "frames": "1 + samples // hop_samples, of the samples before zeros were put after them",
+            "power": 2,
+        },
+        "mel": {
+            "bands": settings.bands,
+            "scale": "htk: mel = 2595 log10(1 + hz / 700)",
+            "low_hz": settings.low_hz,
+            "high_hz": settings.highest_hz,
+            "edges": "bands + 2 points, equally far apart in mel",
+            "triangles": "1 at the middle edge, 0 at its neighbours, linear in hz; not normalised by area",
+            "highest_bin_hz": settings.sample_rate // 2,
+            "bins": "fft // 2 + 1 points from 0 to highest_bin_hz, equally far apart",
+        },
+        "log": {"formula": "10 log10(max(power, floor))", "floor": 1e-10},
+        "normalise": {
+            "over": settings.normalise,
+            "formula": "(x - mean) / (deviation + epsilon) in each band; deviation is the population's",
+            "epsilon": EPSILON,
+            "note": "clip: over the frames of the recording; group: over all frames of the speaker's recordings; none: not done",
+        },
+        "pad": {"frames": settings.frames, "note": "frames of zeros after it up to there; null: none"},
+        "dtype": settings.dtype,
+        "segments": None
+        if segment is None
+        else {
+            "frames": segment.frames,
+            "stride": segment.test_stride or segment.stride,
+            "keep_last": segment.keep_last,
+            "number": "keep_last: 1 + (T - frames) // stride of T; else max(1, round((T - frames) / stride)), halves to even",
+            "note": "recordings no longer than a segment are one; the recording's probabilities are the mean over its segments",
+        },
+    }

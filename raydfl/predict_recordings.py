@@ -1,0 +1,190 @@
+"""Classifying recordings with a model of a run: the run's own front end, one label with a probability for each recording.
+
+A recording goes the way of a test clip: choose the channel, resample, log-mel, normalise, pad (raydfl.data.features), cut into
+segments if the run does (raydfl.data.segment), softmax, mean over the segments. What differs:
+
+- ``normalise: group`` takes the recordings of one folder, as far as they were given, as one speaker's;
+- what a data set's class of one's own does in ``read`` is not done: files are read as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from raydfl.data.cache import FeatureStore
+from raydfl.data.clips import read_audio
+from raydfl.data.examples import Examples
+from raydfl.data.features import EPSILON, FeatureExtractor
+from raydfl.data.segment import segments
+from raydfl.data.sets._files import list_audio
+from raydfl.errors import RaydflError
+from raydfl.predict_model import RunModel, load_model
+
+Given = TypeVar("Given")
+
+_BATCH = 64
+LEAST_FRAMES = 64
+"""Examples whose lengths the network is told are padded to that many frames: a short one then passes any pooling."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a model says about one recording."""
+
+    file: Path
+    classes: tuple[str, ...]
+    probabilities: np.ndarray
+    """float64 [classes], adding up to 1; empty when the recording cannot be classified."""
+    error: str = ""
+    """Why it cannot."""
+
+    @property
+    def label(self) -> str:
+        """The most probable class, the first of equals; empty when there is none."""
+        return self.top(1)[0][0] if not self.error else ""
+
+    @property
+    def probability(self) -> float:
+        """Of :attr:`label`; NaN when there is none."""
+        return self.top(1)[0][1] if not self.error else float("nan")
+
+    def top(self, count: int) -> list[tuple[str, float]]:
+        """The ``count`` most probable classes with their probabilities, most probable first."""
+        order = np.argsort(-self.probabilities, kind="stable")[:count]
+        return [(self.classes[index], float(self.probabilities[index])) for index in order.tolist()]
+
+
+def classify(
+    run_dir: str | Path,
+    files: Iterable[str | Path],
+    *,
+    model: str | None = None,
+    client: str | None = None,
+) -> list[Prediction]:
+    """Classify recordings with a trained model of a run; one result for each file, also for those that cannot be read.
+
+    Args:
+        run_dir: the run's folder.
+        files: recordings of any rate and number of channels (wav, flac, ogg), and folders of them.
+        model: by default the shared one, or with ``client`` the one that the client does not share.
+        client: whose model; by default the server's.
+
+    Raises:
+        RunDirectoryError: no run directory, or no round is completed yet.
+        InputError: no such model or client.
+    """
+    loaded = load_model(run_dir, model, client)
+    return list(predictions(loaded, [Path(file) for file in files]))
+
+
+def predictions(model: RunModel, files: Sequence[Path]) -> Iterator[Prediction]:
+    """The predictions for these recordings and those in these folders, one after another in the order given.
+
+    With ``normalise: group``, folder by folder.
+    """
+    front_end = _FrontEnd(model)
+    listed, failures = recordings(files)
+    for file, reason in failures.items():
+        yield Prediction(file, model.classes, np.zeros(0), reason)
+    if model.data.features.normalise == "group":
+        folders: dict[Path, list[Path]] = {}
+        for file in listed:
+            folders.setdefault(file.absolute().parent, []).append(file)
+        parts = list(folders.values())
+    else:
+        parts = [[file] for file in listed]
+    for part in parts:
+        matrices = front_end.normalised({file: _attempt(front_end.matrix, file, file) for file in part})
+        for file, matrix in matrices.items():
+            found = matrix if isinstance(matrix, str) else _attempt(front_end.probabilities, matrix, file)
+            if isinstance(found, str):
+                yield Prediction(file, model.classes, np.zeros(0), found)
+            else:
+                yield Prediction(file, model.classes, found)
+
+
+def recordings(files: Iterable[Path]) -> tuple[list[Path], dict[Path, str]]:
+    """The recordings that are meant, folders searched at any depth, each once; and folders without any, with the reason."""
+    listed: dict[Path, None] = {}
+    failures: dict[Path, str] = {}
+    for file in files:
+        if not file.is_dir():
+            listed[file] = None
+            continue
+        inside = list_audio(file)
+        if not inside:
+            failures[file] = "there is no wav, flac or ogg file in this folder"
+        listed.update(dict.fromkeys(file / name for name in inside))
+    return list(listed), failures
+
+
+class _FrontEnd:
+    """From a file to the probabilities of the classes."""
+
+    def __init__(self, model: RunModel) -> None:
+        self._model = model
+        self._settings = model.data.features
+        self._extractor = FeatureExtractor(self._settings)
+
+    def matrix(self, file: Path) -> np.ndarray:
+        """Features float32 [frames, bands], not padded; normalised unless that takes the group."""
+        return self._extractor(*read_audio(file))
+
+    def normalised(self, matrices: dict[Path, np.ndarray | str]) -> dict[Path, np.ndarray | str]:
+        """With ``normalise: group``, the z-score over all frames of the group's recordings."""
+        known = [matrix for matrix in matrices.values() if not isinstance(matrix, str)]
+        if self._settings.normalise != "group" or not known:
+            return matrices
+        frames = np.concatenate(known).astype(np.float64)
+        mean = frames.mean(axis=0)
+        deviation = np.sqrt(np.maximum(np.square(frames).mean(axis=0) - np.square(mean), 0))
+        return {
+            file: matrix if isinstance(matrix, str) else ((matrix - mean) / (deviation + EPSILON)).astype(np.float32)
+            for file, matrix in matrices.items()
+        }
+
+    def probabilities(self, matrix: np.ndarray) -> np.ndarray:
+        """float64 [classes]: the mean over the segments of the softmax."""
+        examples = self._examples(matrix)
+        parts = []
+        for batch in examples.batches(_BATCH, None):
+            x = batch.x
+            if batch.lengths is not None and x.shape[1] < LEAST_FRAMES:
+                x = torch.nn.functional.pad(x, (0, 0, 0, LEAST_FRAMES - x.shape[1]))
+            parts.append(self._model.logits(x, batch.lengths).double())
+        found: np.ndarray = torch.cat(parts).softmax(dim=1).mean(dim=0).numpy()
+        if not np.isfinite(found).all():
+            raise RaydflError("the model's output is not finite: its training diverged")
+        return found
+
+    def _examples(self, matrix: np.ndarray) -> Examples:
+        """The recording's segments, stored and padded as those of the run's test clips are."""
+        settings, segment = self._settings, self._model.data.segment
+        padded = matrix
+        if settings.frames is not None:
+            padded = np.zeros((settings.frames, matrix.shape[1]), np.float32)
+            padded[: len(matrix)] = matrix
+        frames = padded.astype(settings.dtype)
+        stride = None if segment is None else segment.test_stride
+        _, starts, counts = segments(np.array([len(frames)]), segment, stride)
+        length = self._model.length
+        if length is not None and (counts != length).any():
+            length = None  # the run's clips all had that many frames, this one has not
+        offsets, lengths = np.array([0, len(frames)]), np.array([len(matrix)], np.int32)
+        store = FeatureStore(self._model.run_dir, frames, offsets, lengths, settings.frames, {})
+        nothing = np.zeros(len(starts), np.int64)
+        return Examples(store, starts, counts, nothing, nothing, length)
+
+
+def _attempt(function: Callable[[Given], np.ndarray], given: Given, file: Path) -> np.ndarray | str:
+    """What the function gives for a recording, or why it cannot."""
+    try:
+        return function(given)
+    except RaydflError as error:
+        return str(error).removeprefix(f"{file}: ")
