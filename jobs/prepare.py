@@ -33,7 +33,7 @@ def main(file: str, *overrides: str) -> None:
     config = load_config(Path(file), overrides)
     ray.init(config.ray.address, log_to_driver=False)
     with Progress() as progress:
-        population = build_population(config.data, config.run.seed, progress, on_the_cluster)
+        population = build_population(config.data, config.run.seed, progress, on_the_cluster, config.build_attack())
         for message in population.messages:
             progress.message(message)
         progress.message(f"{len(population)} clients, {len(population.test)} test examples; features are ready")

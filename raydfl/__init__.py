@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from raydfl.config import Config, load_config, make_config
     from raydfl.data.dataset import Dataset
     from raydfl.errors import RaydflError
+    from raydfl.export_onnx import export_model
     from raydfl.method import Method
+    from raydfl.predict_model import load_model
+    from raydfl.predict_recordings import classify
     from raydfl.replays import replay
     from raydfl.runs import Outcome, resume, run
     from raydfl.step import Step
@@ -28,6 +31,9 @@ _WHERE = {
     "RaydflError": "raydfl.errors",
     "Method": "raydfl.method",
     "Outcome": "raydfl.runs",
+    "classify": "raydfl.predict_recordings",
+    "export_model": "raydfl.export_onnx",
+    "load_model": "raydfl.predict_model",
     "replay": "raydfl.replays",
     "resume": "raydfl.runs",
     "run": "raydfl.runs",
@@ -57,8 +63,11 @@ __all__ = [
     "Task",
     "Update",
     "__version__",
+    "classify",
+    "export_model",
     "fit",
     "load_config",
+    "load_model",
     "make_config",
     "predict",
     "replay",

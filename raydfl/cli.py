@@ -182,6 +182,93 @@ def report_command(
     print(write_report(directories, out))  # noqa: T201
 
 
+ModelName = Annotated[
+    str | None, typer.Option("--model", help="which model; default: the shared one, or what --client keeps for itself")
+]
+ClientId = Annotated[str | None, typer.Option("--client", help="the model of this client, with its private part")]
+
+
+@app.command("predict")
+def predict_command(
+    directory: RunDir,
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="recordings, or folders of them", show_default=False)
+    ],
+    model: ModelName = None,
+    client: ClientId = None,
+    top: Annotated[int, typer.Option("--top", min=1, help="how many classes to show for each recording")] = 1,
+    as_csv: Annotated[bool, typer.Option("--csv", help="print comma-separated values")] = False,
+    as_json: Json = False,
+) -> None:
+    """Classify recordings with a model of the run in DIR.
+
+    They go through the run's own front end: wav, flac or ogg, any rate and number of channels. Those that cannot be read are named
+    at the end, with exit code 2; all others are classified.
+    """
+    from raydfl.predict_model import load_model
+    from raydfl.predict_output import Form, show
+    from raydfl.predict_recordings import predictions
+
+    if as_csv and as_json:
+        raise InputError("--csv and --json: choose one")
+    loaded = load_model(directory, model, client)
+    form: Form = "csv" if as_csv else "json" if as_json else "table"
+    show(predictions(loaded, files), min(top, len(loaded.classes)), form, loaded.description)
+
+
+@app.command("export")
+def export_command(
+    directory: RunDir,
+    model: ModelName = None,
+    client: ClientId = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="the .onnx file; default: DIR/export/MODEL.onnx", show_default=False)
+    ] = None,
+) -> None:
+    """Write a model of the run in DIR as ONNX, with its front end described in a JSON file beside it.
+
+    The file is compared with PyTorch before it is written.
+    """
+    from raydfl.export_onnx import export_model
+
+    exported = export_model(directory, out, model=model, client=client)
+    print(exported.path)  # noqa: T201
+    print(exported.description_path)  # noqa: T201
+    print(f"largest difference to PyTorch: {exported.difference:.1e} (logits)")  # noqa: T201
+
+
+@app.command("sweep")
+def sweep_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="the sweep, a YAML file", show_default=False)],
+    overrides: Overrides = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="AXIS=LABEL,LABEL: leave out the other cells of this axis")
+    ] = None,
+    parallel: Annotated[
+        int | None, typer.Option("--parallel", min=1, help="runs at a time; default: what the CPUs and GPUs allow")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="check all configurations, without any recording")] = False,
+    table: Annotated[bool, typer.Option("--table", help="write the tables and the page of what is there")] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Do all runs of a grid side by side, and put what came of them into one table and one page.
+
+    Finished runs are never repeated. Ctrl-C lets running ones stop after their round; the same command goes on with them.
+    """
+    from raydfl.sweep import load_sweep
+    from raydfl.sweep_command import describe, do_sweep
+
+    sweep = load_sweep(file, overrides or [], only or [])
+    if check:
+        print(describe(sweep))  # noqa: T201
+        return
+    with _progress(quiet, as_json) as progress:
+        code = do_sweep(sweep, progress, parallel, table_only=table)
+    if code:
+        raise typer.Exit(code)
+
+
 @app.command("methods")
 def methods_command(as_json: Json = False) -> None:
     """All methods, aggregation rules and architectures, with options, ranges and defaults."""
@@ -254,7 +341,7 @@ def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, 
 
     config = load_config(file, overrides or [])
     with _progress(quiet, as_json) as progress:
-        population = build_population(config.data, config.run.seed, progress)
+        population = build_population(config.data, config.run.seed, progress, attack=config.build_attack())
         for message in population.messages:
             progress.message(message)
         progress.message(

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from raydfl import registry
 from raydfl.aggregate import RULES
+from raydfl.attack import Attack
 from raydfl.config import Config, to_yaml
 from raydfl.data.settings import DataSettings
 from raydfl.method import Method
@@ -31,6 +32,14 @@ def explain_config(config: Config) -> str:
             lines += _comment(str(field.description), 0)
             lines += ["method:", *_comment("which method; `raydfl methods` lists them", 1)]
             lines += [f"  name: {to_yaml(config.method['name'])}", *_options(options_of(type(built)), plain(built), 1)]
+        elif name == "attack":
+            attack = config.build_attack()
+            lines += _comment(f"{field.description}; `raydfl methods` lists the attacks", 0)
+            if config.attack is None or attack is None:
+                lines.append("attack: null")
+            else:
+                lines += ["attack:", f"  name: {to_yaml(config.attack['name'])}"]
+                lines += _options(options_of(type(attack)), plain(attack), 1)
         elif name == "models":
             known = ", ".join(architectures())
             lines += _comment(f"{field.description}. Built in: {known}. Your own class: my_file.py:Class", 0)
@@ -86,9 +95,12 @@ def _comment(text: str, depth: int) -> list[str]:
 
 
 def methods_as_data() -> dict[str, Any]:
-    """All built-in methods, rules and networks with their options, as plain data."""
+    """All built-in methods, rules, attacks and networks with their options, as plain data."""
     methods = {
         name: registry.find("raydfl.methods", name, Method, "method") for name in registry.names("raydfl.methods")
+    }
+    attacks = {
+        name: registry.find("raydfl.attacks", name, Attack, "attack") for name in registry.names("raydfl.attacks")
     }
     return {
         "methods": {
@@ -97,6 +109,9 @@ def methods_as_data() -> dict[str, Any]:
         },
         "rules": {
             name: {"about": _first_line(cls), "options": _options_as_data(cls)} for name, cls in sorted(RULES.items())
+        },
+        "attacks": {
+            name: {"about": _first_line(cls), "options": _options_as_data(cls)} for name, cls in attacks.items()
         },
         "models": {name: {"options": _plain_options(model_options(name))} for name in architectures()},
     }
@@ -128,6 +143,9 @@ def explain_methods(width: int) -> str:
         lines += _option_lines(about["options"], width)
     lines += ["", "", "Aggregation rules (method.rule)"]
     for name, about in everything["rules"].items():
+        lines += ["", *_wrapped(f"{name}: {about['about']}", 0, width), *_option_lines(about["options"], width)]
+    lines += ["", "", "Attacks (attack: {name: ...}), simulated"]
+    for name, about in everything["attacks"].items():
         lines += ["", *_wrapped(f"{name}: {about['about']}", 0, width), *_option_lines(about["options"], width)]
     lines += ["", "", "Architectures (models)", ""]
     for name, about in everything["models"].items():

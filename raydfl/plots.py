@@ -216,6 +216,92 @@ def confusion(matrix: ArrayLike, classes: Sequence[str]) -> Figure:
     return figure
 
 
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """The bars of one colour: one in each group."""
+
+    label: str
+    values: NDArray[np.float64]
+    """[groups]; NaN where there is nothing to show."""
+    spread: NDArray[np.float64]
+    """[groups]: half the length of the line on each bar; NaN: none."""
+    marks: NDArray[np.float64]
+    """[groups]: a second value for comparison, shown as a mark across the bar; NaN: none."""
+
+
+def bars(series: Sequence[Bars], groups: Sequence[str], unit: str, marks: str = "") -> Figure:
+    """Values side by side, a colour for each series.
+
+    Args:
+        series: at least one.
+        groups: names along the x axis.
+        unit: label of the y axis, with its unit.
+        marks: what the marks across the bars are.
+    """
+    with _style():
+        figure, (axes,) = _axes(3.0 + 0.12 * len(series))
+        x, width = np.arange(len(groups)), 0.8 / len(series)
+        marked = False
+        for index, item in enumerate(series):
+            place = x + (index - (len(series) - 1) / 2) * width
+            colour = SERIES[index % len(SERIES)]
+            alpha = 0.9 if index < len(SERIES) else 0.5
+            axes.bar(place, np.nan_to_num(item.values), width * 0.92, color=colour, alpha=alpha, label=item.label)
+            some = np.isfinite(item.spread)
+            axes.errorbar(place[some], item.values[some], item.spread[some], fmt="none", ecolor=_INK, elinewidth=0.9)
+            some = np.isfinite(item.marks)
+            if some.any():
+                half = width * 0.46
+                lines = axes.hlines(item.marks[some], place[some] - half, place[some] + half, color=_INK, linewidth=1.4)
+                if not marked:
+                    lines.set_label(marks)
+                marked = True
+        axes.set_xticks(x, list(groups))
+        axes.set_ylabel(unit)
+        axes.set_ylim(bottom=0)
+        _legend(figure, axes)
+    return figure
+
+
+def heat_map(values: ArrayLike, rows: Sequence[str], columns: Sequence[str], axes_names: tuple[str, str]) -> Figure:
+    """A matrix of numbers: the larger a number among all, the stronger its colour; cells without one are hatched.
+
+    Args:
+        values: [rows, columns]; NaN: nothing to show.
+        rows: names from the top.
+        columns: names from the left.
+        axes_names: what the rows and what the columns are.
+    """
+    matrix = np.asarray(values, np.float64)
+    known = matrix[np.isfinite(matrix)]
+    low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+    with _style():
+        size = (min(11.0, max(3.6, 0.75 * len(columns) + 2.2)), max(2.4, 0.42 * len(rows) + 1.6))
+        figure = Figure(figsize=size, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        for row, column in np.ndindex(matrix.shape):
+            value = matrix[row, column]
+            corner = (column - 0.5, row - 0.5)
+            if not np.isfinite(value):
+                axes.add_patch(
+                    Rectangle(corner, 1, 1, facecolor="none", edgecolor=_INK, hatch="//", linewidth=0, alpha=0.3)
+                )
+                continue
+            strength = 0.05 + 0.9 * (value - low) / (high - low) if high > low else 0.5
+            axes.add_patch(Rectangle(corner, 1, 1, facecolor=SERIES[0], alpha=strength, linewidth=0))
+            colour = "white" if strength > 0.6 else _INK
+            axes.text(column, row, f"{value:.1f}", ha="center", va="center", fontsize=8, color=colour)
+        axes.set_xlim(-0.5, len(columns) - 0.5)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.grid(visible=False)
+        axes.set_xticks(range(len(columns)), list(columns), rotation=40, ha="right", rotation_mode="anchor")
+        axes.set_yticks(range(len(rows)), list(rows))
+        axes.set_ylabel(axes_names[0])
+        axes.set_xlabel(axes_names[1])
+    return figure
+
+
 def pruned(layers: Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]]) -> Figure:
     """Clients that layer-wise pruning left out, over the rounds, a strip for each layer.
 

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
-from raydfl.metrics import base_name
+from raydfl.metrics import SHOWN, base_name
 
 Mode = Literal["auto", "bar", "lines", "quiet", "json"]
 Advance = Callable[..., None]
@@ -110,12 +110,12 @@ def size(number_of_bytes: float) -> str:
 
 
 def scores_text(scores: Mapping[str, float]) -> str:
-    """The accuracies in one line, or the first scores when there is no accuracy.
+    """The accuracies (and a backdoor's success) in one line, or the first scores when there is none.
 
     >>> scores_text({"test plugin/loss": 1.2, "test plugin/accuracy": 0.8125})
     'test plugin/accuracy 0.812'
     """
-    accuracies = [item for item in scores.items() if base_name(item[0]) == "accuracy"]
+    accuracies = [item for item in scores.items() if base_name(item[0]) in SHOWN]
     return "  ".join(f"{name} {value:.3f}" for name, value in (accuracies or list(scores.items()))[:4])
 
 

@@ -19,11 +19,23 @@ from raydfl.errors import InputError
 from raydfl.metrics import HIGHER_IS_BETTER, base_name, model_name, worst_decile
 from raydfl.plots import Series
 from raydfl.progress import duration, size
+from raydfl.report_models import about_models
 from raydfl.rundata import SPLITS, Curve, Key, Run, dig, flatten, place, read_run
 from raydfl.track import without_password
 
-_SCORES = {"accuracy": "accuracy", "macro_f1": "macro F1", "average_recall": "average recall", "loss": "loss"}
-_UNITS = {"accuracy": "accuracy (%)", "macro_f1": "macro F1 (%)", "loss": "loss (nats)"}
+_SCORES = {
+    "accuracy": "accuracy",
+    "macro_f1": "macro F1",
+    "average_recall": "average recall",
+    "attack_success": "attack success",
+    "loss": "loss",
+}
+_UNITS = {
+    "accuracy": "accuracy (%)",
+    "macro_f1": "macro F1 (%)",
+    "attack_success": "attack success (%)",
+    "loss": "loss (nats)",
+}
 _DERIVED = ("_client_mean", "_client_std", "_worst_decile")
 _LISTED = 200
 """Skipped clips that a page lists."""
@@ -102,26 +114,29 @@ def _text(value: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Picture:
+class Picture:
+    """A figure of a page."""
+
     title: str
     caption: str
     svg: Markup
 
 
-class _Pictures:
+class Pictures:
     """Makes the pictures of one page, each with a name of its own."""
 
     def __init__(self) -> None:
         self._count = 0
 
-    def add(self, title: str, caption: str, figure: Figure) -> _Picture:
+    def add(self, title: str, caption: str, figure: Figure) -> Picture:
+        """A figure as part of the page."""
         self._count += 1
         # Safe as it is: Matplotlib escapes every text of a figure, and to_svg the description.
         svg = Markup(plots.to_svg(figure, f"figure-{self._count}", f"{title}. {caption}"))
-        return _Picture(title, caption, svg)
+        return Picture(title, caption, svg)
 
 
-def _learning_curves(run: Run, pictures: _Pictures) -> list[_Picture]:
+def _learning_curves(run: Run, pictures: Pictures) -> list[Picture]:
     """A figure for each score; a curve for each model and split."""
     made = []
     for base, unit in _UNITS.items():
@@ -154,7 +169,7 @@ def _single_series(run: Run, key: Key) -> Series:
     return Series(label, curve.rounds, curve.values, low, high, colour, dash)
 
 
-def _spread_pictures(run: Run, pictures: _Pictures) -> list[_Picture]:
+def _spread_pictures(run: Run, pictures: Pictures) -> list[Picture]:
     series, captions = [], []
     keys = [key for key in run.ordered("accuracy") if key in run.clients and len(run.clients[key][1])]
     for key in keys:
@@ -170,7 +185,7 @@ def _spread_pictures(run: Run, pictures: _Pictures) -> list[_Picture]:
     return [pictures.add("accuracy of each client", " ".join(captions), plots.client_spread(series, "accuracy (%)"))]
 
 
-def _confusion_pictures(run: Run, pictures: _Pictures) -> list[_Picture]:
+def _confusion_pictures(run: Run, pictures: Pictures) -> list[Picture]:
     made = []
     names = run.about.get("classes")
     models = run.models
@@ -185,7 +200,7 @@ def _confusion_pictures(run: Run, pictures: _Pictures) -> list[_Picture]:
     return made
 
 
-def _pruning_picture(run: Run, pictures: _Pictures) -> list[_Picture]:
+def _pruning_picture(run: Run, pictures: Pictures) -> list[Picture]:
     start = "lpa/pruned/"
     layers = {
         metric.removeprefix(start): (curve.rounds, curve.totals)
@@ -199,7 +214,7 @@ def _pruning_picture(run: Run, pictures: _Pictures) -> list[_Picture]:
     return [pictures.add("layer-wise pruning (LPA)", caption, plots.pruned(layers))]
 
 
-def _cost_pictures(run: Run, pictures: _Pictures) -> list[_Picture]:
+def _cost_pictures(run: Run, pictures: Pictures) -> list[Picture]:
     made = []
     sent = _totals(run, {"bytes_down": "to the clients", "bytes_up": "from the clients"})
     if sent:
@@ -213,7 +228,7 @@ def _cost_pictures(run: Run, pictures: _Pictures) -> list[_Picture]:
     return made
 
 
-def _failure_pictures(run: Run, pictures: _Pictures) -> list[_Picture]:
+def _failure_pictures(run: Run, pictures: Pictures) -> list[Picture]:
     kinds = [item for item in _totals(run, {"failed": "failed", "rejected": "rejected"}) if item.y.sum()]
     if not kinds:
         return []
@@ -246,9 +261,10 @@ def _totals(run: Run, labels: Mapping[str, str]) -> list[Series]:
 
 
 def _single_page(run: Run) -> str:
-    pictures = _Pictures()
+    pictures = Pictures()
     notes = [_unfinished(run), *run.missing]
-    return _render(
+    sentences, commands = about_models(run)
+    return render(
         "run.html.j2",
         title=run.id,
         subtitle=_subtitle(run),
@@ -264,6 +280,8 @@ def _single_page(run: Run) -> str:
         skipped=_skipped(run),
         listed=_LISTED,
         models=_model_rows(run),
+        about_models=sentences,
+        commands=commands,
         settings=[(key, _text(value)) for key, value in flatten(run.config).items()],
     )
 
@@ -292,6 +310,13 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
         for key in run.ordered("accuracy")
         if key[0] != "train"
     ][:4]
+    tiles += [
+        (_score("attack_success", _shown(run, key).last), f"attack success on {_model(key[1])}")
+        for key in run.ordered("attack_success")
+    ][:2]
+    attackers = run.curves.get(("server", "attackers"))
+    if attackers is not None:
+        tiles.append((f"{attackers.values.mean():.3g}", "simulated attackers a round, mean"))
     if run.curves:
         tiles.append((f"{run.done}" + (f" of {run.total}" if run.total else ""), "rounds"))
     if "clients" in run.about:
@@ -378,19 +403,21 @@ class _Group:
 
 
 def _comparison_page(runs: Sequence[Run]) -> str:
-    pictures = _Pictures()
+    pictures = Pictures()
     groups = _group(runs)
     notes = [f"{run.id}: {_unfinished(run)}" for run in runs if _unfinished(run)]
     notes += [f"{run.id}: {note}" for run in runs for note in run.missing]
     keys = _ordered_keys(runs)
-    return _render(
+    attacked = any(base_name(metric) == "attack_success" for _, metric in keys)
+    bases = [base for base in _UNITS if attacked or base != "attack_success"]
+    return render(
         "compare.html.j2",
         title=f"{len(runs)} runs of {len(groups)} configuration{'s' if len(groups) > 1 else ''}",
         subtitle=" · ".join(group.label for group in groups),
         notes=notes,
         learning=_compared_curves(groups, keys, pictures),
-        scores=[_SCORES[base] for base in _UNITS],
-        results=[row for key in keys if base_name(key[1]) == "accuracy" for row in _compared_rows(groups, key)],
+        scores=[_SCORES[base] for base in bases],
+        results=[row for key in keys if base_name(key[1]) == "accuracy" for row in _compared_rows(groups, key, bases)],
         groups=[group.label for group in groups],
         differences=_differences(groups),
         runs=[_run_row(group, run) for group in groups for run in group.runs],
@@ -431,7 +458,7 @@ def _ordered_keys(runs: Sequence[Run]) -> list[Key]:
     return sorted(keys, key=lambda key: (place(key[0], list(SPLITS)), models.index(model_name(key[1])), key[1]))
 
 
-def _compared_curves(groups: Sequence[_Group], keys: Sequence[Key], pictures: _Pictures) -> list[_Picture]:
+def _compared_curves(groups: Sequence[_Group], keys: Sequence[Key], pictures: Pictures) -> list[Picture]:
     """A figure for each score and split; a colour for each group, dashes for each curve."""
     made = []
     for base, unit in _UNITS.items():
@@ -464,16 +491,18 @@ def _pooled_series(group: _Group, key: Key, label: str, colour: int, dash: int) 
     return Series(label, rounds, values.mean(axis=0), low, high, colour, dash)
 
 
-def _compared_rows(groups: Sequence[_Group], key: Key) -> Iterable[dict[str, str | list[str]]]:
+def _compared_rows(groups: Sequence[_Group], key: Key, bases: Sequence[str]) -> Iterable[dict[str, str | list[str]]]:
     """The final scores of one model on one split, a row for each group that has it."""
     split, metric = key
     for group in groups:
         runs = [run for run in group.runs if key in run.curves]
         if runs:
             scores = []
-            for base in _UNITS:
-                name = metric.removesuffix("accuracy") + base
-                values = [_shown(run, (split, name)).last for run in runs if (split, name) in run.curves]
+            for base in bases:
+                # A backdoor's success belongs to the test data, of which it is measured on copies.
+                source = "triggered" if (split, base) == ("test", "attack_success") else split
+                score = (source, metric.removesuffix("accuracy") + base)
+                values = [_shown(run, score).last for run in runs if score in run.curves]
                 scores.append(_mean_and_range(base, values) if values else "-")
             tails = [_shown(run, key).tail for run in runs]
             worst = [
@@ -517,7 +546,8 @@ def _run_row(group: _Group, run: Run) -> dict[str, str]:
     }
 
 
-def _render(template: str, **values: Any) -> str:
+def render(template: str, **values: Any) -> str:
+    """A page of raydfl's own templates; every value is escaped."""
     environment = Environment(
         loader=PackageLoader("raydfl"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

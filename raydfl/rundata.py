@@ -20,6 +20,7 @@ from raydfl.store import RunStore
 
 SPLITS = {
     "test": "test data",
+    "triggered": "test data with the trigger",
     "server": "server's data",
     "validation": "clients' own hold-out",
     "train": "training data",

@@ -91,7 +91,7 @@ def create(config: Config, progress: Progress) -> Path:
             f"{run_dir} holds rounds of a run, but its run.json is missing; restore it from a copy, give the new run another "
             f"run.name, or remove the folder"
         )
-    population = build_population(config.data, config.run.seed, progress)
+    population = build_population(config.data, config.run.seed, progress, attack=config.build_attack())
     config.train.cohort_size(len(population))
     try:
         run_dir.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,7 @@ from pages import PAGES, RECORDINGS, ROOT, Block, anchor, blocks, headings, link
 
 from raydfl import registry, runs
 from raydfl.aggregate import RULES
+from raydfl.attack import Attack
 from raydfl.config import Config, load_config, make_config, parse_yaml
 from raydfl.data.dataset import dataset_names, find_dataset
 from raydfl.method import Method
@@ -53,12 +54,15 @@ def _parameters() -> list[Any]:
 def test_pages_are_there_and_have_blocks() -> None:
     assert {page.name for page in PAGES} == {
         "README.md",
+        "attacks.md",
         "configuration.md",
         "data.md",
         "engine.md",
         "methods.md",
         "own-method.md",
         "report.md",
+        "sweeps.md",
+        "using.md",
     }
     assert all(any(block.page == page for block in RUNNABLE) for page in PAGES)
     languages = {block.language for block in BLOCKS}
@@ -224,6 +228,14 @@ def test_tables_of_methods_and_rules_are_complete_and_right() -> None:
     for name, rule in RULES.items():
         assert name in headings(_page("methods.md"))
         _same(tables.get(name, {}), rule)
+
+
+def test_tables_of_attacks_are_complete_and_right() -> None:
+    tables = option_tables(_page("attacks.md"))
+    common = tables["Who attacks, and when"]
+    _same(common, Attack)
+    for name in registry.names("raydfl.attacks"):
+        _same(tables[name], registry.find("raydfl.attacks", name, Attack, "attack"), leave_out=set(common))
 
 
 def test_every_architecture_is_described_with_its_options() -> None:

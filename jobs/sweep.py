@@ -1,0 +1,12 @@
+"""Entry for ``ray job submit --working-dir . -- python jobs/sweep.py FILE [key=value ...] [options]``: as ``raydfl sweep``.
+
+Each run of the sweep is a Ray task. All nodes must see the sweep's folder (run.dir), the recordings and the feature cache
+(data.cache) under the same absolute paths. Submitting the same job again goes on where the last one was.
+"""
+
+import sys
+
+from raydfl.cli import main
+
+if __name__ == "__main__":
+    main(["sweep", *sys.argv[1:]])
