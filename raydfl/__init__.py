@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from raydfl.config import Config, load_config, make_config
     from raydfl.data.dataset import Dataset
     from raydfl.errors import RaydflError
-    from raydfl.export_onnx import export_model
     from raydfl.method import Method
-    from raydfl.predict_model import load_model
-    from raydfl.predict_recordings import classify
     from raydfl.replays import replay
     from raydfl.runs import Outcome, resume, run
     from raydfl.step import Step
     from raydfl.train import fit, predict
     from raydfl.types import Batch, Client, Ratio, State, Task, Update
+    from raydfl.using.model import load_model
+    from raydfl.using.onnx_file import export_model
+    from raydfl.using.recordings import classify
 
 _WHERE = {
     "Rule": "raydfl.aggregate",
@@ -31,9 +31,9 @@ _WHERE = {
     "RaydflError": "raydfl.errors",
     "Method": "raydfl.method",
     "Outcome": "raydfl.runs",
-    "classify": "raydfl.predict_recordings",
-    "export_model": "raydfl.export_onnx",
-    "load_model": "raydfl.predict_model",
+    "classify": "raydfl.using.recordings",
+    "export_model": "raydfl.using.onnx_file",
+    "load_model": "raydfl.using.model",
     "replay": "raydfl.replays",
     "resume": "raydfl.runs",
     "run": "raydfl.runs",

@@ -205,9 +205,9 @@ def predict_command(
     They go through the run's own front end: wav, flac or ogg, any rate and number of channels. Those that cannot be read are named
     at the end, with exit code 2; all others are classified.
     """
-    from raydfl.predict_model import load_model
-    from raydfl.predict_output import Form, show
-    from raydfl.predict_recordings import predictions
+    from raydfl.using.model import load_model
+    from raydfl.using.output import Form, show
+    from raydfl.using.recordings import predictions
 
     if as_csv and as_json:
         raise InputError("--csv and --json: choose one")
@@ -229,7 +229,7 @@ def export_command(
 
     The file is compared with PyTorch before it is written.
     """
-    from raydfl.export_onnx import export_model
+    from raydfl.using.onnx_file import export_model
 
     exported = export_model(directory, out, model=model, client=client)
     print(exported.path)  # noqa: T201
@@ -256,8 +256,8 @@ def sweep_command(
 
     Finished runs are never repeated. Ctrl-C lets running ones stop after their round; the same command goes on with them.
     """
-    from raydfl.sweep import load_sweep
-    from raydfl.sweep_command import describe, do_sweep
+    from raydfl.sweeps.command import describe, do_sweep
+    from raydfl.sweeps.grid import load_sweep
 
     sweep = load_sweep(file, overrides or [], only or [])
     if check:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-WORTH = 0.1
+WORTH = 0.2
 """Seconds of work that one call to an actor should carry: a call costs some milliseconds of two processes' time."""
 _AHEAD = 2
 """Calls that an actor may have at a time: the one that it works on, and one that it then goes on with at once."""

@@ -184,7 +184,7 @@ def _check_answers(address: str) -> None:
         socket.create_connection((found[1].strip("[]"), int(found[2])), timeout=10).close()
 
 
-_INLINE = 4 << 20
+_INLINE = 1 << 20
 """Bytes up to which what an actor returns comes with its answer; by way of the object store two more processes are asked."""
 
 

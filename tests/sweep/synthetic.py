@@ -8,7 +8,7 @@ from pathlib import Path
 
 from raydfl.record import Row, rows_path, write_rows
 from raydfl.rundir import write_config
-from raydfl.sweep import CellRun
+from raydfl.sweeps.grid import CellRun
 
 Grid = Callable[..., Path]
 

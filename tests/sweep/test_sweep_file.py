@@ -10,8 +10,8 @@ from commands import Raydfl
 from synthetic import Grid, leave
 
 from raydfl.errors import ConfigError
-from raydfl.sweep import load_sweep
-from raydfl.sweep_settings import CellSettings, MetricSettings, PaperSettings, SweepSettings
+from raydfl.sweeps.grid import load_sweep
+from raydfl.sweeps.settings import CellSettings, MetricSettings, PaperSettings, SweepSettings
 
 
 def test_a_grid_has_the_product_of_its_axes_times_its_repeats(grid: Grid, tmp_path: Path) -> None:

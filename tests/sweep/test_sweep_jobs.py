@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from raydfl.config import load_config, parse_yaml
-from raydfl.sweep import load_sweep
-from raydfl.sweep_settings import SweepSettings
+from raydfl.sweeps.grid import load_sweep
+from raydfl.sweeps.settings import SweepSettings
 
 JOBS = Path(__file__).resolve().parents[2] / "jobs"
 # Cells: data sets (or conditions) x methods. Runs: 5 seeds, 5 sessions, 5 or 10 folds; twins 3 seeds.

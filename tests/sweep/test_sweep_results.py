@@ -14,10 +14,10 @@ from commands import Raydfl
 from synthetic import Grid, leave
 
 from raydfl.plots import Bars, bars, heat_map, to_svg
-from raydfl.sweep import Sweep, load_sweep
-from raydfl.sweep_page import write_page
-from raydfl.sweep_results import Results, Spread, collect, columns, lines, markdown, pivot, records, write_tables
-from raydfl.sweep_settings import MetricSettings
+from raydfl.sweeps.grid import Sweep, load_sweep
+from raydfl.sweeps.page import write_page
+from raydfl.sweeps.results import Results, Spread, collect, columns, lines, markdown, pivot, records, write_tables
+from raydfl.sweeps.settings import MetricSettings
 
 ROUNDS = 12
 PAPER = {

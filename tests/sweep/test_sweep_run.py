@@ -21,9 +21,9 @@ from synthetic import Grid, leave
 from raydfl.config import Config
 from raydfl.data.processes import available_cpus
 from raydfl.errors import InputError
-from raydfl.sweep import CellRun, Sweep, load_sweep
-from raydfl.sweep_executors import Ended, LocalProcesses, Order, RayTasks, do_run
-from raydfl.sweep_run import is_finished, rounds_done, run_sweep
+from raydfl.sweeps.executors import Ended, LocalProcesses, Order, RayTasks, do_run
+from raydfl.sweeps.grid import CellRun, Sweep, load_sweep
+from raydfl.sweeps.run import is_finished, rounds_done, run_sweep
 
 Answer = Callable[[str], "Ended | None"]
 
@@ -66,7 +66,7 @@ class Pretended:
 @pytest.fixture(autouse=True)
 def no_features(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if "pretended" in request.node.name:
-        monkeypatch.setattr("raydfl.sweep_run.prepare", lambda *_: None)
+        monkeypatch.setattr("raydfl.sweeps.run.prepare", lambda *_: None)
 
 
 def _finishes(_: str) -> Ended:
@@ -226,7 +226,7 @@ def test_a_run_stops_after_its_round_and_goes_on_to_the_same_bits(
     grid: Grid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raydfl.plots.to_svg", lambda *_: "")
-    monkeypatch.setattr("raydfl.sweep_executors._POLL", 0.01)
+    monkeypatch.setattr("raydfl.sweeps.executors._POLL", 0.01)
     sweep = load_sweep(grid(), ["train.rounds=40", "evaluate.every=40", "evaluate.clients=none"])
     first = sweep.runs[0]
 

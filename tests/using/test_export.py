@@ -20,8 +20,8 @@ from raydfl import classify, export_model, load_model
 from raydfl.data.features import FeatureExtractor
 from raydfl.errors import InputError, ResourcesError
 from raydfl.models import architectures, build_model
-from raydfl.predict_model import RunModel
 from raydfl.types import ModelSpec
+from raydfl.using.model import RunModel
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")),
@@ -142,7 +142,7 @@ def test_a_clients_own_model(raydfl: Raydfl, mutual: Finished) -> None:
 @pytest.mark.parametrize("architecture", architectures())
 def test_every_architecture(mutual: Finished, architecture: str, lengths: bool) -> None:
     """The check in the export itself is the oracle: it refuses what differs."""
-    from raydfl.export_network import to_onnx
+    from raydfl.using.network import to_onnx
 
     graph = to_onnx(
         made(mutual, build_model(ModelSpec("m", architecture, 16, 3)), architecture, None if lengths else 26)
@@ -194,7 +194,7 @@ class Torchs(nn.Module):
 
 @pytest.mark.slow
 def test_networks_of_ones_own(mutual: Finished) -> None:
-    from raydfl.export_network import to_onnx
+    from raydfl.using.network import to_onnx
 
     graph = to_onnx(made(mutual, Torchs(), "mine.py:Torchs", 26))
     assert graph.frames is None
@@ -210,7 +210,7 @@ def test_networks_of_ones_own(mutual: Finished) -> None:
 def test_a_graph_that_disagrees_is_not_written(
     mutual: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raydfl.export_network._reordered", lambda gates: gates)  # the mistake to be found
+    monkeypatch.setattr("raydfl.using.network._reordered", lambda gates: gates)  # the mistake to be found
     with pytest.raises(
         InputError,
         match=r"the ONNX graph of model 'plugin' \(crnn_tiny\) differs from PyTorch by .*nothing was written",
@@ -222,13 +222,13 @@ def test_a_graph_that_disagrees_is_not_written(
 def test_refusals(
     raydfl: Raydfl, mutual: Finished, exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from raydfl.export_network import Graph
+    from raydfl.using.network import Graph
 
     raydfl("export", mutual.folder, "--out", tmp_path / "x.pt").refuses(r"x\.pt: the name must end in \.onnx")
     raydfl("export", mutual.folder, "--model", "local").refuses("model 'local' of this run is not shared as a whole")
     (tmp_path / "file").write_text("")
     graph = Graph(exported.path.read_bytes(), None, False, 0.0)
-    monkeypatch.setattr("raydfl.export_network.to_onnx", lambda model: graph)  # that takes seconds
+    monkeypatch.setattr("raydfl.using.network.to_onnx", lambda model: graph)  # that takes seconds
     with pytest.raises(ResourcesError, match=r"x\.onnx cannot be written.*--out"):
         export_model(mutual.folder, tmp_path / "file" / "x.onnx")
     find = importlib.util.find_spec

@@ -19,7 +19,7 @@ from raydfl import classify, export_model
 from raydfl.data.features import FeatureExtractor, FeatureSettings
 from raydfl.data.segment import SegmentSettings, segments
 from raydfl.data.settings import DataSettings
-from raydfl.export_front_end import describe_front_end
+from raydfl.using.front_end import describe_front_end
 
 PAGE = Path(__file__).parents[2] / "docs" / "using.md"
 

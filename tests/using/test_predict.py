@@ -19,11 +19,11 @@ from used_runs import LABELS, RATE, Finished, configure, finished, wave, write_r
 
 from raydfl import classify, load_model
 from raydfl.errors import InputError, RaydflError, RunDirectoryError
-from raydfl.predict_recordings import Prediction, predictions, recordings
 from raydfl.progress import Progress
 from raydfl.record import read_rows, to_rows
 from raydfl.rundir import create
 from raydfl.store import RunStore
+from raydfl.using.recordings import Prediction, predictions, recordings
 
 
 def probabilities(run: Finished, **chosen: Any) -> np.ndarray:

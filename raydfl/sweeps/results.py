@@ -18,9 +18,9 @@ from raydfl.config import Config
 from raydfl.files import write_durably
 from raydfl.metrics import HIGHER_IS_BETTER, base_name
 from raydfl.rundata import Curve, Run, read_run
-from raydfl.sweep import Sweep
-from raydfl.sweep_run import is_finished, rounds_done
-from raydfl.sweep_settings import MetricSettings
+from raydfl.sweeps.grid import Sweep
+from raydfl.sweeps.run import is_finished, rounds_done
+from raydfl.sweeps.settings import MetricSettings
 
 SUMMARIES = {"tail": "mean of last ten", "last": "last", "best": "best"}
 """What is taken of a run's evaluations."""

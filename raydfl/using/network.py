@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from raydfl.errors import InputError
 from raydfl.ops import Conv1d, use
-from raydfl.predict_model import RunModel
+from raydfl.using.model import RunModel
 
 OPSET = 18
 """Version of the ONNX operators."""

@@ -11,7 +11,7 @@ from raydfl import plots
 from raydfl.files import write_durably
 from raydfl.plots import Bars, Series
 from raydfl.report import Picture, Pictures, render
-from raydfl.sweep_results import CellResult, Results, columns, lines, pivot
+from raydfl.sweeps.results import CellResult, Results, columns, lines, pivot
 
 _BARS = 48
 """Bars that one figure has room for."""

@@ -23,8 +23,8 @@ from raydfl.errors import InputError, ResourcesError
 from raydfl.progress import Advance, Progress, duration
 from raydfl.runs import ray_session
 from raydfl.store import RunStore
-from raydfl.sweep import CellRun, Sweep
-from raydfl.sweep_executors import Ended, Executor, LocalProcesses, Order, RayTasks
+from raydfl.sweeps.executors import Ended, Executor, LocalProcesses, Order, RayTasks
+from raydfl.sweeps.grid import CellRun, Sweep
 
 _POLL = 0.5
 """Seconds between two looks at what runs."""

@@ -9,10 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from raydfl.progress import Progress
-from raydfl.sweep import Sweep
-from raydfl.sweep_page import write_page
-from raydfl.sweep_results import Results, collect, columns, lines, write_tables
-from raydfl.sweep_run import SweepOutcome, is_finished, run_sweep
+from raydfl.sweeps.grid import Sweep
+from raydfl.sweeps.page import write_page
+from raydfl.sweeps.results import Results, collect, columns, lines, write_tables
+from raydfl.sweeps.run import SweepOutcome, is_finished, run_sweep
 
 _NAMED = 10
 """Runs that are named one by one at the end."""

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import raydfl
 from raydfl.errors import InputError
-from raydfl.export_front_end import describe_front_end
 from raydfl.files import write_durably
-from raydfl.predict_model import RunModel, load_model
-from raydfl.predict_recordings import LEAST_FRAMES
 from raydfl.rundir import _file_name
+from raydfl.using.front_end import describe_front_end
+from raydfl.using.model import RunModel, load_model
+from raydfl.using.recordings import LEAST_FRAMES
 
 if TYPE_CHECKING:
-    from raydfl.export_network import Graph
+    from raydfl.using.network import Graph
 
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
@@ -59,7 +59,7 @@ def export_model(
             f"raydfl export needs the packages {', '.join(_PACKAGES)}, of which {', '.join(missing)} cannot be found: "
             f"pip install 'raydfl[onnx]', or in the repository pip install -c constraints.txt -e '.[onnx]'"
         )
-    from raydfl.export_network import to_onnx
+    from raydfl.using.network import to_onnx
 
     loaded = load_model(run_dir, model, client)
     path = _default_path(loaded) if out is None else Path(out)

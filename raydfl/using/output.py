@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raydfl.errors import InputError
-from raydfl.predict_recordings import Prediction
+from raydfl.using.recordings import Prediction
 
 Form = Literal["table", "csv", "json"]
 

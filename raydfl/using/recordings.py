@@ -24,7 +24,7 @@ from raydfl.data.features import EPSILON, FeatureExtractor
 from raydfl.data.segment import segments
 from raydfl.data.sets._files import list_audio
 from raydfl.errors import RaydflError
-from raydfl.predict_model import RunModel, load_model
+from raydfl.using.model import RunModel, load_model
 
 Given = TypeVar("Given")
 

@@ -2,7 +2,7 @@
 
 A file names a base configuration and axes. Each choice of one label from every axis is a **cell**; a cell is run once for each
 value of the setting under ``repeat`` (seeds or folds), over which the table shows mean and spread. What a file may hold are the
-fields of :class:`~raydfl.sweep_settings.SweepSettings`; docs/sweeps.md explains them with an example.
+fields of :class:`~raydfl.sweeps.settings.SweepSettings`; docs/sweeps.md explains them with an example.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from raydfl.config import Config, apply_overrides, make_config, parse_yaml, to_yaml
 from raydfl.errors import ConfigError, nearest
 from raydfl.options import explain
-from raydfl.sweep_settings import MetricSettings, SweepSettings, check_known, check_repeat, label_of
+from raydfl.sweeps.settings import MetricSettings, SweepSettings, check_known, check_repeat, label_of
 
 _LISTED = 10
 """Faulty cells that a message names."""
