@@ -248,7 +248,8 @@ def test_every_architecture_is_described_with_its_options() -> None:
 
 def test_the_networks_have_the_parameters_that_the_page_says() -> None:
     said = {}
-    for line in _page("methods.md").read_text().splitlines():
+    networks = _page("methods.md").read_text().partition("\n## Networks\n")[2]
+    for line in networks.splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         if len(cells) == 4 and cells[3].replace(",", "").isdigit():
             said |= dict.fromkeys(re.findall(r"`(\w+)`", cells[0]), int(cells[3].replace(",", "")))
@@ -297,7 +298,8 @@ def test_no_path_of_a_certain_machine(page: Path) -> None:
 
 
 def test_jobs_are_valid() -> None:
-    files = sorted((ROOT / "jobs").glob("*.yaml"))
-    assert files
+    """All but the sweeps, whose every cell tests/sweep checks."""
+    files = [file for file in sorted((ROOT / "jobs").rglob("*.yaml")) if "\naxes:" not in file.read_text()]
+    assert len(files) >= 8
     for file in files:
         load_config(file)
