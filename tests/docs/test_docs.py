@@ -58,6 +58,7 @@ def test_pages_are_there_and_have_blocks() -> None:
         "configuration.md",
         "data.md",
         "engine.md",
+        "fedmlac.md",
         "methods.md",
         "own-method.md",
         "report.md",

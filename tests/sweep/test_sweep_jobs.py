@@ -13,6 +13,7 @@ from raydfl.sweeps.settings import SweepSettings
 JOBS = Path(__file__).resolve().parents[2] / "jobs"
 # Cells: data sets (or conditions) x methods. Runs: 5 seeds, 5 sessions, 5 or 10 folds; twins 3 seeds.
 SIZES = {
+    "fedmlac_literal": (24, 24),
     "fedmlac/table4": (7 * 7, 7 * (5 + 5 + 5 + 4 * 10)),
     "fedmlac/table5": (3 * 4 * 7, 4 * 7 * (5 + 5 + 10)),
     "fedmlac/table6": (4 * 4 * 8, 4 * 8 * (5 + 5 + 5 + 10)),
