@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
-from threadpoolctl import ThreadpoolController
+
+from raydfl.rules._collecting import one_thread
 
 _BLOCK = 1 << 15
 """Elements that are worked on at a time: of some dozens of clients they stay in the processor's cache."""
@@ -52,7 +53,7 @@ class Known:
             With each other: float64 [clients, clients]; with ``direction``: float64 [clients].
         """
         gram, along = np.zeros((len(self.rows), len(self.rows))), np.zeros(len(self.rows))
-        with _blas().limit(limits=1, user_api="blas"):  # how a matrix product sums depends on its number of threads
+        with one_thread():
             for where, block in self._centred():
                 gram += block @ block.T
                 along += block @ direction[where]
@@ -70,9 +71,3 @@ class Known:
         for start in range(0, len(self.reference), _BLOCK):
             where = slice(start, start + _BLOCK)
             yield where, np.stack([row[where] for row in self.rows]) - self._row_mean[where]
-
-
-@cache
-def _blas() -> ThreadpoolController:
-    """The libraries behind NumPy's matrix products."""
-    return ThreadpoolController()

@@ -219,7 +219,7 @@ def export(run_dir: Path, config: Config) -> list[Path]:
         models = {n: t.contiguous() for n, t in tensors.items() if n.partition("/")[0] in names}
         if not models:
             continue
-        path = run_dir / ("model.safetensors" if key == "global" else f"model-{_file_name(key)}.safetensors")
+        path = run_dir / ("model.safetensors" if key == "global" else f"model-{file_name_of(key)}.safetensors")
         metadata = {
             "raydfl": about["raydfl"],
             "key": key,
@@ -234,5 +234,6 @@ def export(run_dir: Path, config: Config) -> list[Path]:
     return paths
 
 
-def _file_name(key: str) -> str:
+def file_name_of(key: str) -> str:
+    """A key of the server's state, or a model's name, as part of a file's name."""
     return "".join(c if c.isalnum() or c in "-_." else "_" for c in key)

@@ -45,6 +45,9 @@ from raydfl.types import Batch, Metrics, Ratio
 
 Loss = Callable[[Step, Batch], Tensor]
 
+_REMEMBERED = 1000
+"""Kinds of losses of which something is remembered: one that captures a number of its round is another kind in each."""
+
 _refused: dict[Hashable, str] = {}
 """Why computations of this kind cannot be vectorised, once it has been found out."""
 
@@ -86,6 +89,8 @@ def fit_together(
             batches = StackedBatches([steps[i].data.train for i in order], [plans[i] for i in order], first.device)
             seed = torch.tensor([seeds[i] for i in order]).to(first.device)
             if kind not in _sources:
+                if len(_sources) >= _REMEMBERED:
+                    _sources.clear()
                 with _failures(kind, remember=True), preserved():
                     _try(group, losses, batches.batch(0), seed)
                 _sources[kind] = group.sources
@@ -169,6 +174,8 @@ def _failures(kind: Hashable, remember: bool) -> Iterator[None]:
     except Exception as error:
         reason = str(error) if isinstance(error, ApartError) else f"{type(error).__name__}: {error}"
         if remember and not isinstance(error, UnlikeError):
+            if len(_refused) >= _REMEMBERED:
+                _refused.clear()
             _refused[kind] = reason
         raise ApartError(reason) from error
 

@@ -42,7 +42,7 @@ SERVER = ""
 TRIGGERED = "triggered"
 """The split of test clips that carry a backdoor's trigger."""
 
-_MODEL, _STATE = "model:", "state:"
+KEPT_MODEL, KEPT_STATE = "model:", "state:"
 """Prefixes in a private record: tensors of models that are not shared, and what the method keeps in step.state."""
 
 
@@ -251,14 +251,14 @@ class Worker:
         sent = {key: broadcast[key] for key in task.receive}
         kept = self.private.read(order.private) if order.private is not None else {}
         built = self._build(client, place)
-        built.start(sent, _without(_MODEL, kept), self.method.shared)
+        built.start(sent, _without(KEPT_MODEL, kept), self.method.shared)
         return Step(
             client=client,
             models=built.models,
             # A copy: whatever a method does to what it received, the next client gets what the server sent.
             received={key: OwnTensors(tensors, self.device) for key, tensors in sent.items()},
             data=data,
-            state={name: tensor.to(self.device) for name, tensor in _without(_STATE, kept).items()},
+            state={name: tensor.to(self.device) for name, tensor in _without(KEPT_STATE, kept).items()},
             rng=seeds.generator(self.config.run.seed, order.round_index, client.id, purpose),
             device=self.device,
             training=training,
@@ -322,8 +322,8 @@ class Worker:
 
     def _keep(self, order: Order, step: Step) -> PrivateRef | None:
         """Write what stays with the client: private tensors of its models, and the method's state."""
-        kept = {_MODEL + n: t for n, t in step.floating_state().items() if not self.method.shared(n)}
-        kept.update({_STATE + n: t for n, t in step.state.items()})
+        kept = {KEPT_MODEL + n: t for n, t in step.floating_state().items() if not self.method.shared(n)}
+        kept.update({KEPT_STATE + n: t for n, t in step.state.items()})
         return self.private.append(order.round_index + 1, kept) if kept else None
 
     def _evaluate(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Result:

@@ -13,35 +13,21 @@ The paper runs it without momentum (beta1 = 0), which is the default here. Buffe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from raydfl.methods._server_optimiser import ServerOptimiser
+from raydfl.methods._adaptive import AdaptiveOptimiser
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAdagrad(ServerOptimiser):
+class FedAdagrad(AdaptiveOptimiser):
     """FedAvg with Adagrad at the server."""
 
-    server_lr: Annotated[
-        float, Field(gt=0, description="server learning rate; the paper tries 0.001 to 0.1 and more")
-    ] = 0.01
     beta1: Annotated[float, Field(ge=0, lt=1, description="decay of the first moment; 0: no momentum")] = 0.0
-    tau: Annotated[float, Field(gt=0, description="adaptivity: the larger, the more like plain averaging")] = 1e-3
 
-    def moments(self) -> Mapping[str, float]:
-        """The first moment, and the sum of the squared changes."""
-        return {"m": 0.0, "v": self.tau**2}
-
-    def move(
-        self, old: Tensor, mean: Tensor, moments: Mapping[str, Tensor], number: int
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Algorithm 2's FedAdagrad step."""
-        delta = mean - old
-        m = self.beta1 * moments["m"] + (1 - self.beta1) * delta
-        v = moments["v"] + delta.square()
-        return old + self.server_lr * m / (v.sqrt() + self.tau), {"m": m, "v": v}
+    def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
+        """The sum of the squares."""
+        return v + squared

@@ -30,7 +30,7 @@ from raydfl.rundir import stored_about, stored_config
 from raydfl.store import Commit, RunStore
 from raydfl.tensors import FlatTensors
 from raydfl.types import Client, ModelSpec, Tensors
-from raydfl.worker import _MODEL, build_models
+from raydfl.worker import KEPT_MODEL, build_models
 
 _LISTED = 5
 """Clients that a message names."""
@@ -176,7 +176,7 @@ class _Run:
     ) -> tuple[dict[str, nn.Module], set[str]]:
         """The client's networks as the engine loads them, and the tensors that nobody has."""
         networks = build_models(self.method, client, self.config.run.seed)
-        own = {name.removeprefix(_MODEL): value for name, value in kept.items() if name.startswith(_MODEL)}
+        own = {name.removeprefix(KEPT_MODEL): value for name, value in kept.items() if name.startswith(KEPT_MODEL)}
         flat = {key: FlatTensors.of(tensors) for key, tensors in received.items()}
         Built(networks).start(flat, own, self.method.shared)
         there = {name for tensors in flat.values() for name in tensors}

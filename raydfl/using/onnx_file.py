@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import raydfl
 from raydfl.errors import InputError
 from raydfl.files import write_durably
-from raydfl.rundir import _file_name
+from raydfl.rundir import file_name_of
 from raydfl.using.front_end import describe_front_end
 from raydfl.using.model import RunModel, load_model
 from raydfl.using.recordings import LEAST_FRAMES
@@ -75,7 +75,7 @@ def export_model(
 
 def _default_path(model: RunModel) -> Path:
     name = model.name if not model.client else f"{model.name}-{model.client}"
-    return model.run_dir / "export" / f"{_file_name(name)}.onnx"
+    return model.run_dir / "export" / f"{file_name_of(name)}.onnx"
 
 
 def _describe(model: RunModel, graph: Graph, file: str) -> dict[str, Any]:

@@ -1,0 +1,50 @@
+"""The adaptive server optimisers of one paper, which differ in their second moment only.
+
+S. Reddi, Z. Charles, M. Zaheer, Z. Garrett, K. Rush, J. Konecny, S. Kumar, H. B. McMahan, Adaptive Federated Optimization,
+ICLR 2021, algorithm 2:
+
+    delta = mean_k (w_k) - w        (the mean of the clients' models under the aggregation rule, minus the server's)
+    m <- beta1 m + (1 - beta1) delta
+    v <- the subclass's, of v and delta^2
+    w <- w + server_lr m / (sqrt(v) + tau),        m_0 = 0, v_0 = tau^2, no bias correction
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from raydfl.methods._server_optimiser import ServerOptimiser
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveOptimiser(ServerOptimiser, ABC):
+    """Algorithm 2 without its second moment."""
+
+    server_lr: Annotated[
+        float, Field(gt=0, description="server learning rate; the paper tries 0.001 to 0.1 and more")
+    ] = 0.01
+    beta1: Annotated[float, Field(ge=0, lt=1, description="decay of the first moment; 0: no momentum")] = 0.9
+    tau: Annotated[float, Field(gt=0, description="adaptivity: the larger, the more like plain averaging")] = 1e-3
+
+    @abstractmethod
+    def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
+        """V after a change whose square is ``squared``, element by element."""
+
+    def moments(self) -> Mapping[str, float]:
+        """Both moments."""
+        return {"m": 0.0, "v": self.tau**2}
+
+    def move(
+        self, old: Tensor, mean: Tensor, moments: Mapping[str, Tensor], number: int
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """One step of algorithm 2."""
+        delta = mean - old
+        m = self.beta1 * moments["m"] + (1 - self.beta1) * delta
+        v = self.second_moment(moments["v"], delta.square())
+        return old + self.server_lr * m / (v.sqrt() + self.tau), {"m": m, "v": v}
