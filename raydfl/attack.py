@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.data.alter import Alteration
 from raydfl.data.corrupt import Share, draw_clients, share_in_range
-from raydfl.data.features import FeatureSettings
+from raydfl.data.kinds import AnyFeatures
 from raydfl.data.names import Names
 from raydfl.errors import ConfigError, nearest
 from raydfl.known import Known
@@ -98,8 +98,13 @@ class Attack:
         drawn = self.attackers(ids, seed, self.start - 1)
         return np.full(len(ids), drawn.any()) if self.draw == "round" and not isinstance(self.clients, tuple) else drawn
 
-    def check(self, classes: Sequence[str], features: FeatureSettings) -> None:
+    def check(self, classes: Sequence[str], features: AnyFeatures) -> None:
         """Refuse options that do not fit the data, with a ConfigError or DataError."""
+
+    @property
+    def alters(self) -> bool:
+        """Whether it alters recordings: what :meth:`alteration` says is its own."""
+        return type(self).alteration is not Attack.alteration
 
     def alteration(self) -> Alteration | None:
         """What is done to chosen recordings of attackers before their features are computed; by default nothing."""

@@ -22,7 +22,8 @@ from pydantic.dataclasses import dataclass
 from raydfl.attack import Cohort, UpdateAttack, class_index, drawn_share
 from raydfl.attacks._boost import boosted
 from raydfl.data.alter import Alteration, Trigger
-from raydfl.data.features import FeatureSettings
+from raydfl.data.from_file import FileFeatures, needs_waves
+from raydfl.data.kinds import AnyFeatures
 from raydfl.errors import ConfigError
 
 
@@ -61,8 +62,10 @@ class Backdoor(UpdateAttack):
         ),
     ] = 1.0
 
-    def check(self, classes: Sequence[str], features: FeatureSettings) -> None:
+    def check(self, classes: Sequence[str], features: AnyFeatures) -> None:
         """The target exists, the sound can be used, and the features' sample rate can carry it."""
+        if isinstance(features, FileFeatures):
+            raise needs_waves("attack 'backdoor'")
         self.target_class(classes)
         self.alteration()
         highest = self.hz * (2 if self.sound == "chirp" else 1)

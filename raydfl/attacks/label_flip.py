@@ -16,7 +16,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.attack import Attack, class_index
-from raydfl.data.features import FeatureSettings
+from raydfl.data.kinds import AnyFeatures
 from raydfl.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ class LabelFlip(Attack):
         ),
     ] = "next"
 
-    def check(self, classes: Sequence[str], features: FeatureSettings) -> None:
+    def check(self, classes: Sequence[str], features: AnyFeatures) -> None:
         """At least two classes, and those that are named exist."""
         if len(classes) < 2:
             raise ConfigError(f"attack: label_flip needs at least 2 classes, the data have {len(classes)}")

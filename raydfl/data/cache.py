@@ -43,6 +43,8 @@ from raydfl.data.chunks import (
 from raydfl.data.corrupt import Noise
 from raydfl.data.digests import content_digests, rows_of
 from raydfl.data.features import EPSILON, FeatureSettings
+from raydfl.data.from_file import FileFeatures, features_digests, missing_features, needs_waves
+from raydfl.data.kinds import AnyFeatures
 from raydfl.data.steps import Progress, Silent
 from raydfl.errors import DataError
 from raydfl.files import CHOOSE_CACHE, free_bytes, full_disk, write_atomically, writing
@@ -53,6 +55,8 @@ FORMAT = 1
 _log = logging.getLogger(__name__)
 
 _WHAT = "the features"
+_USUAL_BANDS = 128
+"""Bands for which the chunks have the right size."""
 
 
 def default_cache() -> Path:
@@ -157,7 +161,7 @@ def open_store(folder: Path, verify: bool = False) -> FeatureStore:
 def prepare(
     source: Source,
     manifest: pa.Table,
-    features: FeatureSettings,
+    features: AnyFeatures,
     *,
     cache: Path | None = None,
     unreadable: Literal["stop", "skip"] = "stop",
@@ -175,23 +179,32 @@ def prepare(
         manifest: columns ``clip``, ``path``, ``group`` and ``seconds``; clip ``i`` of the store is its row ``i``.
         cache: the cache folder; :func:`default_cache` when ``None``.
         unreadable: raise at clips that cannot be read, or record them in ``failures``.
-        noise: added to the waves, with one seed for each row.
+        noise: added to the waves, with one seed for each row; of features from a file, those of ``noisy_path`` are taken.
         alterations: what an attacker does to the waves, then; with one seed for each row.
         progress: shown while clips are looked at and features computed.
         run_chunks: an executor whose workers see the recordings and the cache folder; local processes when ``None``.
 
     Raises:
+        ConfigError: noise or alterations for features that come without waves, or a model that is not there.
         DataError: clips that cannot be read (``unreadable="stop"``), or an executor that left no result.
         ResourcesError: the disk is full or the cache folder cannot be written.
     """
+    if alterations is not None and isinstance(features, FileFeatures):
+        raise needs_waves("the attack")
     progress = progress or Silent()
     cache = (default_cache() if cache is None else cache).expanduser().absolute()
     needed = _needed_bytes(manifest, features)
     with writing(cache, needed, _WHAT, CHOOSE_CACHE):
         cache.mkdir(parents=True, exist_ok=True)
-        digests, missing = content_digests(source.open(), manifest, cache, progress)
-        if missing and unreadable == "stop":
-            raise _unreadable(manifest, missing)
+        if isinstance(features, FileFeatures):
+            clips = manifest.column("clip").to_pylist()
+            digests, missing = features_digests(features, clips, noise, cache, progress)
+            if missing and unreadable == "stop":
+                raise missing_features(clips, missing)
+        else:
+            digests, missing = content_digests(source.open(), manifest, cache, progress)
+            if missing and unreadable == "stop":
+                raise _unreadable(manifest, missing)
         folder = cache / _store_key(digests, manifest, features, noise, alterations)
         with _locked(folder.with_suffix(".lock")):
             store = _open_if_whole(folder)
@@ -205,7 +218,7 @@ def prepare(
     return store
 
 
-def _needed_bytes(manifest: pa.Table, features: FeatureSettings) -> int:
+def _needed_bytes(manifest: pa.Table, features: AnyFeatures) -> int:
     """Roughly what chunks and store take together, as far as the clips' lengths are known."""
     seconds = np.nan_to_num(manifest.column("seconds").to_numpy())  # 0 where it is not known
     frames = int(features.frames_of(seconds).sum())
@@ -215,14 +228,13 @@ def _needed_bytes(manifest: pa.Table, features: FeatureSettings) -> int:
 def _store_key(
     digests: Sequence[bytes],
     manifest: pa.Table,
-    features: FeatureSettings,
+    features: AnyFeatures,
     noise: Noise | None,
     alterations: Alterations | None,
 ) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    settings = features.model_dump() | {"fft": features.points, "high_hz": features.highest_hz}
     snr = None if noise is None else noise.snr_db
-    digest.update(json.dumps([FORMAT, settings, snr], sort_keys=True).encode())
+    digest.update(json.dumps([FORMAT, features.key(), snr], sort_keys=True).encode())
     digest.update(b"".join(digests))
     if noise is not None:
         digest.update(np.array(noise.seeds, np.int64).tobytes())
@@ -289,7 +301,7 @@ class _Preparation:
 
     source: Source
     manifest: pa.Table
-    features: FeatureSettings
+    features: AnyFeatures
     folder: Path
     noise: Noise | None
     alterations: Alterations | None
@@ -327,7 +339,9 @@ class _Preparation:
 
     @functools.cached_property
     def _bounds(self) -> list[tuple[int, int]]:
-        return chunk_bounds(self.manifest.column("seconds").to_pylist())
+        # Networks' features have hundreds of bands. The bounds decide the order of sums in normalise: group: of log-mel they stay.
+        smaller = 1 if isinstance(self.features, FeatureSettings) else max(1, self.features.bands // _USUAL_BANDS)
+        return chunk_bounds(self.manifest.column("seconds").to_pylist(), smaller)
 
     def _chunks(self, parts: Path) -> list[Chunk]:
         rows = list(rows_of(self.manifest))
@@ -361,7 +375,7 @@ class _Preparation:
             "format": FORMAT,
             "key": self.folder.name,
             "length": length,
-            "features": self.features.model_dump(),
+            "features": self.features.model_dump(mode="json"),
             "snr_db": None if self.noise is None else self.noise.snr_db,
             "files": {path.name: _facts_of(path) for path in sorted(new.iterdir())},
             "failures": failures,

@@ -7,7 +7,6 @@ machine that sees the recordings and the cache folder.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import time
 import zipfile
@@ -21,6 +20,9 @@ import numpy as np
 from raydfl.data.alter import UNALTERED, Alterations
 from raydfl.data.corrupt import NOISELESS, Noise, add_noise
 from raydfl.data.features import FeatureExtractor, FeatureSettings
+from raydfl.data.from_file import FileFeatures, read_features
+from raydfl.data.from_model import ModelFeatures
+from raydfl.data.kinds import AnyFeatures
 from raydfl.data.processes import available_cpus, share_with_processes
 from raydfl.errors import RaydflError
 from raydfl.files import write_atomically
@@ -63,7 +65,7 @@ class Chunk:
     source: Source
     rows: Sequence[Mapping[str, Any]]
     """Rows of the manifest."""
-    features: FeatureSettings
+    features: AnyFeatures
     path: str
     """The file to write."""
     noise: Noise | None = None
@@ -83,11 +85,16 @@ class ChunkReport:
     """Time that reading and computing took."""
 
 
-def chunk_bounds(seconds: Sequence[float | None]) -> list[tuple[int, int]]:
-    """Cuts clips of these lengths into neighbouring groups: at most 128 clips, and 600 s unless one clip alone is longer."""
+def chunk_bounds(seconds: Sequence[float | None], smaller: int = 1) -> list[tuple[int, int]]:
+    """Cuts clips of these lengths into neighbouring groups: at most 128 clips, and 600 s unless one clip alone is longer.
+
+    Args:
+        smaller: factor by which both limits are lowered, for features that take more memory.
+    """
+    most, longest = max(1, _CLIPS // smaller), _SECONDS / smaller
     bounds, start, total = [], 0, 0.0
     for index, length in enumerate(seconds):
-        if index > start and (index - start == _CLIPS or total + (length or 0.0) > _SECONDS):
+        if index > start and (index - start == most or total + (length or 0.0) > longest):
             bounds.append((start, index))
             start, total = index, 0.0
         total += length or 0.0
@@ -97,16 +104,17 @@ def chunk_bounds(seconds: Sequence[float | None]) -> list[tuple[int, int]]:
 
 
 def compute_chunk(chunk: Chunk) -> ChunkReport:
-    """Reads a chunk's clips, computes their features and writes them to the chunk's file, whole or not at all.
+    """Reads a chunk's clips or their features, computes what is to be computed, and writes the chunk's file, whole or not at all.
 
     The file is an uncompressed ``.npz``: ``frames`` (float32 [all frames, bands]), ``counts`` (int64 [clips], 0 for a clip
     that could not be read) and ``failures`` (JSON).
 
     Raises:
         OSError: the file cannot be written (a full disk).
+        ConfigError: a model that makes the features cannot be built.
     """
-    dataset = _open(chunk.source)
-    extractor = _extractor(chunk.features)
+    settings = chunk.features
+    features_of = _given(chunk, settings) if isinstance(settings, FileFeatures) else _computed(chunk, settings)
     matrices: list[np.ndarray] = []
     counts = np.zeros(len(chunk.rows), np.int64)
     failures: dict[int, str] = {}
@@ -114,13 +122,7 @@ def compute_chunk(chunk: Chunk) -> ChunkReport:
     with _one_thread():
         for position, row in enumerate(chunk.rows):
             try:
-                wave = extractor.wave(*dataset.read(row))
-                if chunk.noise is not None and chunk.noise.seeds[position] != NOISELESS:
-                    wave = add_noise(wave, chunk.noise.snr_db, chunk.noise.seeds[position])
-                if chunk.alterations is not None and chunk.alterations.seeds[position] != UNALTERED:
-                    wave = wave[: chunk.features.samples]
-                    wave = chunk.alterations.what(wave, extractor, chunk.alterations.seeds[position])
-                matrix = extractor.features(wave)
+                matrix = features_of(position, row)
             except MemoryError:
                 raise
             except RaydflError as error:
@@ -140,6 +142,34 @@ def compute_chunk(chunk: Chunk) -> ChunkReport:
 
     write_atomically(Path(chunk.path), write)
     return ChunkReport(chunk.number, len(chunk.rows), failures, time.perf_counter() - started)
+
+
+FeaturesOf = Callable[[int, Mapping[str, Any]], np.ndarray]
+"""The features of a clip by its position in the chunk and its row of the manifest: float32 [frames, bands]."""
+
+
+def _given(chunk: Chunk, settings: FileFeatures) -> FeaturesOf:
+    """From the user's file."""
+    noise = chunk.noise
+    return lambda position, row: read_features(
+        settings, row["clip"], noise is not None and noise.seeds[position] != NOISELESS
+    )
+
+
+def _computed(chunk: Chunk, settings: FeatureSettings | ModelFeatures) -> FeaturesOf:
+    """From the recording."""
+    dataset, extractor = _open(chunk.source), _extractor(settings)
+    noise, alterations = chunk.noise, chunk.alterations
+
+    def compute(position: int, row: Mapping[str, Any]) -> np.ndarray:
+        wave = extractor.wave(*dataset.read(row))
+        if noise is not None and noise.seeds[position] != NOISELESS:
+            wave = add_noise(wave, noise.snr_db, noise.seeds[position])
+        if alterations is not None and alterations.seeds[position] != UNALTERED:
+            wave = alterations.what(wave[: settings.samples], extractor, alterations.seeds[position])
+        return extractor.features(wave)
+
+    return compute
 
 
 def read_report(chunk: Chunk) -> ChunkReport | None:
@@ -201,6 +231,15 @@ def _open(source: Source) -> Dataset:
     return _datasets[key]
 
 
-@functools.lru_cache(maxsize=4)
-def _extractor(settings: FeatureSettings) -> FeatureExtractor:
-    return FeatureExtractor(settings)
+_extractors: dict[str, FeatureExtractor] = {}
+
+
+def _extractor(settings: FeatureSettings | ModelFeatures) -> FeatureExtractor:
+    """Built once in each process; once more when the weights of a model have changed."""
+    weights = settings.weights if isinstance(settings, ModelFeatures) else None
+    changed = None if weights is None else weights.stat().st_mtime_ns
+    key = f"{settings.model_dump_json()} {changed}"
+    if key not in _extractors:
+        _extractors.clear()  # a model may be large: one at a time
+        _extractors[key] = FeatureExtractor(settings)
+    return _extractors[key]

@@ -68,7 +68,7 @@ def content_digests(
             digests[index] = _digest(b"identity:" + identity.encode())
     unreadable: dict[int, str] = {}
     if files:
-        for index, digest in _file_digests(files, cache, progress).items():
+        for index, digest in file_digests(files, cache, progress).items():
             if isinstance(digest, OSError):
                 unreadable[index] = f"cannot be read: {digest.strerror or digest}"
             else:
@@ -80,7 +80,13 @@ def _digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
 
 
-def _file_digests(files: Mapping[int, str], cache: Path, progress: Progress) -> dict[int, bytes | OSError]:
+def file_digests(files: Mapping[int, str], cache: Path, progress: Progress) -> dict[int, bytes | OSError]:
+    """By number the digest (16 bytes) of a file's content, or why it cannot be read. Files may be larger than the memory.
+
+    Args:
+        files: absolute paths, at least one.
+        cache: folder in which digests are remembered.
+    """
     folder = os.path.commonpath({str(Path(path).parent) for path in files.values()})
     memory = cache / "digests" / f"{_digest(os.fsencode(folder)).hex()}.arrow"
     known = _read_memory(memory)
@@ -103,7 +109,8 @@ def _file_digests(files: Mapping[int, str], cache: Path, progress: Progress) -> 
 
     def read(path: str) -> bytes | OSError:
         try:
-            return _digest(Path(path).read_bytes())
+            with Path(path).open("rb") as file:
+                return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES)).digest()
         except OSError as error:
             return error
 

@@ -1,6 +1,6 @@
-"""Log-mel features: a wave in, a matrix of frames x bands out.
+"""Features of waves: a wave in, a matrix of frames x bands out, log-mel or what a network of one's own makes of it.
 
-The front end of the FedAudio protocol (Zhang et al., "FedAudio: A Federated Learning Benchmark for Audio Tasks", ICASSP
+The log-mel front end of the FedAudio protocol (Zhang et al., "FedAudio: A Federated Learning Benchmark for Audio Tasks", ICASSP
 2023), which FedMLAC's log-mel tables use, is expressible exactly: ``sample_rate: 16000, window_ms: 64, fft: 1024, hop_ms: 10,
 bands: 128, normalise: clip``. Steps: choose the channel, resample, (add noise), cut to ``seconds``, power spectrogram with a
 periodic Hann window and centred frames, HTK mel bands without area normalisation, 10 log10 without a floor relative to the
@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from fractions import Fraction
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -26,21 +27,35 @@ from raydfl.settings import Settings
 if TYPE_CHECKING:
     from torch import nn
 
+    from raydfl.data.from_model import ModelFeatures
+
 EPSILON = 1e-5
 """Added to a band's standard deviation (decibels) before dividing by it, so that a silent band gives 0."""
 _LARGEST_FFT = 16_384
 _LARGEST_DENOMINATOR = 1_000
 
+SampleRate = Annotated[
+    int, Field(ge=1_000, le=192_000, description="Hz: every clip is resampled to this rate. 1000 to 192000.")
+]
+Channel = Annotated[Literal["first", "mean"], Field(description="Of several channels take the first, or their mean.")]
+Normalise = Literal["clip", "group", "none"]
+Dtype = Annotated[
+    Literal["float32", "float16"],
+    Field(description="Type in the cache; batches are float32 in any case. float16 halves it."),
+]
+
 
 class FeatureSettings(Settings):
-    """How a wave becomes a matrix of frames x bands."""
+    """How a wave becomes a matrix of frames x bands: log-mel."""
 
-    kind: Annotated[Literal["logmel"], Field(description="logmel: log of the power in mel bands, in decibels.")] = (
-        "logmel"
-    )
-    sample_rate: Annotated[
-        int, Field(ge=1_000, le=192_000, description="Hz: every clip is resampled to this rate. 1000 to 192000.")
-    ] = 16_000
+    kind: Annotated[
+        Literal["logmel"],
+        Field(
+            description="logmel: log of the power in mel bands, in decibels. file: features that you made. model: a network of "
+            "your own makes them."
+        ),
+    ] = "logmel"
+    sample_rate: SampleRate = 16_000
     bands: Annotated[int, Field(ge=1, le=512, description="Mel bands of a frame. 1 to 512.")] = 64
     window_ms: Annotated[
         float, Field(gt=0, le=500, description="Length of the Hann window in ms. Above 0, to 500.")
@@ -70,20 +85,15 @@ class FeatureSettings(Settings):
             "so that all have 1 + seconds / hop frames. null: every clip keeps its length.",
         ),
     ] = None
-    channel: Annotated[
-        Literal["first", "mean"], Field(description="Of several channels take the first, or their mean.")
-    ] = "first"
+    channel: Channel = "first"
     normalise: Annotated[
-        Literal["clip", "group", "none"],
+        Normalise,
         Field(
             description="z-score of each band over the frames of the clip, or over all frames of all clips of its group (speaker), "
             "or none: decibels."
         ),
     ] = "clip"
-    dtype: Annotated[
-        Literal["float32", "float16"],
-        Field(description="Type in the cache; batches are float32 in any case. float16 halves it."),
-    ] = "float32"
+    dtype: Dtype = "float32"
 
     @model_validator(mode="after")
     def _consistent(self) -> FeatureSettings:
@@ -150,6 +160,10 @@ class FeatureSettings(Settings):
         frames: np.ndarray = 1 + np.ceil(seconds * self.sample_rate).astype(np.int64) // self.hop
         return frames
 
+    def key(self) -> dict[str, Any]:
+        """All that decides the numbers, for the key of the cache."""
+        return self.model_dump() | {"fft": self.points, "high_hz": self.highest_hz}
+
 
 @functools.lru_cache(maxsize=256)
 def _count_empty(sample_rate: int, low_hz: float, high_hz: float, bands: int, points: int) -> int:
@@ -166,32 +180,30 @@ def _empty_bands(settings: FeatureSettings, points: int) -> int:
     return _count_empty(settings.sample_rate, settings.low_hz, settings.highest_hz, settings.bands, points)
 
 
+def z_scored(matrix: np.ndarray) -> np.ndarray:
+    """``matrix`` (float32 [frames, bands]) with mean 0 and deviation 1 in each band."""
+    result: np.ndarray = (matrix - matrix.mean(axis=0)) / (matrix.std(axis=0) + EPSILON)
+    return result
+
+
 class FeatureExtractor:
     """Computes the features of one clip at a time; keeps the transforms that it built.
 
     Runs on one thread per call only if the caller has set torch to one: the cache does, for speed and for equal bits everywhere.
+
+    Raises:
+        ConfigError: the model that the settings name cannot be built.
     """
 
-    def __init__(self, settings: FeatureSettings) -> None:
-        # Importing torch takes seconds: only who computes features pays for it.
-        from torchaudio.transforms import AmplitudeToDB, MelSpectrogram
-
+    def __init__(self, settings: FeatureSettings | ModelFeatures) -> None:
         self.settings = settings
-        self._power = MelSpectrogram(
-            sample_rate=settings.sample_rate,
-            n_fft=settings.points,
-            win_length=settings.window,
-            hop_length=settings.hop,
-            f_min=settings.low_hz,
-            f_max=settings.highest_hz,
-            n_mels=settings.bands,
-            power=2.0,
-            center=True,
-            pad_mode="reflect",
-            norm=None,
-            mel_scale="htk",
-        )
-        self._decibels = AmplitudeToDB("power", top_db=None)
+        self._matrix: Callable[[np.ndarray], np.ndarray]
+        if isinstance(settings, FeatureSettings):
+            self._matrix = _LogMel(settings)
+        else:
+            from raydfl.data.from_model import NamedModel  # it imports this module
+
+            self._matrix = NamedModel(settings)
         self._resamplers: dict[int, nn.Module] = {}
 
     def wave(self, samples: np.ndarray, rate: int) -> np.ndarray:
@@ -225,24 +237,16 @@ class FeatureExtractor:
         return result
 
     def features(self, wave: np.ndarray) -> np.ndarray:
-        """float32 [frames, bands]: the log-mel of a wave of the settings' rate, cut but not padded to ``seconds``.
+        """float32 [frames, bands] of a wave of the settings' rate, cut but not padded to the settings' length.
 
-        Normalised when ``normalise`` is ``clip``; otherwise decibels.
+        Normalised when ``normalise`` is ``clip``.
+
+        Raises:
+            DataError: a model of one's own gives something else than features.
         """
-        import torch
-
-        settings = self.settings
-        wave = wave[: settings.samples]
-        frames = 1 + len(wave) // settings.hop
-        # The reflection at both ends needs more samples than half a window; frames of the padding alone are not kept.
-        least = settings.points // 2 + 1
-        if len(wave) < least:
-            wave = np.pad(wave, (0, least - len(wave)))
-        with torch.no_grad():
-            decibels = self._decibels(self._power(torch.from_numpy(np.ascontiguousarray(wave))))
-        matrix: np.ndarray = decibels.numpy()[:, :frames].T
-        if settings.normalise == "clip":
-            matrix = (matrix - matrix.mean(axis=0)) / (matrix.std(axis=0) + EPSILON)
+        matrix = self._matrix(wave[: self.settings.samples])
+        if self.settings.normalise == "clip":
+            matrix = z_scored(matrix)
         return np.ascontiguousarray(matrix, dtype=np.float32)
 
     def __call__(self, samples: np.ndarray, rate: int) -> np.ndarray:
@@ -262,3 +266,41 @@ class FeatureExtractor:
                 )
             self._resamplers[rate] = Resample(ratio.denominator, ratio.numerator)
         return self._resamplers[rate]
+
+
+class _LogMel:
+    """float32 [frames, bands], decibels, of a wave that is cut already: float32 [samples] at the settings' rate."""
+
+    def __init__(self, settings: FeatureSettings) -> None:
+        # Importing torch takes seconds: only who computes features pays for it.
+        from torchaudio.transforms import AmplitudeToDB, MelSpectrogram
+
+        self._hop = settings.hop
+        # The reflection at both ends needs more samples than half a window.
+        self._least = settings.points // 2 + 1
+        self._power = MelSpectrogram(
+            sample_rate=settings.sample_rate,
+            n_fft=settings.points,
+            win_length=settings.window,
+            hop_length=settings.hop,
+            f_min=settings.low_hz,
+            f_max=settings.highest_hz,
+            n_mels=settings.bands,
+            power=2.0,
+            center=True,
+            pad_mode="reflect",
+            norm=None,
+            mel_scale="htk",
+        )
+        self._decibels = AmplitudeToDB("power", top_db=None)
+
+    def __call__(self, wave: np.ndarray) -> np.ndarray:
+        import torch
+
+        frames = 1 + len(wave) // self._hop  # frames of the padding alone are not kept
+        if len(wave) < self._least:
+            wave = np.pad(wave, (0, self._least - len(wave)))
+        with torch.no_grad():
+            decibels = self._decibels(self._power(torch.from_numpy(np.ascontiguousarray(wave))))
+        matrix: np.ndarray = decibels.numpy()[:, :frames].T
+        return matrix

@@ -7,15 +7,34 @@ from __future__ import annotations
 
 from typing import Any
 
-from raydfl.data.features import _LARGEST_DENOMINATOR, EPSILON
+from raydfl.data.features import _LARGEST_DENOMINATOR, EPSILON, FeatureSettings
+from raydfl.data.from_file import FileFeatures
+from raydfl.data.from_model import ModelFeatures
 from raydfl.data.settings import DataSettings
 
 
 def describe_front_end(data: DataSettings) -> dict[str, Any]:
-    """How a recording becomes the input of a network: one entry for each step, in the order in which they are done."""
-    settings, segment = data.features, data.segment
+    """How a recording becomes the input of a network: one entry for each step, in the order in which they are done.
+
+    Features from a file begin with the matrices in it; what a model of the user's does is told by its name.
+    """
+    settings = data.features
+    if isinstance(settings, FileFeatures):
+        first = {
+            "file": {"name": settings.path.name, "bands": settings.bands, "frames": settings.frames, "note": _GIVEN}
+        }
+    elif isinstance(settings, ModelFeatures):
+        first = {**_wave(settings), "model": _model(settings)}
+    else:
+        first = {**_wave(settings), **_log_mel(settings)}
+    return {"kind": settings.kind, **first, **_end(data)}
+
+
+_GIVEN = "features [frames, bands] that were made elsewhere, longer ones cut to frames (null: to nothing)"
+
+
+def _wave(settings: FeatureSettings | ModelFeatures) -> dict[str, Any]:
     return {
-        "kind": settings.kind,
         "samples": {
             "range": "-1..1: integer samples divided by 2 ** (bits - 1)",
             "channel": settings.channel,
@@ -29,6 +48,24 @@ def describe_front_end(data: DataSettings) -> dict[str, Any]:
             "note": "by the ratio to_hz / rate, reduced; one whose denominator is larger is replaced by the nearest ratio",
         },
         "cut": {"samples": settings.samples, "note": "longer recordings end there; null: they keep their length"},
+    }
+
+
+def _model(settings: ModelFeatures) -> dict[str, Any]:
+    return {
+        "class": settings.title.partition(" ")[0],
+        "weights": None if settings.weights is None else settings.weights.name,
+        "options": settings.options,
+        "input": "float32 [samples]",
+        "output": "[frames, bands]",
+        "bands": settings.bands,
+        "frames": settings.frames,
+        "note": "a class in Python that the run named; longer outputs are cut to frames (null: to nothing)",
+    }
+
+
+def _log_mel(settings: FeatureSettings) -> dict[str, Any]:
+    return {
         "spectrogram": {
             "least_samples": settings.points // 2 + 1,
             "least_samples_note": "shorter recordings are followed by zeros up to there",
@@ -52,6 +89,12 @@ def describe_front_end(data: DataSettings) -> dict[str, Any]:
             "bins": "fft // 2 + 1 points from 0 to highest_bin_hz, equally far apart",
         },
         "log": {"formula": "10 log10(max(power, floor))", "floor": 1e-10},
+    }
+
+
+def _end(data: DataSettings) -> dict[str, Any]:
+    settings, segment = data.features, data.segment
+    return {
         "normalise": {
             "over": settings.normalise,
             "formula": "(x - mean) / (deviation + epsilon) in each band; deviation is the population's",

@@ -1,7 +1,7 @@
 """Classifying recordings with a model of a run: the run's own front end, one label with a probability for each recording.
 
-A recording goes the way of a test clip: choose the channel, resample, log-mel, normalise, pad (raydfl.data.features), cut into
-segments if the run does (raydfl.data.segment), softmax, mean over the segments. What differs:
+A recording goes the way of a test clip: choose the channel, resample, log-mel or the run's own model, normalise, pad
+(raydfl.data.features), cut into segments if the run does (raydfl.data.segment), softmax, mean over the segments. What differs:
 
 - ``normalise: group`` takes the recordings of one folder, as far as they were given, as one speaker's;
 - what a data set's class of one's own does in ``read`` is not done: files are read as they are.
@@ -21,9 +21,10 @@ from raydfl.data.cache import FeatureStore
 from raydfl.data.clips import read_audio
 from raydfl.data.examples import Examples
 from raydfl.data.features import EPSILON, FeatureExtractor
+from raydfl.data.from_file import FileFeatures
 from raydfl.data.segment import segments
 from raydfl.data.sets._files import list_audio
-from raydfl.errors import RaydflError
+from raydfl.errors import InputError, RaydflError
 from raydfl.using.model import RunModel, load_model
 
 Given = TypeVar("Given")
@@ -129,6 +130,11 @@ class _FrontEnd:
 
     def __init__(self, model: RunModel) -> None:
         self._model = model
+        if isinstance(model.data.features, FileFeatures):
+            raise InputError(
+                f"{model.run_dir} was trained on features from a file ({model.data.features.path.name}): nothing in it can make "
+                "features of recordings; use raydfl export, and give the network features that were made in the same way"
+            )
         self._settings = model.data.features
         self._extractor = FeatureExtractor(self._settings)
 

@@ -48,6 +48,7 @@ def test_a_name_alone_will_do() -> None:
         ({"split": {"test": {"fractoin": 3}}}, r"data.split.test: unknown key 'fractoin'; did you mean 'fraction'\?"),
         ({"corrupt": {"noise": {"snr": 3}}}, r"data.corrupt.noise: unknown key 'snr'; did you mean 'snr_db'\?"),
         ({"segment": {"frame": 3}}, r"data.segment: unknown key 'frame'; did you mean 'frames'\?"),
+        ({"features": {"bands": "x"}}, r'data.features.bands is "x"; it must be a whole number'),
         ({"groups": "many"}, r'data.groups is "many"; it must be a whole number'),
         ({"segment": {"frames": 3, "stride": 1}, "features": {"seconds": 1.0}}, "set data.features.seconds to null"),
     ],
@@ -59,7 +60,6 @@ def test_wrong_keys_and_values_are_named(options: dict[str, Any], message: str) 
 
 def test_wrong_types() -> None:
     for options, message in (
-        ({"features": {"bands": "x"}}, r"features.bands"),
         ({"unreadable": "no"}, "'stop' or 'skip'"),
         ({"split": 3}, "split"),
     ):
@@ -94,7 +94,8 @@ def test_every_field_says_what_it_means() -> None:
     walk(schema)
     for part in schema["$defs"].values():
         walk(part)
-    assert fields == 8 + 12 + 4 + 3 + 3 + 10 + 2 + 2 + 2  # data, features, segment, split, test, partition, corrupt
+    features = 12 + 7 + 11  # log-mel, file, model
+    assert fields == 9 + 1 + features + 4 + 3 + 3 + 10 + 2 + 2 + 2  # data, site, segment, split ... corrupt
 
 
 def test_reading_a_configuration_does_not_wait_for_torch() -> None:

@@ -9,8 +9,9 @@ import pytest
 from test_population import many_clients
 
 from raydfl.data import plot as plot_module
+from raydfl.data.build import build_population
 from raydfl.data.plot import plot_partition
-from raydfl.data.population import Population, build_population
+from raydfl.data.population import Population
 from raydfl.data.settings import DataSettings
 
 

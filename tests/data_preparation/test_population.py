@@ -12,12 +12,13 @@ import pytest
 from tiny_sets import Made, write_folder
 
 from raydfl import files as files_module
+from raydfl.data.build import build_population
 from raydfl.data.cache import FeatureStore
 from raydfl.data.corrupt import add_noise, noise_for, wrong_labels
 from raydfl.data.examples import Examples
 from raydfl.data.features import FeatureExtractor
 from raydfl.data.names import Names
-from raydfl.data.population import Population, build_population
+from raydfl.data.population import Population
 from raydfl.data.settings import DataSettings
 from raydfl.errors import DataError, ResourcesError, RunDirectoryError
 
