@@ -11,14 +11,14 @@ import queue
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, Protocol
 
 from raydfl.config import Config, make_config
-from raydfl.data.chunks import Chunk, ChunkReport, RunChunks
+from raydfl.data.chunks import RunChunks
 from raydfl.data.processes import Worker, available_cpus
 from raydfl.errors import RaydflError
 from raydfl.progress import Progress
@@ -199,19 +199,21 @@ class RayTasks:
     def __init__(self, cpus: float, retries: int) -> None:
         import ray
 
+        from raydfl.data.on_ray import on_the_cluster
+
         self._ray = ray
         # A node that is lost takes its tasks along: Ray gives them to another one, where the run goes on after its last commit.
         self._task = ray.remote(num_cpus=cpus, max_retries=retries)(do_run)
         self._running: dict[Any, str] = {}
-        self.run_chunks: RunChunks | None = self._on_the_cluster
+        self.run_chunks: RunChunks | None = on_the_cluster
 
     def slots(self, config: Config, cpus: float) -> int:
         """What the cluster's CPUs and GPUs allow."""
         there: dict[str, float] = self._ray.cluster_resources()  # type: ignore[no-untyped-call]
         actors = 0.0 if config.ray.actors == 0 else float(config.ray.actors)
         room = there.get("CPU", 1.0) / (cpus + actors * config.ray.cpus)
-        if actors and config.ray.gpus:
-            room = min(room, there.get("GPU", 0.0) / (actors * config.ray.gpus))
+        if actors and config.ray.gpu_share:
+            room = min(room, there.get("GPU", 0.0) / (actors * config.ray.gpu_share))
         return max(1, int(room))
 
     def start(self, order: Order) -> None:
@@ -239,12 +241,3 @@ class RayTasks:
         """Leave nothing behind in the cluster."""
         self.kill()
         self._running.clear()
-
-    def _on_the_cluster(
-        self, function: Callable[[Chunk], ChunkReport], chunks: Sequence[Chunk]
-    ) -> Iterator[ChunkReport]:
-        task = self._ray.remote(num_cpus=1)(function)
-        pending = [task.remote(chunk) for chunk in chunks]
-        while pending:
-            done, pending = self._ray.wait(pending)
-            yield self._ray.get(done[0])

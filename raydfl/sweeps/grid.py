@@ -22,6 +22,8 @@ from pydantic import ValidationError
 from raydfl.config import Config, apply_overrides, make_config, parse_yaml, to_yaml
 from raydfl.errors import ConfigError, nearest
 from raydfl.options import explain
+from raydfl.remote.place import is_uri
+from raydfl.settings import Settings
 from raydfl.sweeps.settings import MetricSettings, SweepSettings, check_known, check_repeat, label_of
 
 _LISTED = 10
@@ -106,7 +108,7 @@ def load_sweep(file: str | Path, overrides: Sequence[str] = (), only: Sequence[s
         ConfigError: the file, or the configuration of a cell, is not valid; faulty cells are named.
     """
     file = Path(file)
-    values = _read(file)
+    values = read_groups(file, SweepSettings, "jobs/tiny_sweep.yaml")
     try:
         settings = SweepSettings.model_validate(values)
     except ValidationError as error:
@@ -129,18 +131,26 @@ def load_sweep(file: str | Path, overrides: Sequence[str] = (), only: Sequence[s
     return Sweep(file, settings, folder, tuple(_by_repeat(runs)))
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_groups(file: Path, settings: type[Settings], example: str) -> dict[str, Any]:
+    """The contents of a file, whose keys must be fields of ``settings``.
+
+    Args:
+        example: a file of that kind, for messages.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or has an unknown key.
+    """
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read {file}: {reason}; give a YAML file, such as jobs/tiny_sweep.yaml") from error
+        raise ConfigError(f"cannot read {file}: {reason}; give a YAML file, such as {example}") from error
     values = parse_yaml(text, str(file))
     if not isinstance(values, dict):
-        raise ConfigError(f"{file} must hold the groups {', '.join(SweepSettings.model_fields)}")
+        raise ConfigError(f"{file} must hold the groups {', '.join(settings.model_fields)}")
     for key in values:
-        if key not in SweepSettings.model_fields:
-            hint = nearest(str(key), SweepSettings.model_fields)
+        if key not in settings.model_fields:
+            hint = nearest(str(key), settings.model_fields)
             own = f"; settings of the runs go below settings: or into {key}=... on the command line"
             raise ConfigError(f"{file}: unknown key {key!r}; {hint}{own if key in Config.model_fields else ''}")
     return values
@@ -161,6 +171,10 @@ def _chosen(settings: SweepSettings, only: Sequence[str]) -> dict[str, list[str]
 
 
 def _folder(settings: SweepSettings, file: Path, asked: Any) -> Path:
+    if is_uri(asked):
+        raise ConfigError(
+            f"run.dir: {asked} is a URI, but the runs of a sweep lie in one folder; give an absolute path"
+        )
     given = Path(asked) if isinstance(asked, str) else settings.dir
     return (given or Path("runs") / file.stem).expanduser().resolve()
 
@@ -186,12 +200,12 @@ def _runs_of(
         if "metric" in part:
             metric = _metric(part.pop("metric"), metric, where)
         layers.append((where, part))
-    values: dict[str, Any] = {} if base is None else _base(file.parent / base, bases)
+    values: dict[str, Any] = {} if base is None else read_base(file.parent / base, bases)
     for where, layer in layers:
-        values = _laid_over(values, layer, where)
+        values = laid_over(values, layer, where)
     setting, repeats = next(iter(repeat.items()))
     for value in repeats:
-        own = _laid_over(values, {str(setting): value}, "repeat")
+        own = laid_over(values, {str(setting): value}, "repeat")
         config = make_config(_settled(apply_overrides(own, overrides), settings, folder), str(file))
         identity = _identity(config)
         name = _run_name((*labels, f"{str(setting).rpartition('.')[2]}={label_of(value)}"), identity, folder)
@@ -199,13 +213,19 @@ def _runs_of(
         yield CellRun(labels, f"{setting}={label_of(value)}", metric, named, identity)
 
 
-def _base(path: Path, bases: dict[Path, dict[str, Any]]) -> dict[str, Any]:
+def read_base(path: Path, bases: dict[Path, dict[str, Any]]) -> dict[str, Any]:
+    """The base configuration as plain data, each file read once.
+
+    Raises:
+        ConfigError: it cannot be read, or holds no groups.
+    """
     path = path.resolve()
     if path not in bases:
         try:
             values = parse_yaml(path.read_text(encoding="utf-8"), str(path))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the base configuration {path} cannot be read: {error}") from error
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise ConfigError(f"the base configuration {path} cannot be read: {reason}; correct base") from error
         if not isinstance(values, dict):
             raise ConfigError(f"the base configuration {path} must hold groups of settings")
         bases[path] = values
@@ -220,8 +240,12 @@ def _metric(values: Any, default: MetricSettings, where: str) -> MetricSettings:
         raise ConfigError(explain(error, f"{where}.metric", merged, MetricSettings)) from error
 
 
-def _laid_over(values: dict[str, Any], part: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """``part``'s settings over ``values`` by the command line's rule: a key is a path, and its value takes the place of the old."""
+def laid_over(values: dict[str, Any], part: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """``part``'s settings over ``values`` by the command line's rule: a key is a path, and its value takes the place of the old.
+
+    Raises:
+        ConfigError: a key goes through what is no group, or would replace a whole one.
+    """
     for key in part:
         if key in _WHOLE_GROUPS and values.get(key):
             raise ConfigError(
@@ -236,7 +260,7 @@ def _laid_over(values: dict[str, Any], part: Mapping[str, Any], where: str) -> d
 def _settled(values: dict[str, Any], settings: SweepSettings, folder: Path) -> dict[str, Any]:
     """With what the sweep itself decides: where the runs lie and how many actors a cell has."""
     own = {"run.dir": str(folder), "run.name": None, "ray.actors": settings.cells.actors}
-    return _laid_over(values, own, "sweep")
+    return laid_over(values, own, "sweep")
 
 
 def _identity(config: Config) -> str:

@@ -15,9 +15,11 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from raydfl.config import Config
+from raydfl.data.features import FeatureSettings
+from raydfl.data.from_file import FileFeatures
 from raydfl.files import write_durably
 from raydfl.metrics import HIGHER_IS_BETTER, base_name
-from raydfl.rundata import Curve, Run, read_run
+from raydfl.rundata import Curve, Key, Run, read_run
 from raydfl.sweeps.grid import Sweep
 from raydfl.sweeps.run import is_finished, rounds_done
 from raydfl.sweeps.settings import MetricSettings
@@ -155,13 +157,18 @@ def collect(sweep: Sweep) -> Results:
 
 def curve_of(run: Run, config: Config, metric: MetricSettings) -> Curve | None:
     """A metric over the rounds in the table's unit: of what clients measured their mean; ``None`` when it was not recorded."""
-    models = [metric.model] if metric.model else list(type(config.build_method()).models)[:1]
-    for name in (*(f"{model}/{metric.score}" for model in models), metric.score):
-        for key in ((metric.split, f"{name}_client_mean"), (metric.split, name)):
-            found = run.curves.get(key)
-            if found is not None:
-                return Curve(found.rounds, found.values * metric.scale, found.totals)
+    for key in keys_of(config, metric):
+        found = run.curves.get(key)
+        if found is not None:
+            return Curve(found.rounds, found.values * metric.scale, found.totals)
     return None
+
+
+def keys_of(config: Config, metric: MetricSettings) -> list[Key]:
+    """What the record may call a metric, the one that counts first: of what clients measured their mean."""
+    models = [metric.model] if metric.model else list(type(config.build_method()).models)[:1]
+    names = [*(f"{model}/{metric.score}" for model in models), metric.score]
+    return [(metric.split, key) for name in names for key in (f"{name}_client_mean", name)]
 
 
 def summaries(curve: Curve, metric: MetricSettings) -> dict[str, float]:
@@ -236,7 +243,9 @@ def features_text(config: Config) -> str:
     """What a network sees, in words."""
     features = config.data.features
     z_score = {"clip": "z-score by clip", "group": "z-score by speaker", "none": "not normalised"}[features.normalise]
-    kind = "log-mel" if features.kind == "logmel" else str(features.kind)
+    if isinstance(features, FileFeatures):
+        return f"{features.path.name}, {features.bands} bands, {z_score}"
+    kind = "log-mel" if isinstance(features, FeatureSettings) else features.title
     return f"{kind}, {features.bands} bands at {features.sample_rate / 1000:g} kHz, {z_score}"
 
 

@@ -14,14 +14,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
+from raydfl.config import Config
+from raydfl.data.build import build_population
+from raydfl.data.cache import default_cache
 from raydfl.data.chunks import RunChunks
-from raydfl.data.population import build_population
 from raydfl.errors import InputError, ResourcesError
+from raydfl.jobfolder import check_kept
 from raydfl.progress import Advance, Progress, duration
-from raydfl.runs import ray_session
+from raydfl.runs import connected
 from raydfl.store import RunStore
 from raydfl.sweeps.executors import Ended, Executor, LocalProcesses, Order, RayTasks
 from raydfl.sweeps.grid import CellRun, Sweep
@@ -77,6 +81,8 @@ def run_sweep(
         InputError: the recordings of a cell cannot be used; nothing was started.
     """
     progress = progress or Progress("quiet")
+    cache = sweep.runs[0].config.data.cache or default_cache()
+    check_kept({"run.dir": sweep.folder, "data.cache": cache})
     outcome = SweepOutcome()
     waiting: deque[CellRun] = deque()
     for each in sweep.distinct:
@@ -97,7 +103,23 @@ def run_sweep(
     return outcome
 
 
-def prepare(runs: Sequence[CellRun], progress: Progress, run_chunks: RunChunks | None = None) -> None:
+class Planned(Protocol):
+    """A run that shall be done: of a sweep or of a search."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+
+    @property
+    def run_dir(self) -> Path:
+        """Its folder, there or to be made."""
+
+    @property
+    def config(self) -> Config:
+        """With the run's folder and name in it."""
+
+
+def prepare(runs: Sequence[Planned], progress: Progress, run_chunks: RunChunks | None = None) -> None:
     """Make the features that the runs need, each once, and find out what recordings or splits do not allow.
 
     Raises:
@@ -129,11 +151,7 @@ def _executor(sweep: Sweep, stack: contextlib.ExitStack) -> Executor:
     config = sweep.runs[0].config
     made: Executor
     if config.ray.address or os.environ.get("RAY_ADDRESS"):
-        # The session checks and connects as for a run whose clients are actors.
-        connected = config.model_copy(
-            update={"ray": config.ray.model_copy(update={"actors": 1, "cpus": 0.0, "gpus": 0.0})}
-        )
-        stack.enter_context(ray_session(connected, 1, quiet=True))
+        stack.enter_context(connected(config.ray.address, quiet=True))
         made = RayTasks(sweep.settings.cells.cpus, sweep.settings.cells.retries)
     else:
         made = LocalProcesses()
@@ -173,7 +191,7 @@ class _Loop:
         """Until nothing runs and nothing waits."""
         self._stop_file.parent.mkdir(parents=True, exist_ok=True)
         self._stop_file.unlink(missing_ok=True)
-        with _signals(self._ask), _Rounds(self._progress) as rounds:
+        with signals_to(self._ask), _Rounds(self._progress) as rounds:
             try:
                 while self._running or (self._waiting and not self._asked):
                     while self._waiting and len(self._running) < self._slots and not self._asked:
@@ -225,7 +243,8 @@ class _Loop:
 
 
 @contextlib.contextmanager
-def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM call ``handler`` inside the block."""
     before: dict[int, Any] = {}
     for number in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(ValueError):  # not in the main thread: whoever called us handles signals

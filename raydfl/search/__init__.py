@@ -1,0 +1,1 @@
+"""Searches for good settings: many federations with Ray Tune, one file, one command, one page."""
