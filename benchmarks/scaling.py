@@ -29,10 +29,11 @@ from torch import nn
 from raydfl import make_config
 from raydfl.clients import Clients
 from raydfl.config import Config
+from raydfl.data.build import build_population
 from raydfl.data.clips import make_manifest
 from raydfl.data.dataset import Dataset
 from raydfl.data.names import Names
-from raydfl.data.population import Population, build_population
+from raydfl.data.population import Population
 from raydfl.private import PrivateIndex, PrivateRef, PrivateStore
 from raydfl.seeds import generator
 from raydfl.server import Server

@@ -31,13 +31,28 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Data sets: which there are, what is in them, who gets what.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+cluster_app = typer.Typer(help="Clusters: is the description of one whole, and do jobs fit it?", no_args_is_help=True)
+app.add_typer(cluster_app, name="cluster")
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="the configuration, a YAML file", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="settings to change, e.g. train.rounds=50", show_default=False),
 ]
-RunDir = Annotated[Path, typer.Argument(metavar="DIR", help="a run directory", show_default=False)]
+
+
+def _run_dir(text: str) -> Path:
+    """A run's folder as it was given; one behind a URI is fetched first."""
+    if "://" not in text:
+        return Path(text)
+    from raydfl.remote.mirror import local_run
+
+    return local_run(text)
+
+
+RunDir = Annotated[
+    Path, typer.Argument(metavar="DIR", help="a run directory, or its URI", show_default=False, parser=_run_dir)
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print errors only")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object a line, for machines")]
 
@@ -95,7 +110,12 @@ def run_command(file: File, overrides: Overrides = None, quiet: Quiet = False, a
 
 
 @app.command("resume")
-def resume_command(directory: RunDir, overrides: Overrides = None, quiet: Quiet = False, as_json: Json = False) -> None:
+def resume_command(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="a run directory, or its URI", show_default=False)],
+    overrides: Overrides = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
     """Go on with the run in DIR after its last commit.
 
     Settings that do not decide the numbers may be changed: train.rounds, ray.*, run.commit_every, track.* ...
@@ -169,7 +189,10 @@ def _writing(path: Path) -> Iterator[None]:
 
 @app.command("report")
 def report_command(
-    directories: Annotated[list[Path], typer.Argument(metavar="DIR...", help="run directories", show_default=False)],
+    directories: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="run directories, or their URIs", show_default=False, parser=_run_dir),
+    ],
     out: Annotated[
         Path | None, typer.Option("--out", help="the page to write; default: report.html in the one DIR, or here")
     ] = None,
@@ -269,6 +292,33 @@ def sweep_command(
         raise typer.Exit(code)
 
 
+@app.command("search")
+def search_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="the search, a YAML file", show_default=False)],
+    overrides: Overrides = None,
+    check: Annotated[bool, typer.Option("--check", help="check the space, without any recording")] = False,
+    table: Annotated[bool, typer.Option("--table", help="write the tables and the page of what is there")] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Search good settings: many federations with Ray Tune, and one page with the best settings and what mattered.
+
+    KEY=VALUE also changes the search's own settings (samples=20). Trials that are over are never repeated. Ctrl-C lets running ones
+    stop after their round; the same command goes on with them.
+    """
+    from raydfl.search.command import describe, do_search
+    from raydfl.search.plan import load_search
+
+    search = load_search(file, overrides or [])
+    if check:
+        print(describe(search))  # noqa: T201
+        return
+    with _progress(quiet, as_json) as progress:
+        code = do_search(search, progress, table_only=table)
+    if code:
+        raise typer.Exit(code)
+
+
 @app.command("methods")
 def methods_command(as_json: Json = False) -> None:
     """All methods, aggregation rules and architectures, with options, ranges and defaults."""
@@ -334,14 +384,25 @@ def data_info(
 def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, as_json: Json = False) -> None:
     """Compute the features that FILE needs.
 
-    In parallel, into the cache that all runs share. It may be interrupted: the next call goes on.
+    In parallel, into the cache that all runs share: by this machine, or by the Ray cluster that ray.address or RAY_ADDRESS names.
+    It may be interrupted: the next call goes on.
     """
     from raydfl.config import load_config
-    from raydfl.data.population import build_population
+    from raydfl.data.build import build_population
+    from raydfl.data.cache import default_cache
+    from raydfl.jobfolder import check_kept
 
     config = load_config(file, overrides or [])
-    with _progress(quiet, as_json) as progress:
-        population = build_population(config.data, config.run.seed, progress, attack=config.build_attack())
+    check_kept({"data.cache": config.data.cache or default_cache()})
+    with _progress(quiet, as_json) as progress, contextlib.ExitStack() as stack:
+        run_chunks = None
+        if config.ray.address or os.environ.get("RAY_ADDRESS"):
+            from raydfl.data.on_ray import on_the_cluster
+            from raydfl.runs import connected
+
+            stack.enter_context(connected(config.ray.address, quiet=True))
+            run_chunks = on_the_cluster
+        population = build_population(config.data, config.run.seed, progress, run_chunks, config.build_attack())
         for message in population.messages:
             progress.message(message)
         progress.message(
@@ -358,8 +419,8 @@ def data_plot(
 ) -> None:
     """Draw which client has how much of which class."""
     from raydfl.config import load_config
+    from raydfl.data.build import build_population
     from raydfl.data.plot import plot_partition
-    from raydfl.data.population import build_population
 
     config = load_config(file, overrides or [])
     if out.suffix not in (".png", ".svg", ".pdf"):
@@ -369,6 +430,29 @@ def data_plot(
     with _writing(out):
         plot_partition(population, out)
     print(out)  # noqa: T201
+
+
+@cluster_app.callback()
+def _cluster() -> None:
+    """What stands before a command about clusters."""
+
+
+@cluster_app.command("check")
+def cluster_check(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="for ray up, or a RayJob of KubeRay", show_default=False)
+    ],
+    jobs: Annotated[
+        list[Path] | None, typer.Argument(metavar="JOB...", help="configurations of runs", show_default=False)
+    ] = None,
+) -> None:
+    """Check the description of a cluster, without contacting anything.
+
+    Whether Ray takes it, a token is asked for, the dashboard is not open, nodes come and go, and each JOB's client actors fit.
+    """
+    from raydfl.clusterfile import check
+
+    print("\n".join(check(file, jobs or [])))  # noqa: T201
 
 
 _INTERRUPTED = 130

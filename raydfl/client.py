@@ -5,25 +5,85 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from raydfl.config import Config
+from raydfl.config import Config, RaySettings
+from raydfl.errors import RaydflError
+from raydfl.gpu import cap, hide_gpus
+from raydfl.jobfolder import check_visible
 from raydfl.private import PrivateRef, PrivateStore
+from raydfl.sites import SHARE, SentToSite, open_worker, receive, resource
 from raydfl.tensors import FlatTensors
 from raydfl.worker import Order, Result, Worker
 
 
+@dataclass(frozen=True, slots=True)
+class ActorKind:
+    """What Ray reserves for a client actor."""
+
+    cpus: float
+    gpus: float
+    """Share of a GPU; 0: it computes on the CPU."""
+    site: str = ""
+    """The site whose clients alone it serves, on whose node it is; empty: wherever there is room."""
+
+    def __str__(self) -> str:
+        return f"{self.cpus:g} CPU and {self.gpus:g} GPU" if self.gpus else f"{self.cpus:g} CPU"
+
+
+def actor_kinds(settings: RaySettings, clients: int, sites: Sequence[str] = ("",)) -> list[ActorKind]:
+    """The kind of every client actor that the settings ask for, at each site those with a GPU first.
+
+    Args:
+        settings: as configured.
+        clients: of the population; with ``actors: per_client`` each has one.
+        sites: names of the sites, each of which has all the actors; the one without a name: there are none.
+    """
+    number = clients if settings.actors == "per_client" else int(settings.actors)
+    return [
+        kind
+        for site in sites
+        for kind in (
+            *[ActorKind(settings.cpus, settings.gpu_share, site)] * number,
+            *[ActorKind(settings.cpus, 0.0, site)] * settings.cpu_actors,
+        )
+    ]
+
+
+def wanted_kinds(config: Config, clients: int) -> list[ActorKind]:
+    """The kinds of all client actors of a run, at all its sites.
+
+    Args:
+        config: of the run.
+        clients: of the population.
+    """
+    sites = [] if config.ray.actors == "per_client" else list(config.data.sites)
+    return actor_kinds(config.ray, clients, sites or [""])
+
+
 def choose_device(gpus: float) -> str:
-    """``"cuda"`` when a share of a GPU is configured and PyTorch has one, with its memory capped to that share; else ``"cpu"``."""
+    """``"cuda"`` when a share of a GPU is configured and PyTorch has one, with its memory capped to that share; else ``"cpu"``.
+
+    Without a share the process is made blind to GPUs: Ray hides only those of actors that have others.
+
+    Raises:
+        ResourcesError: the share is smaller than what a process needs before it computes anything.
+    """
+    if gpus <= 0:
+        hide_gpus()
+        return "cpu"
     import torch
 
-    if gpus <= 0 or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         return "cpu"
-    torch.cuda.set_per_process_memory_fraction(min(1.0, gpus))
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    torch.cuda.set_per_process_memory_fraction(cap(gpus, total))
     return "cuda"
 
 
@@ -34,17 +94,41 @@ class ClientActor:
     what the next client needs.
     """
 
-    def __init__(self, run_dir: str, config: dict[str, Any]) -> None:
+    def __init__(self, run_dir: str, config: dict[str, Any], kind: ActorKind, site: SentToSite | None = None) -> None:
+        """Open the run.
+
+        Args:
+            run_dir: the run's folder, the same path on every node; at a site there is none.
+            config: the configuration as plain data.
+            kind: of this actor.
+            site: at a site, what it needs to know of the run.
+        """
         settings = Config.model_validate(config)
         folder = Path(run_dir)
         self._one_at_a_time = threading.Lock()
         # The thread that waits for the lock shall get the interpreter when it gets the lock.
         sys.setswitchinterval(5e-4)
-        self._worker = Worker(folder, settings, PrivateStore(folder / "private"), choose_device(settings.ray.gpus))
+        self._failed: RaydflError | None = None  # what a constructor raises would reach the driver without its type
+        try:
+            device = choose_device(kind.gpus)
+            if site is None:
+                check_visible(folder)
+                self._worker = Worker(folder, settings, PrivateStore(folder / "private"), device)
+                return
+            population = receive(settings, kind.site, site)
+            self._worker = open_worker(settings, kind.site, site.key, folder, population, device)
+        except RaydflError as error:
+            self._failed = error
 
-    def ready(self) -> bool:
-        """Answers once the actor has started."""
-        return True
+    def ready(self) -> str:
+        """Answers once the actor has started: the id of its node.
+
+        Raises:
+            RaydflError: the run's folder, or its data at this site, cannot be opened.
+        """
+        if self._failed is not None:
+            raise self._failed
+        return ray.get_runtime_context().get_node_id()
 
     def process_id(self) -> int:
         """Of the actor's process."""
@@ -58,11 +142,12 @@ class ClientActor:
             keys: of the entries of the server's state that follow.
             tensors: those entries, read from the object store without a copy.
         """
+        arrived = time.perf_counter()
         broadcast = dict(zip(keys, tensors, strict=True))
         if self._one_at_a_time.locked():
             self._worker.read_ahead(orders)
         with self._one_at_a_time:
-            return self._worker.carry_out(orders, broadcast)
+            return self._worker.carry_out(orders, broadcast, arrived)
 
     def width(self, orders: list[Order], keys: list[str], *tensors: FlatTensors) -> int:
         """Worker.width; arguments as for :meth:`carry_out`."""
@@ -74,10 +159,26 @@ class ClientActor:
         with self._one_at_a_time:
             return self._worker.private.compact(round_index, refs)
 
+    def remove(self, segments: list[str]) -> None:
+        """PrivateStore.remove."""
+        with self._one_at_a_time:
+            self._worker.private.remove(segments)
 
-def start_client_actor(run_dir: Path, config: Config) -> Any:
-    """A new client actor with the configured resources. Never restarted by Ray: the pool decides what is done again."""
+    def retain(self, segments: frozenset[str]) -> None:
+        """PrivateStore.retain."""
+        with self._one_at_a_time:
+            self._worker.private.retain(segments)
+
+
+def start_client_actor(run_dir: Path, config: Config, site_key: str, kind: ActorKind) -> Any:
+    """A new client actor of some kind. Never restarted by Ray: the pool decides what is done again."""
     actor = ray.remote(ClientActor).options(
-        num_cpus=config.ray.cpus, num_gpus=config.ray.gpus, max_concurrency=2, max_restarts=0, max_task_retries=0
+        num_cpus=kind.cpus,
+        num_gpus=kind.gpus,
+        resources={resource(kind.site): SHARE} if kind.site else None,
+        max_concurrency=2,
+        max_restarts=0,
+        max_task_retries=0,
     )
-    return actor.remote(str(run_dir), config.model_dump(mode="json"))
+    sent = SentToSite.of(run_dir, site_key) if kind.site else None
+    return actor.remote(str(run_dir), config.model_dump(mode="json"), kind, sent)

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from raydfl import record
 from raydfl.private import PrivateIndex
 from raydfl.record import Row
+from raydfl.remote.mirror import Mirror
 from raydfl.store import RunStore
 from raydfl.types import State
 
@@ -26,6 +27,8 @@ class Committer:
         self._under_way: Future[float] | None = None
         self._rows: Sequence[Row] = ()
         self._commits = 0
+        self.mirror: Mirror | None = None
+        """Where each commit is copied to; ``None``: nowhere."""
 
     def start(
         self,
@@ -56,13 +59,15 @@ class Committer:
         self._commits += 1
         if self._commits % _MERGE == 0:
             record.compact(self._store.folder, gather=_MERGE)
+        if self.mirror is not None:
+            self.mirror.push()
         return time.perf_counter() - started
 
     def wait(self) -> tuple[Sequence[Row], float]:
         """Until the commit under way, if there is one, is on the disk: its rows, and the seconds that it took.
 
         Raises:
-            ResourcesError: the disk is full; the commit before still counts.
+            ResourcesError: the disk is full, and the commit before still counts; or the mirror cannot be reached.
         """
         if self._under_way is None:
             return (), 0.0

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
@@ -21,11 +22,15 @@ from raydfl import registry
 from raydfl.aggregate import find_rule
 from raydfl.attack import Attack
 from raydfl.data.dataset import find_dataset
+from raydfl.data.from_file import FileFeatures, needs_waves
+from raydfl.data.kinds import kind_of
 from raydfl.data.settings import DataSettings
 from raydfl.errors import ConfigError, nearest
 from raydfl.method import Method
 from raydfl.models import check_model
 from raydfl.options import explain, path_options, plain, unknown_key
+from raydfl.precision import Precision, check_device
+from raydfl.remote.place import check_uri, is_uri
 from raydfl.settings import Settings
 from raydfl.track import TrackSettings
 
@@ -78,6 +83,20 @@ class TrainSettings(Settings):
         "auto",
         description="clients trained in one computation; auto: 1 on the CPU, on a GPU measured when the run begins and kept",
     )
+    deadline: float | None = Field(
+        None,
+        gt=0,
+        description="seconds that a client may train in a round, looked at before each batch; null: as long as it takes",
+    )
+    late: Literal["partial", "drop"] = Field(
+        "partial",
+        description="a client that is not done at the deadline returns what it has, if that is a step at least, or is left out",
+    )
+    precision: Precision = Field(
+        "float32",
+        description="what products, convolutions and recurrent layers compute in; parameters, optimiser and what is sent are "
+        "float32. bfloat16 is for GPUs that have it, float16 (with scaled gradients) for any GPU; float16 is refused on the CPU",
+    )
     optimiser: OptimiserSettings = OptimiserSettings()
 
     @field_validator("cohort")
@@ -127,15 +146,41 @@ class RaySettings(Settings):
         description="client actors; 0: no Ray, one client after another in this process; per_client: an actor for each client",
     )
     cpus: float = Field(1.0, ge=0, description="CPUs that Ray reserves for each client actor")
-    gpus: float = Field(
-        0.0, ge=0, description="share of a GPU for each client actor; also its share of the GPU's memory"
+    gpus: Annotated[float, Field(ge=0)] | Literal["auto"] = Field(
+        0.0,
+        description="share of a GPU for each client actor, of its memory too; auto: measured on one client's work before the first "
+        "round, such that as many actors share a GPU as fit",
     )
     threads: int = Field(1, ge=1, description="PyTorch threads of each client actor, and of the server")
     address: str | None = Field(None, description="address of a running cluster; null: $RAY_ADDRESS, else a local one")
-    ready_timeout: float = Field(120.0, gt=0, description="seconds to wait for the actors to start")
+    ready_timeout: float = Field(
+        120.0, gt=0, description="seconds to wait for the actors to start, and for nodes that are missing"
+    )
+    min_actors: int | None = Field(
+        None,
+        ge=1,
+        description="client actors with which rounds begin, and without which they wait, at most ready_timeout; the others come "
+        "and go with their nodes; null: rounds begin with all",
+    )
+    autoscale: bool = Field(
+        False, description="the cluster grows when actors are asked for: nodes that are not there yet are waited for"
+    )
+    cpu_actors: int = Field(
+        0, ge=0, description="further client actors without a share of a GPU, beside those with one"
+    )
     retries: int = Field(
         3, ge=0, description="times a client's work is given to another actor after its actor was lost"
     )
+    grace: float = Field(
+        30.0,
+        ge=0,
+        description="seconds beyond train.deadline after which an actor that has not answered is ended and its client left out",
+    )
+
+    @property
+    def gpu_share(self) -> float:
+        """The share of a GPU; a whole one while it is not measured."""
+        return 1.0 if self.gpus == "auto" else self.gpus
 
     @field_validator("actors")
     @classmethod
@@ -144,6 +189,22 @@ class RaySettings(Settings):
             raise ValueError("the number of actors must be at least 0")
         return value
 
+    @model_validator(mode="after")
+    def _actors_fit(self) -> RaySettings:
+        if isinstance(self.actors, str) and (self.min_actors is not None or self.cpu_actors):
+            raise ValueError("ray.min_actors and ray.cpu_actors need a number of actors, not per_client")
+        if self.actors == 0 and self.cpu_actors:
+            raise ValueError(
+                "ray.actors=0 trains in this process, without Ray; set ray.cpu_actors=0 too, or ray.actors to at least 1"
+            )
+        if isinstance(self.actors, int) and self.actors and self.min_actors is not None:
+            there = self.actors + self.cpu_actors
+            if self.min_actors > there:
+                raise ValueError(
+                    f"ray.min_actors={self.min_actors} is more than the {there} client actors there will be"
+                )
+        return self
+
 
 class RunSettings(Settings):
     """Where the run lives and what decides its random numbers."""
@@ -151,7 +212,9 @@ class RunSettings(Settings):
     seed: int = Field(
         1, ge=0, description="the one seed: cohorts, batches, dropout, partition, corruption and initial weights"
     )
-    dir: str = Field("runs", description="folder of all runs")
+    dir: str = Field(
+        "runs", description="folder of all runs; or a URI (s3://bucket/runs) that each commit is copied to"
+    )
     name: str | None = Field(
         None, coerce_numbers_to_str=True, description="folder of this run; null: method, data set and time of day"
     )
@@ -160,8 +223,19 @@ class RunSettings(Settings):
     )
     keep: int = Field(3, ge=1, description="commits that are kept, for replay and in case the newest is damaged")
     max_failed: float = Field(
-        0.5, ge=0, le=1, description="largest share of a cohort whose updates may be rejected before the run stops"
+        0.5, ge=0, le=1, description="largest share of a cohort that may be left out of a round before the run stops"
     )
+    on_error: Literal["stop", "drop"] = Field(
+        "stop",
+        description="when a client's code raises or its actor is lost too often: the run stops, or the round goes on without it",
+    )
+
+    @field_validator("dir")
+    @classmethod
+    def _known_uri(cls, value: str) -> str:
+        if is_uri(value):
+            check_uri(value, "run.dir")
+        return value
 
 
 ModelChoice = str | dict[str, Any] | list[str | dict[str, Any]]
@@ -194,6 +268,8 @@ class Config(Settings):
     def _parts_fit(self) -> Config:
         method = self.build_method()
         method.check(self.train)
+        if self.ray.actors == 0 or self.ray.gpus == 0 or self.ray.cpu_actors:
+            check_device(self.train.precision, torch.device("cpu"))
         rule = find_rule(method.rule, method.default_rule(), "method.rule")
         if rule.relative and method.changes:
             raise ConfigError(
@@ -201,7 +277,9 @@ class Config(Settings):
                 f"{self.method['name']!r} also send changes, which are not near them; take a rule that compares clients with each "
                 f"other (geometric_median, multi_krum, dnc ...)"
             )
-        self.build_attack()
+        attack = self.build_attack()
+        if isinstance(self.data.features, FileFeatures) and attack is not None and attack.alters:
+            raise needs_waves(f"attack {str((self.attack or {})['name'])!r}")
         declared = type(method).models
         for name in self.models:
             if name not in declared:
@@ -273,8 +351,17 @@ class Config(Settings):
             del parts["attack"]  # as in configurations from before there were attacks
         else:
             parts["attack"] = {"name": self.attack["name"], **plain(attack)}
-        parts["data"].update(plain(self.data.source.open()))
+        sites = {name: plain(self.data.at(name).source.open()) for name in self.data.sites}
+        if sites:
+            parts["data"]["sites"] = sites  # a site's folder, like the cache, is only where things lie
+        else:
+            del parts["data"]["sites"]  # as in configurations from before there were sites
+            parts["data"].update(plain(self.data.source.open()) | self.data.uris)
         parts["train"].pop("rounds")
+        if self.train.precision == "float32":  # as in configurations from before there were others
+            del parts["train"]["precision"]
+        if self.train.deadline is None:  # as in configurations from before there were deadlines
+            del parts["train"]["deadline"], parts["train"]["late"]
         parts["data"].pop("cache", None)  # where features lie; what they are decides the numbers
         parts["seed"] = self.run.seed
         parts["threads"] = self.ray.threads
@@ -458,6 +545,8 @@ def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
     data = result.get("data")
     if isinstance(data, dict) and isinstance(data.get("name"), str):
         _resolve(data, ["cache", *path_options(find_dataset(data["name"]))])
+    if isinstance(data, dict) and isinstance(data.get("features"), dict):
+        _resolve(data["features"], path_options(kind_of(data["features"])))
     return result
 
 
@@ -468,7 +557,7 @@ def _resolve(group: dict[str, Any], keys: Iterable[str]) -> None:
 
 
 def _resolved(text: str) -> str:
-    return str(Path(os.path.expandvars(text)).expanduser().resolve())
+    return text if is_uri(text) else str(Path(os.path.expandvars(text)).expanduser().resolve())
 
 
 def _references_resolved(value: Any) -> Any:

@@ -19,29 +19,31 @@ _MOST = 8
 
 @dataclass(slots=True)
 class Place:
-    """Somebody who works: the calls that it has, and when it will have done them."""
+    """Somebody who works: the calls that it has, when it will have done them, and how fast it is."""
 
     key: Any
     load: int
     """Calls."""
     free_at: float
     """Seconds, on the same clock as ``now``."""
+    pace: float
+    """Expected seconds for a unit of cost; 0: unknown."""
 
 
 def hand_out(
-    costs: Sequence[float], alone: Sequence[bool], places: Sequence[Place], now: float, pace: float
+    costs: Sequence[float], alone: Sequence[bool], places: Sequence[Place], now: float
 ) -> list[tuple[Any, list[int]]]:
     """The calls to make now; what is in none of them waits until a call returns.
 
     As long as there is much to do, whoever is free first gets a part of what is left, a smaller one each time. When what is left
-    is worth one call for each, all of it is dealt, the longest first, each piece to whoever is free first.
+    is worth one call for each, all of it is dealt, the longest first, each piece to whoever will have done it first. Who is so
+    slow that the others would be done with everything before it is done with one piece gets none.
 
     Args:
         costs: of the pieces of work that wait, the largest first.
         alone: pieces that have to go in a call of their own.
         places: everybody; updated for the calls returned.
         now: the time.
-        pace: expected seconds for a unit of cost; 0: unknown.
 
     Returns:
         Keys of places with the positions of the pieces that they get.
@@ -51,41 +53,69 @@ def hand_out(
     def give(place: Place, pieces: list[int]) -> None:
         calls.append((place.key, pieces))
         place.load += 1
-        place.free_at = max(place.free_at, now) + pace * sum(costs[piece] for piece in pieces)
+        place.free_at = max(place.free_at, now) + place.pace * sum(costs[piece] for piece in pieces)
 
     waiting = [piece for piece in range(len(costs)) if not alone[piece]]
     single = [piece for piece in range(len(costs)) if alone[piece]]
+    known = bool(places) and all(place.pace > 0 for place in places)
+    mixed = known and len({place.pace for place in places}) > 1
     while single or waiting:
         # What goes alone also waits for nothing and has nothing waiting behind it, which would be lost with it.
         open_places = [place for place in places if place.load < (1 if single else _AHEAD)]
         if not open_places:
             break
-        first = min(open_places, key=lambda place: (max(place.free_at, now), place.load))
         if single:
+            cost = costs[single[0]]
+            first = min(open_places, key=lambda place: (max(place.free_at, now) + place.pace * cost, place.load))
             give(first, [single.pop(0)])
             first.load = _AHEAD
             continue
-        left = pace * sum(costs[piece] for piece in waiting)
-        if 0 < left <= WORTH * len(places):
-            shares = _deal([costs[piece] * pace for piece in waiting], [(max(p.free_at, now), p.load) for p in places])
+        left = sum(costs[piece] for piece in waiting)
+        seconds = left / sum(1 / place.pace for place in places) if known else 0.0
+        if 0 < seconds <= WORTH:
+            shares = _deal([costs[piece] for piece in waiting], places, now)
             for place, share in zip(places, shares, strict=True):
                 if share and place.load < _AHEAD:
                     give(place, [waiting[position] for position in share])
             break  # the shares of those who have enough to do wait
-        part = max(min(left / (2 * len(places)), _LONGEST), WORTH)
-        most = min(_MOST, math.ceil(len(waiting) / (2 * len(places)))) if pace == 0 else len(waiting)
+        willing = _helpful(open_places, places, costs[waiting[0]], left, now) if mixed else open_places
+        if not willing:
+            break
+        first = min(willing, key=lambda place: (max(place.free_at, now), place.load))
+        part = max(min(seconds / 2, _LONGEST), WORTH)
+        most = len(waiting) if known else min(_MOST, math.ceil(len(waiting) / (2 * len(places))))
         taken = [waiting.pop(0)]
-        while waiting and len(taken) < most and pace * sum(costs[piece] for piece in (*taken, waiting[0])) <= part:
+        while (
+            waiting and len(taken) < most and first.pace * sum(costs[piece] for piece in (*taken, waiting[0])) <= part
+        ):
             taken.append(waiting.pop(0))
         give(first, taken)
     return calls
 
 
-def _deal(seconds: Sequence[float], free_at: Sequence[tuple[float, int]]) -> list[list[int]]:
-    """Each piece, the longest first, to whoever is then free first; of several, to who has the fewest calls."""
-    ends, shares = list(free_at), [[] for _ in free_at]  # type: list[tuple[float, int]], list[list[int]]
-    for piece, long in enumerate(seconds):
-        place = ends.index(min(ends))
-        shares[place].append(piece)
-        ends[place] = (ends[place][0] + long, ends[place][1])
+def _helpful(those: Sequence[Place], places: Sequence[Place], cost: float, left: float, now: float) -> list[Place]:
+    """Those of them by whom one piece would be done before all that is left was done by the others."""
+    busy = [max(place.free_at - now, 0.0) for place in places]
+    speed = sum(1 / place.pace for place in places)
+    work = left + sum(seconds / place.pace for seconds, place in zip(busy, places, strict=True))
+    first, second = sorted(seconds + place.pace * cost for seconds, place in zip(busy, places, strict=True))[:2]
+    found = []
+    for place in those:
+        seconds = max(place.free_at - now, 0.0)
+        done = seconds + place.pace * cost
+        shared = (work - seconds / place.pace) / (speed - 1 / place.pace)
+        if done <= max(shared, second if done == first else first):
+            found.append(place)
+    return found
+
+
+def _deal(costs: Sequence[float], places: Sequence[Place], now: float) -> list[list[int]]:
+    """Each piece, the longest first, to whoever will have done it first; of several, to who has the fewest calls."""
+    free_at = [max(place.free_at, now) for place in places]
+    shares: list[list[int]] = [[] for _ in places]
+    for piece, cost in enumerate(costs):
+        ends = [(free + place.pace * cost, place.load) for free, place in zip(free_at, places, strict=True)]
+        chosen = ends.index(min(ends))
+        shares[chosen].append(piece)
+        free_at[chosen] = ends[chosen][0]
     return shares

@@ -75,7 +75,7 @@ def _group(name: str, settings: Settings, depth: int) -> list[str]:
         lines += [*_comment(about, depth + 1), f"{indent}  {key}: {to_yaml(plain(value))}"]
         if isinstance(settings, DataSettings) and key == "name":
             data_set = settings.source.open()
-            lines += _options(options_of(type(data_set)), plain(data_set), depth + 1)
+            lines += _options(options_of(type(data_set)), plain(data_set) | settings.uris, depth + 1)
     return lines
 
 

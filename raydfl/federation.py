@@ -24,15 +24,24 @@ from raydfl.metrics import pool as pool_metrics
 from raydfl.metrics import summarise
 from raydfl.pool import Pool
 from raydfl.private import PrivateIndex, PrivateRef
+from raydfl.remote.mirror import Mirror
 from raydfl.store import RunStore
+from raydfl.telemetry import TIMELINE, Watch
 from raydfl.tensors import FlatTensors
 from raydfl.types import Client, Metrics, ModelSpec, Ratio, State, Task, Update
 from raydfl.worker import SERVER, TRIGGERED, Measurement, Order, Result, build_models
 
-_SHARD = 512
-"""Test examples in one order of the server's evaluation."""
 _SLACK = 64 << 20
 """Bytes of superseded private state that are not worth moving anything."""
+
+
+_ADVICE = {
+    "not finite": "lower train.optimiser.lr or set train.optimiser.clip_norm, and start afresh",
+    "error": "mend the method, or raise run.max_failed, and resume the run",
+    "late": "raise train.deadline, and start afresh",
+    "lost": "check memory (an out-of-memory kill ends an actor), lower ray.actors or raise ray.retries, then resume the run",
+}
+"""What to do, by the kind of failure with which a reason begins."""
 
 
 @dataclass(slots=True)
@@ -47,12 +56,21 @@ class RoundReport:
     scores: dict[str, float] = field(default_factory=dict)
     """What was evaluated after the round, pooled: ``"test plugin/accuracy"``."""
     rejected: dict[str, str] = field(default_factory=dict)
-    """Reason by client id."""
+    """Why clients were left out of the round, by client id."""
+    cut: dict[str, int] = field(default_factory=dict)
+    """Optimiser steps by client id, of clients whose training ``train.deadline`` ended early and whose update counts."""
+    unmeasured: dict[str, str] = field(default_factory=dict)
+    """Why clients could not be evaluated, by client id."""
     apart: str = ""
     """Why clients that were to be trained together could not be."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall-clock by part: ``train_and_aggregate``, ``evaluate`` and ``round`` (since the last); ``commit``: of the last commit that
-    is done, which ran beside a round."""
+    """Wall-clock by part: ``train_and_aggregate`` (and in it ``plan``, ``clients`` and ``aggregate``), ``evaluate`` and ``round``
+    (since the last); ``commit``: of the last commit that is done, which ran beside a round; ``commit_wait``: for which a round
+    had to wait for it."""
+    work: dict[str, Ratio] = field(default_factory=dict)
+    """Seconds of the actors in the round's training: ``fit``, ``transfer``, ``wait`` and ``queue``, see docs/observability.md."""
+    retried: int = 0
+    """Times that a client's training was given to another actor."""
     bytes_down: int = 0
     bytes_up: int = 0
     rows: list[record.Row] = field(default_factory=list)
@@ -75,10 +93,8 @@ class Federation:
         self.clients = Clients(population, config)
         self.cohort = config.train.cohort_size(len(self.clients))
         self._attackers = Attackers(config.build_attack(), type(self.method).changes, population.ids, config.run.seed)
-        self._test_shards = {
-            split: _shards(examples.clips, _SHARD)
-            for split, examples in (("test", population.test), (TRIGGERED, population.triggered))
-        }
+        self._sites = population.sites
+        self._site_of = population.site_of
         self._variants = [
             (client, build_models(self.method, client, config.run.seed)) for client in self.clients.variants()
         ]
@@ -87,6 +103,7 @@ class Federation:
         self._committer = Committer(store)
         self._to_commit: tuple[State, PrivateIndex, set[str], set[str], list[record.Row]] | None = None
         self._commit_seconds = 0.0
+        self._commit_wait = 0.0
         self._marked = time.perf_counter()
         commit, self.warnings = store.open_latest()
         if commit is None:
@@ -98,6 +115,8 @@ class Federation:
         else:
             self.state, self._private, store.together = commit.state, commit.private, commit.together
             record.discard_rows(store.folder, self.state.round_index)
+        if config.data.sites:
+            pool.retain(store.at_sites)
         self._ledger = Ledger(self._private, store.sizes_of_segments())
         self._committed = self.state.round_index
 
@@ -140,10 +159,18 @@ class Federation:
             attacking = measure is None and self._attackers.attacks(index, self.state.round_index)
             orders.append(
                 Order(
-                    position, task, self.state.round_index, cost, self._private.get(index), measure, attacking=attacking
+                    position,
+                    task,
+                    self.state.round_index,
+                    cost,
+                    self._private.get(index),
+                    measure,
+                    attacking=attacking,
+                    site=self._site_of(index),
                 )
             )
-        return grouped(orders, [self.clients[index].models for index, _ in placed], self.store.together)
+        kinds = [(self.clients[index].models, self._site_of(index)) for index, _ in placed]
+        return grouped(orders, kinds, self.store.together)
 
     def round(self) -> RoundReport:
         """One round: train a cohort, aggregate, evaluate if it is time, commit if it is time.
@@ -154,7 +181,8 @@ class Federation:
         started = time.perf_counter()
         report = RoundReport(self.state.round_index + 1)
         orders = self.plan()
-        results = self.pool.run(orders, self.broadcast({key for order in orders for key in order.task.receive}))
+        results = Watch(self.pool.run(orders, self.broadcast({key for order in orders for key in order.task.receive})))
+        planned = time.perf_counter()
         # Only now: what the last round left to write need not keep the clients waiting.
         self._begin_commit()
         rng = seeds.generator(self.config.run.seed, self.state.round_index, "", "aggregate")
@@ -170,14 +198,21 @@ class Federation:
         for _ in updates:
             pass  # a rule need not look at every update, but every client's result counts
         aggregated = time.perf_counter()
-        self._check_rejected(report, len(orders))
+        self._check_failed(report, report.rejected, len(orders))
         self._move(moved)  # only now: of a round that fails nothing counts
         self.state = dataclasses.replace(state, round_index=report.round)
         self._record(report, "", metrics)
         if report.round % self.config.evaluate.every == 0 or report.round == self.config.train.rounds:
             self._evaluate(report, [order.task.client_id for order in orders])
         evaluated = time.perf_counter()
-        report.seconds.update(train_and_aggregate=aggregated - started, evaluate=evaluated - aggregated)
+        report.seconds.update(
+            train_and_aggregate=aggregated - started,
+            plan=planned - started,
+            clients=results.seconds,
+            aggregate=aggregated - planned - results.seconds,
+            evaluate=evaluated - aggregated,
+        )
+        self._record_work(report, results, started)
         self._record(
             report, "", {f"seconds/{what}": Ratio(seconds, 1) for what, seconds in self._durations(report).items()}
         )
@@ -188,9 +223,20 @@ class Federation:
     def _durations(self, report: RoundReport) -> dict[str, float]:
         """The round's wall-clock seconds by part. A commit can only be recorded with the round after it."""
         now = time.perf_counter()
-        report.seconds.update(round=now - self._marked, commit=self._commit_seconds)
-        self._marked = now
+        report.seconds.update(round=now - self._marked, commit=self._commit_seconds, commit_wait=self._commit_wait)
+        self._marked, self._commit_wait = now, 0.0
         return report.seconds
+
+    def _record_work(self, report: RoundReport, results: Watch, started: float) -> None:
+        """How the actors spent the round's training, and who did what when."""
+        report.work.update(results.work(self.pool.places()))
+        report.retried = sum(results.retried.values())
+        index = {client: self.clients.index_of(client) for client, _ in results.spans}
+        work: Metrics = {f"seconds/{what}": ratio for what, ratio in report.work.items() if what != "fit"}
+        self._record(report, "", {**work, "retried": Ratio(report.retried, 1)})
+        self._record(report, "", {TIMELINE: results.timeline(started, index)})
+        for client, times in results.retried.items():
+            self._record(report, client, {"retried": Ratio(times, 1)})
 
     def _updates(
         self,
@@ -219,6 +265,8 @@ class Federation:
             if result.update is None:
                 report.rejected[result.client_id] = result.rejected
                 continue
+            if result.cut is not None:
+                report.cut[result.client_id] = result.cut
             trained[result.client_id] = result.measured["train"]
             yield result.update
         pooled = pool_metrics(trained.values())
@@ -237,33 +285,55 @@ class Federation:
                 "seconds/fit": Ratio(fit_seconds, max(1, report.clients)),
             },
         )
+        report.work["fit"] = Ratio(fit_seconds, max(1, report.clients))
         if self.store.together > 1:
             self._record(report, "", {"vectorised": Ratio(vectorised, max(1, report.clients))})
-        for client_id in report.rejected:
-            self._record(report, client_id, {"failed": Ratio(1, 1)})
+        self._note(report.round, "train", "failed", report.rejected)
+        if self.config.train.deadline is not None:
+            self._record(report, "", {"late": Ratio(len(report.cut), 1)})
+            steps = {client: f"{done} steps until train.deadline" for client, done in report.cut.items()}
+            self._note(report.round, "train", "late", steps)
         if self._attackers.attack is not None:
             attacking = [order.task.client_id for order in orders if order.attacking]
             self._record(report, "", {"attackers": Ratio(len(attacking), 1)})
             for client_id in attacking:
                 self._record(report, client_id, {"attacker": Ratio(1, 1)})
 
+    def _note(self, round_index: int, phase: str, metric: str, notes: Mapping[str, str]) -> None:
+        """What befell single clients."""
+        self._rows += [
+            record.Row(round_index, phase, client, "server", metric, 1.0, 1.0, note=note)
+            for client, note in notes.items()
+        ]
+
     def _record(self, report: RoundReport, client: str, metrics: Metrics) -> None:
         self._rows += record.rows_from_metrics(report.round, "train", client, "server", metrics)
+
+    def heaviest(self) -> list[list[Order]]:
+        """What of the next round needs the most memory: the largest client's training with its group, and evaluations after it."""
+        orders = self.plan()
+        largest = max(orders, key=lambda order: order.cost)
+        group = [order for order in orders if order is largest or order.group == largest.group >= 0]
+        evaluated = self._server_orders()[:1] if self.config.evaluate.server else []
+        return [group, *([order] for order in (*evaluated, *self._client_orders([largest.task.client_id], 0)))]
 
     def broadcast(self, keys: set[str]) -> dict[str, FlatTensors]:
         """The entries of the state as they are sent."""
         return {key: FlatTensors.of(self.state.tensors[key]) for key in sorted(keys)}
 
-    def _check_rejected(self, report: RoundReport, cohort: int) -> None:
-        if len(report.rejected) > self.config.run.max_failed * cohort:
-            client, reason = next(iter(report.rejected.items()))
-            raise ClientError(
-                f"round {report.round}: the updates of {len(report.rejected)} of {cohort} clients were rejected "
-                f"(client {client!r}: {reason}), "
-                f"more than run.max_failed={self.config.run.max_failed:g} allows; lower train.optimiser.lr or set "
-                f"train.optimiser.clip_norm, and start afresh, or look at one with: raydfl replay {self.store.folder} "
-                f"--round {report.round} --client '{client}'"
+    def _check_failed(self, report: RoundReport, failed: Mapping[str, str], clients: int) -> None:
+        if len(failed) <= self.config.run.max_failed * clients:
+            return
+        client, reason = next(iter(failed.items()))
+        advice = _ADVICE[reason.partition(":")[0]]
+        if failed is report.rejected:
+            advice += (
+                f", or look at one with: raydfl replay {self.store.folder} --round {report.round} --client '{client}'"
             )
+        raise ClientError(
+            f"round {report.round}: {len(failed)} of {clients} clients were rejected "
+            f"(client {client!r}: {reason}), more than run.max_failed={self.config.run.max_failed:g} allows; {advice}"
+        )
 
     def _evaluate(self, report: RoundReport, cohort: Sequence[str]) -> None:
         """Measure the new state: shared models on the server's data, and clients on their own hold-out."""
@@ -276,12 +346,16 @@ class Federation:
         needed = {key for order in orders for key in order.task.receive}
         results = in_order(self.pool.run(orders, self.broadcast(needed)), len(orders)) if orders else iter(())
         for result in results:
+            if result.rejected:
+                report.unmeasured[result.client_id] = result.rejected
             for split, metrics in result.measured.items():
                 if result.position < server_positions:
                     prefix = prefixes[result.position]
                     server.setdefault(split, []).append({prefix + name: value for name, value in metrics.items()})
                 else:
                     clients.setdefault(split, {})[result.client_id] = metrics
+        self._check_failed(report, report.unmeasured, len(orders) - server_positions)
+        self._note(report.round, "evaluate", "failed", report.unmeasured)
         rows: list[record.Row] = []
         for split, parts in server.items():
             pooled = pool_metrics(parts)
@@ -298,8 +372,13 @@ class Federation:
             specs = tuple(spec for spec, names in self._fully_shared.items() if names <= tensors.keys())
             if not specs:
                 continue
-            shards = [(split, start, stop) for split, parts in self._test_shards.items() for start, stop in parts]
-            for split, start, stop in shards:
+            shards = [
+                (site.name, split, start, stop)
+                for site in self._sites
+                for split, parts in site.shards.items()
+                for start, stop in parts
+            ]
+            for site_name, split, start, stop in shards:
                 measure = (Measurement(split, tuple(spec.name for spec in specs), start, stop),)
                 task = Task(SERVER, phase="evaluate", receive=(key,))
                 orders.append(
@@ -311,6 +390,7 @@ class Federation:
                         None,
                         measure,
                         server_models=specs,
+                        site=site_name,
                     )
                 )
         return orders
@@ -324,11 +404,25 @@ class Federation:
         names = tuple(type(self.method).models)
         measure = [Measurement("validation", names)]
         private = tuple(name for name in names if name not in whole)
-        for split, shards in self._test_shards.items():
-            if private and settings.client_test_clips and shards:
-                measure.append(Measurement(split, private, sample=settings.client_test_clips))
+        if private and settings.client_test_clips:
+            there = {split for site in self._sites for split, parts in site.shards.items() if parts}
+            measure += [
+                Measurement(split, private, sample=settings.client_test_clips)
+                for split in ("test", TRIGGERED)
+                if split in there
+            ]
         orders = self._orders(self.method.plan_evaluation(self.state, chosen), tuple(measure))
         return [dataclasses.replace(order, position=first_position + order.position) for order in orders]
+
+    def copy_to(self, mirror: Mirror) -> None:
+        """Bring a mirror up to the newest commit, and have every further one copied there.
+
+        Raises:
+            RunDirectoryError: it holds another run, or is ahead of this one.
+            ResourcesError: it cannot be reached.
+        """
+        mirror.sync()
+        self._committer.mirror = mirror
 
     def finish(self, report: RoundReport) -> None:
         """Make everything up to now durable, and wait until it is.
@@ -355,7 +449,12 @@ class Federation:
             self._to_commit = None
 
     def _await_commit(self, report: RoundReport) -> None:
+        asked = time.perf_counter()
         rows, seconds = self._committer.wait()
+        self._commit_wait += time.perf_counter() - asked
+        forgotten = self.store.take_forgotten()
+        if forgotten:
+            self.pool.remove(forgotten)
         report.rows += rows
         self._commit_seconds = seconds or self._commit_seconds
 
@@ -431,18 +530,6 @@ def _by_client(tasks: Sequence[Task]) -> Sequence[Task]:
 def _prefix(key: str) -> str:
     """Metrics of the one global state carry no prefix; those of one of several keys do."""
     return "" if key == "global" else f"{key}:"
-
-
-def _shards(clips: np.ndarray, size: int) -> list[tuple[int, int]]:
-    """Ranges of about ``size`` examples that never part the segments of one clip."""
-    starts = np.flatnonzero(np.r_[True, clips[1:] != clips[:-1]]) if len(clips) else np.zeros(0, np.int64)
-    shards, begin = [], 0
-    while begin < len(clips):
-        later = starts[starts >= begin + size]
-        end = int(later[0]) if len(later) else len(clips)
-        shards.append((begin, end))
-        begin = end
-    return shards
 
 
 def _shared_models(

@@ -108,7 +108,7 @@ def unknown_key(
         tree: the settings to look for the key in, which stand at ``prefix``.
         of: what the keys are of, ``" for data set 'fsdd'"``.
     """
-    same = [path for path in _paths(tree, prefix) if path.rpartition(".")[2] == key]
+    same = [path for path in dict.fromkeys(_paths(tree, prefix)) if path.rpartition(".")[2] == key]
     hint = f"did you mean {' or '.join(same)}?" if 0 < len(same) < 4 else nearest(key, known)
     return ConfigError(f"{where}{': ' if where else ''}unknown key {key!r}{of}; {hint}")
 

@@ -29,23 +29,24 @@ from numpy.typing import ArrayLike, NDArray
 
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#777777")
 """Colours of curves; a page replaces each by ``var(--series-<index>)``."""
-_INK = "#010203"  # text and axes: currentColor in a page
+INK = "#010203"
+"""Colour of text and axes: ``currentColor`` in a page."""
 _DASHES = ("-", "--", "-.", ":")
 _WIDTH = 6.4  # inches
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 9,
-    "text.color": _INK,
-    "axes.edgecolor": _INK,
-    "axes.labelcolor": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.linewidth": 0.6,
     "axes.grid": True,
     "axes.grid.axis": "y",
-    "grid.color": _INK,
+    "grid.color": INK,
     "grid.alpha": 0.15,
     "grid.linewidth": 0.6,
     "legend.frameon": False,
@@ -77,7 +78,7 @@ class Series:
 
 
 @contextmanager
-def _style() -> Iterator[None]:
+def style() -> Iterator[None]:
     """Our look, and quiet: names may hold letters that the measuring font lacks, but the page's fonts have."""
     logger = logging.getLogger("matplotlib.font_manager")
     level = logger.level
@@ -90,7 +91,7 @@ def _style() -> Iterator[None]:
     logger.setLevel(level)
 
 
-def _axes(height: float = 3.2, rows: int = 1) -> tuple[Figure, list[Axes]]:
+def axes_of(height: float = 3.2, rows: int = 1) -> tuple[Figure, list[Axes]]:
     """A figure of its own: no global state, so reports can be made in any thread."""
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     FigureCanvasAgg(figure)
@@ -108,12 +109,13 @@ def _draw(axes: Axes, series: Sequence[Series]) -> None:
             axes.fill_between(item.x, item.low, item.high, color=colour, alpha=0.15, linewidth=0)
 
 
-def _round_axis(axes: Axes) -> None:
+def round_axis(axes: Axes) -> None:
+    """Rounds along the x axis."""
     axes.set_xlabel("round")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _legend(figure: Figure, axes: Axes) -> None:
+def legend(figure: Figure, axes: Axes) -> None:
     """Below the plot, where it hides nothing, in as many columns as long names allow."""
     handles, labels = axes.get_legend_handles_labels()
     if labels:
@@ -130,15 +132,15 @@ def curves(series: Sequence[Series], unit: str, percent: bool = False) -> Figure
         unit: label of the y axis, with its unit.
         percent: y is a share, shown as 0 to 100 %.
     """
-    with _style():
+    with style():
         height = 2.9 + 0.16 * len(series)
-        figure, (axes,) = _axes(height)
+        figure, (axes,) = axes_of(height)
         _draw(axes, series)
-        _round_axis(axes)
+        round_axis(axes)
         axes.set_ylabel(unit)
         if percent:
             _percent(axes, series)
-        _legend(figure, axes)
+        legend(figure, axes)
     return figure
 
 
@@ -156,14 +158,14 @@ def client_spread(scores: Sequence[Series], unit: str) -> Figure:
         scores: y: one score a client, 0 to 1, in any order; x is not used.
         unit: label of the y axis, with its unit.
     """
-    with _style():
-        figure, (axes,) = _axes(2.9 + 0.16 * len(scores))
+    with style():
+        figure, (axes,) = axes_of(2.9 + 0.16 * len(scores))
         ordered = []
         for item in scores:
             count = len(item.y)
             x = (np.arange(count) + 0.5) / count
             ordered.append(Series(item.label, x, np.sort(item.y), colour=item.colour, dash=item.dash))
-        axes.axvspan(0, 0.1, color=_INK, alpha=0.08, linewidth=0)
+        axes.axvspan(0, 0.1, color=INK, alpha=0.08, linewidth=0)
         transform = axes.get_xaxis_transform()
         axes.text(0.05, 1.01, "worst\ntenth", transform=transform, ha="center", va="bottom", fontsize=7)
         _draw(axes, ordered)
@@ -172,7 +174,7 @@ def client_spread(scores: Sequence[Series], unit: str) -> Figure:
         axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}")
         axes.set_xlabel("clients from the worst to the best (%)")
         axes.set_ylabel(unit)
-        _legend(figure, axes)
+        legend(figure, axes)
     return figure
 
 
@@ -186,7 +188,7 @@ def confusion(matrix: ArrayLike, classes: Sequence[str]) -> Figure:
     counts = np.asarray(matrix, np.float64)
     number = len(counts)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    with _style():
+    with style():
         side = min(_WIDTH, max(3.2, 0.34 * number + 1.2))
         figure = Figure(figsize=(side, side), layout="constrained")
         FigureCanvasAgg(figure)
@@ -200,7 +202,7 @@ def confusion(matrix: ArrayLike, classes: Sequence[str]) -> Figure:
             axes.imshow(colours, interpolation="nearest")
         if number <= 14:
             for row, column in np.argwhere(counts > 0):
-                colour = "white" if strength[row, column] > 0.6 else _INK
+                colour = "white" if strength[row, column] > 0.6 else INK
                 axes.text(column, row, f"{counts[row, column]:.0f}", ha="center", va="center", fontsize=7, color=colour)
         axes.set_xlim(-0.5, number - 0.5)
         axes.set_ylim(number - 0.5, -0.5)
@@ -238,8 +240,8 @@ def bars(series: Sequence[Bars], groups: Sequence[str], unit: str, marks: str = 
         unit: label of the y axis, with its unit.
         marks: what the marks across the bars are.
     """
-    with _style():
-        figure, (axes,) = _axes(3.0 + 0.12 * len(series))
+    with style():
+        figure, (axes,) = axes_of(3.0 + 0.12 * len(series))
         x, width = np.arange(len(groups)), 0.8 / len(series)
         marked = False
         for index, item in enumerate(series):
@@ -248,18 +250,18 @@ def bars(series: Sequence[Bars], groups: Sequence[str], unit: str, marks: str = 
             alpha = 0.9 if index < len(SERIES) else 0.5
             axes.bar(place, np.nan_to_num(item.values), width * 0.92, color=colour, alpha=alpha, label=item.label)
             some = np.isfinite(item.spread)
-            axes.errorbar(place[some], item.values[some], item.spread[some], fmt="none", ecolor=_INK, elinewidth=0.9)
+            axes.errorbar(place[some], item.values[some], item.spread[some], fmt="none", ecolor=INK, elinewidth=0.9)
             some = np.isfinite(item.marks)
             if some.any():
                 half = width * 0.46
-                lines = axes.hlines(item.marks[some], place[some] - half, place[some] + half, color=_INK, linewidth=1.4)
+                lines = axes.hlines(item.marks[some], place[some] - half, place[some] + half, color=INK, linewidth=1.4)
                 if not marked:
                     lines.set_label(marks)
                 marked = True
         axes.set_xticks(x, list(groups))
         axes.set_ylabel(unit)
         axes.set_ylim(bottom=0)
-        _legend(figure, axes)
+        legend(figure, axes)
     return figure
 
 
@@ -275,7 +277,7 @@ def heat_map(values: ArrayLike, rows: Sequence[str], columns: Sequence[str], axe
     matrix = np.asarray(values, np.float64)
     known = matrix[np.isfinite(matrix)]
     low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
-    with _style():
+    with style():
         size = (min(11.0, max(3.6, 0.75 * len(columns) + 2.2)), max(2.4, 0.42 * len(rows) + 1.6))
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
@@ -285,12 +287,12 @@ def heat_map(values: ArrayLike, rows: Sequence[str], columns: Sequence[str], axe
             corner = (column - 0.5, row - 0.5)
             if not np.isfinite(value):
                 axes.add_patch(
-                    Rectangle(corner, 1, 1, facecolor="none", edgecolor=_INK, hatch="//", linewidth=0, alpha=0.3)
+                    Rectangle(corner, 1, 1, facecolor="none", edgecolor=INK, hatch="//", linewidth=0, alpha=0.3)
                 )
                 continue
             strength = 0.05 + 0.9 * (value - low) / (high - low) if high > low else 0.5
             axes.add_patch(Rectangle(corner, 1, 1, facecolor=SERIES[0], alpha=strength, linewidth=0))
-            colour = "white" if strength > 0.6 else _INK
+            colour = "white" if strength > 0.6 else INK
             axes.text(column, row, f"{value:.1f}", ha="center", va="center", fontsize=8, color=colour)
         axes.set_xlim(-0.5, len(columns) - 0.5)
         axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -308,15 +310,15 @@ def pruned(layers: Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]]
     Args:
         layers: by layer: rounds, and the number of clients left out in them.
     """
-    with _style():
-        figure, strips = _axes(0.7 + 0.55 * len(layers), rows=len(layers))
+    with style():
+        figure, strips = axes_of(0.7 + 0.55 * len(layers), rows=len(layers))
         top = max((float(number.max()) for _, number in layers.values() if len(number)), default=0.0)
         for axes, (layer, (rounds, number)) in zip(strips, layers.items(), strict=True):
             axes.step(rounds, number, where="mid", color=SERIES[0], linewidth=1.2)
             axes.set_ylim(0, max(1.0, top * 1.15))
             axes.yaxis.set_major_locator(MaxNLocator(nbins=2, integer=True))
             axes.set_title(layer, loc="left", fontsize=8, pad=2)
-        _round_axis(strips[-1])
+        round_axis(strips[-1])
         figure.supylabel("clients left out", fontsize=9)
     return figure
 
@@ -327,28 +329,28 @@ def cumulative_bytes(series: Sequence[Series]) -> Figure:
     Args:
         series: y: bytes of each round, not yet added up.
     """
-    with _style():
-        figure, (axes,) = _axes()
+    with style():
+        figure, (axes,) = axes_of()
         sums = [Series(i.label, i.x, np.cumsum(np.nan_to_num(i.y)), colour=i.colour, dash=i.dash) for i in series]
         largest = max((float(item.y[-1]) for item in sums if len(item.y)), default=0.0)
         unit, scale = next(((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if largest >= s), ("bytes", 1.0))
         _draw(axes, [Series(i.label, i.x, i.y / scale, colour=i.colour, dash=i.dash) for i in sums])
         axes.set_ylim(bottom=0)
         axes.set_ylabel(f"sent so far ({unit})")
-        _round_axis(axes)
-        _legend(figure, axes)
+        round_axis(axes)
+        legend(figure, axes)
     return figure
 
 
 def round_seconds(series: Sequence[Series]) -> Figure:
     """Seconds that the parts of each round took."""
-    with _style():
-        figure, (axes,) = _axes(2.9 + 0.1 * len(series))
+    with style():
+        figure, (axes,) = axes_of(2.9 + 0.1 * len(series))
         _draw(axes, series)
         axes.set_ylim(bottom=0)
         axes.set_ylabel("time per round (s)")
-        _round_axis(axes)
-        _legend(figure, axes)
+        round_axis(axes)
+        legend(figure, axes)
     return figure
 
 
@@ -358,8 +360,8 @@ def failures(series: Sequence[Series]) -> Figure:
     Args:
         series: y: number of updates; all with the same x.
     """
-    with _style():
-        figure, (axes,) = _axes(2.6)
+    with style():
+        figure, (axes,) = axes_of(2.6)
         x = series[0].x
         width = float(np.clip(300 / (x[-1] - x[0] + 1), 1, 12))  # in points: the axes are some 400 wide
         below = np.zeros(len(x))
@@ -374,8 +376,8 @@ def failures(series: Sequence[Series]) -> Figure:
         axes.set_ylim(0, None)
         axes.set_ylabel("updates not used")
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        _round_axis(axes)
-        _legend(figure, axes)
+        round_axis(axes)
+        legend(figure, axes)
     return figure
 
 
@@ -388,7 +390,7 @@ def to_svg(figure: Figure, name: str, description: str) -> str:
         description: what it shows, for readers who do not see it.
     """
     buffer = io.StringIO()
-    with _style(), mpl.rc_context({"svg.hashsalt": name}):
+    with style(), mpl.rc_context({"svg.hashsalt": name}):
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(buffer, format="svg", metadata=nothing)
     text = buffer.getvalue()
@@ -403,7 +405,7 @@ def to_svg(figure: Figure, name: str, description: str) -> str:
     text = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", text)
     for index, colour in enumerate(SERIES):
         text = text.replace(colour, f"var(--series-{index})")
-    text = text.replace(_INK, "currentColor")
+    text = text.replace(INK, "currentColor")
     label = re.sub(r"[<>&\"]", " ", description)
     width = f"{figure.get_figwidth() / _WIDTH * 44:.4g}rem"  # wider would only be larger letters
     return text.replace("<svg", f'<svg role="img" aria-label="{label}" style="max-width: {width}"', 1).strip()

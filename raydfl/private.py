@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from raydfl.errors import RunDirectoryError
+from raydfl.errors import ResourcesError, RunDirectoryError
 from raydfl.files import RESUME, sync, writing
 
 _RECENT = 4096
@@ -36,6 +36,15 @@ class PrivateRef:
     offset: int
     length: int
     checksum: int
+
+
+def site_of(segment: str) -> str:
+    """Name of the site in whose own folder a segment lies; empty: it is in the run's.
+
+    >>> site_of("000003-clinic_a@1f2e3d4c.seg")
+    'clinic_a'
+    """
+    return segment.partition("-")[2].rpartition("@")[0]
 
 
 class Records:
@@ -185,16 +194,18 @@ class PrivateStore:
     to a segment of its own, one per round.
     """
 
-    def __init__(self, folder: Path, also_read: Sequence[Path] = ()) -> None:
+    def __init__(self, folder: Path, also_read: Sequence[Path] = (), site: str = "") -> None:
         """Open it.
 
         Args:
             folder: where segments are written, and read first.
             also_read: further folders to read from (a replay reads a run's segments but writes elsewhere).
+            site: whose folder it is. Who commits cannot reach it, so each record is made durable when it is written.
         """
+        self._site = site
         self.folder = folder
         self._folders = (folder, *also_read)
-        self._writer = uuid.uuid4().hex[:8]
+        self._writer = f"{site}@{uuid.uuid4().hex[:8]}" if site else uuid.uuid4().hex[:8]
         self._segment = ""
         self._file: IO[bytes] | None = None
 
@@ -220,6 +231,8 @@ class PrivateStore:
             written = 0
             while written < len(data):
                 written += self._file.write(data[written:])
+            if self._site:
+                os.fsync(self._file.fileno())
         return PrivateRef(segment, offset, len(data), zlib.crc32(data))
 
     def read(self, ref: PrivateRef) -> dict[str, Tensor]:
@@ -264,6 +277,16 @@ class PrivateStore:
         segment = f"{round_index:06d}-{self._writer}-compact.seg"
         return {client: self._write(segment, self._read_bytes(ref)) for client, ref in refs.items()}
 
+    def remove(self, segments: Iterable[str]) -> None:
+        """Remove segments that nothing refers to any more."""
+        for segment in segments:
+            (self.folder / segment).unlink(missing_ok=True)
+
+    def retain(self, segments: Collection[str]) -> None:
+        """Remove all segments but these: what calls wrote whose results were lost."""
+        if self.folder.exists():
+            self.remove(path.name for path in list(self.folder.glob("*.seg")) if path.name not in segments)
+
     def close(self) -> None:
         """Close the segment that is written to; a later record opens it again."""
         if self._file is not None:
@@ -274,10 +297,16 @@ class PrivateStore:
         """Make the segments durable; the caller then may refer to them in a commit.
 
         Raises:
-            ResourcesError: the disk is full, which some file systems tell only now.
+            ResourcesError: the disk is full, which some file systems tell only now; or one was written on another machine, into a
+                folder that this one does not share.
         """
         paths = [self.folder / segment for segment in segments]
         for path in paths:
+            if not path.exists():
+                raise ResourcesError(
+                    f"{path}, which a client actor has written, is not to be seen by the server: all nodes must share that folder; "
+                    f"use a file system that they share, or place everything on one node"
+                )
             with writing(self.folder, path.stat().st_size, "private state", RESUME):
                 sync(path)
         if paths:

@@ -25,6 +25,7 @@ Mode = Literal["auto", "bar", "lines", "quiet", "json"]
 Advance = Callable[..., None]
 """``advance()`` or ``advance(count)``: so many more steps are done."""
 
+_REASON = 80  # characters of why a client failed in the line of its round
 _STEP_SECONDS = 10.0  # between two lines of one long preparation
 
 
@@ -45,11 +46,19 @@ class RoundSummary:
     seconds: float = 0.0
     """Wall-clock time of the round's training and aggregation."""
     failed: int = 0
-    """Clients whose updates were rejected or lost."""
+    """Clients that were left out of the round."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Why, by client id; of some of them where there are many."""
+    late: int = 0
+    """Clients whose training a deadline ended early, and whose updates were used."""
     bytes_down: float = 0
     """Sent to the clients."""
     bytes_up: float = 0
     """Sent by the clients."""
+    retried: int = 0
+    """Times that a client's work was given to another actor, because its actor was lost."""
+    times: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by part of the round: those that the record calls ``seconds/<part>``."""
 
     @property
     def clients_per_second(self) -> float:
@@ -318,7 +327,12 @@ class Progress:
 def _work(summary: RoundSummary) -> list[str]:
     """Speed, where it is known, and failures, where there are any."""
     parts = [f"{summary.clients_per_second:.1f} clients/s"] if summary.seconds > 0 else []
-    return [*parts, f"{summary.failed} failed"] if summary.failed else parts
+    if summary.late:
+        parts.append(f"{summary.late} late")
+    if summary.failed:
+        named = next((f" ({client}: {reason[:_REASON]})" for client, reason in summary.reasons.items()), "")
+        parts.append(f"{summary.failed} failed{named}")
+    return parts
 
 
 def _plain(value: Any) -> Any:

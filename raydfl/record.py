@@ -1,4 +1,4 @@
-"""The record of a run: rows of (round, phase, client, split, metric, value, count) in Parquet files.
+"""The record of a run: rows of (round, phase, client, split, metric, value, count, note) in Parquet files.
 
 ``rows/`` in a run directory holds one file per commit, named by the last round in it (``00000012.parquet``), and merged
 files named by the first and last file that they replace (``00000001-00000100.parquet``). A file appears whole or not at
@@ -36,6 +36,7 @@ SCHEMA = pa.schema(
         ("count", pa.float64()),
         ("array", pa.list_(pa.float64())),
         ("shape", pa.list_(pa.int32())),
+        ("note", pa.string()),
     ]
 )
 _MERGE_ROWS = 1_000_000  # rows held in memory while files are merged, and of a row group of the merged file
@@ -62,6 +63,8 @@ class Row:
     """Examples, or things, behind the value. For an array its sum."""
     array: np.ndarray | None = None
     """float64, any shape; ``None`` for a number."""
+    note: str | None = None
+    """In words what the number cannot say: why a client failed. ``None``: nothing."""
 
 
 def rows_from_metrics(round_index: int, phase: str, client: str, split: str, metrics: Metrics) -> list[Row]:
@@ -101,6 +104,7 @@ def to_table(rows: Iterable[Row]) -> pa.Table:
             columns[name].append(getattr(row, name))
         columns["array"].append(None if row.array is None else row.array.ravel())
         columns["shape"].append(None if row.array is None else list(row.array.shape))
+        columns["note"].append(row.note)
     return pa.table(columns, schema=SCHEMA)
 
 
@@ -180,7 +184,8 @@ def _files(run_dir: Path) -> list[_File]:
 
 def _read(file: _File, columns: Sequence[str], where: pc.Expression | None) -> pa.Table:
     try:
-        return pq.read_table(file.path, columns=list(columns), filters=where, partitioning=None)
+        # With the schema, a column that older versions did not write is null.
+        return pq.read_table(file.path, columns=list(columns), filters=where, partitioning=None, schema=SCHEMA)
     except FileNotFoundError:
         raise
     except (OSError, pa.ArrowException) as error:

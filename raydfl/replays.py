@@ -8,16 +8,17 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from raydfl.config import Config
 from raydfl.data.population import Population
 from raydfl.errors import InputError, RunDirectoryError
 from raydfl.federation import Federation
 from raydfl.pool import SerialPool
-from raydfl.private import PrivateStore
-from raydfl.rundir import stored_config
+from raydfl.remote.mirror import local_run
+from raydfl.rundir import stored_about, stored_config
+from raydfl.sites import workers_here
 from raydfl.store import RunStore
 from raydfl.tensors import FlatTensors
 from raydfl.types import Client, Update
-from raydfl.worker import Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,11 @@ class Replayed:
     metrics: dict[str, float]
 
 
+def _strict(config: Config) -> Config:
+    train = config.train.model_copy(update={"deadline": None})
+    return config.model_copy(update={"train": train, "run": config.run.model_copy(update={"on_error": "stop"})})
+
+
 def replay(run_dir: str | Path, round_number: int, client_id: str) -> Replayed:
     """Do one client's work of one round again, in this process, from what the run has kept; the run is not changed.
 
@@ -44,7 +50,7 @@ def replay(run_dir: str | Path, round_number: int, client_id: str) -> Replayed:
         InputError: the client took no part in that round.
         ClientError: the method's code fails again; its cause is the original exception.
     """
-    run_dir = Path(run_dir)
+    run_dir = local_run(run_dir)
     config = stored_config(run_dir)
     store = RunStore(run_dir)
     latest = store.latest()
@@ -66,11 +72,11 @@ def replay(run_dir: str | Path, round_number: int, client_id: str) -> Replayed:
         commit, copy = store.load(before[-1]), RunStore(scratch)
         copy.together = commit.together
         copy.commit(commit.state, commit.private)
-        private = PrivateStore(scratch / "private", also_read=[run_dir / "private"])
-        worker = Worker(run_dir, config, private)
         quiet = config.model_copy(update={"evaluate": config.evaluate.model_copy(update={"every": 10**9})})
         population = Population.load(run_dir / "population")
-        with contextlib.closing(Federation(quiet, population, copy, SerialPool(worker))) as federation:
+        key = stored_about(run_dir).get("site_key", "")
+        pool = SerialPool(workers_here(run_dir, config, population, key, scratch / "private"))
+        with contextlib.closing(pool), contextlib.closing(Federation(quiet, population, copy, pool)) as federation:
             while federation.state.round_index < round_number - 1:
                 federation.round()
             orders = federation.plan()
@@ -84,8 +90,10 @@ def replay(run_dir: str | Path, round_number: int, client_id: str) -> Replayed:
             order = matching[0]
             group = [other for other in orders if other is order or (other.group == order.group and order.group >= 0)]
             received = federation.broadcast({key for other in group for key in other.task.receive})
-            result = worker.carry_out(group, received)[group.index(order)]
-            private.close()
+            # Here nobody is dropped or hurried: what a client's code raises is what one wants to see.
+            strict = SerialPool(workers_here(run_dir, _strict(config), population, key, scratch / "private"))
+            with contextlib.closing(strict):
+                result = next(each for each in strict.run(group, received) if each.position == order.position)
             measured = result.measured.get("train", {})
             return Replayed(
                 client=federation.clients.by_id(client_id),

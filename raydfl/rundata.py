@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from raydfl.errors import RunDirectoryError
 from raydfl.metrics import HIGHER_IS_BETTER, base_name, model_name
-from raydfl.record import read_rows, to_rows
+from raydfl.record import Row, read_rows, to_rows
 from raydfl.store import RunStore
+from raydfl.telemetry import TIMELINE
 
 SPLITS = {
     "test": "test data",
@@ -27,6 +28,7 @@ SPLITS = {
 }
 """What the splits of the record are called in a report, in the order in which it shows them."""
 _LAST = 10  # measurements behind a tail
+_TIMELINES = 3  # rounds whose timelines are read
 
 Key = tuple[str, str]
 """(split, metric)."""
@@ -67,8 +69,12 @@ class Run:
     """The last confusion matrix of each model and split, with its round."""
     clients: Mapping[Key, tuple[int, NDArray[np.float64]]]
     """Each client's accuracy at the last measurement, with its round."""
+    timelines: Mapping[int, NDArray[np.float64]] = field(default_factory=dict)
+    """Of the last rounds: Watch.timeline of raydfl.telemetry, float64 [clients, 4]."""
     missing: Sequence[str] = field(default_factory=list)
     """What could not be shown, in sentences."""
+    befallen: Sequence[tuple[int, str, str, str, str]] = ()
+    """Round, phase, client, "failed" or "late", and why: of clients that were left out of a round or stopped early."""
 
     @property
     def id(self) -> str:
@@ -143,7 +149,8 @@ def read_run(folder: Path) -> Run:
         missing.append("run.json is missing: names of classes and models are not known.")
     latest = RunStore(folder).latest()
     until = None if latest is None else int(latest.split("-")[0])
-    pooled = to_rows(read_rows(folder, until, where=pc.field("client") == ""))
+    of_server = pc.field("client") == ""
+    pooled = to_rows(read_rows(folder, until, where=of_server & (pc.field("metric") != TIMELINE)))
     points: dict[Key, dict[int, tuple[float, float]]] = {}
     confusions: dict[Key, tuple[int, NDArray[np.float64]]] = {}
     for row in pooled:
@@ -155,7 +162,23 @@ def read_run(folder: Path) -> Run:
         elif base_name(row.metric) == "confusion":
             confusions[key] = (row.round, row.array)
     curves = {key: _curve(rounds) for key, rounds in points.items()}
-    return Run(folder, about, config, curves, confusions, _client_scores(folder, until, curves), missing)
+    clients = _client_scores(folder, until, curves)
+    timelines = _timelines(folder, until, pooled)
+    return Run(folder, about, config, curves, confusions, clients, timelines, missing, _befallen(folder, until))
+
+
+def _befallen(folder: Path, until: int | None) -> list[tuple[int, str, str, str, str]]:
+    """What the rows say in words of single clients."""
+    columns = ("round", "phase", "client", "metric", "note")
+    found = read_rows(folder, until, where=pc.field("note").is_valid(), columns=columns).to_pylist()
+    return [(row["round"], row["phase"], row["client"], row["metric"], row["note"]) for row in found]
+
+
+def _timelines(folder: Path, until: int | None, pooled: Sequence[Row]) -> dict[int, NDArray[np.float64]]:
+    """Of the last rounds that are recorded."""
+    last = max((row.round for row in pooled), default=0)
+    where = (pc.field("metric") == TIMELINE) & (pc.field("round") > last - _TIMELINES)
+    return {row.round: row.array for row in to_rows(read_rows(folder, until, where=where)) if row.array is not None}
 
 
 def _curve(points: Mapping[int, tuple[float, float]]) -> Curve:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import uuid
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,15 @@ import safetensors.torch
 import raydfl
 from raydfl.clients import Clients
 from raydfl.config import Config, make_config, parse_yaml, to_yaml
-from raydfl.data.population import build_population
-from raydfl.errors import InputError, RunDirectoryError
+from raydfl.data.build import build_population
+from raydfl.data.cache import default_cache
+from raydfl.data.population import Population
+from raydfl.errors import DataError, InputError, RunDirectoryError
 from raydfl.files import write_durably
+from raydfl.jobfolder import check_kept, in_a_job
+from raydfl.prepare_sites import prepare_sites
 from raydfl.progress import Progress
+from raydfl.remote.mirror import local_runs, mirror_of
 from raydfl.store import RunStore
 from raydfl.types import ModelSpec, State
 from raydfl.worker import build_models
@@ -70,28 +76,56 @@ def stored_about(run_dir: Path) -> dict[str, Any]:
     return about
 
 
+def ensure_features(run_dir: Path, config: Config, progress: Progress) -> None:
+    """Make the features of a run again that was fetched to a machine whose cache does not have them.
+
+    Raises:
+        DataError: the recordings are not there either.
+    """
+    try:
+        Population.load(run_dir / "population")
+    except DataError:
+        progress.message("the features of this run are not in the cache; they are made again")
+        build_population(config.data, config.run.seed, progress, attack=config.build_attack())
+
+
 def create(config: Config, progress: Progress) -> Path:
     """The run's folder with configuration and population; an existing folder of the same configuration is left as it is.
 
     Raises:
         RunDirectoryError: the folder belongs to another configuration, or cannot be written.
     """
+    check_kept({"run.dir": config.run.dir, "data.cache": config.data.cache or default_cache()})
+    if config.run.name is None and in_a_job():
+        progress.message(
+            "run.name is not set, so the same job submitted again will not go on with this run but start another"
+        )
     name = (
         config.run.name
         or f"{_short(config.method['name'])}-{_short(config.data.name)}-{datetime.now().astimezone():%Y%m%d-%H%M%S-%f}"
     )
-    run_dir = Path(config.run.dir) / name
+    run_dir = local_runs(config.run.dir, config.data.cache) / name
+    mirror = mirror_of(config.run.dir, run_dir)
+    if mirror is not None and mirror.fetch():
+        progress.message(f"the run was fetched from {mirror.uri} to {run_dir}")
     if (run_dir / "run.json").exists() and not _forget_unbegun(run_dir, config):
-        stored_about(run_dir)
-        check_same(run_dir, stored_config(run_dir), config)
+        # By the digest that it was made with, if that fits: what its configuration names may have gone with another job's folder.
+        if stored_about(run_dir)["digest"] != config.digest():
+            check_same(run_dir, stored_config(run_dir), config)
         write_config(run_dir, config)
+        if mirror is not None:
+            ensure_features(run_dir, config, progress)
         return run_dir
     if RunStore(run_dir).commits():
         raise RunDirectoryError(
             f"{run_dir} holds rounds of a run, but its run.json is missing; restore it from a copy, give the new run another "
             f"run.name, or remove the folder"
         )
-    population = build_population(config.data, config.run.seed, progress, attack=config.build_attack())
+    site_key = f"{name}-{uuid.uuid4().hex[:8]}"
+    if config.data.sites:
+        population = prepare_sites(config, site_key, run_dir, progress)
+    else:
+        population = build_population(config.data, config.run.seed, progress, attack=config.build_attack())
     config.train.cohort_size(len(population))
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -113,6 +147,8 @@ def create(config: Config, progress: Progress) -> Path:
         "clients": len(population),
         "skipped": [{"clip": clip, "reason": reason} for clip, reason in population.skipped],
     }
+    if config.data.sites:
+        about["site_key"] = site_key
     write_durably(run_dir / "run.json", json.dumps(about, indent=2).encode())
     return run_dir
 
@@ -123,7 +159,7 @@ def _forget_unbegun(run_dir: Path, config: Config) -> bool:
     A start that failed (too few CPUs, an option that the method refuses) must not stand in the way of the corrected one.
     """
     store = RunStore(run_dir)
-    if any(store.rounds()) or stored_config(run_dir).digest() == config.digest():
+    if any(store.rounds()) or stored_about(run_dir)["digest"] == config.digest():
         return False
     store.lock(wait=1.0)
     try:
@@ -167,7 +203,11 @@ def check_same(run_dir: Path, stored: Config, config: Config) -> None:
     Raises:
         RunDirectoryError: naming what differs.
     """
-    if stored.digest() == config.digest():
+    # Another folder of the same recordings changes nothing: who has which features is kept with the run.
+    options = stored.data.model_extra or {}
+    kept = {"root": options["root"]} if "root" in options else {}
+    moved = config.model_copy(update={"data": config.data.model_copy(update=kept)})
+    if stored.digest() == (moved if stored.data.name == config.data.name else config).digest():
         return
     before, after = flat(stored.model_dump(mode="json")), flat(config.model_dump(mode="json"))
     changed = [
@@ -175,7 +215,7 @@ def check_same(run_dir: Path, stored: Config, config: Config) -> None:
         for key in {**before, **after}
         if before.get(key) != after.get(key)
     ]
-    free = ("evaluate.", "ray.", "run.", "track.", "train.rounds", "data.cache")
+    free = ("evaluate.", "ray.", "run.", "track.", "train.rounds", "data.cache", "data.root")
     decisive = [line for line in changed if not line.startswith(free) or line.startswith(("run.seed", "ray.threads"))]
     raise RunDirectoryError(
         f"{run_dir} belongs to another configuration ({'; '.join(decisive[:5])}); "

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
-import re
 import shlex
 import signal
-import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -21,16 +20,31 @@ import ray
 from ray.exceptions import GetTimeoutError, RayTaskError
 
 from raydfl import ops, record
+from raydfl.access import check_access
+from raydfl.client import wanted_kinds
 from raydfl.config import Config, apply_overrides, make_config
 from raydfl.errors import ResourcesError
 from raydfl.federation import RoundReport
 from raydfl.files import write_durably
 from raydfl.metrics import SHOWN, base_name
-from raydfl.pool import LOST, check_resources, task_cause
+from raydfl.nodes import NodeWatch, check_resources
 from raydfl.progress import FinishSummary, Progress, RoundSummary
+from raydfl.ray_pool import LOST, task_cause
+from raydfl.remote.mirror import local_run, local_runs, mirror_of
+from raydfl.remote.place import is_uri, parted
 from raydfl.report import write_report
-from raydfl.rundir import check_same, create, export, flat, stored_about, stored_config, write_config
+from raydfl.rundir import (
+    check_same,
+    create,
+    ensure_features,
+    export,
+    flat,
+    stored_about,
+    stored_config,
+    write_config,
+)
 from raydfl.server import ElsewhereError, Server, ServerActor
+from raydfl.slots import with_share
 from raydfl.track import Tracker, make_tracker
 
 
@@ -47,36 +61,55 @@ class Outcome:
     """The last evaluation, ``"test plugin/accuracy" -> 0.81``."""
 
 
-def run(config: Config, progress: Progress | None = None) -> Outcome:
+OnRound = Callable[[RoundReport], bool]
+"""Called after each round, in order; ``True`` asks the run to stop there."""
+
+
+def run(config: Config, progress: Progress | None = None, on_round: OnRound | None = None) -> Outcome:
     """Start the configured run, or go on with it when its named folder already holds it.
+
+    Args:
+        on_round: see :func:`execute`.
 
     Raises:
         InputError: something about the configuration, the data, the folder or the cluster is not as it should be.
     """
     progress = progress or Progress("quiet")
-    run_dir = create(config, progress)
-    return execute(run_dir, config, progress)
+    quiet = progress.mode in ("json", "quiet", "bar")
+    at_sites = bool(config.data.sites) and config.ray.actors != 0
+    with connected(config.ray.address, quiet) if at_sites else contextlib.nullcontext():
+        run_dir = create(config, progress)
+        return execute(run_dir, config, progress, on_round)
 
 
 def resume(run_dir: str | Path, overrides: Sequence[str] = (), progress: Progress | None = None) -> Outcome:
     """Go on with a run after its last commit.
 
     Args:
+        run_dir: its folder, or its URI: then it is fetched first.
         overrides: settings that do not decide the numbers (``train.rounds``, ``ray.*``, ``run.commit_every``, ``track.*``).
 
     Raises:
         RunDirectoryError: there is no such run, or it is damaged, in use, or the overrides would make it another run.
     """
-    run_dir = Path(run_dir)
     progress = progress or Progress("quiet")
+    if is_uri(run_dir):
+        overrides = [f"run.dir={parted(str(run_dir))[0]}", *overrides]
+    run_dir = local_run(run_dir, overrides)
     stored = stored_config(run_dir)
     config = make_config(apply_overrides(stored.model_dump(mode="json"), overrides), f"{run_dir}/config.yaml")
     check_same(run_dir, stored, config)
     if overrides:
         write_config(run_dir, config)
+    mirror = mirror_of(config.run.dir, run_dir)
+    if mirror is not None:
+        mirror.fetch()
+        ensure_features(run_dir, config, progress)
     return execute(run_dir, config, progress)
 
 
+_REASONS = 5
+"""Failed clients of a round whose reasons are shown; the record has all."""
 _AT_ONCE = 0.3
 """Seconds of rounds that are asked for in one call: so much later may a run stop that is asked to."""
 
@@ -114,13 +147,20 @@ class _Actor:
 
     _RESTARTS = 10
 
-    def __init__(self, run_dir: Path, config: Config, progress: Progress) -> None:
+    def __init__(self, run_dir: Path, config: Config, clients: int, progress: Progress) -> None:
         self._progress = progress
+        kinds = wanted_kinds(config, clients)
+        self._watch = NodeWatch(kinds, config.ray.min_actors or len(kinds), progress.message)
+        if config.ray.autoscale:
+            self._watch.waits(config.ray.ready_timeout)
         actor = ray.remote(ServerActor).options(num_cpus=0, num_gpus=0, max_restarts=self._RESTARTS, max_task_retries=0)
         self._actor: Any = actor.remote(str(run_dir), config.model_dump(mode="json"))
         self._lost = 0
 
     def _get(self, reference: Any) -> Any:
+        while not ray.wait([reference], timeout=1.0)[0]:
+            self._watch.look()
+        self._watch.look()
         try:
             return ray.get(reference)
         except RayTaskError as error:
@@ -173,17 +213,6 @@ class _Actor:
         ray.kill(self._actor)
 
 
-def _check_answers(address: str) -> None:
-    """Ray itself would try for a quarter of an hour.
-
-    Raises:
-        OSError: nobody listens at ``host:port``.
-    """
-    found = re.fullmatch(r"(?:ray://)?(.+):(\d+)", address)
-    if found is not None:
-        socket.create_connection((found[1].strip("[]"), int(found[2])), timeout=10).close()
-
-
 _INLINE = 1 << 20
 """Bytes up to which what an actor returns comes with its answer; by way of the object store two more processes are asked."""
 
@@ -206,17 +235,32 @@ def ray_session(config: Config, clients: int, quiet: bool = False) -> Iterator[N
     if config.ray.actors == 0:
         yield
         return
+    own = not (ray.is_initialized() or config.ray.address or os.environ.get("RAY_ADDRESS"))
+    with connected(config.ray.address, quiet):
+        check_resources(config, clients, grows=config.ray.autoscale and not own)
+        yield
+
+
+@contextlib.contextmanager
+def connected(address: str | None, quiet: bool = False) -> Iterator[None]:
+    """The Ray that this process is in, the one at ``address`` or ``$RAY_ADDRESS``, or a local one that ends with the block.
+
+    Raises:
+        ResourcesError: the cluster cannot be reached, or wants another token.
+    """
     started = False
     if not ray.is_initialized():
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        address = config.ray.address or os.environ.get("RAY_ADDRESS")
+        address = address or os.environ.get("RAY_ADDRESS")
         options: dict[str, Any] = {"log_to_driver": not quiet, "logging_level": "ERROR", "namespace": "raydfl"}
         try:
             if address:
-                _check_answers(address)
+                check_access(address)
                 ray.init(address, **options)
             else:
                 start_local_ray(**options)
+        except ResourcesError:
+            raise
         except Exception as error:  # Ray raises many kinds here
             where = f"the Ray cluster at {address}" if address else "a local Ray"
             first = (str(error).strip().splitlines() or [""])[0]
@@ -227,7 +271,6 @@ def ray_session(config: Config, clients: int, quiet: bool = False) -> Iterator[N
             ) from error
         started = True
     try:
-        check_resources(config, clients)
         yield
     finally:
         if started:
@@ -259,8 +302,11 @@ class _StopFlag:
         self._progress.message("stopping after this round (press Ctrl-C again to stop at once)")
 
 
-def execute(run_dir: Path, config: Config, progress: Progress) -> Outcome:
+def execute(run_dir: Path, config: Config, progress: Progress, on_round: OnRound | None = None) -> Outcome:
     """Do the rounds that are missing, then export the model and write the report.
+
+    Args:
+        on_round: told of each round; may ask the run to stop. After an evaluation no further round begins before it has answered.
 
     Raises:
         InputError: the directory or the cluster is not as it should be.
@@ -268,14 +314,22 @@ def execute(run_dir: Path, config: Config, progress: Progress) -> Outcome:
     """
     started = time.monotonic()
     about = stored_about(run_dir)
+    mirror = mirror_of(config.run.dir, run_dir)
+    name = _shown(run_dir) if mirror is None else shlex.quote(mirror.uri)
     quiet = progress.mode in ("json", "quiet", "bar")
     if config.ray.gpus == 0 and not ops.compiled():
         progress.message(
             "raydfl's operators are not compiled here: training on the CPU takes about twice as long; to compile them, install a "
             "C++ compiler and then raydfl again, by make or with pip's --no-build-isolation"
         )
-    with ray_session(config, about["clients"], quiet):
-        server: _Remote = _Local(run_dir, config) if config.ray.actors == 0 else _Actor(run_dir, config, progress)
+    if config.ray.gpus == "auto" and config.ray.actors != 0:
+        with connected(config.ray.address, quiet):
+            return execute(run_dir, with_share(run_dir, config, progress.message), progress, on_round)
+    clients = about["clients"]
+    with ray_session(config, clients, quiet):
+        server: _Remote = (
+            _Local(run_dir, config) if config.ray.actors == 0 else _Actor(run_dir, config, clients, progress)
+        )
         try:
             round_index, warnings = server.open()
             for warning in warnings:
@@ -283,9 +337,11 @@ def execute(run_dir: Path, config: Config, progress: Progress) -> Outcome:
             if round_index >= config.train.rounds:
                 progress.message(
                     f"all {config.train.rounds} rounds are done; for more: "
-                    f"raydfl resume {_shown(run_dir)} train.rounds={2 * config.train.rounds}"
+                    f"raydfl resume {name} train.rounds={2 * config.train.rounds}"
                 )
-            tracker = make_tracker(config.track, Path(config.run.dir), run_dir, progress.message)
+            tracker = make_tracker(
+                config.track, local_runs(config.run.dir, config.data.cache), run_dir, progress.message
+            )
             run_id = tracker.start(
                 about["id"],
                 flat(config.model_dump(mode="json")),
@@ -295,12 +351,14 @@ def execute(run_dir: Path, config: Config, progress: Progress) -> Outcome:
             if run_id != about.get("mlflow_run_id"):
                 about["mlflow_run_id"] = run_id
                 write_durably(run_dir / "run.json", json.dumps(about, indent=2).encode())
+                if mirror is not None:
+                    mirror.put("run.json")
             try:
-                outcome = _rounds(run_dir, config, server, round_index, tracker, progress)
+                outcome = _rounds(run_dir, config, server, round_index, tracker, progress, on_round)
             except BaseException as error:
                 tracker.finish("FAILED")
                 if isinstance(error, KeyboardInterrupt):
-                    progress.message(f"to go on after the last commit: raydfl resume {_shown(run_dir)}")
+                    progress.message(f"to go on after the last commit: raydfl resume {name}")
                 raise
         finally:
             server.close()
@@ -312,7 +370,8 @@ def execute(run_dir: Path, config: Config, progress: Progress) -> Outcome:
     for path in (run_dir / "config.yaml", report):
         tracker.log_artifact(path)
     tracker.finish("FINISHED" if outcome.finished else "KILLED")
-    folder = _shown(run_dir)
+    if mirror is not None:
+        mirror.sync()
     progress.finish(
         FinishSummary(
             status="finished" if outcome.finished else "stopped",
@@ -321,7 +380,7 @@ def execute(run_dir: Path, config: Config, progress: Progress) -> Outcome:
             seconds=time.monotonic() - started,
             run_dir=run_dir,
             scores=outcome.scores,
-            next_step=f"open {folder}/report.html" if outcome.finished else f"raydfl resume {folder}",
+            next_step=f"open {_shown(run_dir)}/report.html" if outcome.finished else f"raydfl resume {name}",
         )
     )
     return outcome
@@ -334,7 +393,13 @@ def _shown(run_dir: Path) -> str:
 
 
 def _rounds(
-    run_dir: Path, config: Config, server: _Remote, round_index: int, tracker: Tracker, progress: Progress
+    run_dir: Path,
+    config: Config,
+    server: _Remote,
+    round_index: int,
+    tracker: Tracker,
+    progress: Progress,
+    on_round: OnRound | None,
 ) -> Outcome:
     total = config.train.rounds
     progress.start(total, round_index, run_dir.name)
@@ -348,7 +413,8 @@ def _rounds(
                 finished = server.finish(round_index)
                 reports = None if finished is None else [finished]
             else:
-                reports = server.rounds(round_index, total)
+                every = config.evaluate.every if on_round is not None else total
+                reports = server.rounds(round_index, min(total, (round_index // every + 1) * every))
             if reports is None:  # the server was lost: rounds it had committed are read back, others are done again
                 round_index, _ = server.open()
                 rows = record.to_rows(record.read_rows(run_dir, round_index, where=pc.field("client") == ""))
@@ -368,6 +434,8 @@ def _rounds(
                 if round_index > shown:
                     shown = round_index
                     progress.round(_summary(report, total))
+                    if on_round is not None and on_round(report):
+                        stop.asked = True
     return Outcome(run_dir, round_index, round_index >= total, scores)
 
 
@@ -380,6 +448,10 @@ def _summary(report: RoundReport, total: int) -> RoundSummary:
         clients=report.clients - len(report.rejected),
         seconds=report.seconds.get("train_and_aggregate", float("nan")),
         failed=len(report.rejected),
+        reasons=dict(itertools.islice(report.rejected.items(), _REASONS)),
+        late=len(report.cut),
         bytes_down=report.bytes_down,
         bytes_up=report.bytes_up,
+        retried=report.retried,
+        times={**report.seconds, **{what: ratio.value for what, ratio in report.work.items()}},
     )

@@ -12,12 +12,18 @@ from typing import Any
 from raydfl.client import start_client_actor
 from raydfl.config import Config
 from raydfl.data.population import Population
+from raydfl.deadline import Patience
 from raydfl.errors import RaydflError
 from raydfl.federation import Federation, RoundReport
-from raydfl.pool import Pool, RayPool, SerialPool
-from raydfl.private import PrivateStore
+from raydfl.gpu import hide_gpus
+from raydfl.jobfolder import check_visible
+from raydfl.pool import Pool, SerialPool
+from raydfl.ray_pool import RayPool
+from raydfl.remote.mirror import mirror_of
+from raydfl.rundir import stored_about
+from raydfl.sites import workers_here
 from raydfl.store import RunStore
-from raydfl.worker import Worker
+from raydfl.telemetry import RayMetrics
 
 
 class ElsewhereError(RaydflError):
@@ -34,19 +40,25 @@ class Server:
             RunDirectoryError: the directory is in use, or no commit of it is whole.
             ResourcesError: the client actors cannot be started.
         """
+        check_visible(run_dir)
         store = RunStore(run_dir, config.run.keep)
         with contextlib.ExitStack() as opened:
             store.lock()
             opened.callback(store.unlock)
             population = Population.load(run_dir / "population", verify=True)
+            site_key = stored_about(run_dir).get("site_key", "")
             pool: Pool
             if config.ray.actors == 0:
-                pool = SerialPool(Worker(run_dir, config, PrivateStore(run_dir / "private")))
+                pool = SerialPool(workers_here(run_dir, config, population, site_key))
             else:
-                pool = RayPool(functools.partial(start_client_actor, run_dir, config), config.ray)
+                start = functools.partial(start_client_actor, run_dir, config, site_key)
+                pool = RayPool(start, config.ray, Patience.of(config), [site.name for site in population.sites])
             opened.callback(pool.close)
             self._federation = Federation(config, population, store, pool)
             opened.callback(self._federation.close)
+            mirror = mirror_of(config.run.dir, run_dir)
+            if mirror is not None:
+                self._federation.copy_to(mirror)
             self._opened = opened.pop_all()
             self._failed: RaydflError | None = None
 
@@ -108,10 +120,13 @@ class ServerActor:
     def __init__(self, run_dir: str, config: dict[str, Any]) -> None:
         import torch
 
+        hide_gpus()
         self._run_dir, self._config = Path(run_dir), Config.model_validate(config)
         torch.set_num_threads(self._config.ray.threads)
         sys.setswitchinterval(5e-4)  # the thread that commits shall not keep clients waiting
         self._server: Server | None = None
+        # A method of the user's own is called by its class alone: tags are seen by whoever reaches the node's metrics.
+        self._metrics = RayMetrics(self._run_dir.name, self._config.method["name"].rpartition("/")[2])
 
     def _open(self) -> Server:
         # Not in __init__: what that raises reaches the driver without its type.
@@ -136,7 +151,9 @@ class ServerActor:
         Raises:
             ElsewhereError: this server stands elsewhere, because it was restarted from a commit.
         """
-        return self._at(round_index).rounds(until, seconds)
+        reports = self._at(round_index).rounds(until, seconds)
+        self._metrics.observe(reports)
+        return reports
 
     def finish(self, round_index: int) -> RoundReport:
         """Server.finish, if this server has completed so many rounds.
@@ -144,6 +161,7 @@ class ServerActor:
         Raises:
             ElsewhereError: it stands elsewhere, because it was restarted from a commit.
         """
+        self._metrics.flush()
         return self._at(round_index).finish()
 
     def close(self) -> None:

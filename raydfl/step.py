@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from raydfl.deadline import Clock
 from raydfl.types import Batch, Client, Metrics, Tensors, Update
 
 if TYPE_CHECKING:
@@ -44,10 +45,13 @@ class Step:
     """Set by ``fit``: clients, this one included, whose last training was one batched computation; 1: looped."""
     apart: str = ""
     """Set by ``fit``: why this client's last training could not be batched with others' where that was tried."""
+    clock: Clock = field(default_factory=Clock)
+    """How long this client has trained; ``fit`` stops at its deadline."""
 
     def forward(self, model: str, batch: Batch) -> Tensor:
-        """Logits float32 [batch, classes] of the named model."""
-        return cast(Tensor, self.models[model](batch.x, batch.lengths))
+        """Logits float32 [batch, classes] of the named model, whatever train.precision it computes in."""
+        logits = cast(Tensor, self.models[model](batch.x, batch.lengths))
+        return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
     def parameters(self, *models: str) -> dict[str, Tensor]:
         """The trainable parameters of the named models (all by default) as ``"model/layer.weight"`` -> the live tensor."""

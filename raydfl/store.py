@@ -36,7 +36,7 @@ from safetensors import SafetensorError
 
 from raydfl.errors import RunDirectoryError
 from raydfl.files import write_durably
-from raydfl.private import PrivateIndex, PrivateStore, Records
+from raydfl.private import PrivateIndex, PrivateStore, Records, site_of
 from raydfl.types import State
 
 _COMMIT = re.compile(r"^(\d{6,})-([0-9a-f]{8})\.safetensors$")
@@ -64,6 +64,9 @@ class RunStore:
         """Clients trained in one computation: a fact of the run, which every commit carries."""
         self._lock: IO[bytes] | None = None
         self._base = ""
+        self._forgotten: list[str] = []
+        self.at_sites: frozenset[str] = frozenset()
+        """Segments in the sites' own folders that kept commits referred to when the run was opened."""
         self._superseded: deque[tuple[int, list[str]]] = deque()
         """Files in private/ to which commits of that round and later do not refer, by rising round."""
 
@@ -117,7 +120,7 @@ class RunStore:
         Raises:
             ResourcesError: the disk is full; the last commit still counts.
         """
-        PrivateStore(self.private_folder).sync(new_segments)
+        PrivateStore(self.private_folder).sync(segment for segment in new_segments if not site_of(segment))
         base = private.base.file_name
         if base and not (self.private_folder / base).exists():
             write_durably(self.private_folder / base, private.base.encode())
@@ -141,7 +144,15 @@ class RunStore:
         oldest = _round_of(names[-self.keep :][0])
         while self._superseded and self._superseded[0][0] <= oldest:
             for name in self._superseded.popleft()[1]:
-                (self.private_folder / name).unlink(missing_ok=True)
+                if site_of(name):
+                    self._forgotten.append(name)
+                else:
+                    (self.private_folder / name).unlink(missing_ok=True)
+
+    def take_forgotten(self) -> list[str]:
+        """Segments in the sites' own folders to which, since this was last asked, no kept commit refers any more."""
+        forgotten, self._forgotten = self._forgotten, []
+        return forgotten
 
     def commits(self) -> list[str]:
         """Names of the commit files, oldest first."""
@@ -242,6 +253,7 @@ class RunStore:
         for entry in self._private_files():
             if entry.name not in last_needed:
                 Path(entry).unlink(missing_ok=True)
+        self.at_sites = frozenset(name for name in last_needed if site_of(name))
         superseded: dict[int, list[str]] = {}
         for name, round_index in last_needed.items():
             if round_index < commit.state.round_index:

@@ -6,6 +6,8 @@ that are alike are computed for all of those clients at once (raydfl/vectorised.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -17,6 +19,7 @@ from raydfl import alike, together
 from raydfl.data.examples import Examples
 from raydfl.data.stacked import StackedBatches
 from raydfl.optimiser import advance, forget_gradients, optimiser_over
+from raydfl.precision import GradientScale, computing_in
 from raydfl.randomness import fit_seed, seed_of_step, step_randomness
 from raydfl.step import Step
 from raydfl.types import Batch, Metrics, Ratio
@@ -46,14 +49,20 @@ def fit(step: Step, *losses: Loss, models: tuple[str, ...] = (), epochs: int | N
         epochs: passes over the data; ``train.local_epochs`` by default.
 
     Returns:
-        ``loss``: the mean per example over all batches (the sum over losses, if there are several); ``steps``: optimiser steps.
+        ``loss``: the mean per example over all batches (the sum over losses, if there are several); ``steps``: optimiser steps,
+        fewer than asked for where ``train.deadline`` ended the training.
+
+    Raises:
+        LateError: this client is left out of the round for its deadline; let it pass.
     """
-    return cast(Metrics, together.answer(_Fit(step, losses, models, epochs)))
+    with step.clock.waiting():
+        return cast(Metrics, together.answer(_Fit(step, losses, models, epochs)))
 
 
 def predict(step: Step, model: str, examples: Examples, batch_size: int = 64) -> Tensor:
     """Logits float32 [examples, classes] on the CPU, of the named model in evaluation mode."""
-    return cast(Tensor, together.answer(_Predict(step, model, examples, batch_size)))
+    with step.clock.waiting():
+        return cast(Tensor, together.answer(_Predict(step, model, examples, batch_size)))
 
 
 def _common(step: Step) -> Hashable:
@@ -78,6 +87,15 @@ def _batches(step: Step) -> Iterator[Batch]:
     for number in range(len(batches)):
         batch = batches.batch(number)
         yield Batch(batch.x[0], batch.y[0], None if batch.lengths is None else batch.lengths[0])
+
+
+@contextlib.contextmanager
+def _computing(steps: Sequence[Step]) -> Iterator[None]:
+    """Something is computed for all of these clients."""
+    with contextlib.ExitStack() as clocks:
+        for step in steps:
+            clocks.enter_context(step.clock.computing())
+        yield
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,7 +127,8 @@ class _Fit:
     def several(self, others: Sequence[_Fit]) -> list[Metrics]:
         steps = [self.step, *(other.step for other in others)]
         try:
-            answers = fit_together(steps, self.losses, self.models, self.epochs)
+            with _computing(steps):
+                answers = fit_together(steps, self.losses, self.models, self.epochs)
         except together.ApartError as error:
             for step in steps:
                 step.apart = str(error)
@@ -119,28 +138,45 @@ class _Fit:
         return answers
 
     def alone(self) -> Metrics:
+        with self.step.clock.computing():
+            return self._alone()
+
+    def _alone(self) -> Metrics:
         step, losses = self.step, self.losses
         step.together = 1
         optimiser = make_optimiser(step, self.models)
         trained = [p for group in optimiser.param_groups for p in group["params"]]
-        clip_norm = step.training.optimiser.clip_norm
+        clip_norm, precision = step.training.optimiser.clip_norm, step.training.precision
+        scale = GradientScale((), step.device) if precision == "float16" else None
+
+        def clip() -> None:
+            if clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(trained, clip_norm)
+
         for model in step.models.values():
             model.train()
         seed = torch.tensor(fit_seed(step)).to(step.device)
         values: list[Tensor] = []  # read at the end only: on a GPU reading one would wait for it
         sizes: list[int] = []
-        for _ in range(step.training.local_epochs if self.epochs is None else self.epochs):
-            for batch in _batches(step):
-                for loss in losses:
-                    forget_gradients(optimiser)
-                    with step_randomness(seed_of_step(seed, len(values))):
-                        value = loss(step, batch)
+        epochs = step.training.local_epochs if self.epochs is None else self.epochs
+        for batch in itertools.chain.from_iterable(_batches(step) for _ in range(epochs)):
+            if step.clock.expired:
+                step.clock.cut = True
+                break
+            for loss in losses:
+                forget_gradients(optimiser)
+                with step_randomness(seed_of_step(seed, len(values))), computing_in(precision, step.device):
+                    value = loss(step, batch)
+                if scale is None:
                     value.backward()  # type: ignore[no-untyped-call]
-                    if clip_norm is not None:
-                        torch.nn.utils.clip_grad_norm_(trained, clip_norm)
+                    clip()
                     advance(optimiser)
-                    values.append(value.detach())
-                    sizes.append(len(batch.y))
+                else:
+                    (value * scale.scale).backward()  # type: ignore[no-untyped-call]
+                    scale.advance(optimiser, clip, lambda: advance(optimiser))
+                values.append(value.detach())
+                sizes.append(len(batch.y))
+                step.clock.steps += 1
         forget_gradients(optimiser)
         if not values:
             return {"loss": Ratio(0.0, 0), "steps": Ratio(0, 1)}
@@ -174,17 +210,22 @@ class _Predict:
 
     def several(self, others: Sequence[_Predict]) -> list[Tensor]:
         calls = (self, *others)
-        return predict_together(
-            [call.step for call in calls], self.model, [call.examples for call in calls], self.batch_size
-        )
+        steps = [call.step for call in calls]
+        with _computing(steps):
+            return predict_together(steps, self.model, [call.examples for call in calls], self.batch_size)
+
+    def alone(self) -> Tensor:
+        with self.step.clock.computing():
+            return self._alone()
 
     @torch.no_grad()
-    def alone(self) -> Tensor:
+    def _alone(self) -> Tensor:
         step = self.step
         network = step.models[self.model]
         network.eval()
         batches = self.examples.batches(self.batch_size, None, step.device)
-        parts = [step.forward(self.model, batch).cpu() for batch in batches]
+        with computing_in(step.training.precision, step.device):
+            parts = [step.forward(self.model, batch).cpu() for batch in batches]
         if not parts:
             return torch.zeros((0, next(spec.classes for spec in step.client.models if spec.name == self.model)))
         return torch.cat(parts)

@@ -30,6 +30,7 @@ from raydfl import alike
 from raydfl.data.examples import Examples
 from raydfl.data.stacked import StackedBatches
 from raydfl.optimiser import advance, forget_gradients, optimiser_over
+from raydfl.precision import GradientScale, computing_in
 from raydfl.randomness import (
     fit_seed,
     generator_states,
@@ -94,15 +95,18 @@ def fit_together(
                 with _failures(kind, remember=True), preserved():
                     _try(group, losses, batches.batch(0), seed)
                 _sources[kind] = group.sources
-            values = _complete(group, kind, lambda: _train(group, losses, batches, seed))
+            values, done = _complete(group, kind, lambda: _train(group, losses, batches, seed))
             group.write_back()
     except BaseException:
         for step, state in zip(steps, draws, strict=True):
             step.rng.bit_generator.state = state
         raise
     found: list[Metrics] = [{}] * len(steps)
-    for position, metrics in zip(order, _metrics(values, batches, len(losses)), strict=True):
+    for position, metrics in zip(order, _metrics(values, batches.sizes[:done], len(losses)), strict=True):
         found[position] = metrics
+        steps[position].clock.steps += int(cast(Ratio, metrics["steps"]).total)
+    for position in order[: batches.clients(done) if done < len(batches) else 0]:
+        steps[position].clock.cut = True
     return found
 
 
@@ -140,7 +144,8 @@ def predict_together(steps: Sequence[Step], model: str, examples: Sequence[Examp
                 batch, sizes = _of_first_client(batch), sizes * len(steps)
             else:
                 group.keep(batches.clients(number))
-            logits = group.compute(forward, batch, None, shared)
+            with computing_in(steps[0].training.precision, steps[0].device):
+                logits = group.compute(forward, batch, None, shared)
             for part, values, size in zip(parts, logits, sizes, strict=False):  # clients that are done have no values
                 part.append(values[:size])
         stacked = [torch.cat(part).cpu() for part in parts]
@@ -385,32 +390,53 @@ def _complete(group: _Group, kind: Hashable, computation: Callable[[], Any]) -> 
             _sources[kind] = group.sources
 
 
-def _train(group: _Group, losses: Sequence[Loss], batches: StackedBatches, seeds: Tensor) -> list[Tensor]:
-    """Everybody's steps; each step's losses [active clients]."""
+def _train(group: _Group, losses: Sequence[Loss], batches: StackedBatches, seeds: Tensor) -> tuple[list[Tensor], int]:
+    """Everybody's steps: each step's losses [active clients], and the number of batches until all are done or one's time is over.
+
+    Raises:
+        ApartError: somebody's time was over before the first batch.
+    """
     first = group.steps[0]
     settings = first.training.optimiser
     optimiser = optimiser_over(
         {name: list(leaves.values()) for name, leaves in group.leaves.items()}, settings, first.round_index
     )
-    values = []
+    precision = first.training.precision
+    scale = GradientScale((group.active,), first.device) if precision == "float16" else None
+
+    def clip() -> None:
+        if settings.clip_norm is not None:
+            _clip(optimiser, settings.clip_norm)
+
+    values: list[Tensor] = []
     for number in range(len(batches)):
         clients = batches.clients(number)
+        if any(step.clock.expired for step in group.steps[:clients]):
+            if number == 0:
+                raise ApartError("the deadline of one of the clients was over before they began")
+            return values, number
         if clients < group.active:
             group.keep(clients)
             _follow(optimiser, group)
             seeds = seeds[:clients]
+            if scale is not None:
+                scale.keep(clients)
         batch = batches.batch(number)
         for position, loss in enumerate(losses):
             forget_gradients(optimiser)
-            value = group.compute(loss, batch, seed_of_step(seeds, number * len(losses) + position))
+            with computing_in(precision, first.device):
+                value = group.compute(loss, batch, seed_of_step(seeds, number * len(losses) + position))
             if value.shape != (clients,):
                 raise ApartError(f"the loss is not a scalar but {tuple(value.shape[1:])}")
-            value.sum().backward()  # type: ignore[no-untyped-call]
-            if settings.clip_norm is not None:
-                _clip(optimiser, settings.clip_norm)
-            advance(optimiser)
+            if scale is None:
+                value.sum().backward()  # type: ignore[no-untyped-call]
+                clip()
+                advance(optimiser)
+            else:
+                (value * scale.scale).sum().backward()  # type: ignore[no-untyped-call]
+                scale.advance(optimiser, clip, lambda: advance(optimiser))
             values.append(value.detach())
-    return values
+    return values, len(batches)
 
 
 def _follow(optimiser: torch.optim.Optimizer, group: _Group) -> None:
@@ -433,13 +459,18 @@ def _clip(optimiser: torch.optim.Optimizer, largest: float) -> None:
         gradient.mul_(factors.view(-1, *[1] * (gradient.ndim - 1)))
 
 
-def _metrics(values: Sequence[Tensor], batches: StackedBatches, losses: int) -> list[Metrics]:
-    """What fit returns, for every client, in the group's order."""
-    clients = batches.sizes.shape[1]
-    table = np.zeros((len(values), clients))
-    table[np.repeat(batches.sizes, losses, axis=0) > 0] = torch.cat(list(values)).double().cpu().numpy()
-    totals = (table * np.repeat(batches.sizes, losses, axis=0)).sum(axis=0)
-    examples, steps = batches.sizes.sum(axis=0), (batches.sizes > 0).sum(axis=0) * losses
+def _metrics(values: Sequence[Tensor], sizes: np.ndarray, losses: int) -> list[Metrics]:
+    """What fit returns, for every client, in the group's order.
+
+    Args:
+        values: losses [active clients] of every step.
+        sizes: int [batches, clients], examples in the batches that were computed.
+        losses: steps of a batch.
+    """
+    table = np.zeros((len(values), sizes.shape[1]))
+    table[np.repeat(sizes, losses, axis=0) > 0] = torch.cat(list(values)).double().cpu().numpy()
+    totals = (table * np.repeat(sizes, losses, axis=0)).sum(axis=0)
+    examples, steps = sizes.sum(axis=0), (sizes > 0).sum(axis=0) * losses
     return [
         {"loss": Ratio(float(total), float(count)), "steps": Ratio(int(number), 1)}
         for total, count, number in zip(totals, examples, steps, strict=True)

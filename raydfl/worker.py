@@ -27,11 +27,14 @@ from raydfl.config import Config
 from raydfl.data.cache import default_cache
 from raydfl.data.examples import ClientData, Examples
 from raydfl.data.population import Population
+from raydfl.deadline import Clock, LateError
 from raydfl.errors import ClientError, RaydflError
 from raydfl.method import Method
 from raydfl.metrics import attack_success
+from raydfl.precision import check_device
 from raydfl.private import PrivateRef, PrivateStore
 from raydfl.step import Step
+from raydfl.telemetry import Span
 from raydfl.tensors import FlatTensors, OwnTensors
 from raydfl.types import Client, Metrics, ModelSpec, Task, Update
 from raydfl.width import best_width, remembered
@@ -41,6 +44,9 @@ SERVER = ""
 
 TRIGGERED = "triggered"
 """The split of test clips that carry a backdoor's trigger."""
+
+_REASON = 500
+"""Characters that are kept of why a client was left out."""
 
 KEPT_MODEL, KEPT_STATE = "model:", "state:"
 """Prefixes in a private record: tensors of models that are not shared, and what the method keeps in step.state."""
@@ -79,6 +85,8 @@ class Order:
     """Orders of one group are carried out together, in one worker; -1: this one by itself."""
     attacking: bool = False
     """Whether the client attacks in this round."""
+    site: str = ""
+    """Where the data lie that it is about; empty: wherever the run is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +98,22 @@ class Result:
     update: Update | None = None
     """``None`` for an evaluation, and for an update that was rejected."""
     rejected: str = ""
-    """Why the update was rejected; empty when it was not."""
+    """Why the client was left out, beginning with what kind of failure it was: ``"not finite: ..."``, ``"error: ..."``,
+    ``"late: ..."`` or ``"lost: ..."``; empty when it was not."""
+    cut: int | None = None
+    """Optimiser steps that it did, if ``train.deadline`` ended its training early."""
     private: PrivateRef | None = None
     """Where the client's new private state was written; the state itself stays there."""
     measured: Mapping[str, Metrics] = field(default_factory=dict)
     """Metrics by split."""
     seconds: float = 0.0
     """Of its group, divided by the group's clients."""
+    waited: float = 0.0
+    """Seconds from the arrival of the order at the worker to the begin of the work on it."""
+    span: Span | None = None
+    """Filled in by the pool: when this was done, on the server's clock."""
+    retried: int = 0
+    """Filled in by the pool: times that the order was given to another actor."""
     bytes_down: int = 0
     bytes_up: int = 0
     together: int = 1
@@ -119,6 +136,12 @@ def _without(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
+def _named(error: Exception) -> str:
+    """An exception with the place that raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} (at {frame.filename}:{frame.lineno})"
+
+
 def seed_torch(seed: int, device: torch.device) -> None:
     """Seed what dropout draws from. ``torch.manual_seed`` would also queue calls for devices that are not there, for ever."""
     torch.default_generator.manual_seed(seed)
@@ -136,42 +159,68 @@ def build_models(method: Method, client: Client, run_seed: int) -> dict[str, nn.
 class Worker:
     """Carries out orders. Owns nothing: any worker of a run can serve any client at any time."""
 
-    def __init__(self, run_dir: Path, config: Config, private: PrivateStore, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Config,
+        private: PrivateStore,
+        device: str = "cpu",
+        population: Population | None = None,
+        held: tuple[Population, int] | None = None,
+    ) -> None:
+        """Open it.
+
+        Args:
+            run_dir: of the run; nothing of it is read if ``population`` is given.
+            config: of the run.
+            private: where clients' private state lies.
+            device: on which to compute.
+            population: of the whole federation; ``None``: the one in ``run_dir``.
+            held: the population of a site, whose clients alone this worker can serve, and the index of the first of them in the
+                federation's; ``None``: ``population`` holds everybody's data.
+        """
         self.run_dir = run_dir
         self.config = config
         self.private = private
         self.device = torch.device(device)
         self.method = config.build_method()
-        self.population = Population.load(run_dir / "population")
+        self.population = Population.load(run_dir / "population") if population is None else population
         self.clients = Clients(self.population, config)
+        self._held, self._first = (self.population, 0) if held is None else held
         self.attack = config.build_attack()
         self._built: dict[tuple[tuple[ModelSpec, ...], int], Built] = {}
         self._samples: dict[tuple[str, int], Examples] = {}
 
-    def carry_out(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> list[Result]:
+    def carry_out(
+        self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors], arrived: float | None = None
+    ) -> list[Result]:
         """Train or evaluate some clients: those of a group together, groups one after another.
 
         Args:
             orders: what to do.
             broadcast: the server's tensors by key, at least those that the tasks receive; only read.
+            arrived: when the orders came, on time.perf_counter; ``None``: now.
 
         Raises:
-            ClientError: the method's code failed; says client, round, phase and how to replay it.
+            ClientError: the method's code failed, and ``run.on_error`` is ``stop``; says client, round, phase and how to replay it.
         """
         if torch.get_num_threads() != self.config.ray.threads:
             torch.set_num_threads(self.config.ray.threads)  # it holds for one thread of the process only
-        return [result for group in in_groups(orders) for result in self._carry_out_group(group, broadcast)]
+        since = time.perf_counter() if arrived is None else arrived
+        return [result for group in in_groups(orders) for result in self._carry_out_group(group, broadcast, since)]
 
     def read_ahead(self, orders: Sequence[Order]) -> None:
         """Have what these orders need fetched from the disk, while this worker still works on others."""
         for order in orders:
             if order.task.client_id != SERVER and order.measure is None:
                 index = self.clients.index_of(order.task.client_id)
-                self.population.data(index, order.attacking).train.read_ahead()
+                self._held.data(index - self._first, order.attacking).train.read_ahead()
             if order.private is not None:
                 self.private.read_ahead(order.private)
 
-    def _carry_out_group(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> list[Result]:
+    def _carry_out_group(
+        self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors], arrived: float
+    ) -> list[Result]:
         started = time.perf_counter()
         work = [functools.partial(self._carry_out, order, broadcast, place) for place, order in enumerate(orders)]
         results = []
@@ -180,16 +229,44 @@ class Worker:
                 raise outcome
             results.append(outcome)
         seconds = (time.perf_counter() - started) / len(orders)
-        return [dataclasses.replace(result, seconds=seconds) for result in results]
+        return [
+            dataclasses.replace(result, seconds=seconds, waited=started - arrived + number * seconds)
+            for number, result in enumerate(results)
+        ]
 
     def _carry_out(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Result:
         do = self._train if order.measure is None else self._evaluate
         try:
             return do(order, broadcast, place)
+        except LateError as error:
+            return self._left_out(order, broadcast, str(error))
+        except ClientError as error:
+            if not self._may_drop(order):
+                raise
+            return self._left_out(order, broadcast, f"error: {error}")
         except RaydflError:
-            raise
+            raise  # the folder, the disk or the configuration: not this client's
         except Exception as error:  # whatever a method's code raises
-            raise ClientError(self._describe(order, error)) from error
+            if not self._may_drop(order):
+                raise ClientError(self._describe(order, error)) from error
+            if isinstance(error, torch.OutOfMemoryError):
+                torch.cuda.empty_cache()
+            return self._left_out(order, broadcast, f"error: {_named(error)}")
+
+    def _may_drop(self, order: Order) -> bool:
+        """Whether a failure of this order leaves its client out; what fails on the server's own data always stops the run."""
+        return self.config.run.on_error == "drop" and order.task.client_id != SERVER
+
+    def _left_out(self, order: Order, broadcast: Mapping[str, FlatTensors], reason: str) -> Result:
+        """The client's private state stays what it was. The reason is made one line, for the record."""
+        sent = sum(broadcast[key].vector.nbytes for key in order.task.receive)
+        return Result(
+            order.position,
+            order.task.client_id,
+            rejected=" ".join(reason.split())[:_REASON],
+            private=order.private,
+            bytes_down=sent,
+        )
 
     def width(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> int:
         """How many of these clients to train at once on this worker's device.
@@ -202,7 +279,8 @@ class Worker:
         first = self.clients.by_id(orders[0].task.client_id)
         train = self.config.train
         device = torch.cuda.get_device_name(self.device), torch.cuda.get_device_properties(self.device).total_memory
-        kind = (self.method, first.models, train.batch_size, train.optimiser, self.config.ray.gpus, device)
+        work = (self.method, first.models, train.batch_size, train.optimiser, train.precision)
+        kind = (*work, self.config.ray.gpus, device)
         path = (self.config.data.cache or default_cache()) / "widths.json"
         return remembered(path, (kind, torch.__version__), lambda: self.measured_width(orders, broadcast))
 
@@ -225,14 +303,12 @@ class Worker:
                 self._built.clear()
 
     def _describe(self, order: Order, error: Exception) -> str:
-        task, frame = order.task, traceback.extract_tb(error.__traceback__)[-1]
+        task = order.task
         who = f"client {task.client_id!r}" if task.client_id else "the evaluation on the server's data"
-        text = (
-            f"{who} failed in round {order.round_index + 1}, phase {task.phase!r}: "
-            f"{type(error).__name__}: {error} (at {frame.filename}:{frame.lineno})"
-        )
+        round_ = order.round_index + (order.measure is None)  # what is measured is the state after a round
+        text = f"{who} failed in round {round_}, phase {task.phase!r}: {_named(error)}"
         if task.client_id and order.measure is None:
-            round_, client = order.round_index + 1, shlex.quote(task.client_id)
+            client = shlex.quote(task.client_id)
             text += (
                 f"\nlook at it with: raydfl replay {shlex.quote(str(self.run_dir))} --round {round_} --client {client}"
             )
@@ -245,6 +321,7 @@ class Worker:
             place: which of the built networks it gets; clients that are worked on at the same time have different ones.
         """
         task, training = order.task, self.config.train
+        check_device(training.precision, self.device)
         client, data = self._who(order)
         purpose = task.phase if order.measure is None else f"evaluate/{task.phase}"
         seed_torch(seeds.seed_for(self.config.run.seed, order.round_index, client.id, f"torch/{purpose}"), self.device)
@@ -266,15 +343,18 @@ class Worker:
             round_index=order.round_index,
             options=task.options,
             shared=self.method.shared,
+            clock=Clock()
+            if order.measure is not None
+            else Clock(training.deadline, training.late == "partial", self.device),
         )
 
     def _who(self, order: Order) -> tuple[Client, ClientData]:
         if order.task.client_id == SERVER:
-            nothing = self.population.test.take(np.zeros(0, np.int64))
+            nothing = self._held.test.take(np.zeros(0, np.int64))
             client = Client(SERVER, -1, 0, order.server_models)
-            return client, ClientData(train=nothing, validation=nothing, test=self.population.test)
+            return client, ClientData(train=nothing, validation=nothing, test=self._held.test)
         client = self.clients.by_id(order.task.client_id)
-        return client, self.population.data(client.index, order.attacking)
+        return client, self._held.data(client.index - self._first, order.attacking)
 
     def _build(self, client: Client, place: int) -> Built:
         key = (client.models, place)
@@ -289,6 +369,7 @@ class Worker:
     def _train(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Result:
         step = self.prepare(order, broadcast, place)
         bytes_down = sum(broadcast[key].vector.nbytes for key in order.task.receive)
+        step.clock.start()
         attack = self.attack if order.attacking else None
         update = self.method.local(step) if attack is None else attack.local(self.method, step)
         hidden = [name for name in update.tensors if not self.method.shared(name)]
@@ -305,6 +386,7 @@ class Worker:
             bytes_down=bytes_down,
             together=step.together,
             apart=step.apart,
+            cut=step.clock.steps if step.clock.cut else None,
         )
         if not np.isfinite(flat.vector).all():
             bad = [name for name, tensor in flat.items() if not bool(torch.isfinite(tensor).all())]
@@ -351,7 +433,7 @@ class Worker:
         return test.take(np.arange(measurement.start, stop))
 
     def _test(self, split: str) -> Examples:
-        return self.population.triggered if split == TRIGGERED else self.population.test
+        return self._held.triggered if split == TRIGGERED else self._held.test
 
     def _sample(self, split: str, count: int) -> Examples:
         """Some of the server's test clips, drawn by the run seed, with all their segments."""

@@ -27,13 +27,17 @@ def finish(config: Config) -> dict[str, bytes]:
     return truth(run_dir)
 
 
-def truth(run_dir: Path) -> dict[str, bytes]:
-    """The server's tensors and every client's private tensors after the last commit, as bytes by name."""
+def truth(run_dir: Path, *sites: Path) -> dict[str, bytes]:
+    """The server's tensors and every client's private tensors after the last commit, as bytes by name.
+
+    Args:
+        sites: folders of private state at sites.
+    """
     store = RunStore(run_dir)
     latest = store.latest()
     assert latest is not None
     commit = store.load(latest)
-    private = PrivateStore(run_dir / "private")
+    private = PrivateStore(run_dir / "private", sites)
     found = {"round": str(commit.state.round_index).encode(), "extra": repr(commit.state.extra).encode()}
     groups = {f"server {key}": tensors for key, tensors in commit.state.tensors.items()}
     groups.update({f"client {index}": private.read(ref) for index, ref in commit.private.items()})

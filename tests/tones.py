@@ -18,6 +18,7 @@ RATE = 8000
 
 @dataclass(frozen=True, kw_only=True)
 class Tones(Dataset):
+    first: int = 0
     speakers: int = 6
     classes: int = 3
     takes: int = 6
@@ -33,7 +34,7 @@ class Tones(Dataset):
                 "group": f"s{speaker}",
                 "split": "test" if take < self.test_takes else "train",
             }
-            for speaker in range(self.speakers)
+            for speaker in range(self.first, self.first + self.speakers)
             for label in range(self.classes)
             # Speakers differ in size, so that weights and last batches do.
             for take in range(self.test_takes + self.takes + speaker % 3)

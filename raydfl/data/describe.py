@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import pyarrow as pa
 
+from raydfl.data.build import Division, divide, list_clips
 from raydfl.data.dataset import find_dataset
 from raydfl.data.partition import PartitionSettings, natural_order
-from raydfl.data.population import Division, divide, list_clips
 from raydfl.data.settings import DataSettings
 from raydfl.options import options_of
 

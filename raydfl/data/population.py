@@ -5,46 +5,50 @@ A client is a range of those arrays and nothing else, so 100,000 of them cost so
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import safetensors.numpy
 
-from raydfl.data.alter import Alteration
-from raydfl.data.cache import FeatureStore, open_store, prepare
-from raydfl.data.chunks import RunChunks
-from raydfl.data.corrupt import choose_clients, wrong_labels
+from raydfl.data.cache import FeatureStore, open_store
 from raydfl.data.examples import ClientData, Examples
 from raydfl.data.names import Names
-from raydfl.data.partition import Partition, natural_order, partition_clips
-from raydfl.data.poison import alterations_for, noise_of_some, poison
-from raydfl.data.segment import SegmentSettings, segments
-from raydfl.data.settings import DataSettings
-from raydfl.data.split import Split, hold_out, split_clips
-from raydfl.data.steps import Progress
 from raydfl.errors import DataError, RunDirectoryError, nearest
 from raydfl.files import RESUME, write_atomically, writing
-from raydfl.seeds import generator
-
-if TYPE_CHECKING:
-    from raydfl.attack import Attack
 
 FORMAT = 1
-_FILE = "population.safetensors"
+POPULATION_FILE = "population.safetensors"
 
-_CLEAN, _NOISY = 0, 1
+CLEAN, NOISY = 0, 1
 """Positions in a population's stores."""
+
+_SHARD = 512
+"""Test examples in one order of the server's evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Clients that follow one another in the population and whose data lie at one place, where alone they are worked on."""
+
+    name: str
+    """Empty: wherever the run is."""
+    first: int
+    """Index of its first client."""
+    stop: int
+    """Index behind its last client."""
+    shards: Mapping[str, Sequence[tuple[int, int]]]
+    """For each of the splits test and triggered, the parts (first example, the one behind the last) in which it is measured."""
 
 
 class Population:
-    """Clients and held-out data. Made by :func:`build_population` or :meth:`load`.
+    """Clients and held-out data. Made by raydfl.data.build, raydfl.data.sites, or :meth:`load`.
 
     Args:
         classes: names of the classes; a label is an index into it.
@@ -58,6 +62,8 @@ class Population:
             store).
         skipped: clips that were left out because they cannot be read, with the reasons.
         messages: what the user should know about how this population came about.
+        bands: features of a frame; ``None``: those of the stores.
+        sites: where the data lie, if not here: there are no stores then, and no examples.
     """
 
     def __init__(
@@ -68,6 +74,8 @@ class Population:
         arrays: Mapping[str, np.ndarray],
         skipped: Sequence[tuple[str, str]] = (),
         messages: Sequence[str] = (),
+        bands: int | None = None,
+        sites: Sequence[Site] = (),
     ) -> None:
         self.classes: tuple[str, ...] = tuple(classes)
         self.length = length
@@ -75,16 +83,27 @@ class Population:
         self.skipped: tuple[tuple[str, str], ...] = tuple((clip, reason) for clip, reason in skipped)
         self.messages: tuple[str, ...] = tuple(messages)
         self._arrays = dict(arrays)
+        self.bands = stores[CLEAN].bands if bands is None else bands
+        """Features of a frame."""
         self.ids = self._names("ids")
         self._groups = self._names("groups")
+        self._sites = tuple(sites)
+        self._site_ends = [site.stop for site in sites]
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    @property
-    def bands(self) -> int:
-        """Features of a frame."""
-        return self.stores[_CLEAN].bands
+    @functools.cached_property
+    def sites(self) -> tuple[Site, ...]:
+        """Where the data lie, in the clients' order; the one without a name unless the population is of several."""
+        if self._sites:
+            return self._sites
+        splits = {"test": self.test, "triggered": self.triggered}
+        return (Site("", 0, len(self), {split: shards(each.clips, _SHARD) for split, each in splits.items()}),)
+
+    def site_of(self, index: int) -> str:
+        """Name of the site of a client."""
+        return self._sites[bisect.bisect_right(self._site_ends, index)].name if self._sites else ""
 
     def index(self, client_id: str) -> int:
         """Position of a client.
@@ -122,11 +141,11 @@ class Population:
         parts = {}
         for part in ("train", "validation"):
             offsets = self._arrays[f"{part}/offsets"]
-            where, store = slice(offsets[index], offsets[index + 1]), _CLEAN
+            where, store = slice(offsets[index], offsets[index + 1]), CLEAN
             if part == "train" and attacking and self._arrays["altered"][index]:
                 store = len(self.stores) - 1
             elif part == "train" and self._arrays["noisy"][index]:
-                store = _NOISY
+                store = NOISY
             parts[part] = self._examples("attack" if part == "train" and attacking else part, where, store)
         return ClientData(parts["train"], parts["validation"], self._examples("test", slice(0, 0)))
 
@@ -174,11 +193,13 @@ class Population:
             "stores": [str(store.folder) for store in self.stores],
             "skipped": self.skipped,
             "messages": self.messages,
+            "bands": self.bands,
+            "sites": [[site.name, site.first, site.stop, dict(site.shards)] for site in self._sites],
             "digest": _digest(arrays),
         }
         content = safetensors.numpy.save(arrays, {"raydfl": json.dumps(facts)})
         with writing(folder, len(content), "the files of the population", RESUME):
-            write_atomically(folder / _FILE, functools.partial(_write_bytes, content))
+            write_atomically(folder / POPULATION_FILE, functools.partial(_write_bytes, content))
 
     @classmethod
     def load(cls, folder: Path, verify: bool = False) -> Population:
@@ -191,7 +212,7 @@ class Population:
             RunDirectoryError: the file is missing or damaged.
             DataError: the features in the cache are.
         """
-        path = folder / _FILE
+        path = folder / POPULATION_FILE
         try:
             arrays, metadata = _map_safetensors(path)
             facts = json.loads(metadata["raydfl"])
@@ -200,7 +221,17 @@ class Population:
             if verify and _digest(arrays) != facts["digest"]:
                 raise ValueError("its content has changed")
             stores = [open_store(Path(store)) for store in facts["stores"]]
-            return cls(facts["classes"], facts["length"], stores, arrays, facts["skipped"], facts["messages"])
+            sites = [Site(*site) for site in facts["sites"]]
+            return cls(
+                facts["classes"],
+                facts["length"],
+                stores,
+                arrays,
+                facts["skipped"],
+                facts["messages"],
+                facts["bands"],
+                sites,
+            )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise RunDirectoryError(
@@ -211,13 +242,25 @@ class Population:
     def _names(self, kind: str) -> Names:
         return Names(*(self._arrays[f"{kind}/{part}"] for part in ("text", "ends", "order")))
 
-    def _examples(self, part: str, where: slice, store: int = _CLEAN) -> Examples:
+    def _examples(self, part: str, where: slice, store: int = CLEAN) -> Examples:
         starts, counts, labels, clips = (
             self._arrays[f"{part}/{column}"][where] for column in ("starts", "counts", "labels", "clips")
         )
         return Examples(
             self.stores[store], starts, counts, labels.astype(np.int64), clips.astype(np.int64), self.length
         )
+
+
+def shards(clips: np.ndarray, size: int) -> list[tuple[int, int]]:
+    """Ranges of about ``size`` examples that never part the segments of one clip."""
+    starts = np.flatnonzero(np.r_[True, clips[1:] != clips[:-1]]) if len(clips) else np.zeros(0, np.int64)
+    parts, begin = [], 0
+    while begin < len(clips):
+        later = starts[starts >= begin + size]
+        end = int(later[0]) if len(later) else len(clips)
+        parts.append((begin, end))
+        begin = end
+    return parts
 
 
 def _digest(arrays: Mapping[str, np.ndarray]) -> str:
@@ -253,329 +296,3 @@ def _map_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]
 
 def _write_bytes(content: bytes, path: Path) -> None:
     path.write_bytes(content)
-
-
-def build_population(
-    data: DataSettings,
-    seed: int,
-    progress: Progress | None = None,
-    run_chunks: RunChunks | None = None,
-    attack: Attack | None = None,
-) -> Population:
-    """Lists the clips, divides them, and makes sure that their features are in the cache.
-
-    Args:
-        data: the configuration.
-        seed: the run's: it decides the split, the partition, the local hold-outs and the corruption.
-        progress: shown while features are made.
-        run_chunks: executes chunks of that work, on a cluster for example; local processes when ``None``.
-        attack: what attackers do to their recordings and labels, if there are any.
-
-    Raises:
-        ConfigError: options that the data set does not take, or an attack that does not fit the data.
-        DataError: recordings that cannot be used, or a split or partition that they do not allow.
-        ResourcesError: no room for the features.
-    """
-    manifest, classes = list_clips(data)
-    division = divide(manifest, classes, data, seed)  # before the long work: what cannot be done fails now
-    if attack is not None:
-        attack.check(classes, data.features)
-        attack.candidates(Names.of(division.partition.ids), seed)
-    store = _prepare(data, manifest, progress, run_chunks)
-    messages = []
-    skipped: list[tuple[str, str]] = []
-    if store.failures:
-        clips = manifest.column("clip")
-        skipped = [(clips[index].as_py(), reason) for index, reason in sorted(store.failures.items())]
-        messages.append(
-            f"{len(skipped)} of {manifest.num_rows} clips cannot be read and are left out, the first {skipped[0][0]}"
-        )
-        usable = np.delete(np.arange(manifest.num_rows), sorted(store.failures))
-        if not len(usable):
-            raise DataError(
-                f"none of {manifest.num_rows} clips can be read, the first {skipped[0][0]}: {skipped[0][1]}"
-            )
-        division = _divide(manifest, usable, classes, data, seed)
-    dropped = len(division.split.train) - len(division.partition.rows)
-    if dropped:
-        messages.append(
-            f"{dropped} training clips belong to no client: theirs would have fewer than {data.partition.minimum} clips"
-        )
-    return _assemble(division, store, manifest, classes, data, seed, progress, run_chunks, skipped, messages, attack)
-
-
-def _prepare(
-    data: DataSettings, manifest: pa.Table, progress: Progress | None, run_chunks: RunChunks | None
-) -> FeatureStore:
-    return prepare(
-        data.source,
-        manifest,
-        data.features,
-        cache=data.cache,
-        unreadable=data.unreadable,
-        progress=progress,
-        run_chunks=run_chunks,
-    )
-
-
-@dataclass(frozen=True)
-class Division:
-    """Who has which clips. Clips are numbered as in the manifest."""
-
-    labels: np.ndarray
-    """int64 [clips of the manifest]."""
-    split: Split
-    partition: Partition
-    held_out: np.ndarray
-    """bool, one for each of the partition's rows: the client's own validation."""
-
-
-def list_clips(data: DataSettings) -> tuple[pa.Table, list[str]]:
-    """The manifest of the configured data set and the names of its classes; no clip is opened.
-
-    Raises:
-        ConfigError: options that the data set does not take.
-        DataError: recordings that are not there, or a list that cannot be used.
-    """
-    manifest = data.source.open().manifest()
-    return manifest, natural_order(manifest.column("label").unique().to_pylist())
-
-
-def divide(manifest: pa.Table, classes: Sequence[str], data: DataSettings, seed: int) -> Division:
-    """Who has which clips if all of them can be read.
-
-    Raises:
-        DataError: a split or partition that the recordings do not allow.
-    """
-    return _divide(manifest, np.arange(manifest.num_rows), classes, data, seed)
-
-
-def _divide(manifest: pa.Table, usable: np.ndarray, classes: Sequence[str], data: DataSettings, seed: int) -> Division:
-    """Splits and partitions the ``usable`` rows (int64, ascending) of the manifest."""
-    position = {name: number for number, name in enumerate(classes)}
-    labels = np.array([position[label] for label in manifest.column("label").to_pylist()], np.int64)
-    table = manifest if len(usable) == manifest.num_rows else manifest.take(pa.array(usable))
-    split = split_clips(table, data.split, seed)
-    partition = partition_clips(table, split.train, labels[usable], data.partition, seed)
-    split = Split(usable[split.train], usable[split.validation], usable[split.test])
-    partition = Partition(
-        partition.ids, usable[partition.rows], partition.offsets, partition.groups, partition.group_of
-    )
-    _check_classes(classes, labels, usable, split, partition)
-    held_out = np.zeros(len(partition.rows), bool)
-    if data.split.validation:
-        for client_id, start, stop in zip(partition.ids, partition.offsets, partition.offsets[1:], strict=False):
-            rng = generator(seed, 0, client_id, "local validation")
-            held_out[start:stop] = hold_out(int(stop - start), data.split.validation, rng)
-    return Division(labels, split, partition, held_out)
-
-
-def _check_classes(
-    classes: Sequence[str], labels: np.ndarray, usable: np.ndarray, split: Split, partition: Partition
-) -> None:
-    """Refuses a class that no client could learn."""
-
-    def count(rows: np.ndarray) -> np.ndarray:
-        return np.bincount(labels[rows], minlength=len(classes))
-
-    for number in np.flatnonzero(count(partition.rows) == 0):
-        raise DataError(
-            f"no client has a clip of label {classes[int(number)]!r}: of its {np.sum(labels == number)} clips "
-            f"{count(usable)[number]} can be read, {count(split.test)[number]} are in the test set and "
-            f"{count(split.validation)[number]} in the server's validation set; choose data.split or data.partition "
-            "differently, or leave the label out of the data"
-        )
-
-
-def _assemble(
-    division: Division,
-    store: FeatureStore,
-    manifest: pa.Table,
-    classes: Sequence[str],
-    data: DataSettings,
-    seed: int,
-    progress: Progress | None,
-    run_chunks: RunChunks | None,
-    skipped: Sequence[tuple[str, str]],
-    messages: Sequence[str],
-    attack: Attack | None,
-) -> Population:
-    partition, held_out = division.partition, division.held_out
-    ids = Names.of(partition.ids)
-    client = np.repeat(np.arange(len(ids)), np.diff(partition.offsets))
-    train, train_of = partition.rows[~held_out], client[~held_out]
-    validation, validation_of = partition.rows[held_out], client[held_out]
-    labels = _corrupted_labels(division.labels[train], train_of, ids, len(classes), data, seed)
-    noisy = np.zeros(len(ids), bool)
-    stores = [store]
-
-    def features(
-        clips: np.ndarray, noisy: np.ndarray, alteration: Alteration | None, altered: np.ndarray
-    ) -> FeatureStore:
-        """Of some clips (ascending), those with noise (bool [clips]) noisy, those to be altered (bool [clips]) altered."""
-        names = manifest.column("clip").take(pa.array(clips)).to_pylist()
-        snr = None if data.corrupt.noise is None else data.corrupt.noise.snr_db
-        return prepare(
-            data.source,
-            manifest.take(pa.array(clips)),
-            data.features,
-            cache=data.cache,
-            noise=None if snr is None or not noisy.any() else noise_of_some(names, noisy, snr, seed),
-            alterations=None if alteration is None else alterations_for(names, altered, alteration, seed),
-            progress=progress,
-            run_chunks=run_chunks,
-        )
-
-    train_rows = _Rows.of(store, train)
-    if data.corrupt.noise is not None:
-        noisy = choose_clients(ids, data.corrupt.noise.clients, seed, "noise")
-        affected = np.sort(train[noisy[train_of]])
-        if len(affected):
-            everything = np.ones(len(affected), bool)
-            stores.append(features(affected, everything, None, ~everything))
-            mine = noisy[train_of]
-            train_rows = train_rows.replaced(mine, _Rows.of(stores[_NOISY], np.searchsorted(affected, train[mine])))
-    stride = None if data.segment is None else data.segment.test_stride
-    arrays = {
-        **_columns("train", train_rows, labels, train, data.segment, None, (train_of, len(ids))),
-        **_columns(
-            "validation",
-            _Rows.of(store, validation),
-            division.labels[validation],
-            validation,
-            data.segment,
-            stride,
-            (validation_of, len(ids)),
-        ),
-    }
-    for name, rows in (("server_validation", division.split.validation), ("test", division.split.test)):
-        arrays |= _columns(name, _Rows.of(store, rows), division.labels[rows], rows, data.segment, stride, None)
-    if attack is not None:
-        training = _Training(train, train_of, train_rows, labels, noisy[train_of])
-        arrays |= _attacked(attack, training, division, ids, classes, data, seed, stores, features)
-    arrays |= {f"ids/{name}": array for name, array in ids.arrays.items()}
-    arrays |= {f"groups/{name}": array for name, array in Names.of(partition.groups).arrays.items()}
-    arrays |= {
-        "groups_of": partition.group_of.astype(np.int32),
-        "noisy": noisy,
-        "label_errors": _with_label_errors(ids, data, seed),
-    }
-    return Population(classes, _common_length(arrays), stores, arrays, skipped, messages)
-
-
-def _with_label_errors(ids: Names, data: DataSettings, seed: int) -> np.ndarray:
-    if data.corrupt.labels is None:
-        return np.zeros(len(ids), bool)
-    return choose_clients(ids, data.corrupt.labels.clients, seed, "labels")
-
-
-def _corrupted_labels(
-    labels: np.ndarray, client: np.ndarray, ids: Names, classes: int, data: DataSettings, seed: int
-) -> np.ndarray:
-    """``labels`` (int64 [clips], of clients ``client``, ascending) with the wrong ones in place."""
-    if data.corrupt.labels is None:
-        return labels
-    labels = labels.copy()
-    bounds = np.searchsorted(client, np.arange(len(ids) + 1))
-    for number in np.flatnonzero(_with_label_errors(ids, data, seed)):
-        mine = slice(bounds[number], bounds[number + 1])
-        labels[mine] = wrong_labels(labels[mine], classes, data.corrupt.labels.rate, seed, ids[int(number)])
-    return labels
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Where clips lie in their store."""
-
-    starts: np.ndarray
-    frames: np.ndarray
-
-    @classmethod
-    def of(cls, store: FeatureStore, clips: np.ndarray) -> _Rows:
-        return cls(store.offsets[clips], store.offsets[clips + 1] - store.offsets[clips])
-
-    def replaced(self, where: np.ndarray, other: _Rows) -> _Rows:
-        starts, frames = self.starts.copy(), self.frames.copy()
-        starts[where], frames[where] = other.starts, other.frames
-        return _Rows(starts, frames)
-
-
-@dataclass(frozen=True)
-class _Training:
-    """All clients' training clips, by client; one entry for each clip."""
-
-    clips: np.ndarray
-    """int64: rows of the manifest."""
-    client: np.ndarray
-    """int64, ascending."""
-    rows: _Rows
-    labels: np.ndarray
-    """int64: wrong ones as they are."""
-    noisy: np.ndarray
-    """bool."""
-
-
-def _attacked(
-    attack: Attack,
-    training: _Training,
-    division: Division,
-    ids: Names,
-    classes: Sequence[str],
-    data: DataSettings,
-    seed: int,
-    stores: list[FeatureStore],
-    features: Callable[[np.ndarray, np.ndarray, Alteration | None, np.ndarray], FeatureStore],
-) -> dict[str, np.ndarray]:
-    """The parts attack and triggered. Features that they need are made by ``features`` and added to ``stores``, as the last."""
-    poisoned = poison(attack, ids, classes, training.client, training.labels, seed)
-    mine = poisoned.attacker[training.client]
-    target, alteration, test = attack.target_class(classes), attack.alteration(), division.split.test
-    triggered = test[:0] if target is None or alteration is None else test[division.labels[test] != target]
-    altered = np.zeros(len(ids), bool)
-    rows, sounds = training.rows, _Rows.of(stores[_CLEAN], triggered)
-    clips = np.concatenate([training.clips[mine], triggered])
-    if alteration is not None and len(clips):
-        order = np.argsort(clips)
-        none = np.zeros(len(triggered), bool)
-        noisy, changed = np.r_[training.noisy[mine], none][order], np.r_[poisoned.altered[mine], ~none][order]
-        clips, altered = clips[order], poisoned.attacker
-        store = features(clips, noisy, alteration, changed)
-        stores.append(store)
-        rows = rows.replaced(mine, _Rows.of(store, np.searchsorted(clips, training.clips[mine])))
-        sounds = _Rows.of(store, np.searchsorted(clips, triggered))
-    columns = {
-        "altered": altered,
-        **_columns("attack", rows, poisoned.labels, training.clips, data.segment, None, None),
-    }
-    if len(triggered):
-        stride = None if data.segment is None else data.segment.test_stride
-        columns |= _columns("triggered", sounds, division.labels[triggered], triggered, data.segment, stride, None)
-    return columns
-
-
-def _columns(
-    part: str,
-    rows: _Rows,
-    labels: np.ndarray,
-    clips: np.ndarray,
-    settings: SegmentSettings | None,
-    stride: int | None,
-    owners: tuple[np.ndarray, int] | None,
-) -> dict[str, np.ndarray]:
-    """The columns of one part; with ``owners`` (client of each clip, ascending; number of clients) also its offsets."""
-    clip, first, frames = segments(rows.frames, settings, stride)
-    columns = {
-        f"{part}/starts": (rows.starts[clip] + first).astype(np.int64),
-        f"{part}/counts": frames.astype(np.int32),
-        f"{part}/labels": labels[clip].astype(np.int32),
-        f"{part}/clips": clips[clip].astype(np.int32),
-    }
-    if owners is not None:
-        client, clients = owners
-        columns[f"{part}/offsets"] = np.searchsorted(client[clip], np.arange(clients + 1)).astype(np.int64)
-    return columns
-
-
-def _common_length(arrays: Mapping[str, np.ndarray]) -> int | None:
-    counts = np.concatenate([array for name, array in arrays.items() if name.endswith("/counts")])
-    return cast(int, counts[0].item()) if np.ptp(counts) == 0 else None

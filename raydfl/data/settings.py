@@ -3,22 +3,49 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from raydfl.data.chunks import Source
 from raydfl.data.corrupt import CorruptSettings
 from raydfl.data.dataset import find_dataset
 from raydfl.data.features import FeatureSettings
+from raydfl.data.from_file import FileFeatures
+from raydfl.data.kinds import AnyFeatures, kind_of, make_features
 from raydfl.data.partition import PartitionSettings
 from raydfl.data.segment import SegmentSettings
 from raydfl.data.split import SplitSettings
 from raydfl.errors import ConfigError
-from raydfl.options import unknown_key
+from raydfl.options import path_options, unknown_key
+from raydfl.remote.place import check_uri, is_uri
+from raydfl.remote.recordings import local_copy
 from raydfl.settings import Settings
+
+
+class SiteSettings(Settings):
+    """A node that holds data of its own. Every other key is an option of the data set there (``root`` ...), in place of data's."""
+
+    model_config = ConfigDict(extra="allow")
+
+    folder: Annotated[
+        Path,
+        Field(
+            description="Folder on the site's node, an absolute path: features, who has which clips, and private models stay in it."
+        ),
+    ]
+
+    @field_validator("folder")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        if not value.is_absolute():
+            raise ValueError(
+                "a relative folder would lie in the working directory of a process of Ray; give an absolute path"
+            )
+        return value
 
 
 class DataSettings(Settings):
@@ -30,7 +57,11 @@ class DataSettings(Settings):
         str,
         Field(description="Data set: one of `raydfl data list`, or your own as my_file.py:Class or my_module:Class."),
     ]
-    features: Annotated[FeatureSettings, Field(description="How a wave becomes frames x bands.")] = FeatureSettings()
+    features: Annotated[
+        AnyFeatures,
+        BeforeValidator(make_features),
+        Field(description="How a wave becomes frames x bands, or where such features lie."),
+    ] = FeatureSettings()
     segment: Annotated[
         SegmentSettings | None, Field(description="Cut long clips into segments. null: a clip is one example.")
     ] = None
@@ -50,6 +81,22 @@ class DataSettings(Settings):
         ),
     ] = None
 
+    sites: Annotated[
+        dict[str, SiteSettings],
+        Field(
+            description="Nodes that hold data of their own, by name: each has clients of its own, and their data never leave it. "
+            "A site's node offers the Ray resource site:NAME. Empty: the run's own machine or cluster holds all."
+        ),
+    ] = Field(default_factory=dict)
+
+    @field_validator("sites")
+    @classmethod
+    def _names_of_sites(cls, value: dict[str, SiteSettings]) -> dict[str, SiteSettings]:
+        for name in value:
+            if not re.fullmatch(r"[A-Za-z0-9_.\-]+", name):
+                raise ValueError(f"the site's name {name!r} may hold letters, digits, _, . and - only")
+        return value
+
     @model_validator(mode="before")
     @classmethod
     def _known_keys(cls, values: Any) -> Any:
@@ -57,28 +104,66 @@ class DataSettings(Settings):
             values = {"name": values}
         if not isinstance(values, Mapping) or not isinstance(values.get("name"), str):
             return values  # pydantic says what is wrong with it
+        if is_uri(values.get("cache")):
+            raise ConfigError(
+                f"data.cache: {values['cache']} is a URI, but features are mapped into memory: give a folder, which all nodes see"
+            )
         own, options = list(cls.model_fields), _options_of(values["name"])
         for key in values:
             if key not in own and key not in options:
                 known, of = [*own, *options], f" for data set {values['name']!r}"
                 raise unknown_key(str(key), known, "data", DataSettings, "data", of)
         for name, field in cls.model_fields.items():
-            _check_keys(values.get(name), field.annotation, f"data.{name}")
+            if name == "features" and isinstance(values.get(name), Mapping):
+                _check_keys(values[name], kind_of(values[name]), "data.features")
+            elif name != "sites":
+                _check_keys(values.get(name), field.annotation, f"data.{name}")
+        sites = values.get("sites")
+        for name, site in (sites if isinstance(sites, Mapping) else {}).items():
+            for key in site if isinstance(site, Mapping) else ():
+                if key != "folder" and key not in options:
+                    known, of = ["folder", *options], f" for data set {values['name']!r}"
+                    raise unknown_key(str(key), known, f"data.sites.{name}", SiteSettings, f"data.sites.{name}", of)
         return values
 
     @model_validator(mode="after")
     def _consistent(self) -> DataSettings:
-        if self.segment is not None and self.features.seconds is not None:
+        if self.segment is not None and self.features.frames is not None:
+            length = "seconds" if isinstance(self.features, FeatureSettings) else "frames"
             raise ConfigError(
-                "data.segment cuts clips of their own lengths: set data.features.seconds to null, or data.segment to null"
+                f"data.segment cuts clips of their own lengths: set data.features.{length} to null, or data.segment to null"
             )
-        self.source.open()  # the data set checks its own options
+        if isinstance(self.features, FileFeatures) and self.corrupt.noise is not None:
+            self.features.noisy_file()
+        for key, uri in self.uris.items():
+            check_uri(uri, f"data.{key}")
+        if not self.sites:
+            self.source.open()  # the data set checks its own options
+        for name in self.sites:
+            self.at(name)
         return self
+
+    def at(self, site: str) -> DataSettings:
+        """The settings with which one site prepares its data, in its own folder.
+
+        Raises:
+            ConfigError: the data set does not take the site's options.
+        """
+        own = self.sites[site]
+        values = self.model_dump(exclude={"sites", "cache"})
+        return DataSettings.model_validate({**values, **dict(own.model_extra or {}), "cache": own.folder / "cache"})
 
     @property
     def source(self) -> Source:
-        """The data set by name and options."""
-        return Source(self.name, dict(self.model_extra or {}))
+        """The data set by name and options; for recordings behind a URI with the place of their local copy."""
+        copies = {key: str(local_copy(uri, self.cache)) for key, uri in self.uris.items()}
+        return Source(self.name, {**(self.model_extra or {}), **copies})
+
+    @property
+    def uris(self) -> dict[str, str]:
+        """The options that are files or folders behind a URI, by name."""
+        options = self.model_extra or {}
+        return {key: options[key] for key in path_options(find_dataset(self.name)) if is_uri(options.get(key))}
 
 
 def _options_of(name: str) -> list[str]:

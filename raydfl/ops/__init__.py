@@ -5,6 +5,7 @@
 
 - each is one call forward and one backward, in C++ on a CPU (``compiled()``) and in PyTorch operations otherwise;
 - under ``torch.func.vmap`` over clients each is still one call, for all clients; a client's result is what it is alone;
+- inside of torch.autocast they compute in its type on a GPU and in float32 on a CPU;
 - ``lengths`` leaves padding out; ``Dropout`` draws from a client's own seed (``random_state``).
 
 They cannot be differentiated twice.

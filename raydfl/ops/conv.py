@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from raydfl.ops import _torch
-from raydfl.ops._backend import compiled_for, torch_is_better
+from raydfl.ops._backend import autocast_type, compiled_for, torch_is_better
 from raydfl.ops._vmap import check_group, grouped, once
 
 _LARGEST_POOL = 254  # which frame of its pool a maximum was is kept in a byte
@@ -39,6 +39,11 @@ def conv1d(
     """
     if bias is None:
         bias = weight.new_zeros(weight.shape[:-2])
+    dtype = autocast_type(x)
+    if dtype is not None:
+        with torch.autocast(x.device.type, enabled=False):
+            weight, bias = weight.to(dtype), bias.to(dtype)
+            return conv1d(x.to(dtype), weight, bias, padding, pool=pool, lengths=lengths)
     operators = compiled_for(x)
     forward = _Convolution.apply if operators is None else operators.conv_forward
     output: Tensor = forward(x, weight, bias, lengths, padding, pool or 0)[0]  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from raydfl.ops import _torch
-from raydfl.ops._backend import compiled_for, torch_is_better
+from raydfl.ops._backend import autocast_type, compiled_for, torch_is_better
 from raydfl.ops._vmap import check_group, grouped, once
 
 
@@ -26,6 +26,10 @@ def gru(x: Tensor, weights: Sequence[Tensor], lengths: Tensor | None = None) -> 
     Returns:
         [..., batch, frames, directions * hidden], as torch.nn.GRU's with ``batch_first``.
     """
+    dtype = autocast_type(x)
+    if dtype is not None:
+        with torch.autocast(x.device.type, enabled=False):
+            return gru(x.to(dtype), [weight.to(dtype) for weight in weights], lengths)
     operators = compiled_for(x)
     if operators is None:
         output: Tensor = _Recurrence.apply(x, lengths, *weights)[0]  # type: ignore[no-untyped-call]

@@ -26,6 +26,7 @@ from raydfl.data.settings import DataSettings
 from raydfl.errors import InputError, RunDirectoryError, nearest
 from raydfl.method import Method
 from raydfl.private import PrivateStore
+from raydfl.remote.mirror import local_run
 from raydfl.rundir import stored_about, stored_config
 from raydfl.store import Commit, RunStore
 from raydfl.tensors import FlatTensors
@@ -87,7 +88,7 @@ def load_model(run_dir: str | Path, model: str | None = None, client: str | None
     """A model of a run, finished or not, as of its last commit.
 
     Args:
-        run_dir: the run's folder.
+        run_dir: the run's folder, or its URI: then it is fetched first.
         model: its name; by default the shared model, or with ``client`` the one that the client does not share.
         client: the id of the client whose model it shall be, private parts included; by default the server's.
 
@@ -95,7 +96,7 @@ def load_model(run_dir: str | Path, model: str | None = None, client: str | None
         RunDirectoryError: no run directory, a damaged one, or no round is completed yet.
         InputError: there is no such model or client; the client has no model of its own yet; or nothing is shared as a whole.
     """
-    run = _Run(Path(run_dir))
+    run = _Run(local_run(run_dir))
     return run.shared_model(model) if client is None else run.clients_model(model, client)
 
 

@@ -15,9 +15,10 @@ from raydfl import registry
 from raydfl.attack import Attack
 from raydfl.config import Config
 from raydfl.data.alter import Damage, Trigger
+from raydfl.data.build import build_population
 from raydfl.data.corrupt import add_noise, noise_for
 from raydfl.data.features import FeatureExtractor, FeatureSettings
-from raydfl.data.population import Population, build_population
+from raydfl.data.population import Population
 from raydfl.errors import ConfigError, DataError
 
 Tiny = Callable[..., Config]

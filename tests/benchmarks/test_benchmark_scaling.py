@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import scaling
 
-from raydfl.data.population import Population, build_population
+from raydfl.data.build import build_population
+from raydfl.data.population import Population
 from raydfl.server import Server
 from raydfl.store import RunStore
 

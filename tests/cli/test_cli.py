@@ -137,7 +137,16 @@ def test_the_resolved_configuration_explains_every_setting(raydfl: Raydfl, tiny:
         "  local: [{name: crnn_tiny, hidden: 8, filters: [4]}, {name: crnn_tiny, hidden: 4, filters: [4]}]"
     ] or all(
         line.startswith(
-            ("  plugin:", "  local:", "  speakers:", "  classes:", "  takes:", "  test_takes:", "  seconds:")
+            (
+                "  plugin:",
+                "  local:",
+                "  first:",
+                "  speakers:",
+                "  classes:",
+                "  takes:",
+                "  test_takes:",
+                "  seconds:",
+            )
         )
         for line in mute
     )  # models have one comment for all; the tests' own data set describes none of its options

@@ -20,6 +20,8 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
             folder = tmp_path_factory.mktemp(page.stem) / "repository"
             folder.mkdir()
             shutil.copytree(ROOT / "jobs", folder / "jobs")
+            shutil.copytree(ROOT / "tune", folder / "tune")
+            shutil.copy(ROOT / "cluster.yaml", folder)
             if RECORDINGS.is_dir():
                 (folder.parent / "shared").mkdir()
                 (folder.parent / "shared" / "data").symlink_to(RECORDINGS.resolve(), target_is_directory=True)

@@ -17,9 +17,9 @@ import raydfl.federation
 from raydfl import registry
 from raydfl.clients import Clients
 from raydfl.config import Config
-from raydfl.data.population import Population
+from raydfl.data.population import Population, shards
 from raydfl.errors import ClientError, ConfigError
-from raydfl.federation import _shards, in_order
+from raydfl.federation import in_order
 from raydfl.models import build_model
 from raydfl.private import PrivateStore
 from raydfl.progress import Progress
@@ -105,7 +105,7 @@ def test_results_come_in_order_and_none_may_be_missing() -> None:
     ],
 )
 def test_test_data_are_cut_between_clips(clips: list[int], size: int, expected: list[tuple[int, int]]) -> None:
-    assert _shards(np.array(clips, np.int64), size) == expected
+    assert shards(np.array(clips, np.int64), size) == expected
 
 
 PLANS = {

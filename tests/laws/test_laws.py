@@ -37,7 +37,7 @@ class WatchedPool(SerialPool):
     """Delivers results in a random order, and keeps every byte that goes out and comes back."""
 
     def __init__(self, worker: Worker, seed: int) -> None:
-        super().__init__(worker)
+        super().__init__({"": worker})
         self.random = random.Random(seed)
         self.bytes: list[bytes] = []
 
@@ -47,7 +47,7 @@ class WatchedPool(SerialPool):
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Result]:
         shuffled = in_groups(orders)
         self.random.shuffle(shuffled)
-        results = [result for group in shuffled for result in self._worker.carry_out(group, broadcast)]
+        results = [result for group in shuffled for result in self._workers[""].carry_out(group, broadcast)]
         self.random.shuffle(results)
         for value in (orders, broadcast, results):
             self._note(value)
@@ -158,12 +158,15 @@ def test_law_2_dying_anywhere_in_a_round_leaves_it_undone(
             original = Worker.carry_out
 
             def second_client(
-                self: Worker, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]
+                self: Worker,
+                orders: Sequence[Order],
+                broadcast: Mapping[str, FlatTensors],
+                arrived: float | None = None,
             ) -> list[Result]:
                 calls["train"] += 1
                 if calls["train"] == 2:
                     raise Dead
-                return original(self, orders, broadcast)
+                return original(self, orders, broadcast, arrived)
 
             patch.setattr(Worker, "carry_out", second_client)
         elif step == "aggregate":
@@ -310,7 +313,7 @@ def test_law_6_floating_buffers_are_averaged_counters_stay(tiny: Tiny) -> None:
     worker = Worker(run_dir, config, PrivateStore(run_dir / "scratch"))
     first = store.load(store.commits()[0]).state
     broadcast = {"global": FlatTensors.of(first.tensors["global"])}
-    federation = Federation(config, worker.population, RunStore(run_dir / "other"), SerialPool(worker))
+    federation = Federation(config, worker.population, RunStore(run_dir / "other"), SerialPool({"": worker}))
     for order in federation.plan():
         update = worker.carry_out([order], broadcast)[0].update
         assert update is not None
@@ -328,7 +331,7 @@ def test_counters_do_not_pass_from_one_client_to_the_next(tiny: Tiny) -> None:
     config = tiny(f"models.model={EXTRA}:WithBuffers")
     run_dir = create(config, Progress("quiet"))
     worker = Worker(run_dir, config, PrivateStore(run_dir / "private"))
-    federation = Federation(config, worker.population, RunStore(run_dir), SerialPool(worker))
+    federation = Federation(config, worker.population, RunStore(run_dir), SerialPool({"": worker}))
     order = federation.plan()[0]
     for _ in range(2):
         step = worker.prepare(order, federation.broadcast({"global"}))
@@ -377,7 +380,7 @@ def test_a_replayed_update_is_the_one_that_was_sent(tiny: Tiny, method: str, com
                     ).vector.copy()
                 yield result
 
-    federation = Federation(config, worker.population, RunStore(run_dir, keep=9), Recording(worker))
+    federation = Federation(config, worker.population, RunStore(run_dir, keep=9), Recording({"": worker}))
     while federation.state.round_index < 4:
         federation.round()
     federation.close()

@@ -16,8 +16,8 @@ from raydfl.config import Config
 from raydfl.data.population import Population
 from raydfl.errors import ClientError, ResourcesError
 from raydfl.federation import Federation
-from raydfl.pool import RayPool
 from raydfl.progress import Progress
+from raydfl.ray_pool import RayPool
 from raydfl.rundir import create
 from raydfl.runs import resume, run
 from raydfl.store import RunStore
@@ -103,7 +103,7 @@ def test_killed_client_actors_change_nothing(tiny: Tiny) -> None:
     reference = finish(tiny("run.name=serial", "train.cohort=1.0", method="fedmlac"))
     config = tiny("run.name=dying", "train.cohort=1.0", "ray.actors=2", method="fedmlac")
     run_dir = create(config, Progress("quiet"))
-    pool = Dying(lambda: start_client_actor(run_dir, config), config.ray)
+    pool = Dying(lambda kind: start_client_actor(run_dir, config, "", kind), config.ray)
     federation = Federation(config, Population.load(run_dir / "population"), RunStore(run_dir), pool)
     try:
         while federation.state.round_index < config.train.rounds:

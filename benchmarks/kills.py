@@ -1,0 +1,357 @@
+"""kill -9 at random moments over runs of every method on a cluster of several nodes: does each run end as if nothing had happened?
+
+    python benchmarks/kills.py [--methods fedavg scaffold] [--seed 1] [--out kills.md]
+
+One Ray cluster of a head and two worker nodes on this machine serves all runs. Each run is killed five times, at moments that the
+seed draws: a client actor, the server actor, a client actor again, a worker node (a new one then joins) and the driver, after which
+the run is resumed. Every other run commits every round, the rest every third. What each then knows (the server's tensors, every
+client's private state) is compared bit for bit with an undisturbed run in one process without Ray.
+
+The table says what was killed, when, how long it took until the next round was done, and whether the run's end was equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from ray.cluster_utils import Cluster
+
+from raydfl import registry, runs
+from raydfl.config import Config, apply_overrides, load_config, make_config
+from raydfl.private import PrivateStore
+from raydfl.progress import Progress, RoundSummary
+from raydfl.rundir import create
+from raydfl.server import Server
+from raydfl.store import RunStore
+
+ROOT = Path(__file__).parents[1]
+PLAN = ("client actor", "server actor", "client actor", "node", "driver")
+"""What is killed in one run."""
+ROUNDS = 80
+_FIRST, _APART = 3, 6
+"""Rounds before the first kill, and from one to the next."""
+_WITHIN = 0.3
+"""A kill comes at most so many seconds after the report of the round that it waits for."""
+_PATIENCE = 240.0
+"""Seconds without a round after which a run counts as hanging."""
+_MARK = "RAYDFL_KILLS"
+
+
+class HangingError(Exception):
+    """A run came no further after a kill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One row of the table."""
+
+    method: str
+    commit_every: int
+    what: str
+    after_round: int
+    """Rounds that had been reported then."""
+    recovery: float
+    """Seconds from the kill until the next round was reported."""
+    equal: bool
+    """Whether the run that it was in ended equal."""
+
+
+class Machines:
+    """A cluster of a head and two worker nodes with two CPUs each; its processes carry a mark in their environment."""
+
+    def __init__(self) -> None:
+        self._value = uuid.uuid4().hex
+        os.environ[_MARK] = self._value
+        self._options = {"object_store_memory": 100 << 20, "include_dashboard": False}
+        quick = {
+            "health_check_initial_delay_ms": 0,
+            "health_check_period_ms": 500,
+            "health_check_failure_threshold": 4,
+        }
+        self.cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": quick, **self._options}
+        )
+        self.nodes = [self._add() for _ in range(2)]
+
+    @property
+    def address(self) -> str:
+        """For ``ray.address``."""
+        return str(self.cluster.address)
+
+    def _add(self) -> Any:
+        return self.cluster.add_node(num_cpus=2, **self._options)
+
+    def actors(self, title: str) -> list[int]:
+        """Pids of this cluster's actors of a class, by rising number."""
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            if any(title in word for word in process.info["cmdline"] or ()):
+                with contextlib.suppress(OSError):
+                    if self._value.encode() in Path(f"/proc/{process.pid}/environ").read_bytes():
+                        found.append(process.pid)
+        return sorted(found)
+
+    def kill_node(self, number: int) -> None:
+        """A worker node with all that is on it dies, and another joins."""
+        self.cluster.remove_node(self.nodes[number], allow_graceful=False)
+        self.nodes[number] = self._add()
+
+    def close(self) -> None:
+        """End every process of the cluster."""
+        self.cluster.shutdown()
+        del os.environ[_MARK]
+
+
+class _Told(Progress):
+    """Tells another process of each round."""
+
+    def __init__(self, to: Connection) -> None:
+        super().__init__("quiet")
+        self._to = to
+
+    def round(self, summary: RoundSummary) -> None:
+        self._to.send(summary.round)
+
+
+def _drive(values: dict[str, Any], to: Connection) -> None:
+    """What the driver's process does: start the run, or go on with it."""
+    runs._AT_ONCE = 0.0  # each round is reported when it is done, so that a kill meets any of them
+    runs.write_report = lambda run_dirs, out: out.write_text("not drawn") and out  # type: ignore[assignment]
+    runs.run(make_config(values), _Told(to))
+    to.send(None)
+
+
+class Driver:
+    """A process that runs ``raydfl run``'s code, forked from one that has everything imported."""
+
+    def __init__(self, config: Config) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self._from, to = context.Pipe(duplex=False)
+        self.process = context.Process(target=_drive, args=(config.model_dump(mode="json"), to))
+        self.process.start()
+        to.close()
+
+    def rounds(self) -> Iterator[int]:
+        """Numbers of rounds as they are done; ends when the driver does.
+
+        Raises:
+            HangingError: none was done for long.
+        """
+        while True:
+            if not self._from.poll(_PATIENCE):
+                raise HangingError(f"no round for {_PATIENCE:g} s")
+            try:
+                number = self._from.recv()
+            except EOFError:  # killed, or failed
+                return
+            if number is None:
+                return
+            yield number
+
+    def pending(self) -> list[int]:
+        """Those that are done and that nobody has asked for yet."""
+        numbers = []
+        with contextlib.suppress(EOFError):
+            while self._from.poll():
+                numbers.append(self._from.recv())
+        return [number for number in numbers if number is not None]
+
+    def kill(self) -> None:
+        """End it as ``kill -9`` does."""
+        self.process.kill()
+        self.process.join()
+
+    def end(self) -> int:
+        """Its exit code, once it has ended."""
+        self.process.join(60)
+        self.process.kill()
+        self.process.join()
+        return self.process.exitcode or 0
+
+
+def _strike(what: str, machines: Machines, driver: Driver, rng: np.random.Generator) -> None:
+    if what == "driver":
+        driver.kill()
+    elif what == "node":
+        machines.kill_node(int(rng.integers(2)))
+    else:
+        title = {"client actor": "ray::ClientActor", "server actor": "ray::ServerActor"}[what]
+        until = time.monotonic() + 60
+        while not (pids := machines.actors(title)):  # it is being replaced after the last kill
+            if time.monotonic() > until:
+                raise HangingError(f"there was no {what} for 60 s")
+            time.sleep(0.1)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(rng.choice(pids)), signal.SIGKILL)
+
+
+def disturbed(
+    machines: Machines, config: Config, plan: Sequence[str], rng: np.random.Generator
+) -> list[tuple[str, int, float]]:
+    """Do a run and kill what the plan says: what, after which round, seconds until the next.
+
+    Raises:
+        HangingError: the run came no further, ended too early for the plan, or failed.
+    """
+    driver = Driver(config)
+    kills: list[tuple[str, int, float]] = []
+    waiting = list(plan)
+    struck: tuple[str, int, float] | None = None
+    next_round = _FIRST
+    try:
+        while True:
+            last = 0
+            for number in driver.rounds():
+                last = number
+                if struck is not None:
+                    what, after, when = struck
+                    kills.append((what, after, time.monotonic() - when))
+                    struck, next_round = None, number + _APART - int(rng.integers(4))
+                if waiting and number >= next_round and struck is None:
+                    what, moment = waiting.pop(0), time.monotonic() + float(rng.uniform(0, _WITHIN))
+                    while time.monotonic() < moment and last < config.train.rounds - _FIRST:
+                        time.sleep(0.01)
+                        last = max([last, *driver.pending()])
+                    struck = (what, last, time.monotonic())
+                    _strike(what, machines, driver, rng)
+                    if what == "driver":
+                        break
+            if struck is not None and struck[0] == "driver" and not driver.process.is_alive():
+                driver.end()
+                driver = Driver(config)
+                continue
+            if driver.end() != 0 or last != config.train.rounds or waiting:
+                raise HangingError(
+                    f"the driver ended with {driver.process.exitcode} after round {last}; left: {waiting}"
+                )
+            return kills
+    finally:
+        driver.kill()
+
+
+def configured(method: str, folder: Path, name: str, *overrides: str) -> Config:
+    """The tiny federation with that method, its runs in a folder."""
+    values = load_config(ROOT / "jobs" / "tiny.yaml").model_dump(mode="json", exclude={"method", "models"})
+    values |= {"method": {"name": method}, "run": {"name": name, "dir": str(folder / "runs"), "seed": 1}}
+    if method == "fedmlac":
+        values["models"] = {"plugin": "crnn_tiny", "local": ["crnn_tiny", {"name": "crnn_tiny", "hidden": 8}]}
+    else:
+        values["models"] = {"model": "crnn_tiny"}
+    common = [
+        f"train.rounds={ROUNDS}",
+        "evaluate.every=10",
+        "train.local_epochs=1",
+        "train.optimiser={name: sgd, lr: 0.1}",
+    ]
+    return make_config(apply_overrides(values, [*common, *overrides]))
+
+
+def undisturbed(config: Config) -> Path:
+    """The whole run in this process; returns its folder."""
+    server = Server(create(config, Progress("quiet")), config)
+    with contextlib.closing(server):
+        while server.round_index < config.train.rounds:
+            server.round()
+    return Path(config.run.dir) / str(config.run.name)
+
+
+def known(run_dir: Path) -> dict[str, bytes]:
+    """The bytes of every tensor that a run knows after its last commit, the server's and each client's private ones."""
+    store, private = RunStore(run_dir), PrivateStore(run_dir / "private")
+    commit = store.load(store.latest() or "")
+    groups = {f"server {key}": tensors for key, tensors in commit.state.tensors.items()}
+    groups |= {f"client {client}": private.read(ref) for client, ref in commit.private.items()}
+    found = {f"{group} {name}": t.numpy().tobytes() for group, tensors in groups.items() for name, t in tensors.items()}
+    return found | {"round": str(commit.state.round_index).encode(), "extra": repr(commit.state.extra).encode()}
+
+
+def campaign(methods: Mapping[str, Sequence[str]], seed: int, folder: Path) -> Iterator[Kill]:
+    """Kill runs of these methods by their plans; the rows of a run when it has been compared.
+
+    Args:
+        methods: what is to be killed, in turn, by method.
+        seed: of the moments, and of which actor or node it is.
+        folder: for the runs.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "raydfl.runs"])
+    with contextlib.ExitStack() as opened:
+        machines = Machines()
+        opened.callback(machines.close)
+        for number, (method, plan) in enumerate(methods.items()):
+            every = (1, 3)[number % 2]
+            reference = undisturbed(configured(method, folder, f"{method}-undisturbed", "ray.actors=0"))
+            config = configured(
+                method,
+                folder,
+                f"{method}-killed",
+                "ray.actors=2",
+                f"ray.address={machines.address}",
+                f"run.commit_every={every}",
+            )
+            kills = disturbed(machines, config, plan, np.random.default_rng([seed, number]))
+            equal = known(Path(config.run.dir) / str(config.run.name)) == known(reference)
+            for what, after, recovery in kills:
+                yield Kill(method, every, what, after, recovery, equal)
+
+
+def table(kills: Sequence[Kill]) -> str:
+    """As Markdown."""
+    lines = ["| method | commit every | killed | when | next round after | equal |", "|---|---|---|---|---|---|"]
+    for kill in kills:
+        when = f"after round {kill.after_round}"
+        equal = "yes" if kill.equal else "**no**"
+        lines.append(
+            f"| {kill.method} | {kill.commit_every} | {kill.what} | {when} | {kill.recovery:.1f} s | {equal} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _with_token() -> int:
+    """This program again, in a process whose Ray wants a token of its own: it is read when Ray is imported."""
+    with tempfile.TemporaryDirectory(prefix="rk") as folder:
+        token = Path(folder) / "token"
+        token.write_text(uuid.uuid4().hex)
+        own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
+        others = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+        return subprocess.run([sys.executable, *sys.argv], env={**others, **own}, check=False).returncode
+
+
+def main() -> None:
+    """Print the table as it grows, and write it."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--methods", nargs="+", default=registry.names("raydfl.methods"))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=None, help="file for the table")
+    given = parser.parse_args()
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        sys.exit(_with_token())
+    kills: list[Kill] = []
+    with tempfile.TemporaryDirectory(prefix="rk") as folder:
+        for kill in campaign(dict.fromkeys(given.methods, PLAN), given.seed, Path(folder)):
+            kills.append(kill)
+            print(table([kill]).splitlines()[-1], flush=True)
+            if given.out is not None:
+                given.out.write_text(table(kills))
+    print(f"{len(kills)} kills, {sum(kill.equal for kill in kills)} in runs that ended equal")
+    sys.exit(0 if all(kill.equal for kill in kills) else 1)
+
+
+if __name__ == "__main__":
+    main()

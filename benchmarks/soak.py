@@ -1,0 +1,160 @@
+"""Thousands of short rounds: does the memory of any process grow?
+
+    python benchmarks/soak.py [--rounds 5000] [--every 50] [--allowed 8] [--out soak] [key=value ...]
+
+Runs the tiny federation with two client actors as a user would and reads, every so many rounds, the unique set size of each
+process that belongs to it: what would be freed if it ended. Writes OUT.csv, OUT.svg and OUT.png, prints a table, and fails if the
+median of the last quarter of a process's readings is more than ``--allowed`` MB above that of its first quarter (whose first
+fifth, while the process warms up, is left out).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[1]
+MARK = "RAYDFL_SOAK"
+TITLES = {
+    "ray::ClientActor": "client actor",
+    "ray::ServerActor": "server actor",
+    "raydfl run": "driver",
+    "/raylet --": "raylet",
+    "/gcs_server --": "Ray's head",
+}
+Readings = dict[str, list[tuple[int, float]]]
+"""By process: rounds completed, MB."""
+
+
+def processes(mark: str) -> dict[str, psutil.Process]:
+    """The listed processes of the run by a name each."""
+    found: dict[str, list[psutil.Process]] = {}
+    for process in psutil.process_iter():
+        try:
+            if mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes():
+                line = " ".join(process.cmdline())
+                title = next((title for word, title in TITLES.items() if word in line), None)
+                if title is not None:
+                    found.setdefault(title, []).append(process)
+        except (OSError, psutil.Error):
+            continue
+    names = {}
+    for title, several in found.items():
+        for number, process in enumerate(sorted(several, key=lambda process: process.pid), 1):
+            names[title if len(several) == 1 else f"{title} {number}"] = process
+    return names
+
+
+def soak(folder: Path, rounds: int, every: int, overrides: Sequence[str] = ()) -> Readings:
+    """Do the rounds and read the memory every so many of them.
+
+    Args:
+        folder: for the run.
+        rounds: that are done.
+        every: rounds between two readings.
+        overrides: settings, ``key=value``.
+
+    Raises:
+        subprocess.CalledProcessError: the run failed.
+    """
+    mark = uuid.uuid4().hex
+    settings = [
+        f"train.rounds={rounds}",
+        "train.cohort=2",
+        "train.local_epochs=1",
+        "models.model=crnn_tiny",
+        "evaluate.every=100",
+        "evaluate.client_test_clips=0",
+        "ray.actors=2",
+        "run.name=soak",
+        f"run.dir={folder}",
+        *overrides,
+    ]
+    command = [sys.executable, "-m", "raydfl", "run", str(ROOT / "jobs" / "tiny.yaml"), *settings, "--json"]
+    readings: Readings = {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, MARK: mark}) as process:
+        watched: dict[str, psutil.Process] = {}
+        for done in _rounds(process):
+            if done % every:
+                continue
+            watched = watched or processes(mark)
+            for name, each in watched.items():
+                readings.setdefault(name, []).append((done, each.memory_full_info().uss / 1e6))
+            print(f"round {done}", end="\r", flush=True, file=sys.stderr)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return readings
+
+
+def _rounds(process: subprocess.Popen[str]) -> Iterator[int]:
+    if process.stdout is None:
+        return
+    for line in process.stdout:
+        event = json.loads(line)
+        if event["event"] == "round":
+            yield event["round"]
+
+
+def growth(values: Sequence[tuple[int, float]]) -> float:
+    """MB between the medians of the first and the last quarter of the readings, the first twentieth left out."""
+    megabytes = [value for _, value in values]
+    quarter = max(1, len(megabytes) // 4)
+    warm = megabytes[quarter // 5 : quarter] or megabytes[:1]
+    return statistics.median(megabytes[-quarter:]) - statistics.median(warm)
+
+
+def write(readings: Mapping[str, Sequence[tuple[int, float]]], out: Path) -> None:
+    """A CSV (process, round, MB) and a plot of it, SVG and PNG."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    with out.with_suffix(".csv").open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["process", "round", "unique_mb"])
+        table.writerows((name, done, f"{value:.2f}") for name, each in readings.items() for done, value in each)
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for name, each in sorted(readings.items(), key=lambda item: -item[1][-1][1]):
+        axes.plot([done for done, _ in each], [value for _, value in each], linewidth=1.5, label=name)
+    axes.set(xlabel="rounds completed", ylabel="unique memory (MB)", ylim=(0, None))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+    figure.legend(loc="outside right upper", frameon=False)
+    figure.savefig(out.with_suffix(".svg"), metadata={"Date": None})
+    figure.savefig(out.with_suffix(".png"), dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Run, write, print, judge."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5000)
+    parser.add_argument("--every", type=int, default=50, help="rounds between two readings")
+    parser.add_argument("--allowed", type=float, default=8.0, help="MB that a process may grow")
+    parser.add_argument("--out", type=Path, default=Path("soak"), help="files to write, without their endings")
+    parser.add_argument("overrides", nargs="*", help="settings of the run, key=value")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="rs") as folder:
+        readings = soak(Path(folder), given.rounds, given.every, given.overrides)
+    write(readings, given.out)
+    print(f"{'process':16}{'first, MB':>12}{'last, MB':>12}{'growth, MB':>12}")
+    for name, each in readings.items():
+        print(f"{name:16}{each[0][1]:12.1f}{each[-1][1]:12.1f}{growth(each):12.1f}")
+    grown = [name for name, each in readings.items() if growth(each) > given.allowed]
+    sys.exit(f"grown by more than {given.allowed:g} MB: {', '.join(grown)}" if grown else 0)
+
+
+if __name__ == "__main__":
+    main()

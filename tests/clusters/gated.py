@@ -1,0 +1,29 @@
+"""FedMLAC whose clients wait in the middle of a round for as long as a test wants."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from pydantic.dataclasses import dataclass
+
+from raydfl.methods.fedmlac import FedMLAC
+from raydfl.step import Step
+from raydfl.types import Update
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gated(FedMLAC):
+    """While ``gate/hold-ROUND`` exists, clients of that round (counted from 1) wait; ``gate/at-ROUND-PID`` says where one
+    does, and which GPU it was given."""
+
+    gate: str = ""
+
+    def local(self, step: Step) -> Update:
+        number = step.round_index + 1
+        hold = Path(self.gate) / f"hold-{number}"
+        while self.gate and hold.exists():
+            (Path(self.gate) / f"at-{number}-{os.getpid()}").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+            time.sleep(0.02)
+        return super().local(step)

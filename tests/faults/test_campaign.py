@@ -1,0 +1,51 @@
+"""Kills at random moments on a cluster of several nodes: the code of benchmarks/kills.py with fewer kills."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from kills import PLAN, Kill, campaign, configured, known, table, undisturbed
+
+from raydfl import registry
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("espeakng_loader") is None, reason="the package espeakng-loader is not installed"
+)
+
+
+def test_the_table_says_what_was_killed_and_whether_it_mattered() -> None:
+    rows = [Kill("fedavg", 1, "node", 7, 2.04, True), Kill("fedavg", 3, "driver", 9, 3.5, False)]
+    assert table(rows).splitlines()[2:] == [
+        "| fedavg | 1 | node | after round 7 | 2.0 s | yes |",
+        "| fedavg | 3 | driver | after round 9 | 3.5 s | **no** |",
+    ]
+
+
+def test_two_runs_are_equal_or_not_to_the_bit(tmp_path: Path) -> None:
+    short = ["ray.actors=0", "train.rounds=2"]
+    runs = [
+        known(undisturbed(configured("fedmlac", tmp_path, f"run{number}", *short, f"run.seed={seed}")))
+        for number, seed in enumerate((1, 1, 2))
+    ]
+    assert runs[0] == runs[1]
+    assert runs[0].keys() == runs[2].keys()
+    assert runs[0] != runs[2]
+    assert any(name.startswith("client ") for name in runs[0])
+
+
+@pytest.mark.parametrize("method", registry.names("raydfl.methods"))
+def test_every_method_can_be_tried(tmp_path: Path, method: str) -> None:
+    assert configured(method, tmp_path, "x").build_method() is not None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:
+    plans = {"fedmlac": PLAN[:4], "scaffold": ("driver", "client actor")}
+    kills = list(campaign(plans, 11, tmp_path))
+    assert [(kill.method, kill.what) for kill in kills] == [
+        (method, what) for method, plan in plans.items() for what in plan
+    ]
+    assert all(kill.equal for kill in kills), table(kills)

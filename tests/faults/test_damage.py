@@ -1,0 +1,139 @@
+"""Whatever is lost or changed of the newest commit, its index or LATEST: it is noticed, said, and the commit before is used."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import raydfl.private
+from raydfl.errors import RunDirectoryError
+from raydfl.private import PrivateIndex, PrivateStore
+from raydfl.store import RunStore
+from raydfl.types import State
+
+
+def state_of(round_index: int) -> State:
+    return State(round_index, {"global": {"a": torch.full((3,), float(round_index))}})
+
+
+@pytest.fixture
+def damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
+    """A run's folder after two rounds, afresh at every call; the second commit refers to an index, the first does not."""
+    monkeypatch.setattr(raydfl.private, "_RECENT", 2)
+    whole, copy = tmp_path / "whole", tmp_path / "copy"
+    store, private = RunStore(whole), PrivateStore(whole / "private")
+    index = PrivateIndex()
+    for round_index, clients in ((1, range(2)), (2, range(4))):
+        refs = {c: private.append(round_index, {"model:a": torch.full((2,), float(c))}) for c in clients}
+        index = index.changed(refs)
+        store.commit(state_of(round_index), index, {ref.segment for ref in refs.values()})
+    assert not len(RunStore(whole).load(store.commits()[0]).private.base)
+    assert len(RunStore(whole).load(store.commits()[1]).private.base) == 4
+
+    def fresh() -> Path:
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(whole, copy)
+        return copy
+
+    return fresh
+
+
+def goes_back(folder: Path, about: str) -> None:
+    """Opening it warns of the second commit, and gives the first, whose private state is whole."""
+    commit, warnings = RunStore(folder).open_latest()
+    assert commit is not None
+    assert commit.state.round_index == 1
+    assert torch.equal(commit.state.tensors["global"]["a"], torch.ones(3))
+    assert len(warnings) == 1
+    assert "000002-" in warnings[0]
+    assert about in warnings[0]
+    private = PrivateStore(folder / "private")
+    assert [float(private.read(commit.private[client])["model:a"][0]) for client in range(2)] == [0.0, 1.0]
+
+
+def changed(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0x10
+    path.write_bytes(data)
+
+
+def newest(folder: Path) -> Path:
+    return folder / "commits" / RunStore(folder).commits()[-1]
+
+
+def index_of(folder: Path) -> Path:
+    (path,) = (folder / "private").glob("*.index")
+    return path
+
+
+@pytest.mark.parametrize("what", [newest, index_of])
+def test_any_byte_that_changes_is_noticed(damaged: Callable[[], Path], what: Callable[[Path], Path]) -> None:
+    path = what(damaged())
+    size = path.stat().st_size
+    assert size > 100
+    for position in range(0, size, 7):
+        folder = damaged()
+        changed(path, position)
+        goes_back(folder, path.name)
+
+
+@pytest.mark.parametrize("what", [newest, index_of])
+def test_any_length_that_is_left_is_noticed(damaged: Callable[[], Path], what: Callable[[Path], Path]) -> None:
+    size = what(damaged()).stat().st_size
+    for left in (0, 1, 8, size // 2, size - 1):
+        folder = damaged()
+        path = what(folder)
+        path.write_bytes(path.read_bytes()[:left])
+        goes_back(folder, path.name)
+
+
+@pytest.mark.parametrize("what", [newest, index_of])
+def test_a_file_that_is_gone_is_noticed(damaged: Callable[[], Path], what: Callable[[Path], Path]) -> None:
+    folder = damaged()
+    path = what(folder)
+    path.unlink()
+    goes_back(folder, path.name)
+
+
+def test_latest_may_name_a_commit_that_never_was(damaged: Callable[[], Path]) -> None:
+    folder = damaged()
+    (folder / "LATEST").write_text("000003-00000000.safetensors")
+    commit, warnings = RunStore(folder).open_latest()
+    assert commit is not None
+    assert commit.state.round_index == 2
+    assert "000003-00000000.safetensors cannot be read: No such file" in warnings[0]
+
+
+def test_latest_cut_short_is_an_error(damaged: Callable[[], Path]) -> None:
+    folder = damaged()
+    text = (folder / "LATEST").read_text()
+    for left in (0, 5, len(text) - 1):
+        (folder / "LATEST").write_text(text[:left])
+        with pytest.raises(
+            RunDirectoryError, match=r"LATEST does not name a commit .*write the newest name in commits/"
+        ):
+            RunStore(folder).open_latest()
+
+
+def test_any_byte_of_private_state_that_changes_is_noticed_when_it_is_read(damaged: Callable[[], Path]) -> None:
+    folder = damaged()
+    commit, warnings = RunStore(folder).open_latest()
+    assert commit is not None
+    assert not warnings
+    ref = commit.private[3]
+    path = folder / "private" / ref.segment
+    whole = path.read_bytes()
+    for position in range(ref.offset, ref.offset + ref.length):
+        path.write_bytes(whole)
+        changed(path, position)
+        with pytest.raises(
+            RunDirectoryError, match=rf"{ref.segment} is damaged at byte {ref.offset}: a client's private"
+        ):
+            PrivateStore(folder / "private").read(ref)
+    path.write_bytes(whole[:-1])
+    with pytest.raises(RunDirectoryError, match="is damaged at byte"):
+        PrivateStore(folder / "private").read(ref)

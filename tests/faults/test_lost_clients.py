@@ -1,0 +1,128 @@
+"""Clients that end or hang the actor they are in: dropped by policy, nobody else with them, and the others' bits unchanged.
+
+The server is in this process, its client actors are in Ray.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from helpers import finish, same
+
+from raydfl import record
+from raydfl.config import Config
+from raydfl.errors import ClientError, ResourcesError
+from raydfl.rundir import final_state
+
+Tiny = Callable[..., Config]
+FAULTY = Path(__file__).parent / "faulty_methods.py"
+pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.slow, pytest.mark.timeout(600)]
+WHOLE = ["train.cohort=1.0", "ray.cpus=0.5"]
+
+
+@pytest.fixture(autouse=True)
+def free_cpus() -> Iterator[None]:
+    """The next test begins when the last one's actors are gone."""
+    yield
+    deadline = time.monotonic() + 30
+    while ray.available_resources().get("CPU", 0) < 4 and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def faulty(name: str) -> str:
+    return f"method.name={FAULTY}:{name}"
+
+
+def folder(config: Config) -> Path:
+    return Path(config.run.dir) / str(config.run.name)
+
+
+def failed(config: Config) -> list[tuple[int, str, str]]:
+    rows = record.to_rows(record.read_rows(folder(config)))
+    return [(row.round, row.client, row.note or "") for row in rows if row.metric == "failed" and row.client]
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_a_client_that_ends_every_actor_is_dropped(tiny: Tiny, retries: int) -> None:
+    """Also without retries only this client is: those that were lost with it are tried again, each by itself."""
+    settings = [faulty("Fails"), "method.what=exit", "ray.actors=2", f"ray.retries={retries}", "run.on_error=drop"]
+    config = tiny(*WHOLE, *settings, "run.name=lost")
+    dropped = finish(config)
+    ((round_, client, note),) = failed(config)
+    assert (round_, client) == (2, "s2")
+    assert note.startswith("lost: its actor was lost 2 times: ActorDiedError")
+    same(finish(tiny(*WHOLE, faulty("Absent"), "run.name=absent")), dropped)
+
+
+def test_one_of_a_group_that_ends_every_actor_is_found(tiny: Tiny) -> None:
+    common = [*WHOLE, "train.together=3", "train.rounds=2"]
+    settings = [faulty("Fails"), "method.what=exit", "ray.actors=2", "ray.retries=0", "run.on_error=drop"]
+    config = tiny(*common, *settings, "run.name=lost")
+    finish(config)
+    assert [entry[:2] for entry in failed(config)] == [(2, "s2")]
+    absent = tiny(*WHOLE, "train.rounds=2", faulty("Absent"), "run.name=absent")
+    finish(absent)
+    theirs = final_state(Path(absent.run.dir) / "absent").tensors["global"]
+    for name, tensor in final_state(folder(config)).tensors["global"].items():
+        assert (tensor - theirs[name]).abs().max() < 1e-5, name
+
+
+def test_a_dropped_client_gives_the_same_bits_from_any_pool(tiny: Tiny) -> None:
+    common = [*WHOLE, faulty("Fails"), "run.on_error=drop"]
+    serial = tiny(*common, "run.name=serial")
+    reference = finish(serial)
+    for actors in (1, 2):
+        config = tiny(*common, f"ray.actors={actors}", f"run.name=actors{actors}")
+        same(reference, finish(config))
+        assert failed(config) == failed(serial)
+
+
+@pytest.mark.parametrize(("actors", "together"), [("2", 1), ("2", 3), ("per_client", 1)])
+def test_a_client_that_hangs_is_not_waited_for(tiny: Tiny, actors: str, together: int) -> None:
+    """It sleeps for an hour; the rest of the federation ends as without it."""
+    settings = [faulty("Fails"), "method.what=hang", "train.deadline=20", "ray.grace=3", f"ray.actors={actors}"]
+    settings.append("data.speakers=3")  # all three in every round, each in an actor of its own with per_client
+    config = tiny(*WHOLE, *settings, f"train.together={together}", "run.name=hung")
+    ended = finish(config)
+    ((round_, client, note),) = failed(config)
+    assert (round_, client) == (2, "s2")
+    assert note == "late: no answer after 23 s (train.deadline and ray.grace)"
+    if together == 1:
+        same(finish(tiny(*WHOLE, "data.speakers=3", faulty("Absent"), "run.name=absent")), ended)
+
+
+def test_late_clients_do_not_hurry_the_others(tiny: Tiny) -> None:
+    """One client takes 3 s for each batch: what it had done by the deadline counts, and everybody else did everything."""
+    settings = [faulty("SlowBatches"), "method.seconds=3", "train.local_epochs=4", "train.deadline=10", "ray.actors=2"]
+    config = tiny(*WHOLE, *settings, "train.rounds=1", "run.name=slow")
+    finish(config)
+    rows = record.to_rows(record.read_rows(folder(config)))
+    late = [(row.round, row.client) for row in rows if row.metric == "late" and row.client]
+    assert late == [(1, "s2")]
+    steps = {row.client: row.value for row in rows if row.metric == "steps" and row.client}
+    assert 1 <= steps.pop("s2") <= 4
+    assert all(value >= 8 for value in steps.values())
+
+
+def test_by_default_nobody_is_dropped(tiny: Tiny) -> None:
+    with pytest.raises(ClientError, match="client 's2' failed in round 2"):
+        finish(tiny(*WHOLE, faulty("Fails"), "ray.actors=2", "run.name=stopped"))
+    with pytest.raises(ResourcesError, match=r"the actor of client 's\d' was lost 1 times in round 2"):
+        finish(tiny(*WHOLE, faulty("Fails"), "method.what=exit", "ray.actors=2", "ray.retries=0", "run.name=lost"))
+
+
+def test_the_servers_evaluation_is_never_dropped(tiny: Tiny, tmp_path: Path) -> None:
+    killer = tmp_path / "killer.py"
+    killer.write_text(
+        "import os\nfrom raydfl import Method\n\nclass Killer(Method):\n"
+        "    def evaluate(self, step, examples, batch_size):\n"
+        "        os._exit(1) if not step.client.id else None\n"
+        "        return super().evaluate(step, examples, batch_size)\n"
+    )
+    settings = [f"method.name={killer}:Killer", "ray.actors=1", "ray.retries=0", "run.on_error=drop"]
+    with pytest.raises(ResourcesError, match=r"the actor of client '' was lost 2 times in round 2"):
+        finish(tiny(*settings, "run.name=server"))
