@@ -35,6 +35,7 @@ from raydfl.data.dataset import Dataset
 from raydfl.data.names import Names
 from raydfl.data.population import Population
 from raydfl.private import PrivateIndex, PrivateRef, PrivateStore
+from raydfl.rundir import begin
 from raydfl.seeds import generator
 from raydfl.server import Server
 from raydfl.store import RunStore
@@ -193,7 +194,7 @@ def measure(
             config = configuration(variant, method, folder, actors)
             run_dir = folder / str(config.run.name)
             population = enlarge(build_population(config.data, 0), variant.clients, variant.examples)
-            population.save(run_dir / "population")
+            begin(run_dir, config, population)
             if variant.aged:
                 age(run_dir, config, population)
             started = time.perf_counter()

@@ -133,10 +133,21 @@ def create(config: Config, progress: Progress) -> Path:
         raise RunDirectoryError(f"cannot make the run directory {run_dir}: {error.strerror}") from error
     for message in population.messages:
         progress.message(message)
+    begin(run_dir, config, population, site_key if config.data.sites else "")
+    return run_dir
+
+
+def begin(run_dir: Path, config: Config, population: Population, site_key: str = "") -> None:
+    """Write what makes a folder the folder of a run that has done no round yet.
+
+    Args:
+        run_dir: an empty folder, or one that is not there yet; its name becomes the run's.
+        site_key: under which sites keep their part of the run (raydfl.sites); empty: there are none.
+    """
     population.save(run_dir / "population")
     write_config(run_dir, config)
     about = {
-        "id": name,
+        "id": run_dir.name,
         "created": datetime.now().astimezone().isoformat(timespec="seconds"),
         "raydfl": raydfl.__version__,
         "digest": config.digest(),
@@ -147,10 +158,9 @@ def create(config: Config, progress: Progress) -> Path:
         "clients": len(population),
         "skipped": [{"clip": clip, "reason": reason} for clip, reason in population.skipped],
     }
-    if config.data.sites:
+    if site_key:
         about["site_key"] = site_key
     write_durably(run_dir / "run.json", json.dumps(about, indent=2).encode())
-    return run_dir
 
 
 def _forget_unbegun(run_dir: Path, config: Config) -> bool:

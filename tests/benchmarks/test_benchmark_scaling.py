@@ -11,6 +11,7 @@ import scaling
 
 from raydfl.data.build import build_population
 from raydfl.data.population import Population
+from raydfl.rundir import begin
 from raydfl.server import Server
 from raydfl.store import RunStore
 
@@ -44,7 +45,7 @@ def test_a_run_that_was_aged_goes_on(tmp_path: Path) -> None:
     config = scaling.configuration(SMALL, "fedper", tmp_path, 0)
     run_dir = tmp_path / "run"
     population = scaling.enlarge(build_population(config.data, 0), SMALL.clients, SMALL.examples)
-    population.save(run_dir / "population")
+    begin(run_dir, config, population)
     scaling.age(run_dir, config, population)
     store = RunStore(run_dir)
     commit = store.load(store.latest() or "")

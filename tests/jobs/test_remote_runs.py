@@ -428,7 +428,12 @@ def test_access_that_is_denied_is_not_tried_again(far: Tiny, monkeypatch: pytest
     assert calls == 1
 
 
-def test_a_folder_that_only_some_nodes_see_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_folder_that_only_some_nodes_see_is_refused(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "CUDA_VISIBLE_DEVICES", "0"
+    )  # an actor hides them from its process, which here is the tests' own
     config = tiny()
     run_dir = create(config, Progress("quiet"))
     with pytest.raises(ResourcesError, match=r"does not see the run's folder .*all nodes must see run.dir"):
