@@ -351,7 +351,8 @@ class Config(Settings):
             del parts["attack"]  # as in configurations from before there were attacks
         else:
             parts["attack"] = {"name": self.attack["name"], **plain(attack)}
-        sites = {name: plain(self.data.at(name).source.open()) for name in self.data.sites}
+        # In the order given, in which clients are numbered.
+        sites = [(name, plain(self.data.at(name).source.open())) for name in self.data.sites]
         if sites:
             parts["data"]["sites"] = sites  # a site's folder, like the cache, is only where things lie
         else:

@@ -46,7 +46,7 @@ class Clock:
         self._spent = 0.0
         self._since: float | None = None
         self.steps = 0
-        """Optimiser steps done."""
+        """Optimiser steps done; a method takes back those that train nothing of what is sent."""
         self.cut = False
         """Whether training ended at the deadline with batches left to do."""
 

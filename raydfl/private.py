@@ -227,6 +227,8 @@ class PrivateStore:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._file = (self.folder / segment).open("ab", buffering=0)
                 self._segment = segment
+                if self._site:
+                    sync(self.folder)  # a new file is on the disk only when the folder is
             offset = self._file.seek(0, os.SEEK_END)
             written = 0
             while written < len(data):

@@ -180,8 +180,11 @@ class RayPool:
     def _not_started(self, needed: int) -> ResourcesError:
         settings = self._settings
         wanted = [slot.kind for slot in self._slots.values()]
+        there = self._there()
+        away = sorted(site for site in {*self._sites} - {slot.site for slot in there} if site)
+        where = f", none at site {', '.join(away)}, each of which has to have one" if away else ""
         return ResourcesError(
-            f"{len(self._there())} of {needed} client actors started within {settings.ready_timeout:g} s; asked for: "
+            f"{len(there)} of {needed} client actors started within {settings.ready_timeout:g} s{where}; asked for: "
             f"{wanted_text(wanted)}, free in the cluster: {free_resources()}; lower ray.actors, ray.cpus or ray.gpus, or raise "
             f"ray.ready_timeout if nodes are still starting"
         )
@@ -235,7 +238,8 @@ class RayPool:
                     waiting += in_groups(given)  # it left with its node: no client's doing
                     continue
                 for group in in_groups(given):
-                    yield from self._again(group, waiting, losses, error)
+                    for left_out in self._again(group, waiting, losses, error):
+                        yield dataclasses.replace(left_out, retried=again[left_out.position] - 1)
                 continue
             except RayTaskError as error:
                 raise task_cause(error) from error
@@ -319,10 +323,10 @@ class RayPool:
         """Give waiting groups to actors. One that was in a lost call goes alone: it may be what ended the actor."""
         if self._settings.actors == "per_client":
             while waiting:
-                client = waiting[-1][0].task.client_id
                 site = waiting[-1][0].site
-                slot = self._slots.get(client) or self._open(client, actor_kinds(self._settings, 1, [site])[0])
-                self._call(client, slot, waiting.pop(), in_flight, references)
+                key = (waiting[-1][0].task.client_id, site)  # the server's own data lie at several sites
+                slot = self._slots.get(key) or self._open(key, actor_kinds(self._settings, 1, [site])[0])
+                self._call(key, slot, waiting.pop(), in_flight, references)
             return
         for site in self._sites if waiting else ():
             self._hand_out_at(site, waiting, in_flight, references, losses)

@@ -1,7 +1,7 @@
 """Sites: nodes that hold data of their own. What is done there, in the site's own folder, and how it is asked for.
 
-In a site's folder lie the feature cache (``cache/``) and, for each run, ``runs/KEY/population`` (who has which clips) and
-``runs/KEY/private`` (clients' private state). The run's directory holds none of it: of a site it has the SiteReport
+In a site's folder lie the feature cache (``cache/``) and, for each run, ``runs/KEY/SITE/population`` (who has which clips) and
+``runs/KEY/SITE/private`` (clients' private state). The run's directory holds none of it: of a site it has the SiteReport
 (``sites.json``, word for word), the clients' numbers, and what the method shares.
 """
 
@@ -29,12 +29,12 @@ def resource(site: str) -> str:
 
 
 def run_folder(config: Config, site: str, key: str) -> Path:
-    """Where a run's data lie on a site's node.
+    """Where a run's data lie on a site's node. Sites may be given the same folder, and may even be on one machine.
 
     Args:
         key: of the run, ``run.json``'s ``site_key``.
     """
-    return config.data.sites[site].folder / "runs" / key
+    return config.data.sites[site].folder / "runs" / key / site
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def open_worker(
     if not (folder / "population").is_dir():
         raise RunDirectoryError(
             f"{folder} does not hold the clients' data of this run on the node of site {site!r}; restore the folder, or start the "
-            f"run again under another run.name"
+            f"run again under another run.name (ray.actors=0 and raydfl replay need the folders of all sites on one machine)"
         )
     own = Population.load(folder / "population")
     own.length = population.length

@@ -93,8 +93,10 @@ class DataSettings(Settings):
     @classmethod
     def _names_of_sites(cls, value: dict[str, SiteSettings]) -> dict[str, SiteSettings]:
         for name in value:
-            if not re.fullmatch(r"[A-Za-z0-9_.\-]+", name):
-                raise ValueError(f"the site's name {name!r} may hold letters, digits, _, . and - only")
+            if not re.fullmatch(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]*", name):  # it is also the name of a folder
+                raise ValueError(
+                    f"the site's name {name!r} may hold letters, digits, _, . and - only, and not begin with a ."
+                )
         return value
 
     @model_validator(mode="before")
@@ -150,6 +152,13 @@ class DataSettings(Settings):
             ConfigError: the data set does not take the site's options.
         """
         own = self.sites[site]
+        for key in path_options(find_dataset(self.name)):
+            value = (own.model_extra or {}).get(key)
+            if isinstance(value, str | Path) and not is_uri(value) and not Path(value).is_absolute():
+                raise ConfigError(
+                    f"data.sites.{site}.{key}: {str(value)!r} would be looked for in the working directory of a process of Ray on "
+                    f"the site's node; give an absolute path"
+                )
         values = self.model_dump(exclude={"sites", "cache"})
         return DataSettings.model_validate({**values, **dict(own.model_extra or {}), "cache": own.folder / "cache"})
 

@@ -33,6 +33,8 @@ class SiteReport:
     """Site.shards."""
     left_out: int
     """Clips that cannot be read."""
+    trained: tuple[str, ...]
+    """Names of the classes of which some client has training examples."""
 
     @classmethod
     def of(cls, name: str, population: Population) -> SiteReport:
@@ -44,6 +46,7 @@ class SiteReport:
             population.length,
             {split: [(int(a), int(b)) for a, b in parts] for split, parts in population.sites[0].shards.items()},
             len(population.skipped),
+            tuple(np.array(population.classes)[population.label_counts().any(axis=0)].tolist()),
         )
 
     def as_dict(self) -> dict[str, Any]:

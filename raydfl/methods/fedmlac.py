@@ -104,6 +104,7 @@ class FedMLAC(Method):
         if self.warm_epochs and _WARM not in step.state:
             fit(step, self._labels_only, models=("local",), epochs=self.warm_epochs)
             step.state[_WARM] = torch.ones(())
+            step.clock.steps = 0  # where train.deadline ends the training here, the plug-in has none that counts
         if not self.sequential:
             return step.update(fit(step, self.loss))
 

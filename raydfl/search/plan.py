@@ -238,6 +238,11 @@ def _check(search: Search) -> None:
             raise ConfigError(
                 f"{search.file}: a trial with {text} cannot be run; nothing was started: {error}"
             ) from error
+    if search.first.data.sites:
+        raise ConfigError(
+            f"{search.file}: data.sites: trials of a search share their resources and copy one another's folders, which data at "
+            f"sites do not allow; compare settings with raydfl sweep, or leave data.sites out"
+        )
     first = next(corners(search.settings))
     for key, domain in search.settings.space.items():
         ends = domain.ends()

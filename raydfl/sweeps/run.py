@@ -130,6 +130,8 @@ def prepare(runs: Sequence[Planned], progress: Progress, run_chunks: RunChunks |
     for each in runs:
         if (each.run_dir / "run.json").exists():
             continue  # it has its population, and whatever is missing it says itself
+        if each.config.data.sites:
+            continue  # its recordings are not here: each site prepares its own when the run begins
         key = json.dumps([each.config.data.model_dump(mode="json"), each.config.run.seed], sort_keys=True)
         try:
             if key not in known:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 from fake_cluster import START, FakeCluster, open_pool, orders
 
+from raydfl.config import RaySettings
+from raydfl.deadline import Patience
 from raydfl.errors import ResourcesError
+from raydfl.ray_pool import RayPool
+from raydfl.types import Task
+from raydfl.worker import SERVER, Order
 
 
 @pytest.fixture
@@ -152,3 +157,36 @@ def test_who_is_too_slow_to_help_gets_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert cluster.now - began <= 2.1
     carry_out(pool, [1.0] * 2000)  # here it helps
     assert len(cluster.actors[1].done) > 10
+
+
+def test_with_an_actor_for_each_client_the_servers_data_are_measured_at_the_site_that_has_them(
+    cluster: FakeCluster,
+) -> None:
+    cluster.join("a", 4)
+    pool = RayPool(cluster.start_actor, RaySettings(actors="per_client"), sites=["north", "south"])
+    sent = [
+        Order(position, Task(SERVER), 0, 1.0, site=site) for position, site in enumerate(["north", "south", "north"])
+    ]
+    assert len(list(pool.run(sent, {"global": None}))) == 3
+    assert {(actor.kind.site, tuple(sorted(actor.done))) for actor in cluster.actors} == {
+        ("north", (0, 2)),
+        ("south", (1,)),
+    }
+
+
+def test_a_site_that_stays_away_is_named(cluster: FakeCluster) -> None:
+    cluster.join("a", 1)
+    settings = RaySettings(actors=1, ready_timeout=30.0)
+    with pytest.raises(ResourcesError, match="1 of 2 client actors started within 30 s, none at site south, each"):
+        RayPool(cluster.start_actor, settings, sites=["north", "south"])
+
+
+def test_the_retries_of_a_client_that_is_left_out_are_told(cluster: FakeCluster) -> None:
+    cluster.join("a", 1)
+    settings = RaySettings(actors=1, retries=1)
+    pool = RayPool(cluster.start_actor, settings, Patience(drop_lost=True))
+    for time in (1.0, 2.0 + START):  # its first actor ends, and the one in that one's place
+        cluster.at(cluster.now + time, lambda: cluster.actors[-1].end(cluster.now))
+    (result,) = carry_out(pool, [10.0])
+    assert result.rejected.startswith("lost: its actor was lost 2 times")
+    assert result.retried == 1

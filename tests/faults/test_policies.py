@@ -316,6 +316,18 @@ def test_too_many_late_clients_stop_the_run(tiny: Tiny, seconds_of_steps: Simple
         run(tiny("train.cohort=1.0", "train.deadline=1", "train.late=drop", "run.name=late"))
 
 
+@pytest.mark.usefixtures("seconds_of_steps")
+def test_steps_that_train_nothing_of_what_is_sent_do_not_count(tiny: Tiny) -> None:
+    """FedMLAC's warm-up trains the local models alone: when the deadline ends it, the plug-in would be sent as it came."""
+    common = ["train.cohort=1.0", "train.rounds=1", "run.max_failed=1.0", "train.deadline=1.5"]
+    warm = tiny("method.warm_epochs=1", *common, "run.name=warm", method="fedmlac")
+    run(warm)
+    assert {note for *_, note in notes(warm, "failed")} == {"late: 0 steps were done at train.deadline=1.5 s"}
+    cold = tiny(*common, "run.name=cold", method="fedmlac")
+    run(cold)
+    assert not notes(cold, "failed")
+
+
 def test_a_deadline_is_part_of_what_a_run_is(tiny: Tiny) -> None:
     digests = [tiny(*o).digest() for o in ([], ["train.late=drop"], ["run.on_error=drop"], ["ray.grace=1"])]
     assert len(set(digests)) == 1

@@ -111,6 +111,12 @@ def test_a_setting_of_the_command_line_takes_none_of_the_spaces(search_file: Sea
         load_search(search_file(), ["method.mu=0.1"])
 
 
+def test_data_at_sites_are_refused(search_file: SearchFile) -> None:
+    """Copies of one trial would remove each other's private state there."""
+    with pytest.raises(ConfigError, match=r"data\.sites: trials of a search .* compare settings with raydfl sweep"):
+        load_search(search_file(), ["data.sites={north: {folder: /x}}"])
+
+
 def test_a_folder_that_would_be_lost_is_refused(search_file: SearchFile, tmp_path: Path) -> None:
     temporary = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
     with pytest.raises(ConfigError, match="dir: .* temporary folder of this Ray job"):

@@ -6,24 +6,28 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from helpers import differ, same, start, truth
 
 from raydfl import runs
-from raydfl.config import Config
+from raydfl.config import Config, make_config
 from raydfl.data.build import build_population
 from raydfl.data.population import Population
 from raydfl.data.sites import SiteReport, join
 from raydfl.errors import ConfigError, DataError, ResourcesError, RunDirectoryError
 from raydfl.federation import Federation
-from raydfl.private import site_of
+from raydfl.private import PrivateStore, site_of
 from raydfl.progress import Progress
 from raydfl.replays import replay
 from raydfl.rundata import read_run
 from raydfl.rundir import create, stored_about, stored_config
 from raydfl.sites import run_folder
+from raydfl.sweeps.run import prepare
 
 Silos = Callable[..., Config]
 
@@ -48,8 +52,8 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_population_of_reports_has_their_clients_and_nothing_else() -> None:
-    north = SiteReport("north", (3, 5), 16, 40, {"test": [(0, 7)], "triggered": []}, 2)
-    south = SiteReport("south", (4,), 16, 40, {"test": [], "triggered": []}, 0)
+    north = SiteReport("north", (3, 5), 16, 40, {"test": [(0, 7)], "triggered": []}, 2, ("a",))
+    south = SiteReport("south", (4,), 16, 40, {"test": [], "triggered": []}, 0, ("b",))
     population = join([north, south], ["a", "b"])
     assert list(population.ids) == ["north/0", "north/1", "south/0"]
     assert [population.num_examples(index) for index in range(3)] == [3, 5, 4]
@@ -61,12 +65,12 @@ def test_a_population_of_reports_has_their_clients_and_nothing_else() -> None:
 
 
 def test_lengths_that_differ_between_sites_are_no_common_length() -> None:
-    reports = [SiteReport(name, (3,), 16, length, {}, 0) for name, length in (("north", 40), ("south", 41))]
+    reports = [SiteReport(name, (3,), 16, length, {}, 0, ("a",)) for name, length in (("north", 40), ("south", 41))]
     assert join(reports, ["a"]).length is None
 
 
 def test_the_population_is_read_back_with_its_sites(tmp_path: Path) -> None:
-    population = join([SiteReport("north", (3, 5), 16, 40, {"test": [(0, 7)]}, 0)], ["a", "b"])
+    population = join([SiteReport("north", (3, 5), 16, 40, {"test": [(0, 7)]}, 0, ("a",))], ["a", "b"])
     population.save(tmp_path)
     again = Population.load(tmp_path, verify=True)
     assert (list(again.ids), again.classes, again.bands) == (list(population.ids), ("a", "b"), 16)
@@ -81,7 +85,8 @@ def test_what_sites_tell_is_written_down_word_for_word(silos: Silos) -> None:
     told = json.loads((folder_of(config) / "sites.json").read_text())
     assert told["classes"] == ["tone0", "tone1", "tone2"]
     assert [site["site"] for site in told["sites"]] == ["north", "south"]
-    assert set(told["sites"][0]) == {"site", "examples", "bands", "length", "shards", "left_out"}
+    assert set(told["sites"][0]) == {"site", "examples", "bands", "length", "shards", "left_out", "trained"}
+    assert [site["trained"] for site in told["sites"]] == [["tone0", "tone1", "tone2"], ["tone0", "tone1"]]
     examples = [count for site in told["sites"] for count in site["examples"]]
     assert examples == [population.num_examples(index) for index in range(len(population))]
 
@@ -153,6 +158,46 @@ def test_where_the_folders_lie_does_not_decide_the_numbers(silos: Silos) -> None
     runs.run(there)
     assert here.digest() == there.digest()
     same(whole(here), whole(there))
+
+
+def test_sites_may_be_given_the_same_folder(silos: Silos, tmp_path: Path) -> None:
+    """On machines of their own that is natural; where one machine is both, neither gets the other's clients."""
+    one = {"folder": str(tmp_path / "one")}
+    apart, shared = (
+        silos("run.name=apart", "train.cohort=9"),
+        silos("run.name=shared", "train.cohort=9", north=one, south=one),
+    )
+    runs.run(apart)
+    runs.run(shared)
+    assert apart.digest() == shared.digest()
+    same(whole(apart), whole(shared))
+
+
+def test_the_order_of_the_sites_decides_the_numbers(silos: Silos) -> None:
+    """Clients are numbered by it."""
+    values = silos().model_dump(mode="json")
+    values["data"]["sites"] = dict(reversed(values["data"]["sites"].items()))
+    assert make_config(values).digest() != silos().digest()
+
+
+def test_what_a_site_keeps_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new file is on the disk only when its folder is, and nobody else makes it so."""
+    synced: list[Path] = []
+    monkeypatch.setattr("raydfl.private.sync", synced.append)
+    store = PrivateStore(tmp_path / "private", site="north")
+    for round_index in (1, 1, 2):
+        store.append(round_index, {"a": torch.zeros(1)})
+    store.close()
+    assert synced == [tmp_path / "private"] * 2  # for each segment once
+
+
+def test_a_sweep_leaves_the_recordings_to_the_sites(silos: Silos, tmp_path: Path) -> None:
+    values = silos().model_dump(mode="json")
+    kept = {key: values["data"][key] for key in ("cache", "features")}
+    site = {"root": str(tmp_path / "not here"), "folder": str(tmp_path / "north")}
+    values["data"] = {"name": "folder", "sites": {"north": site}, **kept}
+    cell = SimpleNamespace(config=make_config(values), run_dir=tmp_path / "run", name="cell")
+    prepare([cast(Any, cell)], Progress("quiet"))
 
 
 def test_what_a_site_has_decides_the_numbers(silos: Silos) -> None:
@@ -240,12 +285,25 @@ def test_recordings_that_cannot_be_used_are_told_of(silos: Silos) -> None:
         create(silos(south={"speakers": 0}), Progress("quiet"))
 
 
+def test_a_class_that_nobody_trains_is_named(silos: Silos) -> None:
+    """Nine takes of the last class at one site, all of them held out for the test."""
+    only_tests = {"classes": 3, "test_takes": 8, "takes": 0, "speakers": 1}
+    with pytest.raises(DataError, match="no client of any site has a training clip of label 'tone2'"):
+        create(silos(north={"classes": 2}, south=only_tests), Progress("quiet"))
+
+
+def test_the_paths_of_a_site_are_absolute(tiny: Silos) -> None:
+    with pytest.raises(ConfigError, match=r"data\.sites\.north\.root: 'recordings' .*absolute path"):
+        tiny("data={name: fsdd, sites: {north: {folder: /x, root: recordings}}}")
+
+
 @pytest.mark.parametrize(
     ("sites", "message"),
     [
         ("{north: {folder: relative}}", "absolute path"),
         ("{north: {speakers: 3}}", "folder"),
         ("{no@rth: {folder: /x}}", "letters, digits"),
+        ("{..: {folder: /x}}", "not begin with"),
         ("{north: {folder: /x, speekers: 3}}", "did you mean 'speakers'|speakers"),
         ("{north: {folder: /x, speakers: many}}", "speakers"),
     ],
