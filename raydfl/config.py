@@ -30,7 +30,7 @@ from raydfl.method import Method
 from raydfl.models import check_model
 from raydfl.options import explain, path_options, plain, unknown_key
 from raydfl.precision import Precision, check_device
-from raydfl.remote.place import check_uri, is_uri
+from raydfl.remote.place import check_path, check_uri, is_uri
 from raydfl.settings import Settings
 from raydfl.track import TrackSettings
 
@@ -197,7 +197,11 @@ class RaySettings(Settings):
             raise ValueError(
                 "ray.actors=0 trains in this process, without Ray; set ray.cpu_actors=0 too, or ray.actors to at least 1"
             )
-        if isinstance(self.actors, int) and self.actors and self.min_actors is not None:
+        if self.actors == 0 and self.min_actors is not None:
+            raise ValueError(
+                "ray.actors=0 trains in this process, without Ray; leave ray.min_actors out, or set ray.actors"
+            )
+        if isinstance(self.actors, int) and self.min_actors is not None:
             there = self.actors + self.cpu_actors
             if self.min_actors > there:
                 raise ValueError(
@@ -218,6 +222,14 @@ class RunSettings(Settings):
     name: str | None = Field(
         None, coerce_numbers_to_str=True, description="folder of this run; null: method, data set and time of day"
     )
+
+    @field_validator("name")
+    @classmethod
+    def _one_folder(cls, value: str | None) -> str | None:
+        if value is not None and (value in ("", ".", "..") or "/" in value):
+            raise ValueError("a run's name is the name of one folder in run.dir: without / and not . or ..")
+        return value
+
     commit_every: int = Field(
         1, ge=1, description="rounds between commits; after a crash a run goes on from the last one"
     )
@@ -558,6 +570,7 @@ def _resolve(group: dict[str, Any], keys: Iterable[str]) -> None:
 
 
 def _resolved(text: str) -> str:
+    check_path(text)
     return text if is_uri(text) else str(Path(os.path.expandvars(text)).expanduser().resolve())
 
 

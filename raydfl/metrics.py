@@ -26,6 +26,9 @@ HIGHER_IS_BETTER: Mapping[str, bool] = {
 }
 """The scores that are compared between clients and runs, by the last part of their names, in the order in which they are shown."""
 
+OF_CLIENTS = ("_client_mean", "_client_std", "_worst_decile")
+"""What is appended to a score's name for its summaries over clients."""
+
 SHOWN = ("accuracy", "attack_success")
 """The scores of a progress line, by the last part of their names."""
 

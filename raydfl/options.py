@@ -210,6 +210,8 @@ def _problem(name: str, value: Any, items: Sequence[Mapping[str, Any]], about: M
     if own:
         shown = "" if isinstance(value, Mapping) else f" (got {_shown(value)})"
         return f"{name}: {own[0]['ctx']['error']}{shown}", True
+    if items[0]["type"] == "extra_forbidden":
+        return f"{name}: there is no such setting (got {_shown(value)}); take it out, or mend its name", True
     if items[0]["type"] == "missing" and not isinstance(value, (list, tuple)):
         return f"{name} is missing", False
     wanted = list(dict.fromkeys(_wanted(item, about) for item in items))

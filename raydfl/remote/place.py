@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from pyarrow import ArrowException, fs
+from pyarrow import ArrowException, ArrowInvalid, fs
 
 from raydfl.errors import ConfigError, ResourcesError
 from raydfl.files import write_atomically, writing
@@ -22,6 +22,8 @@ _OBJECT_STORES = ("s3", "gcs")
 """Arrow's names of file systems in which an object appears when it is whole, and there are no folders."""
 _PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Seconds to wait before each further try."""
+_HOPELESS = (PermissionError, NotADirectoryError, ArrowInvalid)
+"""What trying again does not mend; ArrowInvalid is an option of a URI that does not exist."""
 _BLOCK = 8 << 20
 """Bytes that are copied at a time."""
 
@@ -35,6 +37,19 @@ def is_uri(text: object) -> bool:
     (True, False, False)
     """
     return isinstance(text, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
+
+
+def check_path(text: str) -> None:
+    """Refuse a path that was meant as a URI.
+
+    Raises:
+        ConfigError: a slash is missing.
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)", text):
+        scheme, _, rest = text.partition(":/")
+        raise ConfigError(
+            f"{text} is a path whose first folder is {scheme + ':'!r}; a URI is written {scheme}://{rest}"
+        )
 
 
 def check_uri(uri: str, setting: str) -> None:
@@ -111,7 +126,7 @@ class Place:
 
         Raises:
             FileNotFoundError: at once; unless it is to be written.
-            ResourcesError: it failed again and again.
+            ResourcesError: it failed again and again, or can never succeed.
         """
         for pause in (*_PAUSES, None):
             try:
@@ -119,9 +134,10 @@ class Place:
             except (OSError, ArrowException) as error:
                 if isinstance(error, FileNotFoundError) and what != "written":
                     raise
-                if pause is None or isinstance(error, PermissionError):
+                hopeless = isinstance(error, _HOPELESS)
+                if pause is None or hopeless:
                     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                    tries = "" if isinstance(error, PermissionError) else f", after {len(_PAUSES) + 1} tries"
+                    tries = "" if hopeless else f", after {len(_PAUSES) + 1} tries"
                     raise ResourcesError(
                         f"{below(self.uri, name) if name else self.uri} cannot be {what}{tries}: {first}; {self._advice}"
                     ) from error

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from raydfl.errors import RunDirectoryError
 from raydfl.progress import Progress
 from raydfl.search.mirror import Mirror
 from raydfl.search.page import write_page
@@ -42,6 +43,8 @@ def do_search(search: Search, progress: Progress, table_only: bool = False) -> i
     Returns:
         The command's exit code: 0 when all trials are over (or only the page was wanted), else 1.
     """
+    if table_only and not search.output("search.json").exists():
+        raise RunDirectoryError(f"there is no search in {search.folder}; without --table the command begins it there")
     with opened(search) as journal:
         mirror = None if table_only else Mirror(search, journal, progress.message)
         written = []

@@ -20,11 +20,13 @@ from raydfl.data.cache import default_cache
 from raydfl.errors import ConfigError, RunDirectoryError
 from raydfl.files import write_durably
 from raydfl.jobfolder import check_kept
+from raydfl.method import Method
+from raydfl.metrics import HIGHER_IS_BETTER, OF_CLIENTS
 from raydfl.options import explain
-from raydfl.remote.place import is_uri
+from raydfl.remote.place import check_path, is_uri
 from raydfl.search.settings import NoScheduler, PopulationScheduler, SearchSettings
 from raydfl.sweeps.grid import laid_over, read_base, read_groups
-from raydfl.sweeps.settings import label_of
+from raydfl.sweeps.settings import check_known, label_of
 from raydfl.track import TrackSettings
 
 _CORNERS = 32
@@ -186,6 +188,9 @@ def load_search(file: str | Path, overrides: Sequence[str] = ()) -> Search:
     file = Path(file)
     own = [text for text in overrides if text.partition("=")[0].partition(".")[0] in SearchSettings.model_fields]
     groups = apply_overrides(read_groups(file, SearchSettings, "tune/tiny.yaml"), own)
+    if is_uri(groups.get("dir")):
+        raise ConfigError(f"dir: {groups['dir']} is a URI, but a search works in one folder; give an absolute path")
+    check_path(str(groups.get("dir")))
     try:
         settings = SearchSettings.model_validate(groups)
     except ValidationError as error:
@@ -238,6 +243,7 @@ def _check(search: Search) -> None:
             raise ConfigError(
                 f"{search.file}: a trial with {text} cannot be run; nothing was started: {error}"
             ) from error
+    _check_metric(search)
     if search.first.data.sites:
         raise ConfigError(
             f"{search.file}: data.sites: trials of a search share their resources and copy one another's folders, which data at "
@@ -268,6 +274,21 @@ def _check(search: Search) -> None:
 
 
 _COUNTS = ("train.local_epochs", "train.batch_size")
+
+
+def _check_metric(search: Search) -> None:
+    metric, config = search.settings.metric, search.first
+    method = config.build_method()
+    if metric.model is not None:
+        check_known(metric.model, type(method).models, f"{search.file}: metric.model: there is no model")
+    if type(method).evaluate is Method.evaluate:  # else the method measures what it likes
+        known = [score + suffix for score in HIGHER_IS_BETTER for suffix in ("", *OF_CLIENTS)]
+        check_known(metric.score, known, f"{search.file}: metric.score: nothing measures")
+    if metric.split == "validation" and not config.data.split.validation:
+        raise ConfigError(
+            f"{search.file}: metric.split is validation, but clients hold nothing out: data.split.validation is 0; set it, or take "
+            f"split: test"
+        )
 
 
 def _check_population(search: Search, scheduler: PopulationScheduler) -> None:
@@ -304,6 +325,8 @@ def claim(search: Search) -> None:
     """
     check_kept({"dir": search.folder, "data.cache": search.first.data.cache or default_cache()})
     path = search.output("search.json")
+    if search.output("run.json").exists():
+        raise RunDirectoryError(f"{search.folder} is the folder of a run; give the search another folder with dir=...")
     mine = json.loads(json.dumps(search.identity))
     if path.exists():
         try:

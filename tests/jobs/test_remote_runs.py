@@ -446,3 +446,25 @@ def test_a_folder_that_only_some_nodes_see_is_refused(
     ):
         PrivateStore(run_dir / "private").sync(["000000-1234.seg"])
     assert RunStore(run_dir).latest() is None
+
+
+@pytest.mark.parametrize("name", ["..", ".", "a/b", "/a"])
+def test_a_run_has_one_folder(tiny: Tiny, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.name: .*one folder in run\.dir"):
+        tiny(f"run.name='{name}'")
+
+
+def test_a_uri_with_one_slash_is_no_path(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError, match="a URI is written s3://bucket/runs"):
+        tiny("run.dir=s3:/bucket/runs")
+
+
+def test_an_option_that_no_file_system_has_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raydfl.remote.place.time.sleep", lambda seconds: pytest.fail("it waits"))
+    with pytest.raises(ResourcesError, match="s3://bucket/runs.*cannot be listed: "):
+        place.Place("s3://bucket/runs?regoin=eu", "mend it").files()
+
+
+def test_actors_that_have_to_be_there_need_ray(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError, match=r"leave ray\.min_actors out"):
+        tiny("ray.min_actors=1", "ray.actors=0")

@@ -13,6 +13,8 @@ from space_files import SearchFile
 from raydfl import registry
 from raydfl.config import parse_yaml
 from raydfl.errors import ConfigError, RunDirectoryError
+from raydfl.progress import Progress
+from raydfl.search.command import do_search
 from raydfl.search.plan import claim, corners, load_search
 
 TUNE = Path(__file__).resolve().parents[2] / "tune"
@@ -172,3 +174,37 @@ def test_every_file_in_tune_is_a_valid_search() -> None:
         assert parse_yaml(file.read_text(), str(file))["title"]
         if file.stem in ("tiny", "fedmlac_pbt"):  # the others are loaded above
             load_search(file)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("metric.score=acuracy", r"metric\.score: nothing measures 'acuracy'; did you mean 'accuracy'"),
+        ("metric.model=plugn", r"metric\.model: there is no model 'plugn'"),
+        ("data.split.validation=0", r"metric\.split is validation, but clients hold nothing out"),
+        ("dir=s3://bucket/x", r"dir: s3://bucket/x is a URI"),
+        ("dir=s3:/bucket/x", r"a URI is written s3://bucket/x"),
+        ("scheduler={name: asha, grase: 2}", r"scheduler\.grase: there is no such setting"),
+    ],
+)
+def test_what_could_only_fail_later_is_refused_at_once(search_file: SearchFile, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_search(search_file(), [override])
+
+
+def test_scores_of_clients_can_be_searched_for(search_file: SearchFile) -> None:
+    assert load_search(search_file(), ["metric.score=accuracy_worst_decile"]).settings.metric.best == "max"
+
+
+def test_the_folder_of_a_run_is_none_of_a_search(search_file: SearchFile, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with pytest.raises(RunDirectoryError, match="is the folder of a run"):
+        claim(load_search(search_file(), [f"dir={tmp_path / 'run'}"]))
+
+
+def test_there_is_no_table_of_a_search_that_never_began(search_file: SearchFile, tmp_path: Path) -> None:
+    search = load_search(search_file(), [f"dir={tmp_path / 'nothing'}"])
+    with pytest.raises(RunDirectoryError, match="there is no search in"):
+        do_search(search, Progress("quiet"), table_only=True)
+    assert not (tmp_path / "nothing").exists()
