@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
+from processes import Mark
 from ray.cluster_utils import Cluster
 
 from raydfl import registry, runs
@@ -50,7 +50,6 @@ _WITHIN = 0.3
 """A kill comes at most so many seconds after the report of the round that it waits for."""
 _PATIENCE = 240.0
 """Seconds without a round after which a run counts as hanging."""
-_MARK = "RAYDFL_KILLS"
 
 
 class HangingError(Exception):
@@ -76,8 +75,8 @@ class Machines:
     """A cluster of a head and two worker nodes with two CPUs each; its processes carry a mark in their environment."""
 
     def __init__(self) -> None:
-        self._value = uuid.uuid4().hex
-        os.environ[_MARK] = self._value
+        self._mark = Mark()
+        os.environ.update(self._mark.environment)
         self._options = {"object_store_memory": 100 << 20, "include_dashboard": False}
         quick = {
             "health_check_initial_delay_ms": 0,
@@ -99,13 +98,7 @@ class Machines:
 
     def actors(self, title: str) -> list[int]:
         """Pids of this cluster's actors of a class, by rising number."""
-        found = []
-        for process in psutil.process_iter(["cmdline"]):
-            if any(title in word for word in process.info["cmdline"] or ()):
-                with contextlib.suppress(OSError):
-                    if self._value.encode() in Path(f"/proc/{process.pid}/environ").read_bytes():
-                        found.append(process.pid)
-        return sorted(found)
+        return self._mark.pids(title)
 
     def kill_node(self, number: int) -> None:
         """A worker node with all that is on it dies, and another joins."""
@@ -115,7 +108,8 @@ class Machines:
     def close(self) -> None:
         """End every process of the cluster."""
         self.cluster.shutdown()
-        del os.environ[_MARK]
+        for name in self._mark.environment:
+            del os.environ[name]
 
 
 class _Told(Progress):

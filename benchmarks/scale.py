@@ -9,6 +9,7 @@ cache and are shared by all processes of a node.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -16,12 +17,10 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from pathlib import Path
 
-import psutil
+from processes import Mark
 
-MARK = "RAYDFL_BENCHMARK_MARK"
 TITLES = {
     "ray::ClientActor": "client actor",
     "ray::ServerActor": "server actor",
@@ -30,29 +29,17 @@ TITLES = {
 }
 
 
-def title_of(process: psutil.Process) -> str | None:
-    """What a process of the run is; ``None`` for those that are not listed."""
-    line = " ".join(process.cmdline())
-    return next((f"{title} {process.pid}" for word, title in TITLES.items() if word in line), None)
-
-
-def watch(mark: str, peaks: dict[str, tuple[int, int]], over: threading.Event) -> None:
-    """Keep the largest (own, resident) bytes of each process whose environment holds the mark, looking twice a second."""
-    known: dict[int, bool] = {}
+def watch(mark: Mark, peaks: dict[str, tuple[int, int]], over: threading.Event) -> None:
+    """Keep the largest (own, resident) bytes of each listed process with the mark, looking twice a second."""
     while not over.wait(0.5):
-        for process in psutil.process_iter():
-            try:
-                if process.pid not in known:
-                    known[process.pid] = mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes()
-                if known[process.pid] and (title := title_of(process)):
-                    status = dict(
-                        line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines()
-                    )
+        for word, title in TITLES.items():
+            for pid in mark.pids(word):
+                with contextlib.suppress(OSError, KeyError):  # it has ended
+                    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+                    status = dict(line.split(":", 1) for line in lines)
                     now = [1024 * int(status[name].split()[0]) for name in ("RssAnon", "VmRSS")]
-                    own, resident = peaks.get(title, (0, 0))
-                    peaks[title] = (max(own, now[0]), max(resident, now[1]))
-            except (OSError, KeyError, psutil.Error):
-                continue
+                    own, resident = peaks.get(f"{title} {pid}", (0, 0))
+                    peaks[f"{title} {pid}"] = (max(own, now[0]), max(resident, now[1]))
 
 
 def size_of(folder: Path) -> int:
@@ -64,12 +51,14 @@ def main() -> None:
     """Run, watch, print."""
     if len(sys.argv) < 2:
         sys.exit(__doc__)
-    mark = uuid.uuid4().hex
+    mark = Mark()
     peaks: dict[str, tuple[int, int]] = {}
     over = threading.Event()
     command = [sys.executable, "-m", "raydfl", "run", *sys.argv[1:], "--json"]
     started = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, MARK: mark}) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **mark.environment}
+    ) as process:
         watcher = threading.Thread(target=watch, args=(mark, peaks, over))
         watcher.start()
         rounds, run_dir = [], None

@@ -5,7 +5,7 @@
 Runs the tiny federation with two client actors as a user would and reads, every so many rounds, the unique set size of each
 process that belongs to it: what would be freed if it ended. Writes OUT.csv, OUT.svg and OUT.png, prints a table, and fails if the
 median of the last quarter of a process's readings is more than ``--allowed`` MB above that of its first quarter (whose first
-fifth, while the process warms up, is left out).
+fifth, and the first 100 rounds, while the process warms up, are left out).
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
+from processes import Mark
 
 ROOT = Path(__file__).parents[1]
-MARK = "RAYDFL_SOAK"
 TITLES = {
     "ray::ClientActor": "client actor",
     "ray::ServerActor": "server actor",
@@ -33,25 +32,18 @@ TITLES = {
     "/raylet --": "raylet",
     "/gcs_server --": "Ray's head",
 }
+SETTLED = 100
+"""Rounds after which a process has done everything once: the record's files are merged for the first time then."""
 Readings = dict[str, list[tuple[int, float]]]
 """By process: rounds completed, MB."""
 
 
-def processes(mark: str) -> dict[str, psutil.Process]:
-    """The listed processes of the run by a name each."""
-    found: dict[str, list[psutil.Process]] = {}
-    for process in psutil.process_iter():
-        try:
-            if mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes():
-                line = " ".join(process.cmdline())
-                title = next((title for word, title in TITLES.items() if word in line), None)
-                if title is not None:
-                    found.setdefault(title, []).append(process)
-        except (OSError, psutil.Error):
-            continue
+def listed(mark: Mark) -> dict[str, psutil.Process]:
+    """The processes of the run that ``TITLES`` names, by a name each."""
     names = {}
-    for title, several in found.items():
-        for number, process in enumerate(sorted(several, key=lambda process: process.pid), 1):
+    for word, title in TITLES.items():
+        several = mark.processes(word)
+        for number, process in enumerate(several, 1):
             names[title if len(several) == 1 else f"{title} {number}"] = process
     return names
 
@@ -68,7 +60,7 @@ def soak(folder: Path, rounds: int, every: int, overrides: Sequence[str] = ()) -
     Raises:
         subprocess.CalledProcessError: the run failed.
     """
-    mark = uuid.uuid4().hex
+    mark = Mark()
     settings = [
         f"train.rounds={rounds}",
         "train.cohort=2",
@@ -83,12 +75,14 @@ def soak(folder: Path, rounds: int, every: int, overrides: Sequence[str] = ()) -
     ]
     command = [sys.executable, "-m", "raydfl", "run", str(ROOT / "jobs" / "tiny.yaml"), *settings, "--json"]
     readings: Readings = {}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, MARK: mark}) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **mark.environment}
+    ) as process:
         watched: dict[str, psutil.Process] = {}
         for done in _rounds(process):
             if done % every:
                 continue
-            watched = watched or processes(mark)
+            watched = watched or listed(mark)
             for name, each in watched.items():
                 readings.setdefault(name, []).append((done, each.memory_full_info().uss / 1e6))
             print(f"round {done}", end="\r", flush=True, file=sys.stderr)
@@ -107,10 +101,12 @@ def _rounds(process: subprocess.Popen[str]) -> Iterator[int]:
 
 
 def growth(values: Sequence[tuple[int, float]]) -> float:
-    """MB between the medians of the first and the last quarter of the readings, the first twentieth left out."""
+    """MB between the medians of the first and the last quarter of the readings, while the process warms up left out."""
     megabytes = [value for _, value in values]
     quarter = max(1, len(megabytes) // 4)
-    warm = megabytes[quarter // 5 : quarter] or megabytes[:1]
+    fifth = quarter // 5
+    start = max(fifth, sum(done <= SETTLED for done, _ in values))
+    warm = megabytes[start : start + quarter - fifth] or megabytes[:1]
     return statistics.median(megabytes[-quarter:]) - statistics.median(warm)
 
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import ray
 
-from raydfl.config import Config, RaySettings
+from raydfl.config import Config
 from raydfl.errors import RaydflError
 from raydfl.gpu import cap, hide_gpus
+from raydfl.groups import RaySettings
 from raydfl.jobfolder import check_visible
 from raydfl.private import PrivateRef, PrivateStore
 from raydfl.sites import SHARE, SentToSite, open_worker, receive, resource

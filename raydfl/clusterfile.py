@@ -16,9 +16,10 @@ from typing import Any
 import ray
 
 from raydfl.client import ActorKind, actor_kinds
-from raydfl.config import Config, load_config, parse_yaml
+from raydfl.config import Config, load_config
 from raydfl.errors import ConfigError
 from raydfl.nodes import room, wanted_text
+from raydfl.yaml_text import parse_yaml
 
 
 @dataclass(frozen=True, slots=True)

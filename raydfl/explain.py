@@ -10,12 +10,13 @@ from typing import Any, get_args
 from raydfl import registry
 from raydfl.aggregate import RULES
 from raydfl.attack import Attack
-from raydfl.config import Config, to_yaml
+from raydfl.config import Config
 from raydfl.data.settings import DataSettings
 from raydfl.method import Method
 from raydfl.models import architectures, model_options
 from raydfl.options import Option, describe_field, options_of, plain
 from raydfl.settings import Settings
+from raydfl.yaml_text import to_yaml
 
 _WIDTH = 110
 

@@ -28,7 +28,7 @@ from raydfl.train import fit, predict
 from raydfl.types import Batch, Client, Metrics, Ratio, State, Task, Tensors, Update
 
 if TYPE_CHECKING:
-    from raydfl.config import TrainSettings
+    from raydfl.groups import TrainSettings
 
 
 @dataclass(frozen=True, kw_only=True)

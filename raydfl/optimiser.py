@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from raydfl.config import OptimiserSettings
+    from raydfl.groups import OptimiserSettings
 
 
 def optimiser_over(

@@ -16,10 +16,10 @@ from ray.actor import ActorHandle
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
 from raydfl.client import ActorKind, ClientActor, actor_kinds
-from raydfl.config import RaySettings
 from raydfl.deadline import Patience
 from raydfl.dispatch import Place, hand_out
 from raydfl.errors import RaydflError, ResourcesError
+from raydfl.groups import RaySettings
 from raydfl.nodes import alive_nodes, free_resources, wanted_text
 from raydfl.pool import by_site
 from raydfl.private import PrivateRef, site_of

@@ -13,7 +13,7 @@ import safetensors.torch
 
 import raydfl
 from raydfl.clients import Clients
-from raydfl.config import Config, make_config, parse_yaml, to_yaml
+from raydfl.config import Config, make_config
 from raydfl.data.build import build_population
 from raydfl.data.cache import default_cache
 from raydfl.data.population import Population
@@ -26,6 +26,7 @@ from raydfl.remote.mirror import local_runs, mirror_of
 from raydfl.store import RunStore
 from raydfl.types import ModelSpec, State
 from raydfl.worker import build_models
+from raydfl.yaml_text import parse_yaml, to_yaml
 
 
 def stored_config(run_dir: Path) -> Config:
@@ -77,16 +78,25 @@ def stored_about(run_dir: Path) -> dict[str, Any]:
 
 
 def ensure_features(run_dir: Path, config: Config, progress: Progress) -> None:
-    """Make the features of a run again that was fetched to a machine whose cache does not have them.
+    """Make the features of a run again where the cache that it used has gone, or is that of another machine.
 
     Raises:
         DataError: the recordings are not there either.
+        RunDirectoryError: they are not those of the run, or its population is damaged.
     """
+    folder = run_dir / "population"
     try:
-        Population.load(run_dir / "population")
+        Population.load(folder)
+        return
     except DataError:
         progress.message("the features of this run are not in the cache; they are made again")
-        build_population(config.data, config.run.seed, progress, attack=config.build_attack())
+    population = build_population(config.data, config.run.seed, progress, attack=config.build_attack())
+    if not population.is_saved_in(folder):
+        raise RunDirectoryError(
+            f"the recordings have changed since {run_dir} began, and its features are lost; restore the recordings, or start the "
+            f"run again in a new folder"
+        )
+    population.save(folder)
 
 
 def create(config: Config, progress: Progress) -> Path:
@@ -113,8 +123,7 @@ def create(config: Config, progress: Progress) -> Path:
         if stored_about(run_dir)["digest"] != config.digest():
             check_same(run_dir, stored_config(run_dir), config)
         write_config(run_dir, config)
-        if mirror is not None:
-            ensure_features(run_dir, config, progress)
+        ensure_features(run_dir, config, progress)
         return run_dir
     if RunStore(run_dir).commits():
         raise RunDirectoryError(

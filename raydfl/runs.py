@@ -104,7 +104,7 @@ def resume(run_dir: str | Path, overrides: Sequence[str] = (), progress: Progres
     mirror = mirror_of(config.run.dir, run_dir)
     if mirror is not None:
         mirror.fetch()
-        ensure_features(run_dir, config, progress)
+    ensure_features(run_dir, config, progress)
     return execute(run_dir, config, progress)
 
 

@@ -18,12 +18,13 @@ import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from raydfl.config import Config, RaySettings
+from raydfl.config import Config
 from raydfl.data.cache import default_cache
 from raydfl.data.population import Population
 from raydfl.errors import ConfigError, ResourcesError
 from raydfl.federation import Federation
 from raydfl.gpu import CudaDevice, Device, Memory, gigabytes
+from raydfl.groups import RaySettings
 from raydfl.pool import SerialPool
 from raydfl.private import PrivateStore
 from raydfl.ray_pool import task_cause

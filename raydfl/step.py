@@ -14,8 +14,8 @@ from raydfl.deadline import Clock
 from raydfl.types import Batch, Client, Metrics, Tensors, Update
 
 if TYPE_CHECKING:
-    from raydfl.config import TrainSettings
     from raydfl.data.examples import ClientData
+    from raydfl.groups import TrainSettings
 
 
 @dataclass(slots=True)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from raydfl.cli import main
-from raydfl.config import Config, to_yaml
+from raydfl.config import Config
+from raydfl.yaml_text import to_yaml
 
 
 @dataclass(frozen=True)

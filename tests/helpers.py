@@ -27,6 +27,17 @@ def finish(config: Config) -> dict[str, bytes]:
     return truth(run_dir)
 
 
+def stop_after(config: Config, rounds: int) -> None:
+    """The run up to some round, in this process; what comes after the rounds is not done."""
+    server = Server(create(config, Progress("quiet")), config)
+    try:
+        for _ in range(rounds):
+            server.round()
+        server.finish()
+    finally:
+        server.close()
+
+
 def truth(run_dir: Path, *sites: Path) -> dict[str, bytes]:
     """The server's tensors and every client's private tensors after the last commit, as bytes by name.
 

@@ -201,6 +201,14 @@ class Population:
         with writing(folder, len(content), "the files of the population", RESUME):
             write_atomically(folder / POPULATION_FILE, functools.partial(_write_bytes, content))
 
+    def is_saved_in(self, folder: Path) -> bool:
+        """Whether it is the population that :meth:`save` wrote there, whose features may lie in another cache."""
+        _, metadata = _map_safetensors(folder / POPULATION_FILE)
+        facts = json.loads(metadata["raydfl"])
+        keys = [store.folder.name for store in self.stores]
+        saved = facts["digest"], list(facts["classes"]), [Path(store).name for store in facts["stores"]]
+        return saved == (_digest(self._arrays), list(self.classes), keys)
+
     @classmethod
     def load(cls, folder: Path, verify: bool = False) -> Population:
         """Opens what :meth:`save` wrote, in milliseconds and without a copy.

@@ -34,7 +34,7 @@ from raydfl.train import fit
 from raydfl.types import Batch, Client, Metrics, Ratio, State, Update
 
 if TYPE_CHECKING:
-    from raydfl.config import TrainSettings
+    from raydfl.groups import TrainSettings
 
 CONTROL = "control/"
 

@@ -24,6 +24,8 @@ _PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Seconds to wait before each further try."""
 _HOPELESS = (PermissionError, NotADirectoryError, ArrowInvalid)
 """What trying again does not mend; ArrowInvalid is an option of a URI that does not exist."""
+_NOBODY = "anonymous"
+"""What stands before ``@bucket`` where no credentials are to be sent, as public buckets of Google have it."""
 _BLOCK = 8 << 20
 """Bytes that are copied at a time."""
 
@@ -64,7 +66,7 @@ def check_uri(uri: str, setting: str) -> None:
         raise ConfigError(
             f"{setting}: {uri} is not a kind of URI that is understood; known: {known}, or an absolute path"
         )
-    if parts.username or parts.password or "key" in parts.query.lower():
+    if parts.username not in (None, _NOBODY) or parts.password or "key" in parts.query.lower():
         raise ConfigError(
             f"{setting}: a URI with credentials in it would be kept in the run's configuration; take them out, and give the "
             f"machine a role, or set them in the environment (AWS_ACCESS_KEY_ID ..., GOOGLE_APPLICATION_CREDENTIALS)"
@@ -94,6 +96,8 @@ def parted(uri: str) -> tuple[str, str]:
 
 def open_file_system(uri: str) -> tuple[fs.FileSystem, str]:
     """Arrow's file system for a URI, and the path in it."""
+    if uri.startswith("s3:") and "allow_delayed_open" not in uri:  # one request for a small file instead of three
+        uri += f"{'&' if '?' in uri else '?'}allow_delayed_open=true"
     found: tuple[fs.FileSystem, str] = fs.FileSystem.from_uri(uri)
     return found
 

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from raydfl import seeds
-from raydfl.config import Config, apply_overrides, make_config, to_yaml
+from raydfl.config import Config, apply_overrides, make_config
 from raydfl.data.cache import default_cache
 from raydfl.errors import ConfigError, RunDirectoryError
 from raydfl.files import write_durably
@@ -28,6 +28,7 @@ from raydfl.search.settings import NoScheduler, PopulationScheduler, SearchSetti
 from raydfl.sweeps.grid import laid_over, read_base, read_groups
 from raydfl.sweeps.settings import check_known, label_of
 from raydfl.track import TrackSettings
+from raydfl.yaml_text import to_yaml
 
 _CORNERS = 32
 """Corners of the space that are checked; of larger spaces so many are drawn."""

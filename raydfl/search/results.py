@@ -13,13 +13,13 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-from raydfl.config import to_yaml
 from raydfl.files import write_durably
 from raydfl.search.importance import importances
 from raydfl.search.journal import Journal, TrialRecord
 from raydfl.search.plan import Search, trial_name
 from raydfl.sweeps.results import shown
 from raydfl.sweeps.settings import label_of
+from raydfl.yaml_text import to_yaml
 
 _ADVICE = "make room or make the folder writable; the same command writes the tables again"
 

@@ -19,12 +19,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from raydfl.config import Config, apply_overrides, make_config, parse_yaml, to_yaml
+from raydfl.config import Config, apply_overrides, make_config
 from raydfl.errors import ConfigError, nearest
 from raydfl.options import explain
 from raydfl.remote.place import is_uri
 from raydfl.settings import Settings
 from raydfl.sweeps.settings import MetricSettings, SweepSettings, check_known, check_repeat, label_of
+from raydfl.yaml_text import parse_yaml, to_yaml
 
 _LISTED = 10
 """Faulty cells that a message names."""

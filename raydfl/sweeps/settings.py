@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from raydfl.config import to_yaml
 from raydfl.errors import ConfigError, nearest
 from raydfl.settings import Settings
+from raydfl.yaml_text import to_yaml
 
 
 class MetricSettings(Settings):

@@ -10,12 +10,13 @@ import pytest
 
 from raydfl.attacks.backdoor import Backdoor
 from raydfl.attacks.sign_flip import SignFlip
-from raydfl.config import Config, make_config, parse_yaml
+from raydfl.config import Config, make_config
 from raydfl.data.names import Names
 from raydfl.errors import ConfigError, DataError
 from raydfl.explain import explain_config, explain_methods
 from raydfl.progress import Progress
 from raydfl.rundir import create
+from raydfl.yaml_text import parse_yaml
 
 Tiny = Callable[..., Config]
 IDS = Names.of(f"c{i}" for i in range(20))

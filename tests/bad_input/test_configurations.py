@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from commands import Raydfl, written
 
-from raydfl.config import Config, load_config, parse_yaml, to_yaml
+from raydfl.config import Config, load_config
+from raydfl.yaml_text import parse_yaml, to_yaml
 
 Tiny = Callable[..., Config]
 

@@ -12,7 +12,8 @@ import pytest
 import soundfile
 from commands import Raydfl, Said
 
-from raydfl.config import Config, to_yaml
+from raydfl.config import Config
+from raydfl.yaml_text import to_yaml
 
 Tiny = Callable[..., Config]
 RATE = 8000

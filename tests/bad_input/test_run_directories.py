@@ -136,18 +136,18 @@ def test_a_damaged_population_is_noticed(raydfl: Raydfl, run_dir: Path, damage: 
     said.refuses("population.safetensors is missing or damaged", "start the run again in a new folder")
 
 
-def test_lost_features_say_how_to_make_them_again(
-    raydfl: Raydfl, tiny: Tiny, undisturbed: Undisturbed, tmp_path: Path
+@pytest.mark.parametrize("where", ["there", "elsewhere"])
+def test_lost_features_are_made_again(
+    raydfl: Raydfl, tiny: Tiny, undisturbed: Undisturbed, tmp_path: Path, where: str
 ) -> None:
-    cache = tmp_path / "cache"
+    cache = tmp_path / "there"
     outcome = run(tiny(f"data.cache={cache}", "train.rounds=1"))
     shutil.rmtree(cache)
-    raydfl("resume", outcome.run_dir, "train.rounds=2").refuses(
-        "the cached features in .* cannot be used", "raydfl data prepare"
-    )
-    assert raydfl("data", "prepare", outcome.run_dir / "config.yaml").code == 0
-    assert raydfl("resume", outcome.run_dir, "train.rounds=2").code == 0
+    said = raydfl("resume", outcome.run_dir, "train.rounds=2", f"data.cache={tmp_path / where}")
+    assert said.code == 0
+    assert "they are made again" in said.out
     same(undisturbed(2, "fedavg"), truth(outcome.run_dir))
+    assert cache.exists() == (where == "there")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError
 
 from raydfl import ray_pool
 from raydfl.client import ActorKind
-from raydfl.config import RaySettings
+from raydfl.groups import RaySettings
 from raydfl.ray_pool import RayPool
 from raydfl.types import Task
 from raydfl.worker import Order, Result

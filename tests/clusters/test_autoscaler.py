@@ -119,7 +119,7 @@ def test_nodes_come_with_a_run_and_go_after_it(tiny: Tiny, head: str, tmp_path: 
         threading.Thread(target=read, daemon=True).start()
         until(lambda: counts, "the first count", [counter])
         began = time.time()
-        run = Marked.python("-m", "raydfl", "run", str(file), "--json")
+        run = Marked.raydfl("run", str(file), "--json")
         out, problems = run.process.communicate(timeout=600)
         ended = time.time()
         assert run.process.returncode == 0, problems
@@ -150,7 +150,7 @@ def test_nodes_that_do_not_come_end_the_run_with_numbers(tiny: Tiny, head: str, 
     config = tiny("ray.actors=2", "ray.cpus=4", "ray.autoscale=true", "ray.ready_timeout=5", f"ray.address='{head}'")
     file = tmp_path / "too_large.yaml"
     file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    run = Marked.python("-m", "raydfl", "run", str(file), "--json")
+    run = Marked.raydfl("run", str(file), "--json")
     try:
         out, problems = run.process.communicate(timeout=600)
     finally:

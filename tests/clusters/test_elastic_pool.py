@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from fake_cluster import START, FakeCluster, open_pool, orders
 
-from raydfl.config import RaySettings
 from raydfl.deadline import Patience
 from raydfl.errors import ResourcesError
+from raydfl.groups import RaySettings
 from raydfl.ray_pool import RayPool
 from raydfl.types import Task
 from raydfl.worker import SERVER, Order

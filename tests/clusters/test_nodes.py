@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from raydfl.client import ActorKind, actor_kinds
-from raydfl.config import Config, RaySettings
+from raydfl.config import Config
 from raydfl.errors import ConfigError, ResourcesError
+from raydfl.groups import RaySettings
 from raydfl.nodes import NodeWatch, check_resources, room
 
 Tiny = Callable[..., Config]

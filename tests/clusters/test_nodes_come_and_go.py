@@ -80,7 +80,9 @@ def test_nodes_join_and_leave_in_the_middle_of_rounds(tiny: Tiny, start: Callabl
 
     until(lambda: gate.waiting(3) == both, "both actors in round 3", [run])
     fleet.ask("remove 0")
-    until(lambda: len(set(fleet.pids("ray::ClientActor")) & {int(pid) for pid in both}) == 1, "the end of one", [run])
+    until(
+        lambda: len(set(fleet.mark.pids("ray::ClientActor")) & {int(pid) for pid in both}) == 1, "the end of one", [run]
+    )
     gate.open(3)
 
     until(lambda: gate.waiting(4), "round 4 with what is left", [run])

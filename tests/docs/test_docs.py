@@ -23,7 +23,7 @@ from pages import PAGES, RECORDINGS, ROOT, Block, anchor, blocks, headings, link
 from raydfl import registry, runs
 from raydfl.aggregate import RULES
 from raydfl.attack import Attack
-from raydfl.config import Config, load_config, make_config, parse_yaml
+from raydfl.config import Config, load_config, make_config
 from raydfl.data.dataset import dataset_names, find_dataset
 from raydfl.method import Method
 from raydfl.models import architectures, build_model, model_options
@@ -31,6 +31,7 @@ from raydfl.options import options_of, plain
 from raydfl.settings import Settings
 from raydfl.step import Step
 from raydfl.types import ModelSpec
+from raydfl.yaml_text import parse_yaml
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 RUNNABLE = [block for block in BLOCKS if block.language in ("bash", "python", "yaml")]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from raydfl.config import OptimiserSettings
+from raydfl.groups import OptimiserSettings
 from raydfl.optimiser import advance, optimiser_over
 
 SETTINGS: list[dict[str, Any]] = [

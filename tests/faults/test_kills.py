@@ -1,24 +1,20 @@
 """kill -9 of a client actor, of the server actor and of the driver in the middle of a round: the end is the same to the bit.
 
-Each run is the command line in a process of its own with a Ray of its own; its processes are found by a mark in their environment.
+Each run is the command line in a process of its own with a Ray of its own; its processes are found by their mark.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 from helpers import finish, same, truth
+from marked import Marked
 
 from raydfl.config import Config
 
@@ -28,55 +24,12 @@ SLOW = f"{TESTS}/extra_methods.py:Slow"
 pytestmark = pytest.mark.slow
 
 
-class Command:
-    """``raydfl ...`` with all processes that it starts."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.mark = f"RAYDFL_TEST_MARK={uuid.uuid4().hex}"
-        name, _, value = self.mark.partition("=")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "raydfl", *arguments],
-            env={**os.environ, name: value},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def events(self) -> Iterator[dict[str, object]]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            yield json.loads(line)
-
-    def find(self, word: str) -> list[int]:
-        """Pids of this command's processes with ``word`` in their title."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                environment = Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace")
-                if self.mark in environment and word in " ".join(process.cmdline()):
-                    found.append(process.pid)
-            except (OSError, psutil.Error):
-                continue
-        return sorted(found)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-        deadline = time.monotonic() + 20
-        while (left := self.find("")) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        for pid in left:  # ours, by the mark
-            print("left", pid, psutil.Process(pid).cmdline())
-            os.kill(pid, signal.SIGKILL)
-
-
 @pytest.fixture
-def command() -> Iterator[Callable[..., Command]]:
-    started: list[Command] = []
+def command() -> Iterator[Callable[..., Marked]]:
+    started: list[Marked] = []
 
-    def start(*arguments: str) -> Command:
-        started.append(Command(*arguments))
+    def start(*arguments: str) -> Marked:
+        started.append(Marked.raydfl(*arguments))
         return started[-1]
 
     yield start
@@ -94,7 +47,7 @@ def written(config: Config, tmp_path: Path) -> str:
 @pytest.mark.parametrize("title", ["ray::ClientActor", "ray::ServerActor"])
 @pytest.mark.parametrize("commit_every", [1, 2])
 def test_a_killed_actor_changes_nothing(
-    tiny: Tiny, command: Callable[..., Command], tmp_path: Path, title: str, commit_every: int
+    tiny: Tiny, command: Callable[..., Marked], tmp_path: Path, title: str, commit_every: int
 ) -> None:
     common = [
         "train.rounds=6",
@@ -111,7 +64,7 @@ def test_a_killed_actor_changes_nothing(
             rounds.append(event["round"])
             if event["round"] in (1, 3):
                 time.sleep(0.25)  # into the next round
-                os.kill(running.find(title)[0], signal.SIGKILL)
+                os.kill(running.mark.pids(title)[0], signal.SIGKILL)
                 kills += 1
     assert running.process.wait(60) == 0, running.process.stderr.read() if running.process.stderr else ""
     assert kills == 2
@@ -124,7 +77,7 @@ def test_a_killed_actor_changes_nothing(
 
 @pytest.mark.timeout(600)
 def test_a_killed_driver_is_resumed_to_the_same_bits(
-    tiny: Tiny, command: Callable[..., Command], tmp_path: Path
+    tiny: Tiny, command: Callable[..., Marked], tmp_path: Path
 ) -> None:
     common = ["train.rounds=5", "ray.actors=2", "ray.cpus=0.5", "method.seconds=0.2"]
     config = tiny(*common, "run.name=killed", method=SLOW)
@@ -147,7 +100,7 @@ def test_a_killed_driver_is_resumed_to_the_same_bits(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("actors", [0, 2])
 def test_control_c_stops_after_the_round_and_says_how_to_resume(
-    tiny: Tiny, command: Callable[..., Command], tmp_path: Path, actors: int
+    tiny: Tiny, command: Callable[..., Marked], tmp_path: Path, actors: int
 ) -> None:
     common = ["train.rounds=5", f"ray.actors={actors}", "ray.cpus=0.5", "method.seconds=0.2", "run.commit_every=2"]
     config = tiny(*common, "run.name=stopped", method=SLOW)

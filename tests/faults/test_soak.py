@@ -11,11 +11,11 @@ from soak import growth, soak, write
 
 
 def test_growth_is_between_the_first_and_the_last_quarter() -> None:
-    flat = [(number, 100.0 + number % 2) for number in range(200)]
+    flat = [(50 * number, 100.0 + number % 2) for number in range(200)]
     assert abs(growth(flat)) <= 1
-    leaking = [(number, 100.0 + 0.1 * number) for number in range(200)]
+    leaking = [(50 * number, 100.0 + 0.1 * number) for number in range(200)]
     assert growth(leaking) == pytest.approx(0.1 * (174.5 - 29.5))
-    warming = [(number, 50.0 if number < 10 else 100.0) for number in range(200)]
+    warming = [(50 * number, 50.0 if number < 10 else 100.0) for number in range(200)]
     assert growth(warming) == 0
     assert growth([(1, 5.0), (2, 6.0)]) == 1.0
 

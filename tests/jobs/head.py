@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-import psutil
+from processes import Mark
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -36,10 +33,9 @@ class Head:
         self.token = self.folder / "token"
         self.token.touch(mode=0o600)
         self.token.write_text(secrets.token_hex(32))
-        self._mark = f"RAYDFL_HEAD_MARK={uuid.uuid4().hex}"
+        self._mark = Mark()
         self.dashboard = f"http://127.0.0.1:{free_port()}"
         self.port = free_port()
-        name, _, value = self._mark.partition("=")
         options = {
             "port": self.port,
             "dashboard-host": "127.0.0.1",
@@ -56,7 +52,7 @@ class Head:
         arguments = [f"--{key}={value}" for key, value in options.items()]
         started = subprocess.run(
             [BIN / "ray", "start", "--head", "--disable-usage-stats", *arguments],
-            env={**self.environment(), name: value},
+            env={**self.environment(), **self._mark.environment},
             capture_output=True,
             text=True,
             timeout=120,
@@ -96,27 +92,9 @@ class Head:
         said = self.job("status", submission).stdout
         return next(word for word in ("SUCCEEDED", "FAILED", "STOPPED", "PENDING", "RUNNING") if word in said.upper())
 
-    def processes(self) -> list[int]:
-        """The ids of all processes of this head and its jobs, by the mark in their environment."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if self._mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
-                    found.append(process.pid)
-            except OSError:
-                continue
-        return found
-
     def close(self) -> None:
         """End its processes, and only those."""
-        for _ in range(3):  # what one of them started meanwhile
-            for pid in self.processes():
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-            time.sleep(0.3)
-        assert not self.processes()
+        self._mark.end()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

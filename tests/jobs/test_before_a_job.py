@@ -112,8 +112,13 @@ def test_other_clusters_and_addresses_are_left_to_ray(cluster: Callable[[grpc.St
 
 
 def test_a_run_says_so_at_once(
-    cluster: Callable[[grpc.StatusCode | None], Cluster], tiny: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    cluster: Callable[[grpc.StatusCode | None], Cluster],
+    tiny: Tiny,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # the cluster that a process is in already comes first
     address = cluster(grpc.StatusCode.UNAUTHENTICATED).address
     raydfl = Raydfl(capsys)
     file = written(tiny("ray.actors=1", f"ray.address={address}"), tmp_path)

@@ -164,12 +164,34 @@ def test_the_uri_and_not_its_copy_belongs_to_the_run(tmp_path: Path, tiny: Tiny)
         config("/data", "s3://bucket/cache")
 
 
-def test_a_run_may_go_on_with_its_recordings_in_another_folder(digits: Path, tmp_path: Path, tiny: Tiny) -> None:
-    def config(root: Path, *overrides: str) -> Config:
+@pytest.fixture
+def config(tmp_path: Path, tiny: Tiny) -> Callable[..., Config]:
+    """The tiny federation over the digits."""
+
+    def configure(root: Path, *overrides: str) -> Config:
         values = tiny(*overrides).model_dump(mode="json")
         values["data"] = settings(str(root), tmp_path / "cache").model_dump(mode="json")
         return make_config(values)
 
+    return configure
+
+
+def test_a_run_does_not_go_on_with_other_recordings(
+    digits: Path, tmp_path: Path, config: Callable[..., Config]
+) -> None:
+    create(config(digits), Progress("quiet"))
+    shutil.rmtree(tmp_path / "cache")
+    create(config(digits), Progress("quiet"))
+    assert (tmp_path / "cache").exists()
+    shutil.rmtree(tmp_path / "cache")
+    shutil.copy(digits / "recordings" / "0_anna_0.wav", digits / "recordings" / "0_anna_1.wav")
+    with pytest.raises(RunDirectoryError, match="the recordings have changed since .* began"):
+        create(config(digits), Progress("quiet"))
+
+
+def test_a_run_may_go_on_with_its_recordings_in_another_folder(
+    digits: Path, tmp_path: Path, config: Callable[..., Config]
+) -> None:
     run_dir = create(config(digits), Progress("quiet"))
     moved = shutil.move(digits, tmp_path / "moved")
     assert create(config(Path(moved)), Progress("quiet")) == run_dir

@@ -11,7 +11,7 @@ import pyarrow.fs as fs
 import pytest
 from commands import Raydfl, written
 from failing import Failing
-from helpers import finish, same, truth
+from helpers import finish, same, stop_after, truth
 
 from raydfl import runs
 from raydfl.client import ActorKind, ClientActor
@@ -242,17 +242,6 @@ def test_on_another_machine_the_run_is_fetched_and_ends_the_same(
     assert any("they are made again" in text for text in messages)
     same(truth(remote / "far"), undisturbed)
     assert files(remote / "far") == files(local(far()))
-
-
-def stop_after(config: Config, rounds: int) -> None:
-    """The run up to some round, in this process; what comes after the rounds is not done."""
-    server = Server(create(config, Progress("quiet")), config)
-    try:
-        for _ in range(rounds):
-            server.round()
-        server.finish()
-    finally:
-        server.close()
 
 
 def test_resume_by_uri_with_more_rounds(far: Tiny, remote: Path, tiny: Tiny) -> None:

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from raydfl import record
 from raydfl.aggregate import CollectingRule, Group
-from raydfl.config import Config, OptimiserSettings, TrainSettings
+from raydfl.config import Config
 from raydfl.data.cache import FeatureStore
 from raydfl.data.examples import ClientData, Examples
 from raydfl.errors import ConfigError
+from raydfl.groups import OptimiserSettings, TrainSettings
 from raydfl.method import Method
 from raydfl.methods.fedavg import FedAvg
 from raydfl.methods.fedkad import COUNTS, MEANS, FedKAD, _projection

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raydfl.config import OptimiserSettings, TrainSettings
 from raydfl.errors import ConfigError
+from raydfl.groups import OptimiserSettings, TrainSettings
 from raydfl.method import Method
 from raydfl.methods.fedavg import FedAvg
 from raydfl.methods.fedmlac import FedMLAC

@@ -14,8 +14,9 @@ from helpers import differ, finish, same
 from torch import Tensor, nn
 
 from raydfl import ops, record, registry
-from raydfl.config import Config, OptimiserSettings
+from raydfl.config import Config
 from raydfl.errors import ConfigError
+from raydfl.groups import OptimiserSettings
 from raydfl.ops import GRU, Conv1d
 from raydfl.optimiser import advance, optimiser_over
 from raydfl.precision import GradientScale, check_device, computing_in

@@ -12,9 +12,10 @@ import ray
 import torch
 
 from raydfl.client import choose_device
-from raydfl.config import Config, RaySettings
+from raydfl.config import Config
 from raydfl.errors import ConfigError, ResourcesError
 from raydfl.gpu import CONTEXT, Memory, cap
+from raydfl.groups import RaySettings
 from raydfl.progress import Progress
 from raydfl.rundir import create
 from raydfl.runs import run

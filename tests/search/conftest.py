@@ -10,7 +10,8 @@ import pytest
 from commands import Raydfl
 from space_files import SearchFile
 
-from raydfl.config import Config, to_yaml
+from raydfl.config import Config
+from raydfl.yaml_text import to_yaml
 
 
 @pytest.fixture

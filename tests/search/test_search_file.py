@@ -11,11 +11,11 @@ from commands import Raydfl
 from space_files import SearchFile
 
 from raydfl import registry
-from raydfl.config import parse_yaml
 from raydfl.errors import ConfigError, RunDirectoryError
 from raydfl.progress import Progress
 from raydfl.search.command import do_search
 from raydfl.search.plan import claim, corners, load_search
+from raydfl.yaml_text import parse_yaml
 
 TUNE = Path(__file__).resolve().parents[2] / "tune"
 

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
 from crossing import Traffic
 
 from raydfl.config import Config
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def packet(port: int, sequence: int, payload: bytes) -> bytes:

@@ -10,7 +10,8 @@ import pytest
 from commands import Raydfl
 from synthetic import Grid
 
-from raydfl.config import Config, to_yaml
+from raydfl.config import Config
+from raydfl.yaml_text import to_yaml
 
 
 @pytest.fixture

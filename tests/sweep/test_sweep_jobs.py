@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from raydfl.config import load_config, parse_yaml
+from raydfl.config import load_config
 from raydfl.sweeps.grid import load_sweep
 from raydfl.sweeps.settings import SweepSettings
+from raydfl.yaml_text import parse_yaml
 
 JOBS = Path(__file__).resolve().parents[2] / "jobs"
 # Cells: data sets (or conditions) x methods. Runs: 5 seeds, 5 sessions, 5 or 10 folds; twins 3 seeds.

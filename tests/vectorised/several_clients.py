@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from raydfl import together
-from raydfl.config import OptimiserSettings, TrainSettings
 from raydfl.data.cache import FeatureStore
 from raydfl.data.examples import ClientData, Examples
+from raydfl.groups import OptimiserSettings, TrainSettings
 from raydfl.method import Method
 from raydfl.step import Step
 from raydfl.types import Client, ModelSpec, Ratio, Update

@@ -1,31 +1,28 @@
-"""Processes that a test starts, found again by a mark in their environment, whatever they call themselves."""
+"""Processes that a test starts, with all that they start."""
 
 from __future__ import annotations
 
+import json
 import os
-import signal
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
-import psutil
+from processes import Mark
 
 WAIT = 240.0
 """Seconds that a busy machine may take for anything."""
 
 
 class Marked:
-    """A process with all that it and its children start."""
+    """A process with all that it and its children start, found by their mark."""
 
     def __init__(self, *command: str, **environment: str) -> None:
-        mark = uuid.uuid4().hex
-        self.mark = f"RAYDFL_TEST_MARK={mark}"
+        self.mark = Mark()
         self.process = subprocess.Popen(
             command,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment, "RAYDFL_TEST_MARK": mark},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment, **self.mark.environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -36,6 +33,10 @@ class Marked:
     @classmethod
     def python(cls, *arguments: str, **environment: str) -> Marked:
         return cls(sys.executable, *arguments, **environment)
+
+    @classmethod
+    def raydfl(cls, *arguments: str, **environment: str) -> Marked:
+        return cls.python("-m", "raydfl", *arguments, **environment)
 
     def ask(self, line: str = "") -> str:
         """Write a line, if there is one, and read the answer."""
@@ -48,29 +49,16 @@ class Marked:
         assert answer, self.process.stderr.read() if self.process.stderr else ""
         return answer
 
-    def pids(self, word: str = "") -> list[int]:
-        """Of its processes with a word in their title."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                environment = Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace")
-                if self.mark in environment and word in " ".join(process.cmdline()):
-                    found.append(process.pid)
-            except (OSError, psutil.Error):
-                continue
-        return sorted(found)
+    def events(self) -> Iterator[dict[str, object]]:
+        """What it prints with ``--json``."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            yield json.loads(line)
 
     def end(self) -> None:
-        """Kill every process of it, by its mark."""
-        for _ in range(3):
-            for pid in self.pids():
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-            time.sleep(0.5)
+        """Kill every process of it."""
+        self.mark.end()
         self.process.communicate()
-        assert not self.pids()
 
 
 def until(condition, what: str, alive: Sequence[Marked] = ()):  # type: ignore[no-untyped-def]

@@ -1,0 +1,76 @@
+"""YAML as configurations are written in it: read strictly, and written so that it is read as the same."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from raydfl.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which ``1e-3`` is a number, the words yes, no, on and off are words, and a key written twice is an error."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  (PyYAML's own way)
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise ConfigError(
+                    f"the key {key!r} stands twice, the second time in line {key_node.start_mark.line + 1}"
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile("^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_EXPONENT = (
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+_Loader.add_implicit_resolver(*_EXPONENT)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts quotes around text that :class:`_Loader` would read as something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_implicit_resolver(*_EXPONENT)
+
+
+def to_yaml(value: Any, flow: bool = True) -> str:
+    """A value as YAML that :func:`parse_yaml` reads as the same value; in one line, or in a line for each key."""
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=flow, sort_keys=False, allow_unicode=True, width=10**6)
+    return text.removesuffix("...\n").rstrip("\n") if flow else text
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """YAML text to plain data.
+
+    Raises:
+        ConfigError: not YAML (the line is named), or a key stands twice.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        reason = ", ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"{where} is not valid YAML{place}: {reason}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
