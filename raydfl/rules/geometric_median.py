@@ -17,15 +17,18 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.rules._group import Group
 from raydfl.rules._robust import RobustRule
+from raydfl.rules.centred_clipping import shortening
 
 
 @dataclass(frozen=True)
 class GeometricMedian(RobustRule):
     """The point of least summed distance to the clients, by the smoothed Weiszfeld algorithm.
 
-    Clients count by their weights, as in the paper. It starts from the server's tensors, which no client can move (0 where the
-    server has none); the paper leaves the start open. Over all tensors of a key that the same clients sent, taken as one vector. A
-    client's influence is its factor in the last step in relation to the largest: the nearest clients have 1.
+    Clients count by their weights, as in the paper, which leaves the start open. A start at the mean can be moved away as far as
+    anybody likes, and one at the server's tensors is where free riders are: the steps hardly leave a client that they are very near
+    to. So it starts at the mean of the clients, with differences to the server's tensors (0 where it has none) that are longer than
+    the median one shortened to it. Over all tensors of a key that the same clients sent, taken as one vector. A client's influence
+    is its factor in the last step in relation to the largest: the nearest clients have 1.
     """
 
     iterations: Annotated[
@@ -42,7 +45,9 @@ class GeometricMedian(RobustRule):
 
     def decide(self, voters: Group) -> np.ndarray:
         """See :class:`RobustRule`."""
-        vector = voters.server
+        lengths = np.sqrt(voters.squared_distances(voters.server))
+        factors = shortening(lengths, float(np.median(lengths)))
+        vector = voters.average(factors, uniform=False, towards=voters.server)
         for _ in range(self.iterations):
             near = np.maximum(self.smoothing, np.sqrt(voters.squared_distances(vector)))
             voters.influence = near.min() / near

@@ -158,7 +158,10 @@ def test_the_geometric_median_is_the_minimum_that_scipy_finds() -> None:
 @pytest.mark.parametrize("server", [None, 5.0])
 def test_each_step_of_the_geometric_median_is_the_papers(server: float | None) -> None:
     matrix, weights = honest(6, 40).astype(float), np.array([1.0, 2, 3, 4, 5, 6])
-    point = np.zeros(40) if server is None else np.full(40, server)
+    first = np.zeros(40) if server is None else np.full(40, server)
+    lengths = np.linalg.norm(matrix - first, axis=1)
+    clipped = [(row - first) * min(1, np.median(lengths) / far) for row, far in zip(matrix, lengths, strict=True)]
+    point = first + weights @ clipped / weights.sum()
     for _ in range(3):
         share = weights / np.maximum(0.05, np.linalg.norm(matrix - point, axis=1))
         point = share @ matrix / share.sum()
@@ -166,6 +169,29 @@ def test_each_step_of_the_geometric_median_is_the_papers(server: float | None) -
     result = call(GeometricMedian(iterations=3, smoothing=0.05), matrix, weights.tolist(), start)
     np.testing.assert_allclose(vector(result), point, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(result.influence, share / weights / (share / weights).max(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-6, 1e-3])
+@pytest.mark.parametrize("riders", [1, 3])
+def test_free_riders_do_not_hold_the_geometric_median_where_the_server_is(riders: int, noise: float) -> None:
+    matrix = honest(15, 500) + 0.2
+    matrix[:riders] = noise * honest(riders, 500, seed=7)
+
+    def slope(point: np.ndarray) -> float:
+        away = point - matrix.astype(float)
+        return float(np.linalg.norm((away / np.linalg.norm(away, axis=1, keepdims=True)).sum(axis=0)))
+
+    found = vector(call(GeometricMedian(), matrix))
+    assert slope(found) < 0.1  # 0 at the minimum
+    assert np.linalg.norm(found - matrix[riders:].mean(axis=0)) < 0.5 * np.linalg.norm(matrix[riders:].mean(axis=0))
+
+
+def test_the_geometric_median_is_where_most_clients_agree() -> None:
+    matrix = honest(5, 20)
+    matrix[:3] = 0.5
+    np.testing.assert_allclose(vector(call(GeometricMedian(iterations=50), matrix)), matrix[0], atol=1e-5)
+    matrix[:3] = 0.0
+    np.testing.assert_allclose(vector(call(GeometricMedian(), matrix)), matrix[0], atol=1e-5)  # where the server is
 
 
 @pytest.mark.parametrize("radius", [0.5, 2.0, None])
