@@ -7,12 +7,10 @@ import itertools
 import json
 import os
 import shlex
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 import pyarrow.compute as pc
@@ -45,6 +43,7 @@ from raydfl.rundir import (
 )
 from raydfl.server import ElsewhereError, Server, ServerActor
 from raydfl.slots import with_share
+from raydfl.stopping import StopSignals
 from raydfl.track import Tracker, make_tracker
 
 
@@ -277,31 +276,6 @@ def connected(address: str | None, quiet: bool = False) -> Iterator[None]:
             ray.shutdown()
 
 
-class _StopFlag:
-    """Set by Ctrl-C or SIGTERM: the run stops after the round. A second Ctrl-C ends it at once."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.asked = False
-        self._progress = progress
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _StopFlag:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            with contextlib.suppress(ValueError):  # not in the main thread: whoever called us handles signals
-                self._before[number] = signal.signal(number, self._ask)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-        self._progress.message("stopping after this round (press Ctrl-C again to stop at once)")
-
-
 def execute(run_dir: Path, config: Config, progress: Progress, on_round: OnRound | None = None) -> Outcome:
     """Do the rounds that are missing, then export the model and write the report.
 
@@ -405,7 +379,7 @@ def _rounds(
     progress.start(total, round_index, run_dir.name)
     scores: dict[str, float] = {}
     shown = round_index
-    with _StopFlag(progress) as stop:
+    with StopSignals(progress, "stopping after this round") as stop:
         told = False
         while True:
             last = round_index >= total or stop.asked

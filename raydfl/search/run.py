@@ -13,7 +13,6 @@ import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 from raydfl.errors import ResourcesError, RunDirectoryError
@@ -24,9 +23,10 @@ from raydfl.search.judge import Judge
 from raydfl.search.mirror import Mirror
 from raydfl.search.plan import Search, Trial, claim, corners, trial_name
 from raydfl.search.resources import Bundle, bundles_of, check_trial_fits
+from raydfl.stopping import StopSignals
 from raydfl.store import RunStore
 from raydfl.sweeps.results import keys_of
-from raydfl.sweeps.run import prepare, signals_to
+from raydfl.sweeps.run import prepare
 
 _MESSAGE = 300
 """Characters of a failure that a line repeats; the log has all."""
@@ -119,7 +119,9 @@ class _Session:
         ]
         self._logs = search.folder / "logs"
         self._stop_file = self._logs / f".stop-{os.getpid()}"
-        self._asked = 0
+        self._signals = StopSignals(
+            progress, "trials stop after their round", "them", self._stop_file.touch, _end_experiment
+        )
         self._waited: ResourcesError | None = None
 
     def run(self) -> None:
@@ -136,9 +138,9 @@ class _Session:
             bundles = bundles_of(config, self._search.settings.cpus, clients)
             check_trial_fits(bundles, config.ray.autoscale)
             try:
-                with signals_to(self._ask):
+                with self._signals:
                     for turn in range(len(self._search.turns)):
-                        if self._asked or not self._judge.open_turn(turn):
+                        if self._signals.asked or not self._judge.open_turn(turn):
                             break
                         if self._judge.left:
                             self._tune(bundles)
@@ -214,17 +216,13 @@ class _Session:
 
     def _give_up(self, error: ResourcesError) -> None:
         """No trial could begin for too long."""
-        if self._waited is None and not self._asked:
+        if self._waited is None and not self._signals.asked:
             self._waited = error
-            signal.raise_signal(signal.SIGUSR1)  # what Ray Tune ends an experiment for
+            _end_experiment()
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._asked += 1
-        if self._asked == 1:
-            self._stop_file.touch()
-            self._progress.message("trials stop after their round (press Ctrl-C again to stop them at once)")
-        else:
-            signal.raise_signal(signal.SIGUSR1)
+
+def _end_experiment() -> None:
+    signal.raise_signal(signal.SIGUSR1)  # what Ray Tune ends an experiment for
 
 
 class _Lines:

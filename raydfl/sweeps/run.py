@@ -9,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
 from raydfl.config import Config
 from raydfl.data.build import build_population
@@ -26,6 +24,7 @@ from raydfl.errors import InputError, ResourcesError
 from raydfl.jobfolder import check_kept
 from raydfl.progress import Advance, Progress, duration
 from raydfl.runs import connected
+from raydfl.stopping import StopSignals
 from raydfl.store import RunStore
 from raydfl.sweeps.executors import Ended, Executor, LocalProcesses, Order, RayTasks
 from raydfl.sweeps.grid import CellRun, Sweep
@@ -187,16 +186,18 @@ class _Loop:
         self._started: dict[str, float] = {}
         self._count = len(waiting)
         self._stop_file = sweep.folder / "logs" / f".stop-{os.getpid()}"
-        self._asked = 0
+        self._signals = StopSignals(
+            progress, "runs stop after their round", "them", self._stop_file.touch, executor.kill
+        )
 
     def run(self) -> None:
         """Until nothing runs and nothing waits."""
         self._stop_file.parent.mkdir(parents=True, exist_ok=True)
         self._stop_file.unlink(missing_ok=True)
-        with signals_to(self._ask), _Rounds(self._progress) as rounds:
+        with self._signals, _Rounds(self._progress) as rounds:
             try:
-                while self._running or (self._waiting and not self._asked):
-                    while self._waiting and len(self._running) < self._slots and not self._asked:
+                while self._running or (self._waiting and not self._signals.asked):
+                    while self._waiting and len(self._running) < self._slots and not self._signals.asked:
                         self._start(self._waiting.popleft())
                     for name, ended in self._executor.wait(_POLL):
                         self._end(self._running.pop(name), ended)
@@ -216,13 +217,19 @@ class _Loop:
         self._executor.start(Order(each.name, values, str(self._stop_file), str(log), self._executor.own_process))
 
     def _end(self, each: CellRun, ended: Ended | None) -> None:
-        if ended is None and not self._asked and self._lost.get(each.name, 0) < self._sweep.settings.cells.retries:
+        if (
+            ended is None
+            and not self._signals.asked
+            and self._lost.get(each.name, 0) < self._sweep.settings.cells.retries
+        ):
             self._lost[each.name] = self._lost.get(each.name, 0) + 1
             self._progress.message(f"lost: {each.name}; its process was killed, for lack of memory perhaps; it goes on")
             self._waiting.appendleft(each)
             return
         if ended is None:
-            ended = Ended("stopped") if self._asked else Ended("failed", "its process was killed again and again")
+            ended = (
+                Ended("stopped") if self._signals.asked else Ended("failed", "its process was killed again and again")
+            )
         if ended.status == "finished":
             self._outcome.finished.append(each.name)
             took = duration(time.monotonic() - self._started[each.name])
@@ -234,28 +241,6 @@ class _Loop:
             self._outcome.failed[each.name] = ended.reason
             first = (ended.reason.splitlines() or [""])[0][:_MESSAGE]
             self._progress.message(f"failed: {each.name}: {first}")
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._asked += 1
-        if self._asked == 1:
-            self._stop_file.touch()
-            self._progress.message("runs stop after their round (press Ctrl-C again to stop them at once)")
-        else:
-            self._executor.kill()
-
-
-@contextlib.contextmanager
-def signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM call ``handler`` inside the block."""
-    before: dict[int, Any] = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(ValueError):  # not in the main thread: whoever called us handles signals
-            before[number] = signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for signal_number, old in before.items():
-            signal.signal(signal_number, old)
 
 
 class _Rounds:
