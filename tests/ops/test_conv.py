@@ -38,6 +38,13 @@ SHAPES = [
     (2, 11, 4, 5, 4, 0, None),
     (2, 11, 4, 5, 4, 3, 4),
     (0, 11, 4, 5, 3, 1, 2),
+    # 16 channels and more, a multiple of 8 of them: by values at points.
+    (2, 26, 24, 19, 3, 1, 2),
+    (3, 31, 16, 16, 3, 0, None),
+    (2, 17, 32, 40, 5, 4, 3),
+    (1, 6, 16, 16, 3, 1, 4),
+    (2, 40, 16, 17, 5, 0, 1),
+    (2, 101, 64, 64, 5, 2, 2),
 ]
 
 
@@ -52,6 +59,7 @@ def gradients(outputs: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 def test_it_is_torchs_convolution(shape: tuple[int, int, int, int, int, int, int | None], padded: bool) -> None:
     batch, frames, inputs, outputs, kernel, padding, pool = shape
     x, weight, bias = noise(batch, frames, inputs), noise(outputs, inputs, kernel, seed=1), noise(outputs, seed=2)
+    weight /= (inputs * kernel) ** 0.5  # outputs of the size of inputs
     lengths = torch.arange(batch).mul(frames).div(max(batch, 1)).long() + 1 if padded else None
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
     mine = ops.conv1d(x, weight, bias, padding, pool=pool, lengths=lengths)
@@ -61,11 +69,14 @@ def test_it_is_torchs_convolution(shape: tuple[int, int, int, int, int, int, int
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
-def test_float32_is_near_float64() -> None:
-    x, weight, bias = noise(4, 50, 32), noise(32, 32, 5, seed=1), noise(32, seed=2)
+@pytest.mark.parametrize("kernel", [3, 5, 7])
+@pytest.mark.parametrize("channels", [12, 32, 128])
+def test_float32_is_near_float64(kernel: int, channels: int) -> None:
+    x, weight, bias = noise(4, 50, channels), noise(32, channels, kernel, seed=1), noise(32, seed=2)
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
     wide = [t.detach().double().requires_grad_() for t in leaves]
-    found, exact = ops.conv1d(*leaves, 2, pool=2), reference(*wide, 2, 2, None)
+    padding = kernel // 2
+    found, exact = ops.conv1d(*leaves, padding, pool=None), reference(*wide, padding, None, None)
     for one, other in zip([found, *gradients(found, leaves)], [exact, *gradients(exact, wide)], strict=True):
         assert float(((one - other).norm() / other.norm()).detach()) < 1e-6
 

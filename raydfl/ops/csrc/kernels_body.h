@@ -186,8 +186,74 @@ INLINE long counting(const int64_t* lengths, long item, long frames) {
   return lengths[item] < 0 ? 0 : least(lengths[item], frames);
 }
 
+// ReLU and the maximum of each pool of one item's rows, which lie "width" apart; without pooling the rows as they are.
+void pool_item(const Convolution& shape, const float* convolved, long width, float* y, uint8_t* codes) {
+  const long pooled = shape.pooled();
+  if (!shape.pool) {
+    for (long t = 0; t < pooled; ++t) copy(y + t * shape.outputs, convolved + t * width, shape.outputs);
+    return;
+  }
+  for (long t = 0; t < pooled; ++t, y += shape.outputs, codes += shape.outputs) {
+    for (long o = 0; o < shape.outputs; o += LANES) {
+      Floats best{};
+      Integers code = Integers{} + NOWHERE;
+      const float* from = convolved + t * shape.pool * width + o;
+      for (int32_t j = 0; j < shape.pool; ++j, from += width) {
+        const Floats value = load(from);
+        const Integers better = (value > best) | (value != value);  // a NaN is kept: whoever trains must see it
+        best = better ? value : best;
+        code = better ? Integers{} + j : code;
+      }
+      const Bytes narrow = __builtin_convertvector(code, Bytes);
+      if (o + LANES <= shape.outputs) {
+        store(y + o, best);
+        *reinterpret_cast<LooseBytes*>(codes + o) = narrow;
+      } else {
+        for (long j = 0; o + j < shape.outputs; ++j) y[o + j] = best[j], codes[o + j] = narrow[j];
+      }
+    }
+  }
+}
+
+// The other way: dy of one item to the rows that it comes from, and its sum added to bias_sums. The rows' padding stays as it is.
+void unpool_item(const Convolution& shape, const float* dy, const uint8_t* codes, long width, float* to, float* bias_sums) {
+  const long pooled = shape.pooled();
+  if (!shape.pool) {
+    for (long t = 0; t < pooled; ++t, dy += shape.outputs, to += width) {
+      copy(to, dy, shape.outputs);
+      add(bias_sums, dy, shape.outputs);
+    }
+    return;
+  }
+  for (long t = 0; t < pooled; ++t, dy += shape.outputs, codes += shape.outputs, to += shape.pool * width) {
+    long o = 0;
+    for (; o + LANES <= shape.outputs; o += LANES) {
+      const Floats value = load(dy + o);
+      const Integers code = __builtin_convertvector(Bytes(*reinterpret_cast<const LooseBytes*>(codes + o)), Integers);
+      Floats sum = load(bias_sums + o);
+      for (int32_t j = 0; j < shape.pool; ++j) {
+        const Floats here = reinterpret_cast<Floats>(reinterpret_cast<Integers>(value) & (code == j));
+        store(to + j * width + o, here);
+        sum += here;
+      }
+      store(bias_sums + o, sum);
+    }
+    for (; o < shape.outputs; ++o) {
+      for (long j = 0; j < shape.pool; ++j) to[j * width + o] = codes[o] == j ? dy[o] : 0.0f;
+      if (codes[o] != NOWHERE) bias_sums[o] += dy[o];
+    }
+  }
+}
+
+#include "convolution_at_points.h"
+
 void convolve(const Convolution& shape, const float* x, const float* weight, const float* bias, const int64_t* lengths, float* y,
               uint8_t* codes) {
+  if (fits_points(shape)) {
+    shape.taps == 3 ? convolve_at_points<3>(shape, x, weight, bias, lengths, y, codes)
+                    : convolve_at_points<5>(shape, x, weight, bias, lengths, y, codes);
+    return;
+  }
   const long depth = shape.taps * shape.inputs, width = rounded_up(shape.outputs), pooled = shape.pooled();
   const long rows = shape.pool ? pooled * shape.pool : pooled;
   float* ordered = scratch(0, depth * shape.outputs);  // weight as [outputs, taps, inputs]
@@ -209,31 +275,19 @@ void convolve(const Convolution& shape, const float* x, const float* weight, con
       continue;
     }
     multiply<false>(rows, width, depth, padded, shape.inputs, panels, convolved, width, Start::BIAS, wide_bias);
-    for (long t = 0; t < pooled; ++t, y += shape.outputs, codes += shape.outputs) {
-      for (long o = 0; o < shape.outputs; o += LANES) {
-        Floats best{};
-        Integers code = Integers{} + NOWHERE;
-        const float* from = convolved + t * shape.pool * width + o;
-        for (int32_t j = 0; j < shape.pool; ++j, from += width) {
-          const Floats value = load(from);
-          const Integers better = (value > best) | (value != value);  // a NaN is kept: whoever trains must see it
-          best = better ? value : best;
-          code = better ? Integers{} + j : code;
-        }
-        const Bytes narrow = __builtin_convertvector(code, Bytes);
-        if (o + LANES <= shape.outputs) {
-          store(y + o, best);
-          *reinterpret_cast<LooseBytes*>(codes + o) = narrow;
-        } else {
-          for (long j = 0; o + j < shape.outputs; ++j) y[o + j] = best[j], codes[o + j] = narrow[j];
-        }
-      }
-    }
+    pool_item(shape, convolved, width, y, codes);
+    y += pooled * shape.outputs;
+    codes += pooled * shape.outputs;
   }
 }
 
 void convolve_backward(const Convolution& shape, const float* dy, const uint8_t* codes, const float* x, const float* weight,
                        const int64_t* lengths, float* dx, float* dweight, float* dbias) {
+  if (fits_points(shape)) {
+    shape.taps == 3 ? convolve_backward_at_points<3>(shape, dy, codes, x, weight, lengths, dx, dweight, dbias)
+                    : convolve_backward_at_points<5>(shape, dy, codes, x, weight, lengths, dx, dweight, dbias);
+    return;
+  }
   const long depth = shape.taps * shape.inputs, width = rounded_up(shape.outputs), pooled = shape.pooled();
   const long rows = shape.pool ? pooled * shape.pool : pooled;
   const long before = shape.taps - 1 - shape.padding, window = shape.taps * width;
@@ -256,32 +310,9 @@ void convolve_backward(const Convolution& shape, const float* dy, const uint8_t*
   for (long item = 0; item < shape.batch; ++item) {
     const long count = counting(lengths, item, shape.frames);
     pad(padded, x + item * shape.frames * shape.inputs, shape, count);
-    float* to = spread + before * width;
-    if (shape.pool) {
-      for (long t = 0; t < pooled; ++t, dy += shape.outputs, codes += shape.outputs, to += shape.pool * width) {
-        long o = 0;
-        for (; o + LANES <= shape.outputs; o += LANES) {
-          const Floats value = load(dy + o);
-          const Integers code = __builtin_convertvector(Bytes(*reinterpret_cast<const LooseBytes*>(codes + o)), Integers);
-          Floats sum = load(bias_sums + o);
-          for (int32_t j = 0; j < shape.pool; ++j) {
-            const Floats here = reinterpret_cast<Floats>(reinterpret_cast<Integers>(value) & (code == j));
-            store(to + j * width + o, here);
-            sum += here;
-          }
-          store(bias_sums + o, sum);
-        }
-        for (; o < shape.outputs; ++o) {
-          for (long j = 0; j < shape.pool; ++j) to[j * width + o] = codes[o] == j ? dy[o] : 0.0f;
-          if (codes[o] != NOWHERE) bias_sums[o] += dy[o];
-        }
-      }
-    } else {
-      for (long t = 0; t < rows; ++t, dy += shape.outputs, to += width) {
-        copy(to, dy, shape.outputs);
-        add(bias_sums, dy, shape.outputs);
-      }
-    }
+    unpool_item(shape, dy, codes, width, spread + before * width, bias_sums);
+    dy += pooled * shape.outputs;
+    if (shape.pool) codes += pooled * shape.outputs;
     multiply<true>(depth, width, rows, padded, shape.inputs, {spread + before * width, PANEL, width}, sums, width, Start::SUM);
     if (dx) {
       multiply<false>(count, shape.inputs, window, spread, width, panels, dx, shape.inputs, Start::ZERO);
