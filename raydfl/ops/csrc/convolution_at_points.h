@@ -6,7 +6,7 @@
 //   y = A' [(G w) . (B' d)],     and with the same three matrices     dw = G' [(A dy) . (B' d)],    dx = B [(A dy) . (G w)]
 //
 // so that 6 products take the place of 10 (5 taps) or 12 (3 taps). "Values" are those at the points: [point, window, channel].
-// Rounding is three to four times that of the plain sums.
+// Rounding is about twice that of the plain sums.
 
 constexpr int POINTS = 6;
 
