@@ -8,7 +8,8 @@ compared: all draw the same cohorts and the same batches and must come to the sa
 
 A round of raydfl is timed where a user's driver waits for it: planning, dispatch, object store, aggregation and the commit to the
 disk are in it. The contestants take turns of a few rounds each, so that whatever else the machine does meets all of them; ratios
-are of turns that stood next to each other. README.md beside this file says more.
+are of turns that stood next to each other. Each is started for its turn and ended after it: a cluster that only waits would still
+take a tenth of a core from the others. README.md beside this file says more.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ WORKS: Mapping[str, Mapping[str, str]] = {
 }
 """Architectures by model name."""
 KERNEL = 5
-AT_ONCE = 0.3
+OURS, PEER_NAMES = "raydfl, 2 actors", ("Flower", "pfl")
+WARM_UP = 4
+"""Rounds at the start of a turn that are not timed."""
+AT_ONCE = 0.6
 """Seconds of rounds in one call."""
 
 
@@ -72,6 +76,7 @@ class Raydfl:
     """raydfl on a server actor and client actors."""
 
     def __init__(self, config: Config) -> None:
+        start_local_ray(logging_level="ERROR", log_to_driver=False)
         self._folder = create(config, Progress("quiet"))
         actor = ray.remote(ServerActor).options(num_cpus=0)
         self._server = actor.remote(str(self._folder), config.model_dump(mode="json"))
@@ -89,9 +94,9 @@ class Raydfl:
         return {name.partition("/")[2]: value for name, value in final_state(self._folder).tensors["global"].items()}
 
     def close(self) -> None:
-        """End the actors."""
+        """End the actors and Ray."""
         ray.get(self._server.close.remote())
-        ray.kill(self._server)
+        ray.shutdown()
 
 
 def configuration(data: Mapping[str, object], runs: Path, work: str, actors: int, together: int = 1) -> Config:
@@ -195,33 +200,28 @@ def choose(
 def measure(
     starts: Mapping[str, Callable[[], Contestant]], turns: int, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Let them take turns.
+    """Let them take turns: each is started, does WARM_UP rounds that do not count, and then those that do.
 
     Returns:
-        Seconds of a round in each turn, and the largest difference of the global model to the first contestant's after the
-        first, uncounted turn (later, training makes any rounding grow); by name.
+        Seconds of a round in each turn, and the largest difference of the global model to the first contestant's after a turn's
+        first rounds (later, training makes any rounding grow); by name.
     """
-    running: dict[str, Contestant] = {}
-    try:
-        for name, start in starts.items():
-            running[name] = start()
-        first = next(iter(running))
-        seconds: dict[str, list[float]] = {name: [] for name in running}
-        differences: dict[str, float] = {}
-        for turn in range(-1, turns):  # the first warms up
-            order = list(running) if turn % 2 else list(reversed(running))
-            for name in order:
+    seconds: dict[str, list[float]] = {name: [] for name in starts}
+    models: dict[str, Mapping[str, Tensor]] = {}
+    for turn in range(turns):
+        for name in list(starts)[:: 1 if turn % 2 else -1]:
+            contestant = starts[name]()
+            try:
+                contestant.run(WARM_UP)
+                if name not in models:
+                    models[name] = contestant.weights()
                 started = time.perf_counter()
-                running[name].run(rounds)
-                if turn >= 0:
-                    seconds[name].append((time.perf_counter() - started) / rounds)
-            if turn < 0:
-                models = {name: contestant.weights() for name, contestant in running.items()}
-                differences = {name: largest_difference(model, models[first]) for name, model in models.items()}
-        return seconds, differences
-    finally:
-        for contestant in running.values():
-            contestant.close()
+                contestant.run(rounds)
+                seconds[name].append((time.perf_counter() - started) / rounds)
+            finally:
+                contestant.close()
+    first = next(iter(starts))
+    return seconds, {name: largest_difference(model, models[first]) for name, model in models.items()}
 
 
 def largest_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
@@ -236,31 +236,36 @@ def largest_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -
 
 
 def table(results: Mapping[str, tuple[Mapping[str, list[float]], Mapping[str, float]]]) -> str:
-    """Ratios to the first contestant: medians and ranges, a column for each work."""
+    """Ratios to the first contestant, and of the peers to raydfl: medians and ranges, a column for each work."""
     names = list(dict.fromkeys(name for seconds, _ in results.values() for name in seconds))
-    lines = [f"{'':30}" + "".join(f"{work:>30}" for work in results)]
+    lines = [f"{'':34}" + "".join(f"{work:>30}" for work in results)]
     for name in names:
         cells = []
         for seconds, differences in results.values():
-            first = next(iter(seconds.values()))
-            ratios = [t / f for t, f in zip(seconds.get(name, []), first, strict=False)]
-            cell = "-"
-            if ratios:
-                middle = statistics.median(ratios)
-                cell = f"{middle:.2f} ({min(ratios):.2f}-{max(ratios):.2f}) {differences[name]:7.0e}"
-            cells.append(f"{cell:>30}")
-        lines.append(f"{name:30}" + "".join(cells))
+            cell = _ratios(seconds.get(name, []), next(iter(seconds.values())))
+            cells.append(f"{cell} {differences[name]:7.0e}" if cell else "-")
+        lines.append(f"{name:34}" + "".join(f"{cell:>30}" for cell in cells))
+    for name in names if OURS in names else ():
+        if name.startswith(PEER_NAMES):
+            cells = [_ratios(seconds.get(name, []), seconds.get(OURS, [])) or "-" for seconds, _ in results.values()]
+            lines.append(f"{name.partition(',')[0] + ' / ' + OURS:34}" + "".join(f"{cell:>30}" for cell in cells))
     milliseconds = [1000 * statistics.median(next(iter(seconds.values()))) for seconds, _ in results.values()]
-    lines.append(f"{'ms of the first, a round':30}" + "".join(f"{value:>30.0f}" for value in milliseconds))
+    lines.append(f"{'ms of the first, a round':34}" + "".join(f"{value:>30.0f}" for value in milliseconds))
     return "\n".join(lines)
+
+
+def _ratios(times: Sequence[float], others: Sequence[float]) -> str:
+    """Median and range of what one took over what another took in the same turn; empty without turns."""
+    ratios = [time / other for time, other in zip(times, others, strict=False)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})" if ratios else ""
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, required=True, help="folder of the Free Spoken Digit Dataset")
-    parser.add_argument("--turns", type=int, default=8, help="timed turns of each contestant")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds in a turn")
+    parser.add_argument("--turns", type=int, default=5, help="turns of each contestant")
+    parser.add_argument("--rounds", type=int, default=8, help="timed rounds in a turn")
     parser.add_argument("--works", nargs="+", default=list(WORKS), choices=list(WORKS))
     parser.add_argument(
         "--contestants",
@@ -272,22 +277,21 @@ def main() -> None:
     torch.set_num_threads(1)
     if not PEERS.exists():
         print("Flower and pfl-research are not installed and left out: make bench-peers")
-    start_local_ray(logging_level="ERROR", log_to_driver=False)
     results: dict[str, tuple[Mapping[str, list[float]], Mapping[str, float]]] = {}
-    data, rounds = fsdd(arguments.root.resolve()), (arguments.turns + 1) * arguments.rounds
+    data, rounds = fsdd(arguments.root.resolve()), WARM_UP + arguments.rounds
     try:
         with tempfile.TemporaryDirectory(prefix="raydfl-benchmark-") as folder:
             for work in arguments.works:
                 chosen = choose(contestants(work, data, Path(folder), rounds), arguments.contestants)
                 results[work] = measure(chosen, arguments.turns, arguments.rounds)
     finally:  # what was measured before a failure counts
-        ray.shutdown()
         if results:
             print(
                 f"{arguments.turns} turns of {arguments.rounds} rounds; in each cell: time of a round over the first contestant's"
             )
             print(
-                "of the same turn, median (range); largest difference of the model to the first contestant's after one turn"
+                "of the same turn, median (range); largest difference of the model to the first contestant's "
+                f"after {WARM_UP} rounds"
             )
             print(table(results))
 

@@ -9,6 +9,7 @@ moment loses no row and doubles none.
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ SCHEMA = pa.schema(
         ("note", pa.string()),
     ]
 )
+_PLAIN = [name for name in SCHEMA.names if name not in ("array", "shape")]
 _MERGE_ROWS = 1_000_000  # rows held in memory while files are merged, and of a row group of the merged file
 
 
@@ -98,13 +100,10 @@ def rows_from_clients(round_index: int, phase: str, split: str, clients: Mapping
 
 def to_table(rows: Iterable[Row]) -> pa.Table:
     """Rows as an Arrow table with :data:`SCHEMA`."""
-    columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
-    for row in rows:
-        for name in SCHEMA.names[:7]:
-            columns[name].append(getattr(row, name))
-        columns["array"].append(None if row.array is None else row.array.ravel())
-        columns["shape"].append(None if row.array is None else list(row.array.shape))
-        columns["note"].append(row.note)
+    rows = list(rows)
+    columns: dict[str, list[Any]] = {name: list(map(operator.attrgetter(name), rows)) for name in _PLAIN}
+    columns["array"] = [None if row.array is None else row.array.ravel() for row in rows]
+    columns["shape"] = [None if row.array is None else list(row.array.shape) for row in rows]
     return pa.table(columns, schema=SCHEMA)
 
 
@@ -131,16 +130,16 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
         ResourcesError: the disk is full.
         RunDirectoryError: the folder cannot be written to.
     """
-    _write(path, [to_table(rows)])
+    _write(path, [to_table(rows)], "snappy")  # half of zstd's time, and not for long: the files are merged
 
 
-def _write(path: Path, tables: Iterable[pa.Table]) -> None:
+def _write(path: Path, tables: Iterable[pa.Table], compression: str = "zstd") -> None:
     """One row group a table: to a temporary name, to the disk, then to its name."""
     needed = 0
 
     def write(temporary: Path) -> None:
         nonlocal needed
-        with temporary.open("wb") as file, pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer:
+        with temporary.open("wb") as file, pq.ParquetWriter(file, SCHEMA, compression=compression) as writer:
             for table in tables:
                 needed += table.nbytes
                 writer.write_table(table)

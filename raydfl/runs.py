@@ -109,7 +109,7 @@ def resume(run_dir: str | Path, overrides: Sequence[str] = (), progress: Progres
 
 _REASONS = 5
 """Failed clients of a round whose reasons are shown; the record has all."""
-_AT_ONCE = 0.3
+_AT_ONCE = 0.6
 """Seconds of rounds that are asked for in one call: so much later may a run stop that is asked to."""
 
 

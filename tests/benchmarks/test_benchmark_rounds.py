@@ -59,7 +59,7 @@ def test_bare_loop_and_raydfl_end_at_one_model(
 def test_contestants_in_other_processes_end_at_the_bare_loops_model(
     words: tuple[str, ...], data: dict[str, Any], tmp_path: Path
 ) -> None:
-    known = rounds.contestants("crnn_lite", data, tmp_path, 2 * ROUNDS)
+    known = rounds.contestants("crnn_lite", data, tmp_path, rounds.WARM_UP + ROUNDS)
     chosen = rounds.choose(known, words)
     if len(chosen) == 1:
         pytest.skip("not installed: make bench-peers")
@@ -94,6 +94,12 @@ def test_table_is_of_ratios_within_a_turn() -> None:
     assert lines[1].split() == ["first", "1.00", "(1.00-1.00)", "0e+00", "1.00", "(1.00-1.00)", "0e+00"]
     assert lines[2].split() == ["second", "0.50", "(0.50-0.50)", "3e-08", "-"]
     assert lines[3].split()[-2:] == ["2000", "1000"]
+
+
+def test_table_says_how_much_slower_the_peers_are() -> None:
+    seconds = {"first": [1.0, 1.0], "Flower, 2 client slots": [1.0, 0.6], "raydfl, 2 actors": [0.25, 0.2]}
+    lines = rounds.table({"a": (seconds, dict.fromkeys(seconds, 0.0))}).splitlines()
+    assert lines[4].split() == ["Flower", "/", "raydfl,", "2", "actors", "3.50", "(3.00-4.00)"]
 
 
 def test_models_of_other_names_are_not_compared() -> None:

@@ -14,6 +14,7 @@ typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Naturals __attribute__((vector_size(4 * LANES)));
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+typedef uint8_t AllBytes __attribute__((vector_size(4 * LANES)));
 typedef float LooseFloats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint8_t LooseBytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
@@ -24,6 +25,37 @@ INLINE void store(float* to, Floats values) { *reinterpret_cast<LooseFloats*>(to
 INLINE Floats all(float value) { return value - Floats{}; }
 INLINE long rounded_up(long count) { return (count + PANEL - 1) / PANEL * PANEL; }
 INLINE long least(long one, long other) { return one < other ? one : other; }
+
+#if defined(__clang__)
+#define SHUFFLED(Mask, one, other, ...) __builtin_shufflevector(one, other, __VA_ARGS__)
+#else
+#define SHUFFLED(Mask, one, other, ...) __builtin_shuffle(one, other, Mask{__VA_ARGS__})
+#endif
+
+// The elements of two vectors in turn: of their first halves, and of their second.
+INLINE void interleave(Floats one, Floats other, Floats* first, Floats* second) {
+#if RAYDFL_LANES == 8
+  *first = SHUFFLED(Integers, one, other, 0, 8, 1, 9, 2, 10, 3, 11);
+  *second = SHUFFLED(Integers, one, other, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+  *first = SHUFFLED(Integers, one, other, 0, 4, 1, 5);
+  *second = SHUFFLED(Integers, one, other, 2, 6, 3, 7);
+#endif
+}
+
+// LANES numbers of 0..255 as bytes.
+INLINE Bytes narrowed(Integers numbers) {
+  const AllBytes bytes = reinterpret_cast<AllBytes>(numbers);
+#if RAYDFL_LANES == 8
+  const AllBytes lowest = SHUFFLED(AllBytes, bytes, bytes, 0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28,  //
+                                   0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+#else
+  const AllBytes lowest = SHUFFLED(AllBytes, bytes, bytes, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
+#endif
+  Bytes result;
+  __builtin_memcpy(&result, &lowest, LANES);
+  return result;
+}
 
 INLINE void copy(float* to, const float* from, long count) { __builtin_memcpy(to, from, sizeof(float) * count); }
 INLINE void clear(float* to, long count) { __builtin_memset(to, 0, sizeof(float) * count); }
@@ -52,6 +84,7 @@ INLINE void tile(long depth, const float* a, long lda, const float* b, long ldb,
   const bool whole = columns == PANEL;
 #pragma GCC unroll 6
   for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = Floats{};
+#pragma GCC unroll 4
   for (long k = 0; k < depth; ++k, b += ldb) {
     const Floats left = load(b), right = load(b + LANES);
 #pragma GCC unroll 6
@@ -98,32 +131,56 @@ void tile_of(long rows, long depth, const float* a, long lda, const float* b, lo
 template <bool TRANSPOSED>
 void multiply(long rows, long columns, long depth, const float* a, long lda, Panels b, float* c, long ldc, Start start,
               const float* bias = nullptr) {
-  const long tiles = (rows + TILE - 1) / TILE;
+  if (rows == 0) return;
+  const long tiles = (rows + TILE - 1) / TILE, height = rows / tiles, higher = rows % tiles;
   for (long panel = 0, column = 0; column < columns; ++panel, column += PANEL) {
-    for (long index = 0; index < tiles; ++index) {  // tiles of nearly equal height: a tile of one row is slow
-      const long first = index * rows / tiles, next = (index + 1) * rows / tiles;
-      tile_of<TRANSPOSED>(next - first, depth, a + first * (TRANSPOSED ? 1 : lda), lda, b.data + panel * b.apart, b.row,
+    for (long index = 0, first = 0; index < tiles; ++index) {  // tiles of nearly equal height: a tile of one row is slow
+      const long count = height + (index < higher);
+      tile_of<TRANSPOSED>(count, depth, a + first * (TRANSPOSED ? 1 : lda), lda, b.data + panel * b.apart, b.row,
                           c + first * ldc + column, ldc, least(columns - column, PANEL), start, bias ? bias + column : bias);
+      first += count;
     }
   }
 }
 
-// Panels of matrix [rows, columns] with element (k, j) at from[k * row + j * column]; missing columns are 0.
-Panels pack(float* to, const float* from, long rows, long columns, long row, long column) {
-  float* start = to;
-  for (long first = 0; first < columns; first += PANEL, to += rows * PANEL) {
+// A square of LANES x LANES, its rows "row" apart, as columns of a panel.
+INLINE void transpose(float* to, const float* from, long row) {
+  Floats now[LANES], next[LANES];
+#pragma GCC unroll 8
+  for (int i = 0; i < LANES; ++i) now[i] = load(from + i * row);
+#pragma GCC unroll 3
+  for (int stage = 1; stage < LANES; stage *= 2) {  // as cards are shuffled: after log2(LANES) times columns are rows
+#pragma GCC unroll 4
+    for (int i = 0; i < LANES / 2; ++i) interleave(now[i], now[i + LANES / 2], &next[2 * i], &next[2 * i + 1]);
+#pragma GCC unroll 8
+    for (int i = 0; i < LANES; ++i) now[i] = next[i];
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < LANES; ++i) store(to + i * PANEL, now[i]);
+}
+
+// Panels, "apart" from each other, of matrix [rows, columns] with element (k, j) at from[k * row + j * column], of which one is 1;
+// missing columns are 0.
+void pack_apart(float* to, long apart, const float* from, long rows, long columns, long row, long column) {
+  for (long first = 0; first < columns; first += PANEL, to += apart) {
     const long width = least(columns - first, PANEL);
     if (width < PANEL) clear(to, rows * PANEL);
     if (column == 1) {
       for (long k = 0; k < rows; ++k) copy(to + k * PANEL, from + k * row + first, width);
-    } else {
-      for (long j = 0; j < width; ++j) {
-        const float* line = from + (first + j) * column;
-        for (long k = 0; k < rows; ++k) to[k * PANEL + j] = line[k * row];
-      }
+      continue;
     }
+    const long whole = rows / LANES * LANES, blocks = width / LANES * LANES;
+    for (long j = 0; j < blocks; j += LANES)
+      for (long k = 0; k < whole; k += LANES) transpose(to + k * PANEL + j, from + (first + j) * column + k, column);
+    for (long j = 0; j < width; ++j)
+      for (long k = j < blocks ? whole : 0; k < rows; ++k) to[k * PANEL + j] = from[(first + j) * column + k];
   }
-  return {start, rows * PANEL, PANEL};
+}
+
+// The same without gaps.
+Panels pack(float* to, const float* from, long rows, long columns, long row, long column) {
+  pack_apart(to, rows * PANEL, from, rows, columns, row, column);
+  return {to, rows * PANEL, PANEL};
 }
 
 INLINE long packed_size(long rows, long columns) { return rows * rounded_up(columns); }
@@ -135,40 +192,37 @@ INLINE Floats within(Floats x, float low, float high) {  // a NaN stays one
   return x > all(high) ? all(high) : x;
 }
 
-// exp to 1.2e-7 of itself, for -86..86 and held there outside.
-INLINE Floats exponential(Floats x) {
-  x = within(x, -86.0f, 86.0f);
-  const Floats magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, found in the lowest bits
-  const Floats shifted = x * 1.44269504088896341f + magic;
-  const Floats power = shifted - magic;
-  Floats rest = x - power * 0.693359375f;
-  rest = rest + power * 2.12194440e-4f;
-  Floats series = all(1.9875691500e-4f);
-  series = series * rest + 1.3981999507e-3f;
-  series = series * rest + 8.3334519073e-3f;
-  series = series * rest + 4.1665795894e-2f;
-  series = series * rest + 1.6666665459e-1f;
-  series = series * rest + 5.0000001201e-1f;
-  series = series * rest * rest + rest + 1.0f;
-  const Integers exponent = (reinterpret_cast<Integers>(shifted) - reinterpret_cast<Integers>(magic)) << 23;
-  const Floats result = reinterpret_cast<Floats>(reinterpret_cast<Integers>(series) + exponent);
-  return x == x ? result : x;  // a NaN's lowest bits have been taken for an exponent
+// 2^power and e^rest - 1 of x = power ln 2 + rest, which make e^x: for -86..86, and held there outside.
+struct Exponential {
+  Floats scale, rest;
+
+  INLINE explicit Exponential(Floats x) {
+    x = within(x, -86.0f, 86.0f);
+    const Floats magic = all(12582912.0f + 127.0f);  // 1.5 * 2^23, and an exponent's bias: adding it rounds to an integer, found in the lowest bits
+    const Floats shifted = x * 1.44269504088896341f + magic;
+    const Floats power = shifted - magic;
+    Floats r = x - power * 0.693359375f;
+    r = r + power * 2.12194440e-4f;
+    Floats series = all(1.9875691500e-4f);
+    series = series * r + 1.3981999507e-3f;
+    series = series * r + 8.3334519073e-3f;
+    series = series * r + 4.1665795894e-2f;
+    series = series * r + 1.6666665459e-1f;
+    series = series * r + 5.0000001201e-1f;
+    rest = series * (r * r) + r;
+    scale = reinterpret_cast<Floats>(reinterpret_cast<Integers>(shifted) << 23);
+  }
+};
+
+INLINE Floats sigmoid(Floats x) {
+  const Exponential e(-x);
+  return 1.0f / (e.scale * e.rest + (e.scale + 1.0f));
 }
 
-INLINE Floats sigmoid(Floats x) { return 1.0f / (1.0f + exponential(-x)); }
-
 INLINE Floats hyperbolic_tangent(Floats x) {
-  const Integers sign = reinterpret_cast<Integers>(x) & static_cast<int32_t>(0x80000000);
-  const Floats size = reinterpret_cast<Floats>(reinterpret_cast<Integers>(x) ^ sign);
-  const Floats large = 1.0f - 2.0f / (exponential(size + size) + 1.0f);
-  const Floats square = x * x;
-  Floats series = all(-5.70498872745e-3f);
-  series = series * square + 2.06390887954e-2f;
-  series = series * square + -5.37397155531e-2f;
-  series = series * square + 1.33314422036e-1f;
-  series = series * square + -3.33332819422e-1f;
-  const Floats small = series * square * x + x;
-  return size < all(0.625f) ? small : reinterpret_cast<Floats>(reinterpret_cast<Integers>(large) | sign);
+  const Exponential e(x + x);
+  const Floats less_one = e.scale * e.rest + (e.scale - 1.0f);
+  return less_one / (less_one + 2.0f);
 }
 
 // --- convolution --------------------------------------------------------------------------------------------------------------
@@ -204,7 +258,7 @@ void pool_item(const Convolution& shape, const float* convolved, long width, flo
         best = better ? value : best;
         code = better ? Integers{} + j : code;
       }
-      const Bytes narrow = __builtin_convertvector(code, Bytes);
+      const Bytes narrow = narrowed(code);
       if (o + LANES <= shape.outputs) {
         store(y + o, best);
         *reinterpret_cast<LooseBytes*>(codes + o) = narrow;
@@ -332,55 +386,48 @@ void convolve_backward(const Convolution& shape, const float* dy, const uint8_t*
 // With r, z, n the gates and s = W_hn h + b_hn:  h' = (1 - z) n + z h,  n = tanh(i + r s).  A direction's own order of time is
 // called "step". gates holds r, z, n, s for each (step, item), "padded" units each; units beyond "hidden" have weight 0 and stay 0.
 
-// The panels of a weight [3 * hidden, columns] transposed: of each gate, rounded_up(hidden) columns.
-void pack_gates(float* to, Panels panels[3], const float* weight, long hidden, long columns) {
-  for (int gate = 0; gate < 3; ++gate, to += packed_size(columns, hidden))
-    panels[gate] = pack(to, weight + gate * hidden * columns, columns, hidden, 1, columns);
-}
-
 void gate_row(long padded, float* gates, const float* before, float* after) {
+  for (long u = 0; u < 2 * padded; u += LANES) store(gates + u, sigmoid(load(gates + u)));
   for (long u = 0; u < padded; u += LANES) {
-    const Floats r = sigmoid(load(gates + u)), z = sigmoid(load(gates + padded + u));
-    const Floats n = hyperbolic_tangent(load(gates + 2 * padded + u) + r * load(gates + 3 * padded + u));
-    store(gates + u, r);
-    store(gates + padded + u, z);
+    const Floats n = hyperbolic_tangent(load(gates + 2 * padded + u) + load(gates + u) * load(gates + 3 * padded + u));
     store(gates + 2 * padded + u, n);
-    store(after + u, n + z * (load(before + u) - n));
+    store(after + u, n + load(gates + padded + u) * (load(before + u) - n));
   }
 }
 
 void recur_direction(const Recurrence& shape, bool reverse, const float* x, const Direction& weights, const int64_t* lengths,
                      float* y, float* gates) {
   const long hidden = shape.hidden, padded = rounded_up(hidden), batch = shape.batch, frames = shape.frames;
-  const long wide = 4 * padded, ldy = shape.directions * hidden;
-  Panels from_input[3], from_state[3];
-  pack_gates(scratch(0, 3 * packed_size(shape.inputs, hidden)), from_input, weights.input_weight, hidden, shape.inputs);
-  pack_gates(scratch(1, 3 * packed_size(hidden, hidden)), from_state, weights.hidden_weight, hidden, hidden);
-  float* bias = scratch(2, wide);  // of r, z, n and s
+  const long inputs = shape.inputs, wide = 4 * padded, ldy = shape.directions * hidden;
+  // Input and state are multiplied as one row [x, h], because r and z are of the sum of what either gives.
+  const long depth = inputs + hidden, row = inputs + padded, apart = depth * PANEL;
+  float* packed = scratch(0, 3 * packed_size(depth, hidden));  // of each gate, padded columns
+  for (int gate = 0; gate < 3; ++gate) {
+    float* to = packed + gate * depth * padded;
+    pack_apart(to, apart, weights.input_weight + gate * hidden * inputs, inputs, hidden, 1, inputs);
+    pack_apart(to + inputs * PANEL, apart, weights.hidden_weight + gate * hidden * hidden, hidden, hidden, 1, hidden);
+  }
+  const Panels to_both{packed, apart, PANEL}, to_n{packed + 2 * depth * padded, apart, PANEL};
+  const Panels to_s{to_n.data + inputs * PANEL, apart, PANEL};
+  float* bias = scratch(1, wide);  // of r, z, n and s
   clear(bias, wide);
   for (int gate = 0; gate < 3; ++gate) copy(bias + gate * padded, weights.input_bias + gate * hidden, hidden);
   add(bias, weights.hidden_bias, hidden);
   add(bias + padded, weights.hidden_bias + hidden, hidden);
   copy(bias + 3 * padded, weights.hidden_bias + 2 * hidden, hidden);
-  for (long item = 0; item < batch; ++item) {
-    const float* frame = x + (item * frames + (reverse ? frames - 1 : 0)) * shape.inputs;
-    for (int gate = 0; gate < 3; ++gate)
-      multiply<false>(frames, padded, shape.inputs, frame, reverse ? -shape.inputs : shape.inputs, from_input[gate],
-                      gates + item * wide + gate * padded, batch * wide, Start::BIAS, bias + gate * padded);
-  }
-  float* before = scratch(3, 2 * batch * padded);
-  float* after = before + batch * padded;
-  clear(before, batch * padded);
+  float* before = scratch(2, 2 * batch * row);  // [x, h] of each item: x of this step, h after the step before
+  float* after = before + batch * row;
+  clear(before, batch * row);
   for (long step = 0; step < frames; ++step, gates += batch * wide) {
-    const long frame = reverse ? frames - 1 - step : step;
-    for (int gate = 0; gate < 2 && step > 0; ++gate)
-      multiply<false>(batch, padded, hidden, before, padded, from_state[gate], gates + gate * padded, wide, Start::SUM);
-    multiply<false>(batch, padded, step > 0 ? hidden : 0, before, padded, from_state[2], gates + 3 * padded, wide, Start::BIAS,
-                    bias + 3 * padded);
+    const long frame = reverse ? frames - 1 - step : step, of_state = step > 0 ? hidden : 0;
+    for (long item = 0; item < batch; ++item) copy(before + item * row, x + (item * frames + frame) * inputs, inputs);
+    multiply<false>(batch, 2 * padded, inputs + of_state, before, row, to_both, gates, wide, Start::BIAS, bias);
+    multiply<false>(batch, padded, inputs, before, row, to_n, gates + 2 * padded, wide, Start::BIAS, bias + 2 * padded);
+    multiply<false>(batch, padded, of_state, before + inputs, row, to_s, gates + 3 * padded, wide, Start::BIAS, bias + 3 * padded);
     for (long item = 0; item < batch; ++item) {
-      float* state = after + item * padded;
+      float* state = after + item * row + inputs;
       if (frame < counting(lengths, item, frames))
-        gate_row(padded, gates + item * wide, before + item * padded, state);
+        gate_row(padded, gates + item * wide, before + item * row + inputs, state);
       else
         clear(state, padded);
       copy(y + (item * frames + frame) * ldy, state, hidden);
@@ -397,17 +444,17 @@ void recur(const Recurrence& shape, const float* x, const Direction* directions,
                     gates + d * shape.frames * shape.batch * 4 * rounded_up(shape.hidden));
 }
 
-// Gradients of (r, z, s, n before their functions) for one item and step; carry is dL/dh after the step, then what of it goes
-// straight to the state before.
+// Gradients of (s, r, z, n before their functions) for one item and step: the first three go to the state before, the last three to
+// the input. carry is dL/dh after the step, then what of it goes straight to the state before.
 void gate_row_backward(long padded, const float* gates, const float* before, const float* dy, float* carry, float* to) {
   for (long u = 0; u < padded; u += LANES) {
     const Floats r = load(gates + u), z = load(gates + padded + u), n = load(gates + 2 * padded + u);
     const Floats s = load(gates + 3 * padded + u);
     const Floats dh = load(dy + u) + load(carry + u);
     const Floats dn = dh * (1.0f - z) * (1.0f - n * n);
-    store(to + u, dn * s * r * (1.0f - r));
-    store(to + padded + u, dh * (load(before + u) - n) * z * (1.0f - z));
-    store(to + 2 * padded + u, dn * r);
+    store(to + u, dn * r);
+    store(to + padded + u, dn * s * r * (1.0f - r));
+    store(to + 2 * padded + u, dh * (load(before + u) - n) * z * (1.0f - z));
     store(to + 3 * padded + u, dn);
     store(carry + u, dh * z);
   }
@@ -421,7 +468,7 @@ void recur_direction_backward(const Recurrence& shape, bool reverse, const float
   const long wide = 4 * padded, ldy = shape.directions * hidden, rows = frames * batch;
   const long ldd = wide + 16;  // not a power of two: a column would fall into few sets of the cache
   float* states = scratch(0, (frames + 1) * batch * padded);  // [step + 1, item]: the state after the step
-  float* steps = scratch(1, rows * ldd);                      // [step, item]: gradients of r, z, s, n
+  float* steps = scratch(1, rows * ldd);                      // [step, item]: gradients of s, r, z, n
   float* xs = scratch(2, rows * wide_inputs);                 // x as [step, item]
   float* carry = scratch(3, batch * padded);
   float* line = scratch(4, padded);
@@ -434,13 +481,12 @@ void recur_direction_backward(const Recurrence& shape, bool reverse, const float
       copy(states + ((step + 1) * batch + item) * padded, y + (item * frames + frame) * ldy, hidden);
       copy(xs + (step * batch + item) * wide_inputs, x + (item * frames + frame) * inputs, inputs);
     }
-  float* packed = scratch(5, 3 * padded * padded);
-  if (padded != hidden) clear(packed, 3 * padded * padded);
-  for (long panel = 0; panel < padded; panel += PANEL)  // rows (gate, unit), columns units
-    for (int gate = 0; gate < 3; ++gate)
-      for (long u = 0; u < hidden; ++u)
-        copy(packed + (panel * 3 + gate * PANEL) * padded + u * PANEL, weights.hidden_weight + (gate * hidden + u) * hidden + panel,
-             least(hidden - panel, PANEL));
+  const long of_state[3] = {padded, 2 * padded, 0}, of_input[3] = {padded, 2 * padded, 3 * padded};  // columns for r, z, n of a weight
+  float* packed = scratch(5, 3 * packed_size(padded, hidden));  // rows (column of steps), columns units
+  if (padded != hidden) clear(packed, 3 * packed_size(padded, hidden));
+  for (int gate = 0; gate < 3; ++gate)
+    pack_apart(packed + of_state[gate] * PANEL, 3 * padded * PANEL, weights.hidden_weight + gate * hidden * hidden, hidden, hidden,
+               hidden, 1);
   const Panels to_state{packed, 3 * padded * PANEL, PANEL};
   clear(carry, batch * padded);
   clear(line, padded);
@@ -464,32 +510,29 @@ void recur_direction_backward(const Recurrence& shape, bool reverse, const float
     }
     if (step > 0) multiply<false>(batch, padded, 3 * padded, now, ldd, to_state, carry, padded, Start::SUM);
   }
-  const long columns[3] = {0, padded, 3 * padded};
   for (int gate = 0; gate < 3; ++gate) {
-    multiply<true>(hidden, hidden, rows - batch, steps + batch * ldd + gate * padded, ldd, {states + batch * padded, PANEL, padded},
+    multiply<true>(hidden, hidden, rows - batch, steps + batch * ldd + of_state[gate], ldd, {states + batch * padded, PANEL, padded},
                    gradient.hidden_weight + gate * hidden * hidden, hidden, Start::ZERO);
-    multiply<true>(hidden, inputs, rows, steps + columns[gate], ldd, {xs, PANEL, wide_inputs},
+    multiply<true>(hidden, inputs, rows, steps + of_input[gate], ldd, {xs, PANEL, wide_inputs},
                    gradient.input_weight + gate * hidden * inputs, inputs, Start::ZERO);
   }
   float* sums = scratch(5, wide);
   clear(sums, wide);
   for (long row = 0; row < rows; ++row) add(sums, steps + row * ldd, wide);
   for (int gate = 0; gate < 3; ++gate) {
-    copy(gradient.hidden_bias + gate * hidden, sums + gate * padded, hidden);
-    copy(gradient.input_bias + gate * hidden, sums + columns[gate], hidden);
+    copy(gradient.hidden_bias + gate * hidden, sums + of_state[gate], hidden);
+    copy(gradient.input_bias + gate * hidden, sums + of_input[gate], hidden);
   }
   if (!dx) return;
-  const Start start = reverse ? Start::SUM : Start::ZERO;
-  float* packed_input = scratch(4, 3 * packed_size(hidden, inputs));
-  Panels to_input[3];
+  packed = scratch(5, 3 * packed_size(padded, inputs));  // rows (column of steps but the first gate's), columns inputs
+  if (padded != hidden) clear(packed, 3 * packed_size(padded, inputs));
   for (int gate = 0; gate < 3; ++gate)
-    to_input[gate] = pack(packed_input + gate * packed_size(hidden, inputs), weights.input_weight + gate * hidden * inputs, hidden,
-                          inputs, inputs, 1);
+    pack_apart(packed + gate * padded * PANEL, 3 * padded * PANEL, weights.input_weight + gate * hidden * inputs, hidden, inputs,
+               inputs, 1);
   for (long item = 0; item < batch; ++item)
-    for (int gate = 0; gate < 3; ++gate)
-      multiply<false>(frames, inputs, hidden, steps + item * ldd + columns[gate], batch * ldd, to_input[gate],
-                      dx + (item * frames + (reverse ? frames - 1 : 0)) * inputs, reverse ? -inputs : inputs,
-                      gate ? Start::SUM : start);
+    multiply<false>(frames, inputs, 3 * padded, steps + item * ldd + padded, batch * ldd, {packed, 3 * padded * PANEL, PANEL},
+                    dx + (item * frames + (reverse ? frames - 1 : 0)) * inputs, reverse ? -inputs : inputs,
+                    reverse ? Start::SUM : Start::ZERO);
 }
 
 void recur_backward(const Recurrence& shape, const float* dy, const float* y, const float* gates, const float* x,
