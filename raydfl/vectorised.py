@@ -365,8 +365,7 @@ class _Group:
         changed = [name for leaves in self.leaves.values() for name in leaves]
         with torch.no_grad():
             for name in (*changed, *self.tensors[0].buffers):
-                for tensors, value in zip(self.tensors, self.stacked[name].unbind(), strict=True):
-                    tensors.own[name].copy_(value)
+                torch._foreach_copy_([tensors.own[name] for tensors in self.tensors], self.stacked[name].unbind())
 
 
 def _all_the_same(source: Source, values: Sequence[Tensor]) -> bool:

@@ -116,22 +116,25 @@ def gru_forward(x: Tensor, lengths: Tensor | None, weights: Sequence[Tensor]) ->
     directions, hidden = len(weights) // 4, weights[1].shape[-1]
     group = clients * directions
     w_ih, w_hh, b_ih, b_hh = (_stacked(weights, kind).flatten(0, 1) for kind in range(4))
+    to_both, to_s = w_hh.transpose(1, 2).split([2 * hidden, hidden], dim=2)
+    _, bias_s = b_hh.unsqueeze(1).split([2 * hidden, hidden], dim=2)
+    bias = b_ih + torch.nn.functional.pad(b_hh[:, : 2 * hidden], (0, hidden))
     steps = _in_steps(x, directions).reshape(group, frames * batch, inputs)
-    projected = torch.baddbmm(b_ih.unsqueeze(1), steps, w_ih.transpose(1, 2)).view(group, frames, batch, 3 * hidden)
+    gates = x.new_empty(group, frames, batch, 4 * hidden)
+    of_input = gates.view(group, frames * batch, 4 * hidden)[..., : 3 * hidden]
+    torch.baddbmm(bias.unsqueeze(1), steps, w_ih.transpose(1, 2), out=of_input)
     counting = None if lengths is None else _counting(lengths, frames, directions).flatten(0, 1)
-    recurrent, bias = w_hh.transpose(1, 2), b_hh.unsqueeze(1)
+    states = x.new_empty(group, frames, batch, hidden)
     state = x.new_zeros(group, batch, hidden)
-    states, gates = x.new_empty(group, frames, batch, hidden), x.new_empty(group, frames, batch, 4 * hidden)
+    # A GPU is kept waiting by the number of operations in this loop, not by what they compute: six, all in place.
     for step in range(frames):
-        from_state = torch.baddbmm(bias, state, recurrent)
-        both, new, s = torch.split(gates[:, step], [2 * hidden, hidden, hidden], dim=-1)
-        torch.add(projected[:, step, :, : 2 * hidden], from_state[..., : 2 * hidden], out=both).sigmoid_()
-        s.copy_(from_state[..., 2 * hidden :])
-        torch.addcmul(projected[:, step, :, 2 * hidden :], both[..., :hidden], s, out=new).tanh_()
-        state = torch.lerp(new, state, both[..., hidden:])
+        both, n, s = gates[:, step].split([2 * hidden, hidden, hidden], dim=2)
+        both.baddbmm_(state, to_both).sigmoid_()
+        torch.baddbmm(bias_s, state, to_s, out=s)
+        n.addcmul_(both[..., :hidden], s).tanh_()
+        state = torch.lerp(n, state, both[..., hidden:], out=states[:, step])
         if counting is not None:
-            state = state * counting[:, step]
-        states[:, step] = state
+            state.mul_(counting[:, step])
     states = states.view(clients, directions, frames, batch, hidden)
     parts = [states[:, 0], states[:, 1].flip(1)] if directions == 2 else [states[:, 0]]
     return torch.cat(parts, dim=-1).transpose(1, 2).contiguous(), torch.unflatten(gates, 0, (clients, directions))
@@ -159,21 +162,22 @@ def gru_backward(
     dstates, before = in_own_steps(dy), torch.nn.functional.pad(in_own_steps(y), (0, 0, 0, 0, 1, 0))[:, :-1]
     counting = None if lengths is None else _counting(lengths, frames, directions).flatten(0, 1)
     r, z, n, s = torch.split(gates.flatten(0, 1), hidden, dim=-1)
-    # All that does not depend on what comes back from later steps, for all steps at once.
+    # All that does not depend on what comes back from later steps, for all steps at once: what a step's total gradient becomes
+    # at r, z and s, and in the state before.
     to_n = (1 - z) * (1 - n * n)
     to_r, to_z = to_n * s * r * (1 - r), (before - n) * z * (1 - z)
-    factors = torch.stack([to_r, to_z, to_n * r], dim=-2)
+    factors = torch.stack([to_r, to_z, to_n * r, z], dim=-2)
     if counting is not None:
-        factors, z, to_n = factors * counting.unsqueeze(-1), z * counting, to_n * counting
+        factors, to_n = factors * counting.unsqueeze(-1), to_n * counting
     carry = x.new_zeros(group, batch, hidden)
     totals = torch.empty_like(dstates)
-    dgates = x.new_empty(group, frames, batch, 3, hidden)
+    dgates = torch.empty_like(factors)
     for step in reversed(range(frames)):
         total = torch.add(dstates[:, step], carry, out=totals[:, step])
         dgate = torch.mul(factors[:, step], total.unsqueeze(2), out=dgates[:, step])
-        carry = torch.baddbmm(total * z[:, step], dgate.flatten(2), w_hh)
-    of_state = dgates.reshape(group, frames * batch, 3 * hidden)
-    of_input = torch.cat([dgates[..., :2, :], (totals * to_n).unsqueeze(3)], dim=3).view_as(of_state)
+        carry = torch.baddbmm(dgate[:, :, 3], dgate[:, :, :3].flatten(2), w_hh)
+    of_state = dgates.view(group, frames * batch, 4 * hidden)[..., : 3 * hidden]
+    of_input = torch.cat([dgates[..., :2, :], (totals * to_n).unsqueeze(3)], dim=3).view(group, frames * batch, 3 * hidden)
     steps = _in_steps(x, directions).reshape(group, frames * batch, inputs)
     dw_ih = of_input.transpose(1, 2) @ steps
     dw_hh = of_state.transpose(1, 2) @ before.reshape(group, frames * batch, hidden)
