@@ -91,6 +91,18 @@ def test_float32_is_near_float64() -> None:
         assert float(((one - other).norm() / other.norm()).detach()) < 3e-6
 
 
+@pytest.mark.parametrize("gate", ["n", "z"])
+def test_the_gates_functions_are_exact_to_a_few_bits(gate: str) -> None:
+    """After one frame h = (1 - z) n: tanh where a bias holds z at 0, and a sigmoid where it holds n at 1."""
+    size = torch.cat([torch.linspace(0, 12, 4000), torch.logspace(-30, 1, 4000)])
+    x = torch.cat([size, -size]).view(-1, 1, 1)
+    w_ih, b_ih = torch.zeros(3, 1), torch.tensor([0.0, -60.0, 60.0])  # of r, z, n
+    w_ih[2 if gate == "n" else 1], b_ih[2 if gate == "n" else 1] = 1.0, 0.0
+    found = ops.gru(x, [w_ih, torch.zeros(3, 1), b_ih, torch.zeros(3)]).flatten()
+    exact = x.double().flatten().tanh() if gate == "n" else 1 - x.double().flatten().sigmoid()
+    torch.testing.assert_close(found.double(), exact, rtol=2e-7, atol=1.3e-7 if gate == "z" else 0.0)
+
+
 def test_extreme_values_saturate_and_nan_stays() -> None:
     mine, theirs = modules(1, 3)
     x = torch.tensor([0.0, 1e-6, -1e-3, 0.3, 1.0, -30.0, 1e4, -1e4, 1e30, -1e30]).view(-1, 1, 1)
