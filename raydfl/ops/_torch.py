@@ -177,7 +177,9 @@ def gru_backward(
         dgate = torch.mul(factors[:, step], total.unsqueeze(2), out=dgates[:, step])
         carry = torch.baddbmm(dgate[:, :, 3], dgate[:, :, :3].flatten(2), w_hh)
     of_state = dgates.view(group, frames * batch, 4 * hidden)[..., : 3 * hidden]
-    of_input = torch.cat([dgates[..., :2, :], (totals * to_n).unsqueeze(3)], dim=3).view(group, frames * batch, 3 * hidden)
+    of_input = torch.cat([dgates[..., :2, :], (totals * to_n).unsqueeze(3)], dim=3).view(
+        group, frames * batch, 3 * hidden
+    )
     steps = _in_steps(x, directions).reshape(group, frames * batch, inputs)
     dw_ih = of_input.transpose(1, 2) @ steps
     dw_hh = of_state.transpose(1, 2) @ before.reshape(group, frames * batch, hidden)

@@ -1,4 +1,4 @@
-"""What a GPU waits for: values that the CPU reads back, and the number of operations. Both are seen without one, in PyTorch's operations."""
+"""What a GPU waits for: values that the CPU reads back, and the number of operations. Both are seen without a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from raydfl.ops._backend import use
 from raydfl.step import Step
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "allclose", "unique", "_unique2"}
-"""Operations whose result the CPU has to know before it can go on. (``item``, ``bool(tensor)`` and masks as indices end in them.)"""
+"""Operations whose result the CPU has to know to go on. (``item``, ``bool(tensor)`` and masks as indices end in them.)"""
 FREE = {"detach", "alias", "lift_fresh", "empty", "new_empty", "empty_like", "empty_strided"}
 """Operations without work for a GPU, besides views."""
 
