@@ -57,11 +57,15 @@ class Built:
     def _load(
         self, received: Mapping[str, FlatTensors], kept: Mapping[str, Tensor], shared: Callable[[str], bool]
     ) -> None:
-        for name, value in _state(self.models).items():
+        state = _state(self.models)
+        devices = {value.device for value in state.values()}
+        sent: list[Mapping[str, Tensor]] = list(received.values())
+        if len(devices) == 1:  # on a GPU one transfer of all, then copies there
+            sent = [tensors.layout.views(tensors.on(*devices)) for tensors in received.values()]
+        for name, value in state.items():
             origin: Mapping[str, Tensor] = self._initial
             if value.is_floating_point():
-                sources = list(received.values()) if shared(name) else [kept]
-                origin = next((tensors for tensors in sources if name in tensors), origin)
+                origin = next((tensors for tensors in (sent if shared(name) else [kept]) if name in tensors), origin)
             value.copy_(origin[name])
         for model_name, model in self.models.items():
             for key, parameter in model.named_parameters():
@@ -157,7 +161,7 @@ class _Vector:
     ) -> None:
         """See Built.start."""
         for stretch, (key, start) in self._plan(received, shared):
-            source = self._initial if key is None else received[key].whole
+            source = self._initial if key is None else received[key].on(self._values.device)
             self._values[stretch].copy_(source[start : start + stretch.stop - stretch.start])
         for name, value in kept.items():
             if name in self._layout.positions and not shared(name):

@@ -98,7 +98,7 @@ class FlatTensors(Mapping[str, Tensor]):
     It pickles as its layout and one array, which Ray moves without a copy.
     """
 
-    __slots__ = ("layout", "vector")
+    __slots__ = ("_moved", "layout", "vector")
 
     def __init__(self, layout: Layout, vector: np.ndarray) -> None:
         """Wrap ``vector`` (float32 [layout.size], contiguous) without copying it."""
@@ -109,6 +109,7 @@ class FlatTensors(Mapping[str, Tensor]):
             )
         self.layout = layout
         self.vector = vector
+        self._moved: Tensor | None = None
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> FlatTensors:
@@ -122,6 +123,14 @@ class FlatTensors(Mapping[str, Tensor]):
     def whole(self) -> Tensor:
         """The vector as a tensor of the same memory (see the module's warning)."""
         return _as_tensor(self.vector)
+
+    def on(self, device: torch.device) -> Tensor:
+        """The vector as a tensor on a device, for reading; it is moved once for all clients of a process that receive it."""
+        if device.type == "cpu":
+            return self.whole
+        if self._moved is None or not _is(self._moved.device, device):
+            self._moved = self.whole.to(device)
+        return self._moved
 
     def __getitem__(self, name: str) -> Tensor:
         part = self.vector[self.layout.columns(name)]
@@ -153,7 +162,7 @@ class OwnTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if self._views is None:
-            self._views = self._sent.layout.views(torch.from_numpy(self._sent.vector.copy()).to(self._device))
+            self._views = self._sent.layout.views(self._sent.on(self._device).clone())
         return self._views[name]
 
     def __contains__(self, name: object) -> bool:
@@ -183,14 +192,26 @@ def flatten(tensors: Mapping[str, Tensor]) -> tuple[Layout, np.ndarray]:
     block = _block(list(tensors.values()), layout.size)
     if block is not None:
         return layout, block.numpy().copy()
+    for name, tensor in tensors.items():
+        if tensor.is_complex():
+            raise TypeError(f"tensor {name!r} is {tensor.dtype}: send its real and imaginary parts as two tensors")
+    if any(tensor.device.type != "cpu" for tensor in tensors.values()):
+        return layout, _joined(list(tensors.values())).cpu().numpy()
     vector = np.empty(layout.size, dtype=np.float32)
     for name, view in layout.views(vector).items():
-        if tensors[name].is_complex():
-            raise TypeError(
-                f"tensor {name!r} is {tensors[name].dtype}: send its real and imaginary parts as two tensors"
-            )
         view.copy_(tensors[name].detach())
     return layout, vector
+
+
+def _is(device: torch.device, asked: torch.device) -> bool:
+    """Whether a tensor's device is the one that is asked for, of which the number may be left open."""
+    return device.type == asked.type and asked.index in (None, device.index)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """The tensors one after another, float32, on the GPU if one is there: it is then asked, and waited for, once."""
+    device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), tensors[0].device)
+    return torch.cat([tensor.detach().to(device, torch.float32).flatten() for tensor in tensors])
 
 
 def _block(tensors: Sequence[Tensor], size: int) -> Tensor | None:

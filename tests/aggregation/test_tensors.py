@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from raydfl.tensors import FlatTensors, Layout, flatten
+from raydfl import tensors as tensors_module
+from raydfl.tensors import FlatTensors, Layout, OwnTensors, flatten
 
 SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=6)
 
@@ -142,3 +143,38 @@ def test_errors_say_what_is_needed() -> None:
         Layout(("a", "a"), ((1,), (1,)))
     with pytest.raises(TypeError, match="'c' is torch.complex64: send its real and imaginary parts"):
         flatten({"c": torch.zeros(2, dtype=torch.complex64)})
+
+
+def test_what_lies_on_a_gpu_is_joined_there_and_read_once() -> None:
+    """Joined as on a GPU, but here: the same vector, of whatever types, shapes and strides."""
+    tensors = {
+        "a": torch.randn(3, 4).t(),
+        "b": torch.randn(2, dtype=torch.float64),
+        "c": torch.arange(5),
+        "d": nn.Parameter(torch.randn(())),
+        "e": torch.empty(0, 3),
+    }
+    joined = tensors_module._joined(list(tensors.values()))
+    assert (joined.dtype, joined.requires_grad) == (torch.float32, False)
+    np.testing.assert_array_equal(joined.numpy(), flatten(tensors)[1])
+
+
+def test_the_vector_is_moved_to_a_device_once() -> None:
+    flat = FlatTensors.of({"a": torch.ones(2, 3), "b": torch.zeros(4)})
+    assert flat.on(torch.device("cpu")).data_ptr() == flat.whole.data_ptr()
+    elsewhere = torch.device("meta")
+    moved = flat.on(elsewhere)
+    assert (moved.device, moved.shape) == (elsewhere, (10,))
+    assert flat.on(elsewhere) is moved
+    own = OwnTensors(flat, elsewhere)
+    assert own["a"].device == elsewhere
+    assert own["a"]._base is not None
+    assert own["a"]._base is not moved, "a client's own copy is one of its own"
+    assert pickle.loads(pickle.dumps(flat))._moved is None
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "same"), [("cuda:0", "cuda", True), ("cuda:1", "cuda:0", False), ("cpu", "cuda", False)]
+)
+def test_a_device_without_a_number_is_any_of_its_kind(device: str, asked: str, same: bool) -> None:
+    assert tensors_module._is(torch.device(device), torch.device(asked)) == same
