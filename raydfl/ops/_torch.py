@@ -116,8 +116,8 @@ def gru_forward(x: Tensor, lengths: Tensor | None, weights: Sequence[Tensor]) ->
     directions, hidden = len(weights) // 4, weights[1].shape[-1]
     group = clients * directions
     w_ih, w_hh, b_ih, b_hh = (_stacked(weights, kind).flatten(0, 1) for kind in range(4))
-    to_both, to_s = w_hh.transpose(1, 2).split([2 * hidden, hidden], dim=2)
-    _, bias_s = b_hh.unsqueeze(1).split([2 * hidden, hidden], dim=2)
+    to_both, to_s = torch.split(w_hh.transpose(1, 2), [2 * hidden, hidden], dim=2)
+    bias_s = b_hh[:, 2 * hidden :].unsqueeze(1)
     bias = b_ih + torch.nn.functional.pad(b_hh[:, : 2 * hidden], (0, hidden))
     steps = _in_steps(x, directions).reshape(group, frames * batch, inputs)
     gates = x.new_empty(group, frames, batch, 4 * hidden)
@@ -128,7 +128,7 @@ def gru_forward(x: Tensor, lengths: Tensor | None, weights: Sequence[Tensor]) ->
     state = x.new_zeros(group, batch, hidden)
     # A GPU is kept waiting by the number of operations in this loop, not by what they compute: six, all in place.
     for step in range(frames):
-        both, n, s = gates[:, step].split([2 * hidden, hidden, hidden], dim=2)
+        both, n, s = torch.split(gates[:, step], [2 * hidden, hidden, hidden], dim=2)
         both.baddbmm_(state, to_both).sigmoid_()
         torch.baddbmm(bias_s, state, to_s, out=s)
         n.addcmul_(both[..., :hidden], s).tanh_()
