@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import pyarrow.compute as pc
 import ray
 from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydfl import ops, record
 from raydfl.access import check_access
@@ -152,7 +153,11 @@ class _Actor:
         self._watch = NodeWatch(kinds, config.ray.min_actors or len(kinds), progress.message)
         if config.ray.autoscale:
             self._watch.waits(config.ray.ready_timeout)
-        actor = ray.remote(ServerActor).options(num_cpus=0, num_gpus=0, max_restarts=self._RESTARTS, max_task_retries=0)
+        # Beside the driver, not on whatever node Ray picks, which may be one that leaves; elsewhere only if that node is gone.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        actor = ray.remote(ServerActor).options(
+            num_cpus=0, num_gpus=0, max_restarts=self._RESTARTS, max_task_retries=0, scheduling_strategy=here
+        )
         self._actor: Any = actor.remote(str(run_dir), config.model_dump(mode="json"))
         self._lost = 0
 
