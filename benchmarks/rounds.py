@@ -35,7 +35,7 @@ from raydfl.config import Config
 from raydfl.data.population import Population
 from raydfl.progress import Progress
 from raydfl.rundir import create, final_state
-from raydfl.runs import start_local_ray
+from raydfl.runs import _AT_ONCE, start_local_ray
 from raydfl.seeds import generator
 from raydfl.server import ServerActor
 from raydfl.types import State
@@ -52,8 +52,6 @@ KERNEL = 5
 OURS, PEER_NAMES = "raydfl, 2 actors", ("Flower", "pfl")
 WARM_UP = 4
 """Rounds at the start of a turn that are not timed."""
-AT_ONCE = 0.6
-"""Seconds of rounds in one call."""
 
 
 class Contestant(Protocol):
@@ -86,7 +84,7 @@ class Raydfl:
         """Do that many rounds, asked for as ``raydfl run`` does it: several short ones in one call."""
         until = self._done + rounds
         while self._done < until:
-            self._done = ray.get(self._server.rounds.remote(self._done, until, AT_ONCE))[-1].round
+            self._done = ray.get(self._server.rounds.remote(self._done, until, _AT_ONCE))[-1].round
 
     def weights(self) -> Mapping[str, Tensor]:
         """The model of the last commit."""

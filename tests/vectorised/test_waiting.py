@@ -1,4 +1,7 @@
-"""What a GPU waits for: values that the CPU reads back, and the number of operations. Both are seen without a GPU."""
+"""What a GPU waits for: values that the CPU reads back, and the number of operations. Both are seen without a GPU.
+
+A tensor that is fetched whole (``.cpu()``) is not: on a CPU that is no operation.
+"""
 
 from __future__ import annotations
 
