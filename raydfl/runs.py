@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import pyarrow.compute as pc
 import ray
 from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydfl import ops, record
@@ -153,11 +154,13 @@ class _Actor:
         self._watch = NodeWatch(kinds, config.ray.min_actors or len(kinds), progress.message)
         if config.ray.autoscale:
             self._watch.waits(config.ray.ready_timeout)
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "max_restarts": self._RESTARTS, "max_task_retries": 0}
         # Beside the driver, not on whatever node Ray picks, which may be one that leaves; elsewhere only if that node is gone.
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-        actor = ray.remote(ServerActor).options(
-            num_cpus=0, num_gpus=0, max_restarts=self._RESTARTS, max_task_retries=0, scheduling_strategy=here
-        )
+        # A trial's placement group keeps the server by itself, and a strategy would take it, and all it starts, out of the group.
+        if get_current_placement_group() is None:
+            here = ray.get_runtime_context().get_node_id()
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=True)
+        actor = ray.remote(ServerActor).options(**options)
         self._actor: Any = actor.remote(str(run_dir), config.model_dump(mode="json"))
         self._lost = 0
 

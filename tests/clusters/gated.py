@@ -26,4 +26,6 @@ class Gated(FedMLAC):
         while self.gate and hold.exists():
             (Path(self.gate) / f"at-{number}-{os.getpid()}").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
             time.sleep(0.02)
+        if self.gate:
+            time.sleep(0.25)  # as long as a call to an actor should be: else one actor would get all of a round at once
         return super().local(step)

@@ -32,14 +32,18 @@ class Ray:
         return SimpleNamespace(remote=lambda *_: None)
 
 
-def test_it_is_asked_for_on_the_drivers_node_and_elsewhere_if_that_is_gone(
-    tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("group", [None, object()], ids=["alone", "in a placement group"])
+def test_where_it_is_asked_for(tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, group: object) -> None:
+    """On the driver's node, or elsewhere if that is gone; in a trial's placement group wherever that is."""
     ray = Ray()
     monkeypatch.setattr(runs, "ray", ray)
+    monkeypatch.setattr(runs, "get_current_placement_group", lambda: group)
     monkeypatch.setattr(runs, "NodeWatch", lambda *_: None)
     config = tiny("ray.actors=2")
     runs._Actor(Path("nowhere"), config, 4, Progress("quiet"))
     assert ray.asked["num_cpus"] == ray.asked["num_gpus"] == 0
+    if group is not None:
+        assert "scheduling_strategy" not in ray.asked
+        return
     assert ray.asked["scheduling_strategy"].node_id == "ab" * 28
     assert ray.asked["scheduling_strategy"].soft
