@@ -7,42 +7,95 @@ after another, which is never wrong.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import types
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import nn
 
+from raydfl.settings import Settings
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_UNCHANGING = (type, types.ModuleType, types.BuiltinFunctionType, enum.Enum, torch.dtype, torch.device)
 
 
-def identity(value: Any, within: tuple[int, ...] = ()) -> Hashable:
+class VaryingError(Exception):
+    """Something may change without its looks telling it."""
+
+
+def identity(value: Any) -> Hashable:
     """Equal for equal plain values, for containers of them, and for functions of equal code over equal captured values.
 
-    Everything else (a tensor above all) is equal to itself only.
+    Everything that can be changed (a tensor above all) is equal to itself only.
+    """
+    return _looks(value, id, {})
+
+
+def constants(value: Any) -> Hashable:
+    """As :func:`identity`, of what holds nothing that can be changed, so that equal looks mean that nothing has.
+
+    Raises:
+        VaryingError: it holds something else: a tensor, an array, a network, an object whose class is not frozen.
+    """
+    return _looks(value, _refused, {})
+
+
+def kind(loss: Callable[..., Any]) -> Hashable:
+    """What a loss is: its code and the plain values and functions that it captured.
+
+    Of other captured objects it holds the type only, so it outlives them, and what was found out about a loss is remembered.
+    """
+    return _looks(loss, _sort, {})
+
+
+def _refused(value: Any) -> Hashable:
+    raise VaryingError(f"a {type(value).__name__} may change")
+
+
+def _sort(value: Any) -> Hashable:
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    return (name, repr(value)) if dataclasses.is_dataclass(value) else name
+
+
+def _looks(value: Any, of_others: Callable[[Any], Hashable], seen: dict[int, int]) -> Hashable:
+    """What a value looks like, in something hashable.
 
     Args:
-        within: the functions around this value, by ``id``, for functions that refer to themselves.
+        value: anything.
+        of_others: what stands for an object that can be changed.
+        seen: the functions and objects that stand before this value or around it, ``id`` to their number: some refer to themselves.
     """
+
+    def looks(part: Any) -> Hashable:
+        return _looks(part, of_others, seen)
+
     if isinstance(value, _PLAIN):
         return (type(value), value)
+    if isinstance(value, _UNCHANGING):
+        return cast(Hashable, value)
     if isinstance(value, (list, tuple)):
-        return (type(value), *(identity(item, within) for item in value))
+        return (type(value), *map(looks, value))
     if isinstance(value, dict):
-        return (dict, *((identity(k, within), identity(v, within)) for k, v in value.items()))
+        return (dict, *[(looks(key), looks(item)) for key, item in value.items()])
     if isinstance(value, functools.partial):
-        return (functools.partial, *(identity(p, within) for p in (value.func, value.args, value.keywords)))
+        return (functools.partial, *map(looks, (value.func, value.args, value.keywords)))
     if isinstance(value, types.MethodType):
-        return (types.MethodType, identity(value.__func__, within), id(value.__self__))
+        return (types.MethodType, looks(value.__func__), looks(value.__self__))
+    if id(value) in seen:
+        return ("seen", seen[id(value)])
+    seen[id(value)] = len(seen)
     if isinstance(value, types.FunctionType):
-        if id(value) in within:
-            return ("itself", value.__code__)
-        inside = (*within, id(value))
-        captured = (identity(_content(cell), inside) for cell in value.__closure__ or ())
-        given = (identity(v, inside) for v in (value.__defaults__, value.__kwdefaults__, value.__dict__))
-        return (value.__code__, id(value.__globals__), *captured, *given)
-    return id(value)
+        held = [*map(_content, value.__closure__ or ()), value.__defaults__, value.__kwdefaults__, value.__dict__]
+        return (value.__code__, id(value.__globals__), *map(looks, held))
+    if isinstance(value, Settings):
+        return (type(value), looks(vars(value)))
+    if dataclasses.is_dataclass(value) and getattr(type(value), "__dataclass_params__").frozen:  # noqa: B009
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return (type(value), looks({**fields, **getattr(value, "__dict__", {})}))
+    return of_others(value)
 
 
 def _content(cell: types.CellType) -> Any:
@@ -52,47 +105,15 @@ def _content(cell: types.CellType) -> Any:
         return None
 
 
-def kind(loss: Callable[..., Any]) -> Hashable:
-    """What a loss is: its code and the plain values and functions that it captured.
+def architecture(models: Mapping[str, nn.Module], of: Callable[[Any], Hashable] = identity) -> Hashable:
+    """Names, classes, plain attributes, and the shapes of all parameters and buffers of the models.
 
-    Of other captured objects it holds the type only, so it outlives them, and what was found out about a loss is remembered.
+    Args:
+        models: by name.
+        of: what stands for an attribute, or for a layer with hooks: :func:`identity` or :func:`constants`.
     """
-    if isinstance(loss, functools.partial):
-        return (functools.partial, kind(loss.func), _captured(loss.args), _captured(loss.keywords))
-    if isinstance(loss, types.MethodType):
-        owner = loss.__self__
-        options = repr(owner) if dataclasses.is_dataclass(owner) else ""
-        return (kind(loss.__func__), type(owner), options)
-    if isinstance(loss, types.FunctionType):
-        return (loss.__code__, *(_captured(v, (id(loss),)) for v in _given(loss)))
-    return f"{type(loss).__module__}.{type(loss).__qualname__}"
-
-
-def _given(function: types.FunctionType) -> list[Any]:
-    """The values that a function has besides its code."""
-    return [*map(_content, function.__closure__ or ()), function.__defaults__, function.__kwdefaults__]
-
-
-def _captured(value: Any, within: tuple[int, ...] = ()) -> Hashable:
-    if isinstance(value, _PLAIN):
-        return (type(value), value)
-    if isinstance(value, (list, tuple)):
-        return (type(value), *(_captured(item, within) for item in value))
-    if isinstance(value, dict):
-        return (dict, *((_captured(k, within), _captured(v, within)) for k, v in value.items()))
-    if isinstance(value, types.FunctionType):
-        if id(value) in within:
-            return value.__code__
-        return (value.__code__, *(_captured(v, (*within, id(value))) for v in _given(value)))
-    if isinstance(value, (types.MethodType, functools.partial)):
-        return kind(value)
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def architecture(models: Mapping[str, nn.Module]) -> Hashable:
-    """Names, classes, plain attributes, and the shapes of all parameters and buffers of the models."""
     return tuple(
-        (name, *(_layer(path, layer) for path, layer in model.named_modules())) for name, model in models.items()
+        (name, *(_layer(path, layer, of) for path, layer in model.named_modules())) for name, model in models.items()
     )
 
 
@@ -104,14 +125,14 @@ _TORCHS_OWN = {*vars(nn.Module()), *_RECURRENT}
 """Attributes that say nothing beyond a layer's class, options, parameters and buffers."""
 
 
-def _layer(path: str, layer: nn.Module) -> Hashable:
+def _layer(path: str, layer: nn.Module, of: Callable[[Any], Hashable]) -> Hashable:
     content = vars(layer)
-    attributes = ((name, identity(value)) for name, value in content.items() if name not in _TORCHS_OWN)
+    attributes = ((name, of(value)) for name, value in content.items() if name not in _TORCHS_OWN)
     # A hook is a user's code that may hold on to this one client's tensors.
-    hooked = id(layer) if any(content[hooks] for hooks in _HOOKS) else None
+    hooked = of(layer) if any(content[hooks] for hooks in _HOOKS) else None
     tensors = (
         (name, None if t is None else (t.shape, t.dtype, t.requires_grad))
         for group in (layer._parameters, layer._buffers)
         for name, t in group.items()
     )
-    return (path, type(layer), hooked, *attributes, *tensors)
+    return (path, cast(Hashable, type(layer)), hooked, *attributes, *tensors)

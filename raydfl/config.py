@@ -167,6 +167,7 @@ class Config(Settings):
             if group[key] == neutral:
                 del group[key]
         parts["train"].pop("rounds")
+        parts["train"].pop("tape")  # the bits are the same
         if self.train.deadline is None:
             del parts["train"]["late"]  # nobody is
         parts["data"].pop("cache", None)  # where features lie; what they are decides the numbers

@@ -60,6 +60,10 @@ class TrainSettings(Settings):
         "auto",
         description="clients trained in one computation; auto: 1 on the CPU, on a GPU measured when the run begins and kept",
     )
+    tape: bool = Field(
+        True,
+        description="do a step's operations from a recording once they have shown to be the same each time (equal bits, less time)",
+    )
     deadline: float | None = Field(
         None,
         gt=0,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from raydfl.errors import ConfigError
+from raydfl.optimiser import Optimiser
 
 Precision = Literal["float32", "bfloat16", "float16"]
 
@@ -66,13 +67,12 @@ class GradientScale:
         """Go on with the first clients only."""
         self.scale = self.scale[:clients]
 
-    def advance(self, optimiser: torch.optim.Optimizer, clip: Callable[[], object], step: Callable[[], None]) -> None:
+    def advance(self, optimiser: Optimiser, clip: Callable[[], object]) -> None:
         """Divide the gradients by the scale, and do a step for whom they are finite.
 
         Args:
             optimiser: whose parameters have gradients of scaled losses.
             clip: limits the gradients.
-            step: what the optimiser does then.
         """
         parameters = [p for group in optimiser.param_groups for p in group["params"] if p.grad is not None]
         finite = torch.ones_like(self.scale, dtype=torch.bool)
@@ -83,7 +83,7 @@ class GradientScale:
             parameter.grad = torch.where(whole, parameter.grad / self._like(self.scale, parameter), 0.0)
         before = [(parameter, parameter.detach().clone(), _state(optimiser, parameter)) for parameter in parameters]
         clip()
-        step()
+        optimiser.advance()
         with torch.no_grad():
             for parameter, value, state in before:
                 whole = self._like(finite, parameter)
@@ -101,7 +101,7 @@ class GradientScale:
         return of_clients.view(*of_clients.shape, *[1] * (parameter.ndim - of_clients.ndim))
 
 
-def _state(optimiser: torch.optim.Optimizer, parameter: Tensor, copied: bool = True) -> dict[str, Tensor]:
+def _state(optimiser: Optimiser, parameter: Tensor, copied: bool = True) -> dict[str, Tensor]:
     """What the optimiser keeps for each element of a parameter."""
     return {
         name: value.clone() if copied else value

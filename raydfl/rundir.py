@@ -234,7 +234,7 @@ def check_same(run_dir: Path, stored: Config, config: Config) -> None:
         for key in {**before, **after}
         if before.get(key) != after.get(key)
     ]
-    free = ("evaluate.", "ray.", "run.", "track.", "train.rounds", "data.cache", "data.root")
+    free = ("evaluate.", "ray.", "run.", "track.", "train.rounds", "train.tape", "data.cache", "data.root")
     decisive = [line for line in changed if not line.startswith(free) or line.startswith(("run.seed", "ray.threads"))]
     raise RunDirectoryError(
         f"{run_dir} belongs to another configuration ({'; '.join(decisive[:5])}); "

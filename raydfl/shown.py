@@ -98,15 +98,18 @@ class Shown(Mapping[str, Tensor]):
 
 
 class Hidden:
-    """Stands in for what differs between clients and is no tensor: whatever is done with it, clients are computed apart."""
+    """Stands in for what is no tensor and not the same for all: whatever is done with it, clients are computed apart.
 
-    def __init__(self, name: str) -> None:
-        object.__setattr__(self, "_name", name)
+    Args:
+        name: the field of the step.
+        same: for what all it would have to be the same.
+    """
+
+    def __init__(self, name: str, same: str = "all clients") -> None:
+        object.__setattr__(self, "_reason", f"the loss reads step.{name}, which is not the same for {same}")
 
     def _refuse(self, *_: object) -> NoReturn:
-        raise ApartError(
-            f"the loss reads step.{object.__getattribute__(self, '_name')}, which is not the same for all clients"
-        )
+        raise ApartError(object.__getattribute__(self, "_reason"))
 
     def __getattr__(self, _: str) -> NoReturn:
         self._refuse()

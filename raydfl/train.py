@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -18,22 +18,24 @@ from torch import Tensor
 from raydfl import alike, together
 from raydfl.data.examples import Examples
 from raydfl.data.stacked import StackedBatches
-from raydfl.optimiser import advance, forget_gradients, optimiser_over
+from raydfl.gradients import Gradients, Loss
+from raydfl.optimiser import Optimiser, torch_optimiser
 from raydfl.precision import GradientScale, computing_in
-from raydfl.randomness import fit_seed, seed_of_step, step_randomness
+from raydfl.randomness import fit_seed
 from raydfl.step import Step
 from raydfl.types import Batch, Metrics, Ratio
 from raydfl.vectorised import fit_together, predict_together
 
-Loss = Callable[[Step, Batch], Tensor]
-
 
 def make_optimiser(step: Step, models: tuple[str, ...] = ()) -> torch.optim.Optimizer:
     """The configured optimiser over the named models' parameters (all by default), learning rates decayed to this round."""
-    parameters = {
+    return torch_optimiser(_trainable(step, models), step.training.optimiser, step.round_index)
+
+
+def _trainable(step: Step, models: tuple[str, ...]) -> dict[str, list[Tensor]]:
+    return {
         name: [p for p in step.models[name].parameters() if p.requires_grad] for name in models or tuple(step.models)
     }
-    return optimiser_over(parameters, step.training.optimiser, step.round_index)
 
 
 def fit(step: Step, *losses: Loss, models: tuple[str, ...] = (), epochs: int | None = None) -> Metrics:
@@ -144,8 +146,9 @@ class _Fit:
     def _alone(self) -> Metrics:
         step, losses = self.step, self.losses
         step.together = 1
-        optimiser = make_optimiser(step, self.models)
-        trained = [p for group in optimiser.param_groups for p in group["params"]]
+        parameters = _trainable(step, self.models)
+        trained = [parameter for those in parameters.values() for parameter in those]
+        optimiser = Optimiser(parameters, step.training.optimiser, step.round_index)
         clip_norm, precision = step.training.optimiser.clip_norm, step.training.precision
         scale = GradientScale((), step.device) if precision == "float16" else None
 
@@ -156,6 +159,7 @@ class _Fit:
         for model in step.models.values():
             model.train()
         seed = torch.tensor(fit_seed(step)).to(step.device)
+        gradients = Gradients(step, losses, self.models, trained, seed)
         values: list[Tensor] = []  # read at the end only: on a GPU reading one would wait for it
         sizes: list[int] = []
         epochs = step.training.local_epochs if self.epochs is None else self.epochs
@@ -163,25 +167,22 @@ class _Fit:
             if step.clock.expired:
                 step.clock.cut = True
                 break
-            for loss in losses:
-                forget_gradients(optimiser)
-                with step_randomness(seed_of_step(seed, len(values))), computing_in(precision, step.device):
-                    value = loss(step, batch)
+            for _ in losses:
+                optimiser.forget_gradients()
+                value = gradients.compute(len(values), batch, scale)
                 if scale is None:
-                    value.backward()  # type: ignore[no-untyped-call]
                     clip()
-                    advance(optimiser)
+                    optimiser.advance()
                 else:
-                    (value * scale.scale).backward()  # type: ignore[no-untyped-call]
-                    scale.advance(optimiser, clip, lambda: advance(optimiser))
-                values.append(value.detach())
+                    scale.advance(optimiser, clip)
+                values.append(value)
                 sizes.append(len(batch.y))
                 step.clock.steps += 1
-        forget_gradients(optimiser)
+        optimiser.forget_gradients()
         if not values:
             return {"loss": Ratio(0.0, 0), "steps": Ratio(0, 1)}
-        total = torch.stack(values).double().cpu() @ torch.tensor(sizes, dtype=torch.float64)
-        return {"loss": Ratio(float(total), sum(sizes) / len(losses)), "steps": Ratio(len(values), 1)}
+        total = sum(value * size for value, size in zip(torch.stack(values).tolist(), sizes, strict=True))
+        return {"loss": Ratio(total, sum(sizes) / len(losses)), "steps": Ratio(len(values), 1)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from raydfl import alike
 from raydfl.data.examples import Examples
 from raydfl.data.stacked import StackedBatches
-from raydfl.optimiser import advance, forget_gradients, optimiser_over
+from raydfl.gradients import Loss
+from raydfl.optimiser import Optimiser
 from raydfl.precision import GradientScale, computing_in
 from raydfl.randomness import (
     fit_seed,
@@ -43,8 +44,6 @@ from raydfl.shown import Hidden, Shown, Source, UnlikeError
 from raydfl.step import Step
 from raydfl.together import ApartError
 from raydfl.types import Batch, Metrics, Ratio
-
-Loss = Callable[[Step, Batch], Tensor]
 
 _REMEMBERED = 1000
 """Kinds of losses of which something is remembered: one that captures a number of its round is another kind in each."""
@@ -397,7 +396,7 @@ def _train(group: _Group, losses: Sequence[Loss], batches: StackedBatches, seeds
     """
     first = group.steps[0]
     settings = first.training.optimiser
-    optimiser = optimiser_over(
+    optimiser = Optimiser(
         {name: list(leaves.values()) for name, leaves in group.leaves.items()}, settings, first.round_index
     )
     precision = first.training.precision
@@ -422,7 +421,7 @@ def _train(group: _Group, losses: Sequence[Loss], batches: StackedBatches, seeds
                 scale.keep(clients)
         batch = batches.batch(number)
         for position, loss in enumerate(losses):
-            forget_gradients(optimiser)
+            optimiser.forget_gradients()
             with computing_in(precision, first.device):
                 value = group.compute(loss, batch, seed_of_step(seeds, number * len(losses) + position))
             if value.shape != (clients,):
@@ -430,15 +429,15 @@ def _train(group: _Group, losses: Sequence[Loss], batches: StackedBatches, seeds
             if scale is None:
                 value.sum().backward()  # type: ignore[no-untyped-call]
                 clip()
-                advance(optimiser)
+                optimiser.advance()
             else:
                 (value * scale.scale).sum().backward()  # type: ignore[no-untyped-call]
-                scale.advance(optimiser, clip, lambda: advance(optimiser))
+                scale.advance(optimiser, clip)
             values.append(value.detach())
     return values, len(batches)
 
 
-def _follow(optimiser: torch.optim.Optimizer, group: _Group) -> None:
+def _follow(optimiser: Optimiser, group: _Group) -> None:
     """Let the optimiser go on with the group's leaves, which are prefixes of those that it had, and of its moments."""
     leaves = [[group.live[name] for name in names] for names in group.leaves.values() if names]
     for settings, new in zip(optimiser.param_groups, leaves, strict=True):
@@ -449,7 +448,7 @@ def _follow(optimiser: torch.optim.Optimizer, group: _Group) -> None:
         settings["params"] = new
 
 
-def _clip(optimiser: torch.optim.Optimizer, largest: float) -> None:
+def _clip(optimiser: Optimiser, largest: float) -> None:
     """What ``clip_grad_norm_`` does, for every client by itself."""
     gradients = [p.grad for settings in optimiser.param_groups for p in settings["params"] if p.grad is not None]
     norms = torch.stack([g.flatten(1).norm(dim=1) if g.ndim > 1 else g.abs() for g in gradients]).norm(dim=0)

@@ -18,10 +18,11 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import differ, finish, same, start, truth
 
-from raydfl import deadline, record, train, vectorised
+from raydfl import deadline, record, train
 from raydfl.config import Config
 from raydfl.deadline import Clock, LateError, Patience
 from raydfl.errors import ClientError, ConfigError
+from raydfl.optimiser import Optimiser
 from raydfl.progress import Progress, RoundSummary
 from raydfl.record import Row
 from raydfl.replays import replay
@@ -176,14 +177,13 @@ def seconds_of_steps(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A clock that an optimiser step moves by a second."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    for module in (train, vectorised):
-        real: Callable[[Any], None] = module.advance
+    real = Optimiser.advance
 
-        def advance(optimiser: Any, real: Callable[[Any], None] = real) -> None:
-            real(optimiser)
-            clock.now += 1.0
+    def advance(optimiser: Optimiser) -> None:
+        real(optimiser)
+        clock.now += 1.0
 
-        monkeypatch.setattr(module, "advance", advance)
+    monkeypatch.setattr(Optimiser, "advance", advance)
     return clock
 
 

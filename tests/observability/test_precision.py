@@ -18,7 +18,7 @@ from raydfl.config import Config
 from raydfl.errors import ConfigError
 from raydfl.groups import OptimiserSettings
 from raydfl.ops import GRU, Conv1d
-from raydfl.optimiser import advance, optimiser_over
+from raydfl.optimiser import Optimiser
 from raydfl.precision import GradientScale, check_device, computing_in
 from raydfl.private import PrivateStore
 from raydfl.store import RunStore
@@ -206,10 +206,10 @@ def trained(settings: OptimiserSettings, scaled: bool, overflows: set[int], clip
     """Parameters after some steps of a small problem in which a gradient is infinite at some of them."""
     torch.manual_seed(3)
     layer = nn.Linear(4, 3)
-    optimiser = optimiser_over({"model": list(layer.parameters())}, settings, 0)
+    optimiser = Optimiser({"model": list(layer.parameters())}, settings, 0)
     scale = GradientScale((), torch.device("cpu"))
     for number in range(5):
-        optimiser.zero_grad()
+        optimiser.forget_gradients()
         value = F.cross_entropy(layer(torch.randn(6, 4)), torch.arange(6) % 3)
         if number in overflows:
             if not scaled:
@@ -222,11 +222,11 @@ def trained(settings: OptimiserSettings, scaled: bool, overflows: set[int], clip
 
         if scaled:
             (value * scale.scale).backward()
-            scale.advance(optimiser, limit, lambda: advance(optimiser))
+            scale.advance(optimiser, limit)
         else:
             value.backward()
             limit()
-            advance(optimiser)
+            optimiser.advance()
     assert not scaled or scale.scale.item() == 1024.0 / 2 ** len(overflows)
     return [parameter.detach() for parameter in layer.parameters()]
 
@@ -252,22 +252,22 @@ def test_of_stacked_clients_only_the_one_that_overflows_waits(settings: Optimise
 
     def alone(client: int) -> Tensor:
         leaf = start[client].clone().requires_grad_()
-        optimiser, scale = optimiser_over({"model": [leaf]}, settings, 0), GradientScale((), torch.device("cpu"))
+        optimiser, scale = Optimiser({"model": [leaf]}, settings, 0), GradientScale((), torch.device("cpu"))
         for number in range(4):
             leaf.grad = None
             value = (data[number] @ leaf).square().mean() * (float("inf") if (client, number) == (1, 1) else 1.0)
             (value * scale.scale).backward()
-            scale.advance(optimiser, lambda: None, lambda: advance(optimiser))
+            scale.advance(optimiser, lambda: None)
         return leaf.detach()
 
     leaves = start.clone().requires_grad_()
-    optimiser, scale = optimiser_over({"model": [leaves]}, settings, 0), GradientScale((3,), torch.device("cpu"))
+    optimiser, scale = Optimiser({"model": [leaves]}, settings, 0), GradientScale((3,), torch.device("cpu"))
     for number in range(4):
         leaves.grad = None
         factors = torch.tensor([1.0, float("inf") if number == 1 else 1.0, 1.0])
         values = (data[number] @ leaves.T).square().mean(dim=0) * factors
         (values * scale.scale).sum().backward()
-        scale.advance(optimiser, lambda: None, lambda: advance(optimiser))
+        scale.advance(optimiser, lambda: None)
     assert scale.scale.tolist() == [1024.0, 512.0, 1024.0]
     for client in range(3):
         torch.testing.assert_close(leaves.detach()[client], alone(client))
