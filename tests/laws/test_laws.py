@@ -65,6 +65,7 @@ def finish_watched(config: Config, seed: int = 0) -> tuple[dict[str, bytes], Wat
     while federation.state.round_index < config.train.rounds:
         federation.round()
     federation.close()
+    pool.close()
     return truth(run_dir), pool, run_dir
 
 
