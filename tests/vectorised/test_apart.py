@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from several_clients import BANDS, CLASSES, jointly, looped, make_steps
 from torch import Tensor, nn
 
-from raydfl import together, vectorised
+from raydfl import together
 from raydfl.method import Method
 from raydfl.methods.fedavg import FedAvg
 from raydfl.models.dense import MeanMLP
+from raydfl.stacked_clients import StackedClients
 from raydfl.step import Step
 from raydfl.train import fit
 from raydfl.types import Batch, Update
@@ -307,7 +308,7 @@ def test_a_loss_that_is_no_scalar_is_refused_as_in_a_loop() -> None:
 def test_a_failure_in_the_middle_leaves_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     steps, alone = make_steps(FedAvg(), mlp), make_steps(FedAvg(), mlp)
     calls = 0
-    compute = vectorised._Group.compute
+    compute = StackedClients.compute
 
     def failing(*arguments: Any) -> Tensor:
         nonlocal calls
@@ -316,7 +317,7 @@ def test_a_failure_in_the_middle_leaves_nothing_changed(monkeypatch: pytest.Monk
             raise RuntimeError("in the middle")
         return compute(*arguments)
 
-    monkeypatch.setattr(vectorised._Group, "compute", failing)
+    monkeypatch.setattr(StackedClients, "compute", failing)
     found = jointly(FedAvg(), steps)
     assert steps[0].apart == "RuntimeError: in the middle"
     for a, b in zip(found, looped(FedAvg(), alone), strict=True):
@@ -330,7 +331,7 @@ def test_too_little_memory_means_one_after_another(monkeypatch: pytest.MonkeyPat
         raise torch.OutOfMemoryError("no room")
 
     with monkeypatch.context() as patched:
-        patched.setattr(vectorised._Group, "compute", full)
+        patched.setattr(StackedClients, "compute", full)
         steps = compare(FedAvg())
     assert steps[0].apart == "not enough memory for so many clients at once: no room"
     jointly(FedAvg(), again := make_steps(FedAvg(), mlp))
