@@ -155,11 +155,12 @@ class _Actor:
         if config.ray.autoscale:
             self._watch.waits(config.ray.ready_timeout)
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "max_restarts": self._RESTARTS, "max_task_retries": 0}
-        # Beside the driver, not on whatever node Ray picks, which may be one that leaves; elsewhere only if that node is gone.
+        # Beside the driver, not on whatever node Ray picks, which may be one that leaves. Not a soft wish: those Ray overlooks for
+        # an actor that reserves nothing. And without the driver's node there is no run that a server elsewhere could go on with.
         # A trial's placement group keeps the server by itself, and a strategy would take it, and all it starts, out of the group.
         if get_current_placement_group() is None:
             here = ray.get_runtime_context().get_node_id()
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=True)
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
         actor = ray.remote(ServerActor).options(**options)
         self._actor: Any = actor.remote(str(run_dir), config.model_dump(mode="json"))
         self._lost = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -11,6 +12,10 @@ from pydantic.dataclasses import dataclass
 from raydfl.methods.fedmlac import FedMLAC
 from raydfl.step import Step
 from raydfl.types import Update
+
+_MODEL = {"name": "crnn_tiny", "hidden": 8, "filters": [4]}
+MODELS = f"models={json.dumps({'plugin': _MODEL, 'local': [_MODEL, {**_MODEL, 'hidden': 4}]})}"
+"""For it, in a configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)

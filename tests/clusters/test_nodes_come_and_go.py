@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from gated import MODELS
 from helpers import finish, same, truth
 from marked import Marked, until
 
@@ -16,8 +17,6 @@ from raydfl.config import Config
 Tiny = Callable[..., Config]
 HERE = Path(__file__).parent
 GATED = f"{HERE}/gated.py:Gated"
-MODEL = {"name": "crnn_tiny", "hidden": 8, "filters": [4]}
-MODELS = f"models={json.dumps({'plugin': MODEL, 'local': [MODEL, {**MODEL, 'hidden': 4}]})}"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 

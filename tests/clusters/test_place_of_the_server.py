@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
+from gated import MODELS
+from marked import Marked, until
 
 from raydfl import runs
 from raydfl.config import Config
 from raydfl.progress import Progress
+
+HERE = Path(__file__).parent
 
 
 class Ray:
@@ -34,7 +39,7 @@ class Ray:
 
 @pytest.mark.parametrize("group", [None, object()], ids=["alone", "in a placement group"])
 def test_where_it_is_asked_for(tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, group: object) -> None:
-    """On the driver's node, or elsewhere if that is gone; in a trial's placement group wherever that is."""
+    """On the driver's node and nowhere else; in a trial's placement group wherever that is."""
     ray = Ray()
     monkeypatch.setattr(runs, "ray", ray)
     monkeypatch.setattr(runs, "get_current_placement_group", lambda: group)
@@ -46,4 +51,48 @@ def test_where_it_is_asked_for(tiny: Callable[..., Config], monkeypatch: pytest.
         assert "scheduling_strategy" not in ray.asked
         return
     assert ray.asked["scheduling_strategy"].node_id == "ab" * 28
-    assert ray.asked["scheduling_strategy"].soft
+    soft = ray.asked["scheduling_strategy"].soft
+    assert not soft  # else Ray places an actor that reserves nothing at random
+
+
+@pytest.fixture
+def fleet() -> Iterator[Marked]:
+    """A head and four nodes on which nothing but a server can be."""
+    fleet = Marked.python(str(HERE / "fleet.py"))
+    yield fleet
+    fleet.end()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_where_it_is_among_many_nodes(tiny: Callable[..., Config], fleet: Marked, tmp_path: Path) -> None:
+    """By chance alone it would be on the head in one of five times."""
+    address = fleet.ask()
+    for resources in ("1 0", "0 0", "0 0", "0 0"):
+        fleet.ask(f"add {resources}")
+    gate = tmp_path / "gate"
+    gate.mkdir()
+    (gate / "hold-1").touch()
+    settings = (
+        MODELS,
+        "train.rounds=1",
+        "run.name=placed",
+        "ray.actors=1",
+        f"ray.address='{address}'",
+        f"method.gate={gate}",
+    )
+    config = tiny(*settings, method=f"{HERE}/gated.py:Gated")
+    file = tmp_path / "placed.yaml"
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    run = Marked.python("-m", "raydfl", "run", str(file), "--json")
+    try:
+        until(lambda: list(gate.glob("at-1-*")), "a client", [run])
+        [server] = fleet.mark.processes("ray::ServerActor")
+        [client] = fleet.mark.processes("ray::ClientActor")
+        assert "--head" in server.parent().cmdline()
+        assert "--head" not in client.parent().cmdline()
+        (gate / "hold-1").unlink()
+        _, problems = run.process.communicate(timeout=300)
+        assert run.process.returncode == 0, problems
+    finally:
+        run.end()
