@@ -6,8 +6,9 @@ been done a few times, and done again from there by every client for whom it is 
 
 Whether it is the same is never guessed from a single look:
 
-- The loss's code and all that it captured, the task's options, the phase, the architectures with their layers' attributes, and the
-  types and shapes of all tensors must be equal, and nothing captured may be something that can change unseen (``alike.constants``).
+- The loss's code and all that it captured, the task's options, the phase, the architectures with their layers' attributes, the
+  types and shapes of all tensors, and an autocast around it must be equal, and nothing captured may be something that can change
+  unseen (``alike.constants``).
 - While it is recorded the loss sees no ``step.client``, ``data``, ``rng``, ``training`` or ``round_index``, may not write into the
   step, nor look at a tensor's value, and may use no other tensors than its models', its step's and its batch's.
 - What the tape computes must have the bits of what the loss's own code computed for the same batch: loss, gradients, buffers, and
@@ -246,6 +247,7 @@ class Gradients:
                 step.client.models,
                 step.device,
                 step.training.precision,
+                _surroundings(step),
             )
         except alike.VaryingError:
             return None
@@ -377,6 +379,16 @@ def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
     for child in module._modules.values():
         if child is not None:
             yield from _tensors_of(child)
+
+
+def _surroundings(step: Step) -> Hashable:
+    """Which layers are training, and what PyTorch itself computes in at the moment."""
+    kind = step.device.type
+    return (
+        tuple(layer.training for module in step.models.values() for layer in module.modules()),
+        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+        torch.get_default_dtype(),
+    )
 
 
 _HIDDEN = ("client", "data", "rng", "round_index", "training", "clock")

@@ -394,6 +394,44 @@ def _name() -> str:
     return _current[0]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InBfloat16(Method):
+    """Trains inside of an autocast of its own, but not in the first rounds."""
+
+    def local(self, step: Step) -> Update:
+        with torch.autocast("cpu", torch.bfloat16, enabled=step.round_index > 3):
+            return super().local(step)
+
+
+class StaysAsItIs(nn.Module):
+    """Random masks unless somebody says otherwise: fit() does not change whether it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MeanLinear(BANDS, CLASSES)
+
+    def train(self, mode: bool = True) -> StaysAsItIs:
+        return self
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        logits: Tensor = F.dropout(self.inner(x, lengths), 0.5, self.training)
+        return logits
+
+
+def test_what_surrounds_a_fit() -> None:
+    """PyTorch's own settings and whether a layer trains are part of what has to be the same."""
+    assert_same_bits(InBfloat16(), networks(FedAvg(), "linear"), number=6)
+    assert taped() > 0
+    gradients.forget()
+
+    def evaluating(step: Step) -> None:
+        step.models["model"].training = step.client.index % 2 == 0
+
+    assert_same_bits(FedAvg(), lambda: {"model": StaysAsItIs()}, change=evaluating)
+    assert len(gradients._known) == 2
+    assert taped() > 2
+
+
 def test_never_from_less_than_two_rounds() -> None:
     """One in which it is seen, then two in which it is recorded."""
     for number, recorded in ((1, False), (2, True), (3, True)):
