@@ -24,6 +24,11 @@ def plot_partition(population: Population, path: Path) -> None:
 
     Up to 400 clients are drawn in the population's order. Of more, some are drawn at even distances in the order of their size.
     """
+    with mpl.rc_context({"text.parse_math": False}):  # a name with dollar signs is a name
+        _plot(population, path)
+
+
+def _plot(population: Population, path: Path) -> None:
     counts = population.label_counts()
     clients, classes = counts.shape
     sizes = counts.sum(axis=1)

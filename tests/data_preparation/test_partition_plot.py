@@ -38,6 +38,14 @@ def test_few_clients_are_all_drawn_in_order(
     np.testing.assert_array_equal(shown, population.label_counts())
 
 
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_names_with_dollar_signs_are_names(made: Callable[..., DataSettings], tmp_path: Path, ending: str) -> None:
+    population = build_population(made(), 1)
+    population.classes = (r"$\frac{$", "$x$", "a$b", "$$")
+    plot_partition(population, tmp_path / f"plot.{ending}")
+    assert (tmp_path / f"plot.{ending}").stat().st_size > 1000
+
+
 def test_many_clients_are_drawn_from_most_to_fewest_clips(
     made: Callable[..., DataSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
