@@ -255,13 +255,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read the configuration {path}: {reason}; {_instead_of(path)}") from error
+        missing = isinstance(error, (FileNotFoundError, IsADirectoryError))
+        advice = _instead_of(path) if missing else "give a text file that you may read, such as jobs/quickstart.yaml"
+        raise ConfigError(f"cannot read the configuration {path}: {reason}; {advice}") from error
     values = parse_yaml(text, str(path))
     return make_config(apply_overrides(values, overrides) if isinstance(values, dict) else values, str(path))
 
 
 def _instead_of(path: Path) -> str:
-    """What to do about a configuration that cannot be read."""
+    """What to do about a configuration that is not there."""
     if (path / "config.yaml").exists():
         return f"it is a run directory, to go on with it: raydfl resume {path}"
     if "=" in path.name:
@@ -300,7 +302,10 @@ def _resolve(group: dict[str, Any], keys: Iterable[str]) -> None:
 
 def _resolved(text: str) -> str:
     check_path(text)
-    return text if is_uri(text) else str(Path(os.path.expandvars(text)).expanduser().resolve())
+    try:
+        return text if is_uri(text) else str(Path(os.path.expandvars(text)).expanduser().resolve())
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, ~NAME of nobody, a null character
+        raise ConfigError(f"the path {text!r} cannot be found: {error}") from error
 
 
 def _references_resolved(value: Any) -> Any:

@@ -47,7 +47,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     >>> nearest("ronds", ["rounds", "cohort"])
     "did you mean 'rounds'?"
     """
-    names = sorted(known)
+    names = sorted(set(known))
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]!r}?"

@@ -13,6 +13,7 @@ from raydfl.config import Config, load_config
 from raydfl.yaml_text import parse_yaml, to_yaml
 
 Tiny = Callable[..., Config]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -250,6 +251,18 @@ def test_words_that_yaml_takes_for_something_else_stay_words() -> None:
     ):
         assert parse_yaml(f"k: {to_yaml(value)}", "") == {"k": value}
         assert parse_yaml(to_yaml({"k": value}, flow=False), "") == {"k": value}
+
+
+def test_a_file_that_is_there_is_not_proposed_instead_of_itself(raydfl: Raydfl, tmp_path: Path) -> None:
+    (tmp_path / "bin.yaml").write_bytes(b"\xff\xfe\x00")
+    said = raydfl("run", tmp_path / "bin.yaml")
+    said.refuses("bin.yaml: it is not UTF-8 text; give a text file that you may read")
+    assert "did you mean" not in said.err
+    raydfl("run", tmp_path / "bim.yaml").refuses("No such file or directory; did you mean 'bin.yaml'")
+    (tmp_path / "circle").symlink_to("circle")
+    raydfl("run", ROOT / "jobs/fsdd.yaml", f"data.root={tmp_path}/circle").refuses(
+        "circle' cannot be found: Symlink loop"
+    )
 
 
 def test_names_alone_can_be_given_options(tiny: Tiny, tmp_path: Path) -> None:
