@@ -153,6 +153,11 @@ def partition_clips(
     return _sorted_partition(ids, rows, owner, (), np.full(clients, -1, np.int32))
 
 
+def without_groups(clips: int) -> str:
+    """A setting with which so many clips can be dealt that belong to nobody."""
+    return f"data.partition='{{by: dirichlet, clients: {min(10, max(2, clips // 10))}, alpha: 0.5}}'"
+
+
 def natural_order(names: Sequence[str]) -> list[str]:
     """Names sorted with the numbers in them as numbers: ``a/2`` before ``a/10``."""
     return sorted(
@@ -183,7 +188,8 @@ def _values(manifest: pa.Table, rows: np.ndarray, column: str) -> tuple[list[str
         clips = manifest.column("clip").take(pa.array(rows)).filter(encoded.is_null()).to_pylist()
         raise DataError(
             f"{len(clips)} of {len(rows)} training clips have no {column!r}, so no client to go to: {', '.join(clips[:5])}"
-            f"{' ...' if len(clips) > 5 else ''}; fill the column, remove them, or choose another data.partition"
+            f"{' ...' if len(clips) > 5 else ''}; fill the column, remove them, or choose another data.partition, for example "
+            f"{without_groups(len(rows))}"
         )
     found = encoded.dictionary.to_pylist()
     names = natural_order(found)

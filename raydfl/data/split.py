@@ -7,11 +7,20 @@ from typing import Annotated, Literal, cast
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import Field, model_validator
 
+from raydfl.data.partition import without_groups
 from raydfl.errors import DataError, nearest
 from raydfl.seeds import generator
 from raydfl.settings import Settings
+
+_NO_CHOICE = ("clip", "path", "label", "split", "seconds")
+"""Columns by which nobody would hold out."""
+_USUAL = 0.2
+"""Share of the values or clips that is held out in a message's examples."""
+_WAYS = 3
+"""Such examples that it gives."""
 
 
 class HoldOutSettings(Settings):
@@ -104,8 +113,7 @@ def split_clips(manifest: pa.Table, settings: SplitSettings, seed: int) -> Split
     if not len(split.train):
         raise DataError(
             f"no clips are left to train on: {len(split.test)} of {manifest.num_rows} are the test set and "
-            f"{int(validation.sum())} the official validation set; choose data.split.test differently, for example "
-            "{by: group, fraction: 0.2} or {by: clip, fraction: 0.2}"
+            f"{int(validation.sum())} the official validation set; {_another_way(manifest)}"
         )
     return split
 
@@ -147,22 +155,19 @@ def _held_out(manifest: pa.Table, settings: HoldOutSettings, seed: int) -> np.nd
         for value in wanted:
             if value not in present:
                 hint = nearest(value, present) if present else "the column is empty"
-                raise DataError(
-                    f"no clip has {value!r} in column {settings.by!r} ({hint}); choose data.split.test differently, for example "
-                    "{by: group, fraction: 0.2} or {by: clip, fraction: 0.2}"
-                )
+                raise DataError(f"no clip has {value!r} in column {settings.by!r} ({hint}); {_another_way(manifest)}")
     else:
         missing = manifest.column("clip").filter(pa.array([value is None for value in named])).to_pylist()
         if missing:
             raise DataError(
-                f"{len(missing)} clips have no {settings.by!r} by which to hold them out: {', '.join(missing[:5])} ...; fill the "
-                "column, or choose data.split.test differently"
+                f"{len(missing)} clips have no {settings.by!r} by which to hold them out: {', '.join(missing[:5])}"
+                f"{' ...' if len(missing) > 5 else ''}; fill the column, or {_another_way(manifest)}"
             )
         number = max(1, _rounded(settings.fraction * len(present)))
         if number >= len(present):
             raise DataError(
                 f"data.split.test.fraction {settings.fraction} of {len(present)} values of column {settings.by!r} leaves none to "
-                "train on"
+                f"train on; {_another_way(manifest)}"
             )
         wanted = tuple(present[index] for index in rng.permutation(len(present))[:number])
     chosen: np.ndarray = np.isin(named.astype(str), wanted) & np.array([value is not None for value in named], bool)
@@ -176,7 +181,46 @@ def _share_of_each_label(labels: np.ndarray, fraction: float, rng: np.random.Gen
         number = min(len(members) - 1, _rounded(fraction * len(members)))
         chosen[rng.permutation(members)[:number]] = True
     if not chosen.any():
+        enough = _enough_of_each_label(labels)
+        remedy = (
+            "no label has more than one clip; hold out whole values of a column, or nothing with data.split.test=null"
+            if enough is None
+            else f"of each label its share is taken, rounded: set data.split.test.fraction={enough:g} or more"
+        )
         raise DataError(
-            f"data.split.test.fraction {fraction} of {len(labels)} clips of {len(set(labels))} labels is no clip"
+            f"data.split.test.fraction {fraction} of {len(labels)} clips of {len(set(labels))} labels is no clip: {remedy}"
         )
     return chosen
+
+
+def _enough_of_each_label(labels: np.ndarray) -> float | None:
+    """A share of which every label with at least two clips gives one; ``None`` when there is no such label."""
+    counts = np.unique(labels.astype(str), return_counts=True)[1]
+    several = counts[counts > 1]
+    return float(np.ceil(1000 * 0.5 / several.min()) / 1000) if len(several) else None
+
+
+def _leaves_every_label(manifest: pa.Table, column: str) -> bool:
+    """Whether the usual share of a column's values can be held out, whichever they are, and clips of every label be left."""
+    values = manifest.column(column)
+    if values.null_count:
+        return False
+    number = max(1, _rounded(_USUAL * len(values.unique())))
+    of_labels = manifest.select(["label", column]).group_by("label").aggregate([(column, "count_distinct")])
+    return bool(pc.min(of_labels.column(f"{column}_count_distinct")).as_py() > number)
+
+
+def _another_way(manifest: pa.Table) -> str:
+    """What else data.split.test could be with these clips, and data.partition where nobody owns them."""
+    columns = [name for name in manifest.column_names if name not in _NO_CHOICE]
+    ways = [f"{{by: {name}, fraction: {_USUAL}}}" for name in columns if _leaves_every_label(manifest, name)]
+    enough = _enough_of_each_label(_column(manifest, "label"))
+    if enough is not None:
+        ways.insert(1, f"{{by: clip, fraction: {max(_USUAL, enough):g}}}")
+    said = "choose data.split.test differently"
+    if ways:
+        said += ", for example " + " or ".join(f"data.split.test='{way}'" for way in ways[:_WAYS])
+    if "group" not in columns or manifest.column("group").null_count:
+        other = without_groups(manifest.num_rows)
+        said += f". The clips have no groups to be clients: choose data.partition too, for example {other}"
+    return said

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from pydantic import ValidationError
 from raydfl.data.split import HoldOutSettings, SplitSettings, hold_out, split_clips
 from raydfl.errors import DataError
 from raydfl.seeds import generator
+from raydfl.yaml_text import parse_yaml
 
 
 def manifest(clips: int = 200, official: bool = True, **columns: list[Any]) -> pa.Table:
@@ -108,7 +110,12 @@ def test_local_hold_out_is_rounded_and_leaves_one() -> None:
         ),
         (manifest(), {"test": {"by": "fodl", "values": [1]}}, "no column 'fodl'; did you mean 'fold'"),
         (manifest(), {"test": {"by": "group", "fraction": 0.99}}, "0.99 of 11 values of column 'group' leaves none"),
-        (manifest(10), {"test": {"by": "clip", "fraction": 0.01}}, "0.01 of 10 clips of 7 labels is no clip"),
+        (
+            manifest(10),
+            {"test": {"by": "clip", "fraction": 0.01}},
+            "0.01 of 10 clips of 7 labels is no clip: .*set data.split.test.fraction=0.25 or more",
+        ),
+        (manifest(7), {"test": {"by": "clip", "fraction": 0.5}}, "no label has more than one clip; hold out whole"),
         (
             manifest(),
             {"test": {"values": ["train", "validation", "test"]}},
@@ -124,6 +131,26 @@ def test_local_hold_out_is_rounded_and_leaves_one() -> None:
 def test_splits_that_cannot_be(table: pa.Table, options: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         split_clips(table, SplitSettings(**options), 1)
+
+
+def test_what_a_message_proposes_can_be_done() -> None:
+    """Also where the usual share would be no clip, and never a column whose values are whole labels."""
+    tables = {
+        "groups": (manifest(), ["fold", "clip", "group"]),
+        "no groups": (manifest(group=[None] * 200), ["fold", "clip"]),
+        "few clips": (manifest(14, word=[f"w{i % 7}" for i in range(14)]), ["fold", "clip"]),
+    }
+    for table, expected in tables.values():
+        with pytest.raises(DataError) as error:
+            split_clips(table, SplitSettings(test=HoldOutSettings(by="fold", values=(9,))), 1)
+        proposals = re.findall(r"data\.split\.test='(\{.*?\})'", str(error.value))
+        settings = [HoldOutSettings(**parse_yaml(text, "")) for text in proposals]
+        assert sorted(each.by for each in settings) == sorted(expected)
+        for each in settings:
+            parts = split_clips(table, SplitSettings(test=each), 1)
+            assert len(parts.test)
+            assert set(table.column("label").take(pa.array(parts.train)).to_pylist()) == {f"w{i}" for i in range(7)}
+        assert ("data.partition='{by: dirichlet" in str(error.value)) == (table.column("group").null_count > 0)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from raydfl.data.dataset import Dataset, find_dataset
+from raydfl.data.describe import describe_data
 from raydfl.data.sets.crema_d import CremaD
 from raydfl.data.sets.emodb import EmoDB
 from raydfl.data.sets.esc import ESC
@@ -18,8 +20,10 @@ from raydfl.data.sets.fsdd import FSDD
 from raydfl.data.sets.iemocap import IEMOCAP
 from raydfl.data.sets.ravdess import RAVDESS
 from raydfl.data.sets.urbansound8k import UrbanSound8K
+from raydfl.data.settings import DataSettings
 from raydfl.errors import DataError
 from raydfl.registry import build
+from raydfl.yaml_text import parse_yaml
 
 WriteAudio = Callable[..., Path]
 
@@ -406,6 +410,25 @@ def test_esc10_leaves_a_fold_out(recordings: Path) -> None:
     assert Counter(row["split"] for row in rows) == {"train": 40, "test": 40}
     with pytest.raises(DataError, match="no clip is of fold 5, which is to be tested on; there are 1, 2, 3, 4"):
         ESC(root=recordings / "ESC-10", test_folds=(5,)).manifest()
+
+
+@pytest.mark.parametrize("test", ["{by: split}", "{by: group, fraction: 0.2}", "{by: group, values: [x]}", "null"])
+def test_what_the_first_message_about_esc10_proposes_works(recordings: Path, test: str) -> None:
+    """A set without groups, of which a beginner knows nothing else."""
+    values: dict[str, Any] = {
+        "name": "esc",
+        "root": str(recordings / "ESC-10"),
+        "split": {"test": parse_yaml(test, "")},
+    }
+    with pytest.raises(DataError) as error:
+        list(describe_data(DataSettings(**values), 1))
+    proposed = dict(re.findall(r"data\.(split\.test|partition)='(\{.*?\})'", str(error.value)))
+    if "split.test" in proposed:
+        values["split"] = {"test": parse_yaml(proposed["split.test"], "")}
+    values["partition"] = parse_yaml(proposed["partition"], "")
+    text = "\n".join(describe_data(DataSettings(**values), 1))
+    assert "With this configuration:" in text
+    assert "clips of 10 of the 10 classes" in text or test == "null"
 
 
 def test_esc50(esc50: Path) -> None:
