@@ -225,8 +225,8 @@ def predict_command(
 ) -> None:
     """Classify recordings with a model of the run in DIR.
 
-    They go through the run's own front end: wav, flac or ogg, any rate and number of channels. Those that cannot be read are named
-    at the end, with exit code 2; all others are classified.
+    They go through the run's own front end: wav, flac, ogg, opus, mp3, aiff and others, any rate and number of channels. Those that
+    cannot be read are named at the end, with exit code 2; all others are classified.
     """
     from raydfl.using.model import load_model
     from raydfl.using.output import Form, show

@@ -12,6 +12,7 @@ import pyarrow as pa
 from raydfl.data.alter import Alteration
 from raydfl.data.cache import FeatureStore, prepare
 from raydfl.data.chunks import RunChunks
+from raydfl.data.clips import remarks_of
 from raydfl.data.corrupt import choose_clients, wrong_labels
 from raydfl.data.names import Names
 from raydfl.data.partition import Partition, natural_order, partition_clips
@@ -59,7 +60,7 @@ def build_population(
         attack.check(classes, data.features)
         attack.candidates(Names.of(division.partition.ids), seed)
     store = _prepare(data, manifest, progress, run_chunks)
-    messages = []
+    messages = remarks_of(manifest)
     skipped: list[tuple[str, str]] = []
     if store.failures:
         clips = manifest.column("clip")

@@ -13,12 +13,16 @@ split     string  "train", "validation" or "test"; null in every row when the se
 seconds   float64 duration; null where it is not known without opening the file
 ========= ======= =====================================================================================================
 
-What else a set knows (fold, session, recording, take) follows in columns of its own.
+What else a set knows (fold, session, recording, take) follows in columns of its own. What is to be said about the set as a whole,
+such as files that it leaves out, are the manifest's remarks.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,7 +37,39 @@ import soundfile
 from raydfl.errors import DataError, nearest
 
 SPLITS = ("train", "validation", "test")
-AUDIO_SUFFIXES = (".wav", ".flac", ".ogg")
+
+_SUFFIXES = {
+    "WAV": (".wav", ".wave"),
+    "RF64": (".rf64",),
+    "W64": (".w64",),
+    "FLAC": (".flac",),
+    "OGG": (".ogg", ".oga", ".opus"),
+    "MP3": (".mp3", ".mp2"),
+    "AIFF": (".aiff", ".aif", ".aifc"),
+    "AU": (".au", ".snd"),
+    "CAF": (".caf",),
+    "NIST": (".sph", ".nist"),
+    "VOC": (".voc",),
+    "IRCAM": (".sf",),
+    "SVX": (".iff", ".svx", ".8svx"),
+    "AVR": (".avr",),
+    "PAF": (".paf",),
+    "PVF": (".pvf",),
+    "SDS": (".sds",),
+    "WVE": (".wve",),
+}
+"""Endings of recordings, by libsndfile's name of their format. Not here: what mostly is something else (.mat, .htk, .mpc, .xi), and
+RAW, which says neither rate nor channels."""
+AUDIO_SUFFIXES = tuple(
+    suffix for kind, suffixes in _SUFFIXES.items() if kind in soundfile.available_formats() for suffix in suffixes
+)
+"""Endings, in lower case, of the recordings that the installed libsndfile decodes."""
+FFMPEG_SUFFIXES = (
+    *(".m4a", ".m4b", ".aac", ".wma", ".amr", ".3gp", ".ape", ".wv", ".ac3", ".mka"),
+    *(".mp4", ".mov", ".mkv", ".webm", ".avi", ".wmv", ".mpg", ".mpeg"),
+)
+"""Endings of recordings, and of films with sound, that it does not decode and ffmpeg does."""
+_REMARKS = b"raydfl remarks"
 
 _TYPES = {
     "clip": pa.string(),
@@ -49,9 +85,14 @@ _REQUIRED = ("clip", "path", "label")
 _HEADER_SLACK = 64
 # What programs that write to a pipe put where the size is not known yet: 0x7FFFF000 and above.
 _UNKNOWN_SIZE = 0x7FFFF000
+# Seconds by which a part may be said to end after its file: what people mark parts with rounds to milliseconds or coarser.
+_ROUNDING = 0.01
+NO_FILE = "is a pipe, a socket or a device, not a file"
 
 
-def make_manifest(rows_or_columns: Sequence[Mapping[str, Any]] | Mapping[str, Any] | pa.Table, where: str) -> pa.Table:
+def make_manifest(
+    rows_or_columns: Sequence[Mapping[str, Any]] | Mapping[str, Any] | pa.Table, where: str, remarks: Sequence[str] = ()
+) -> pa.Table:
     """A validated manifest from rows, from columns, or from another table.
 
     ``clip``, ``path`` and ``label`` must be given (``path`` may hold nulls); ``group``, ``split`` and ``seconds`` are null
@@ -59,6 +100,7 @@ def make_manifest(rows_or_columns: Sequence[Mapping[str, Any]] | Mapping[str, An
 
     Args:
         where: what the messages call this manifest: the set's name and root, or the manifest's file.
+        remarks: what :func:`remarks_of` is to return.
 
     Raises:
         DataError: no rows, a missing column, a value of the wrong type, a null or empty label or clip, two clips of one
@@ -76,7 +118,13 @@ def make_manifest(rows_or_columns: Sequence[Mapping[str, Any]] | Mapping[str, An
     columns |= {name: table.column(name) for name in table.column_names if name not in _TYPES}
     manifest = pa.table(columns)
     _check_rows(manifest, where)
-    return manifest
+    return manifest.replace_schema_metadata({_REMARKS: json.dumps(remarks)}) if remarks else manifest
+
+
+def remarks_of(manifest: pa.Table) -> list[str]:
+    """What the user is to be told about the set that a manifest lists."""
+    remarks: list[str] = json.loads((manifest.schema.metadata or {}).get(_REMARKS, b"[]"))
+    return remarks
 
 
 def write_manifest(manifest: pa.Table, path: str | os.PathLike[str]) -> None:
@@ -99,18 +147,30 @@ def read_manifest(path: str | os.PathLike[str]) -> pa.Table:
     return make_manifest(table, str(path))
 
 
-def read_audio(path: str | os.PathLike[str]) -> tuple[npt.NDArray[np.float32], int]:
-    """All samples of an audio file.
+def read_audio(
+    path: str | os.PathLike[str], start: float = 0.0, stop: float | None = None
+) -> tuple[npt.NDArray[np.float32], int]:
+    """The samples of an audio file, or of a part of it.
+
+    Args:
+        start: where the part begins, in seconds.
+        stop: where it ends; ``None``: with the file.
 
     Returns:
         ``(samples, rate)``: float32 [samples, channels], -1..1 (a file of floats keeps its own scale), and the rate in Hz.
 
     Raises:
-        DataError: naming the file: it is missing, unreadable, empty, no audio, or truncated; it has no samples; or it has
-            samples that are NaN or infinite.
+        DataError: naming the file: it is missing, unreadable, empty, no audio, or truncated; it has no samples, or not the part;
+            or it has samples that are NaN or infinite.
     """
     name = os.fspath(path)
     try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise DataError(f"{shown_name(name)}: the file's name is not UTF-8; rename it") from None
+    try:
+        if is_no_file(Path(name).stat()):  # to open it could take for ever
+            raise DataError(f"{name}: {NO_FILE}")
         with Path(name).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             _check_size(file, size, name)
@@ -121,14 +181,56 @@ def read_audio(path: str | os.PathLike[str]) -> tuple[npt.NDArray[np.float32], i
     try:
         with soundfile.SoundFile(name) as sound:
             rate = int(sound.samplerate)
-            promised = len(sound)
-            samples: npt.NDArray[np.float32] = sound.read(dtype="float32", always_2d=True)
-    except (soundfile.SoundFileError, OSError, RuntimeError) as error:
+            first, last = _part(start, stop, len(sound), rate, name)
+            promised = last - first
+            lead_in = min(first, rate)  # a second: mp3 and opus need what comes before a sample
+            sound.seek(first - lead_in)
+            samples: npt.NDArray[np.float32] = sound.read(lead_in + promised, dtype="float32", always_2d=True)[lead_in:]
+    except (soundfile.SoundFileError, OSError, RuntimeError, TypeError) as error:  # TypeError: a name that ends in .raw
+        if name.lower().endswith(FFMPEG_SUFFIXES):
+            wav = shlex.quote(str(Path(name).with_suffix(".wav")))
+            raise DataError(
+                f"{name}: cannot be read as audio: libsndfile does not decode this kind of file; make a wav file of it with: "
+                f"ffmpeg -i {shlex.quote(name)} {wav}"
+            ) from error
         raise DataError(f"{name}: cannot be read as audio: {error}") from error
     if len(samples) < promised:
         raise DataError(f"{name}: truncated: its header promises {promised} samples and {len(samples)} can be read")
     check_samples(samples, name)
     return samples, rate
+
+
+def _part(start: float, stop: float | None, samples: int, rate: int, name: str) -> tuple[int, int]:
+    """The first sample of a part of a file, and the one after its last.
+
+    Raises:
+        DataError: the file does not have that part.
+    """
+    if stop is not None and stop > samples / rate + _ROUNDING:
+        raise DataError(
+            f"{name}: the clip's stop, {stop:g} s, lies behind the end of the file: it is {samples / rate:g} s long"
+        )
+    first, last = round(start * rate), samples if stop is None else min(round(stop * rate), samples)
+    if first >= last and (start or stop is not None):
+        raise DataError(
+            f"{name}: no sample lies between the clip's start, {start:g} s, and its stop, "
+            f"{'the end of the file' if stop is None else f'{stop:g} s'}: the file is {samples / rate:g} s long, at {rate} Hz"
+        )
+    return first, last
+
+
+def is_no_file(status: os.stat_result) -> bool:
+    """Whether it is neither a file nor a folder: opening a pipe waits for whoever writes to it."""
+    return not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode))
+
+
+def shown_name(path: str | os.PathLike[str]) -> str:
+    r"""A path as text that can be printed and stored, also where its name is not UTF-8.
+
+    >>> shown_name(os.fsdecode(b"caf\xe9.wav"))
+    'caf\\xe9.wav'
+    """
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def check_samples(samples: npt.NDArray[np.float32], name: str) -> None:

@@ -84,6 +84,13 @@ class Dataset:
         """
         return None
 
+    def part(self, row: Mapping[str, Any]) -> str | None:
+        """Which part of the file at ``row["path"]`` the clip is, for the feature cache; ``None``: all of it.
+
+        Asked where :meth:`identity` gives ``None``: the content of the file and this string then decide the samples.
+        """
+        return None
+
 
 def dataset_names() -> list[str]:
     """The built-in sets' names in a configuration, sorted."""

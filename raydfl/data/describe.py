@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from raydfl.data.build import Division, divide, list_clips
+from raydfl.data.clips import remarks_of
 from raydfl.data.dataset import find_dataset
 from raydfl.data.partition import PartitionSettings, natural_order
 from raydfl.data.settings import DataSettings
@@ -74,6 +75,7 @@ def describe_data(data: DataSettings, seed: int) -> Iterator[str]:
     extra = [name for name in manifest.column_names if name not in _STANDARD]
     if extra:
         yield from _entry("other columns", ", ".join(extra))
+    yield from remarks_of(manifest)
     division = divide(manifest, classes, data, seed)
     yield ""
     yield "With this configuration:"

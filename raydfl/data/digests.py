@@ -6,6 +6,7 @@ not depend on where a file lies: a folder that was moved or copied is read once 
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import os
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from raydfl.data.clips import NO_FILE, is_no_file
 from raydfl.data.processes import available_cpus
 from raydfl.data.steps import Progress
 from raydfl.errors import DataError
@@ -55,6 +57,7 @@ def content_digests(
     """
     digests = [UNREADABLE] * manifest.num_rows
     files: dict[int, str] = {}
+    parts: dict[int, str] = {}
     for index, row in enumerate(rows_of(manifest)):
         identity = dataset.identity(row)
         if identity is None:
@@ -64,6 +67,9 @@ def content_digests(
                     f"give it a path, or return a string from identity()"
                 )
             files[index] = str(Path(row["path"]).absolute())
+            part = dataset.part(row)
+            if part is not None:
+                parts[index] = part
         else:
             digests[index] = _digest(b"identity:" + identity.encode())
     unreadable: dict[int, str] = {}
@@ -72,7 +78,7 @@ def content_digests(
             if isinstance(digest, OSError):
                 unreadable[index] = f"cannot be read: {digest.strerror or digest}"
             else:
-                digests[index] = digest
+                digests[index] = _digest(b"part:" + digest + parts[index].encode()) if index in parts else digest
     return digests, unreadable
 
 
@@ -83,6 +89,8 @@ def _digest(content: bytes) -> bytes:
 def file_digests(files: Mapping[int, str], cache: Path, progress: Progress) -> dict[int, bytes | OSError]:
     """By number the digest (16 bytes) of a file's content, or why it cannot be read. Files may be larger than the memory.
 
+    A file that has several numbers is read once.
+
     Args:
         files: absolute paths, at least one.
         cache: folder in which digests are remembered.
@@ -90,22 +98,39 @@ def file_digests(files: Mapping[int, str], cache: Path, progress: Progress) -> d
     folder = os.path.commonpath({str(Path(path).parent) for path in files.values()})
     memory = cache / "digests" / f"{_digest(os.fsencode(folder)).hex()}.arrow"
     known = _read_memory(memory)
-    digests: dict[int, bytes | OSError] = {}
-    unknown: dict[int, tuple[int, int]] = {}
-    for index, path in files.items():
+    digests: dict[str, bytes | OSError] = {}
+    unknown: dict[str, tuple[int, int]] = {}
+    for path in dict.fromkeys(files.values()):
         try:
             status = Path(path).stat()
+            if is_no_file(status):
+                raise OSError(errno.EINVAL, f"it {NO_FILE}")
         except OSError as error:
-            digests[index] = error
+            digests[path] = error
             continue
         state = status.st_size, status.st_mtime_ns
         size, changed, digest = known.get(path, (-1, -1, b""))
         if state == (size, changed):
-            digests[index] = digest
+            digests[path] = digest
         else:
-            unknown[index] = state
-    if not unknown:
-        return digests
+            unknown[path] = state
+    if unknown:
+        digests |= _new_digests(unknown, known, memory, progress)
+    return {index: digests[path] for index, path in files.items()}
+
+
+def _new_digests(
+    unknown: Mapping[str, tuple[int, int]],
+    known: dict[str, tuple[int, int, bytes]],
+    memory: Path,
+    progress: Progress,
+) -> dict[str, bytes | OSError]:
+    """By path the digest of files that are not ``known``, or why they cannot be read. They are added to the memory.
+
+    Args:
+        unknown: by path size and time of change.
+    """
+    digests: dict[str, bytes | OSError] = {}
 
     def read(path: str) -> bytes | OSError:
         try:
@@ -120,13 +145,13 @@ def file_digests(files: Mapping[int, str], cache: Path, progress: Progress) -> d
         ThreadPoolExecutor(min(8, 2 * available_cpus())) as threads,  # reading and hashing both release the interpreter
         progress.steps("looking at clips", len(unknown)) as advance,
     ):
-        found = threads.map(read, [files[index] for index in unknown])
-        for (index, (size, changed)), digest_or_error in zip(unknown.items(), found, strict=True):
+        found = threads.map(read, unknown)
+        for (path, (size, changed)), digest_or_error in zip(unknown.items(), found, strict=True):
             advance()
-            digests[index] = digest_or_error
+            digests[path] = digest_or_error
             # A file changed this instant may change again within one tick of the file system's clock: look again next time.
             if isinstance(digest_or_error, bytes) and changed < now - _SETTLED_NS:
-                known[files[index]] = (size, changed, digest_or_error)
+                known[path] = (size, changed, digest_or_error)
                 learned = True
     if learned:
         write_atomically(memory, functools.partial(_write_memory, known))

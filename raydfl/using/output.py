@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from raydfl.data.clips import shown_name
 from raydfl.errors import InputError
 from raydfl.using.recordings import Prediction
 
@@ -52,7 +53,7 @@ def show(found: Iterable[Prediction], top: int, form: Form, heading: str, out: T
     write(counted(), top, heading, out)
     out.flush()
     if failed:
-        shown = [f"  {prediction.file}: {prediction.error}" for prediction in failed[:_LISTED]]
+        shown = [f"  {shown_name(prediction.file)}: {prediction.error}" for prediction in failed[:_LISTED]]
         more = [f"  and {len(failed) - _LISTED} more"] if len(failed) > _LISTED else []
         raise InputError("\n".join([f"{len(failed)} of {total} could not be classified:", *shown, *more]))
 
@@ -60,9 +61,9 @@ def show(found: Iterable[Prediction], top: int, form: Form, heading: str, out: T
 def as_data(prediction: Prediction, top: int) -> dict[str, Any]:
     """A prediction as one JSON object: ``file``, ``label``, ``probability``, ``top``; or ``file`` and ``error``."""
     if prediction.error:
-        return {"file": str(prediction.file), "error": prediction.error}
+        return {"file": shown_name(prediction.file), "error": prediction.error}
     return {
-        "file": str(prediction.file),
+        "file": shown_name(prediction.file),
         "label": prediction.label,
         "probability": prediction.probability,
         "top": [{"label": label, "probability": probability} for label, probability in prediction.top(top)],
@@ -80,7 +81,7 @@ def _write_csv(found: Iterable[Prediction], top: int, _: str, out: TextIO) -> No
     writer.writerow(["file", *(name + rank for rank in ranks for name in ("label", "probability")), "error"])
     for prediction in found:
         cells = [cell for pair in _ranked(prediction, top) for cell in pair]
-        writer.writerow([prediction.file, *cells, *[""] * (2 * top - len(cells)), prediction.error])
+        writer.writerow([shown_name(prediction.file), *cells, *[""] * (2 * top - len(cells)), prediction.error])
 
 
 def _ranked(prediction: Prediction, top: int) -> Sequence[tuple[str, float]]:
@@ -95,7 +96,9 @@ def _write_table(found: Iterable[Prediction], top: int, heading: str, out: TextI
     for prediction in found:
         cells = [f"{label} {probability:.3f}" for label, probability in _ranked(prediction, top)[1:]]
         first = ["-", ""] if prediction.error else [prediction.label, f"{prediction.probability:.3f}"]
-        table.add_row(Text(str(prediction.file)), *map(Text, first), *([Text(", ".join(cells))] if top > 1 else []))
+        table.add_row(
+            Text(shown_name(prediction.file)), *map(Text, first), *([Text(", ".join(cells))] if top > 1 else [])
+        )
     # Long names are folded on a terminal only: elsewhere a line is a recording.
     console = Console(file=out, highlight=False, width=None if out.isatty() else _UNFOLDED)
     console.print(heading, markup=False, soft_wrap=True)

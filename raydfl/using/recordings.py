@@ -9,6 +9,8 @@ A recording goes the way of a test clip: choose the channel, resample, log-mel o
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +20,18 @@ import numpy as np
 import torch
 
 from raydfl.data.cache import FeatureStore
-from raydfl.data.clips import read_audio
+from raydfl.data.clips import read_audio, shown_name
 from raydfl.data.examples import Examples
 from raydfl.data.features import EPSILON, FeatureExtractor
 from raydfl.data.from_file import FileFeatures
 from raydfl.data.segment import segments
-from raydfl.data.sets._files import list_audio
-from raydfl.errors import InputError, RaydflError
+from raydfl.data.sets._files import list_recordings
+from raydfl.errors import DataError, InputError, RaydflError
 from raydfl.using.model import RunModel, load_model
 
 Given = TypeVar("Given")
+
+_log = logging.getLogger(__name__)
 
 _BATCH = 64
 LEAST_FRAMES = 64
@@ -72,7 +76,8 @@ def classify(
 
     Args:
         run_dir: the run's folder.
-        files: recordings of any rate and number of channels (wav, flac, ogg), and folders of them.
+        files: recordings of any kind that libsndfile decodes (wav, flac, ogg, opus, mp3, aiff ...), of any rate and number of
+            channels, and folders of them.
         model: by default the shared one, or with ``client`` the one that the client does not share.
         client: whose model; by default the server's.
 
@@ -111,16 +116,25 @@ def predictions(model: RunModel, files: Sequence[Path]) -> Iterator[Prediction]:
 
 
 def recordings(files: Iterable[Path]) -> tuple[list[Path], dict[Path, str]]:
-    """The recordings that are meant, folders searched at any depth, each once; and folders without any, with the reason."""
+    """The recordings that are meant, folders searched at any depth, each once; and folders without any, with the reason.
+
+    A warning says which other files there are in the folders.
+    """
     listed: dict[Path, None] = {}
     failures: dict[Path, str] = {}
     for file in files:
-        if not file.is_dir():
+        if not os.path.isdir(file):  # noqa: PTH112  (pathlib's raises below a folder that cannot be opened)
             listed[file] = None
             continue
-        inside = list_audio(file)
+        try:
+            inside, left_out = list_recordings(file)
+        except DataError as error:
+            failures[file] = str(error)
+            continue
+        if left_out:
+            _log.warning(left_out)
         if not inside:
-            failures[file] = "there is no wav, flac or ogg file in this folder"
+            failures[file] = "there is no recording of a kind that is read in this folder"
         listed.update(dict.fromkeys(file / name for name in inside))
     return list(listed), failures
 
@@ -193,4 +207,4 @@ def _attempt(function: Callable[[Given], np.ndarray], given: Given, file: Path) 
     try:
         return function(given)
     except RaydflError as error:
-        return str(error).removeprefix(f"{file}: ")
+        return str(error).removeprefix(f"{shown_name(file)}: ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
+import torch
 from commands import Raydfl, Said
+from safetensors.torch import load_file
 
 from raydfl.config import Config
 from raydfl.yaml_text import to_yaml
@@ -156,7 +159,86 @@ def test_a_class_that_is_lost_with_its_clips_is_named(training: Train, recording
     training("data.unreadable=skip").refuses("no client has a clip of label 'left': of its 12 clips 0 can be read")
 
 
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_is_no_file_is_named_and_not_opened(training: Train, recordings: Path, kind: str) -> None:
+    path = recordings / "wav/bert-left-3.wav"
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    training().refuses(f"1 of {GOOD} clips cannot be read:\n  {path}: .*it is a pipe, a socket or a device, not a file")
+    assert training("data.unreadable=skip").code == 0
+
+
 # -- lists and folders -----------------------------------------------------------------------------------------------
+
+
+def test_parts_of_a_file_are_clips_that_are_learnt_from_as_files_of_their_own_are(
+    training: Train, recordings: Path
+) -> None:
+    """Oracle: a run on the same clips in files of their own gives the same tensors."""
+    names = [line.split(",")[0] for line in (recordings / "clips.csv").read_text().splitlines()[1:]]
+    waves = [soundfile.read(recordings / name, dtype="float32")[0] for name in names]
+    soundfile.write(recordings / "long.wav", np.concatenate(waves), RATE, subtype="FLOAT")
+    split = "data.split.test={by: take, values: ['0']}"
+    rows = [f"{{}},{name.split('-')[1]},{name[4:8]},{name[-5]}" for name in names]
+    header = "path,label,group,take"
+    relist(recordings, lambda _: [header, *(row.format(name) for row, name in zip(rows, names, strict=True))])
+    assert training(split, "run.name=files").code == 0
+    times = [f",{0.2 * index:.1f},{0.2 * (index + 1):.1f}" for index in range(len(rows))]
+    cut = [f"{row.format('long.wav')}{time}" for row, time in zip(rows, times, strict=True)]
+    relist(recordings, lambda _: [f"{header},start,stop", *cut])
+    assert training(split, "run.name=parts").code == 0
+    finals = [(recordings / "runs" / name / "model.safetensors") for name in ("files", "parts")]
+    one, other = (load_file(path) for path in finals)
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    # Other parts are other features, whatever the cache holds.
+    relist(recordings, lambda lines: [*lines[:-1], lines[-1].replace("4.6,4.8", "4.5,4.7")])
+    assert training(split, "run.name=moved").code == 0
+    assert any(
+        not torch.equal(one[key], moved)
+        for key, moved in load_file(finals[1].parents[1] / "moved/model.safetensors").items()
+    )
+    relist(recordings, lambda lines: [*lines[:-1], lines[-1].replace("4.5,4.7", "4.5,5.7")])
+    training(split, "run.name=beyond").refuses(
+        f"1 of {GOOD} clips cannot be read",
+        r"long\.wav: the clip's stop, 5\.7 s, lies behind the end of the file: it is 4\.8 s",
+    )
+
+
+def test_files_of_other_kinds_are_counted_and_named(raydfl: Raydfl, recordings: Path) -> None:
+    tree = recordings / "tree"
+    for word in ("left", "right"):
+        for take in range(4):
+            (tree / word).mkdir(parents=True, exist_ok=True)
+            soundfile.write(tree / word / f"anna-{take}.aiff", np.random.default_rng(take).normal(0, 0.1, 1600), RATE)
+            (tree / word / f"bert-{take}.m4a").write_bytes(b"no sound" * 10)
+    file = recordings / "tree.yaml"
+    data = {**CONFIGURATION["data"], "name": "folder", "root": str(tree), "cache": str(recordings / "cache")}  # type: ignore[dict-item]
+    data["partition"] = {"by": "iid", "clients": 2}
+    file.write_text(to_yaml({**CONFIGURATION, "data": data}, flow=False))
+    remark = "left out of .*/tree, as no recordings of a kind that is read: 8 .m4a .8 in all: left/bert-0.m4a, .*ffmpeg"
+    for command in (["run", file, f"run.dir={recordings}/runs"], ["data", "info", file], ["data", "prepare", file]):
+        said = raydfl(*command)
+        assert said.code == 0
+        assert re.search(remark, said.out, re.DOTALL), said.out
+    for path in tree.rglob("*.aiff"):
+        path.unlink()
+    raydfl("run", file).refuses(
+        "there are no .wav, .*Found: left/, right/. left out of .*8 .m4a", "\nfind .* -iname '.*m4a'"
+    )
+
+
+@pytest.mark.parametrize(
+    "place", ["/proc/none/cache", "/dev/null/cache", "{recordings}/circle", "~nobody-of-that-name/x"]
+)
+def test_a_cache_that_cannot_be_made(training: Train, recordings: Path, place: str) -> None:
+    (recordings / "circle").symlink_to("circle")
+    said = training(f"data.cache={place.format(recordings=recordings)}")
+    said.refuses(
+        "the features cannot be written to .*choose another folder with data.cache|the path .* cannot be found"
+    )
 
 
 def test_a_list_without_a_column_names_those_it_has(training: Train, recordings: Path) -> None:

@@ -134,6 +134,12 @@ def test_a_file_that_is_no_audio_is_named(tmp_path: Path) -> None:
             read(tmp_path / "a.wav")
 
 
+def test_samples_without_a_header_are_no_recording(tmp_path: Path) -> None:
+    (tmp_path / "a.raw").write_bytes(bytes(1000))
+    with pytest.raises(DataError, match=r"/a\.raw: cannot be read as audio: samplerate must be specified"):
+        read_audio(tmp_path / "a.raw")
+
+
 def test_a_git_lfs_pointer_is_recognised(tmp_path: Path) -> None:
     (tmp_path / "a.wav").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
     with pytest.raises(DataError, match="Git LFS pointer, not the recording; run 'git lfs pull'"):

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -220,7 +221,7 @@ def test_folders_are_searched_and_nothing_is_taken_twice(mutual: Finished, tmp_p
     (tmp_path / "empty").mkdir()
     listed, failures = recordings([tmp_path / "a", tmp_path / "a" / "2.wav", tmp_path / "3.ogg", tmp_path / "empty"])
     assert [file.relative_to(tmp_path).as_posix() for file in listed] == ["a/2.wav", "a/b/1.FLAC", "3.ogg"]
-    assert failures == {tmp_path / "empty": "there is no wav, flac or ogg file in this folder"}
+    assert failures == {tmp_path / "empty": "there is no recording of a kind that is read in this folder"}
 
 
 def test_top_is_ordered_and_equals_go_to_the_first_class() -> None:
@@ -274,7 +275,7 @@ def test_unreadable_recordings_are_named_and_the_others_classified(
         "3 of 4 could not be classified",
         r"noise\.wav: cannot be read as audio",
         r"a\[bold\]\.wav: there is no such file",
-        "nothing: there is no wav, flac or ogg file in this folder",
+        "nothing: there is no recording of a kind that is read in this folder",
     )
     assert {event["file"]: event.get("label", "") for event in said.events} == {
         str(tmp_path / "noise.wav"): "",
@@ -290,6 +291,47 @@ def test_unreadable_recordings_are_named_and_the_others_classified(
     assert rows[1]["error"] == ""
 
 
+def test_every_kind_of_recording_in_a_folder_is_classified(
+    raydfl: Raydfl, mutual: Finished, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tone, rate = soundfile.read(mutual.test_files[0], dtype="float32")
+    for name in ("a.aiff", "b.au", "c.MP3"):
+        soundfile.write(tmp_path / name, tone, rate, format="MP3" if name == "c.MP3" else None)
+    (tmp_path / "d.m4a").write_bytes(b"no sound" * 20)
+    said = raydfl("predict", mutual.folder, tmp_path, "--json")
+    assert said.code == 0
+    assert [Path(event["file"]).name for event in said.events] == ["a.aiff", "b.au", "c.MP3"]
+    assert f"left out of {tmp_path}, as no recordings of a kind that is read: 1 .m4a (1 in all: d.m4a)" in caplog.text
+    raydfl("predict", mutual.folder, tmp_path / "d.m4a").refuses(
+        r"d\.m4a: cannot be read as audio: libsndfile does not decode this .*: ffmpeg -i \S+/d\.m4a \S+/d\.wav"
+    )
+
+
+def test_folders_and_files_that_cannot_be_looked_into(raydfl: Raydfl, mutual: Finished, tmp_path: Path) -> None:
+    """They are named, the others classified, and nobody waits for a pipe to be written to."""
+    good = mutual.test_files[0]
+    for name in ("loop", "strange"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "loop/again").symlink_to(tmp_path / "loop")
+    (tmp_path / "self").symlink_to("self")
+    os.mkfifo(tmp_path / "strange/pipe.wav")
+    name = os.fsdecode(b"caf\xe9.wav")
+    shutil.copy(good, tmp_path / "strange" / name)
+    for form in ("--json", "--csv", "--top=1"):
+        said = raydfl(
+            "predict", mutual.folder, *(tmp_path / place for place in ("loop", "strange", "self")), good, form
+        )
+        said.refuses(
+            "4 of 5 could not be classified",
+            "loop/again is a link to a folder that it lies in itself",
+            r"strange/caf\\xe9\.wav: the file's name is not UTF-8; rename it",
+            r"strange/pipe\.wav: is a pipe, a socket or a device, not a file",
+            "self: cannot be read: Too many levels of symbolic links",
+        )
+        assert str(good) in said.out
+        assert "caf\\xe9.wav" in said.out.replace("\\\\", "\\")
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
@@ -298,6 +340,7 @@ def test_models_and_clients_that_are_not_there(raydfl: Raydfl, mutual: Finished,
     raydfl("predict", tmp_path / "no", file).refuses("there is no run directory")
     raydfl("predict", tmp_path, file).refuses("is not a run directory")
     raydfl("predict", mutual.folder, file, "--model", "plugn").refuses("no model 'plugn'; did you mean 'plugin'")
+    raydfl("predict", mutual.folder, file, "--model", "zzz").refuses("no model 'zzz'; known: local, plugin$")
     trained, untrained = mutual.trained(), mutual.untrained()
     assert trained
     raydfl("predict", mutual.folder, file, "--model", "local").refuses(

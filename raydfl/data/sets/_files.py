@@ -5,12 +5,31 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections.abc import Iterator
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from raydfl.data.clips import AUDIO_SUFFIXES
+from raydfl.data.clips import AUDIO_SUFFIXES, FFMPEG_SUFFIXES, shown_name
 from raydfl.data.dataset import Card
 from raydfl.errors import DataError
+
+_NAMED = 3
+"""Files that a message names."""
+_KINDS = 8
+"""Kinds of files that it counts."""
+
+
+def absolute(path: Path) -> Path:
+    """The path without links in it, which need not exist.
+
+    Raises:
+        DataError: links that lead in a circle, or ``~NAME`` of nobody.
+    """
+    try:
+        return path.expanduser().resolve()
+    except (OSError, RuntimeError) as error:
+        raise DataError(f"{path} cannot be found: {error}") from error
 
 
 def find_root(root: Path, card: Card) -> Path:
@@ -19,39 +38,123 @@ def find_root(root: Path, card: Card) -> Path:
     Raises:
         DataError: there is no such folder.
     """
-    folder = root.expanduser().resolve()
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
-        source = f" The set is at {card.url}" if card.url else ""
+    folder = absolute(root)
+    if not os.path.isdir(folder):  # noqa: PTH112  (pathlib's raises where a folder above is not readable)
+        what = "is a file" if os.path.exists(folder) else "does not exist"  # noqa: PTH110  (likewise)
+        source = f" The set is at {card.url}; data.root=FOLDER says where you have it" if card.url else ""
         raise DataError(f"{card.title}: the root {folder} {what}. Expected a folder with {card.layout}.{source}")
     return folder
 
 
 def wrong_layout(folder: Path, card: Card, detail: str) -> DataError:
     """The error for a root that exists but is laid out in another way: what was expected and what is there."""
-    entries = sorted(f"{entry.name}/" if entry.is_dir() else entry.name for entry in os.scandir(folder))
+    entries = sorted(shown_name(entry.name) + ("/" if _is_folder(entry) else "") for entry in _entries(str(folder)))
     shown = ", ".join(entries[:8]) + (f", ... ({len(entries)} entries)" if len(entries) > 8 else "")
     return DataError(f"{card.title}: {detail} in {folder}. Expected {card.layout}. Found: {shown or 'an empty folder'}")
 
 
-def list_audio(folder: Path, suffixes: tuple[str, ...] = AUDIO_SUFFIXES) -> list[str]:
-    """The audio files at any depth below ``folder``, as sorted POSIX paths relative to it.
+def list_audio(folder: Path, suffixes: tuple[str, ...] = (".wav",)) -> list[str]:
+    """The files with one of these endings (in lower case) at any depth below ``folder``: sorted POSIX paths relative to it.
 
     Hidden files and folders are left out: unpacking on a Mac leaves ``._name.wav`` files that hold no sound. Symbolic links
     to folders are followed.
+
+    Raises:
+        DataError: a folder that cannot be opened, a link to a folder that it lies in, or a name that is not UTF-8.
     """
-    return sorted(_walk(str(folder), "", suffixes))
+    names = [name for name in _list_files(folder) if name.lower().endswith(suffixes)]
+    for name in names:
+        check_name(name, folder)
+    return names
 
 
-def _walk(folder: str, prefix: str, suffixes: tuple[str, ...]) -> Iterator[str]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir():
-                yield from _walk(entry.path, f"{prefix}{entry.name}/", suffixes)
-            elif entry.name.lower().endswith(suffixes):
-                yield prefix + entry.name
+def list_recordings(folder: Path) -> tuple[list[str], str]:
+    """As :func:`list_audio` all files that can be decoded, with any name; and in words which other files lie there.
+
+    Raises:
+        DataError: a folder that cannot be opened, or a link to a folder that it lies in.
+    """
+    names = _list_files(folder)
+    found = [name for name in names if name.lower().endswith(AUDIO_SUFFIXES)]
+    return found, _left_out(folder, [name for name in names if not name.lower().endswith(AUDIO_SUFFIXES)], found)
+
+
+def check_name(name: str, folder: Path) -> None:
+    """Refuses the name of a file that no list and no message could hold.
+
+    Raises:
+        DataError: it is not UTF-8.
+    """
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise DataError(
+            f"the name of {shown_name(name)} in {folder} is not UTF-8; rename it, or all there with: "
+            f"convmv -f latin1 -t utf8 -r --notest {shlex.quote(str(folder))}"
+        ) from None
+
+
+def _left_out(folder: Path, others: Sequence[str], found: Iterable[str]) -> str:
+    """What to say about files in a folder that are no recordings, or none that can be decoded; empty when there are none."""
+    if not others:
+        return ""
+    kinds = Counter(Path(name).suffix.lower() for name in others).most_common()
+    counts = [f"{count} {shown_name(suffix) or 'without an ending'}" for suffix, count in kinds[:_KINDS]]
+    counts += [f"{sum(count for _, count in kinds[_KINDS:])} of other kinds"] if len(kinds) > _KINDS else []
+    names = ", ".join(shown_name(name) for name in others[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
+    said = f"left out of {folder}, as no recordings of a kind that is read: {', '.join(counts)} ({len(others)} in all: {names})"
+    decoded = {name.rpartition(".")[0] for name in found}
+    foreign = {
+        Path(name).suffix.lower()
+        for name in others
+        if name.lower().endswith(FFMPEG_SUFFIXES) and name.rpartition(".")[0] not in decoded
+    }
+    if not foreign:
+        return said
+    tests = " -o ".join(f"-iname '*{suffix}'" for suffix in sorted(foreign))
+    return (
+        f"{said}. ffmpeg makes wav files of {', '.join(sorted(foreign))}, which are then read:\n"
+        f"find {shlex.quote(str(folder))} -type f \\( {tests} \\) "
+        """-exec sh -c 'for file; do ffmpeg -nostdin -i "$file" "${file%.*}.wav"; done' sh {} +"""
+    )
+
+
+def _list_files(folder: Path) -> list[str]:
+    return sorted(_walk(str(folder), "", frozenset()))
+
+
+def _walk(folder: str, prefix: str, above: frozenset[tuple[int, int]]) -> Iterator[str]:
+    """Files below a folder; ``above`` has the device and number of the folders that one went through."""
+    entries = _entries(folder)
+    status = Path(folder).stat()
+    here = (status.st_dev, status.st_ino)
+    if here in above:
+        raise DataError(f"{shown_name(folder)} is a link to a folder that it lies in itself; remove the link")
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        if _is_folder(entry):
+            yield from _walk(entry.path, f"{prefix}{entry.name}/", above | {here})
+        else:
+            yield prefix + entry.name
+
+
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError as error:
+        raise DataError(
+            f"the folder {shown_name(folder)} cannot be opened: {error.strerror}; make it readable, or move it elsewhere"
+        ) from error
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Links followed; one that leads to itself is like one that leads nowhere."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def match_name(pattern: re.Pattern[str], name: str, card: Card, form: str) -> re.Match[str]:

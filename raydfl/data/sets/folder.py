@@ -1,7 +1,8 @@
 """Your own recordings in a tree with one folder for each class: ``{class}/.../file``.
 
-The files are wav, flac or ogg, of any rate and channel count. When the folders of the root are named like splits (``train``,
-``validation`` or ``val`` or ``dev``, ``test`` ...), they are the splits and the classes are the folders below them.
+The files are of any kind that libsndfile decodes (wav, flac, ogg, opus, mp3, aiff ...), of any rate and channel count. When the
+folders of the root are named like splits (``train``, ``validation`` or ``val`` or ``dev``, ``test`` ...), they are the splits and
+the classes are the folders below them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.data.clips import AUDIO_SUFFIXES, make_manifest
 from raydfl.data.dataset import Card, Dataset
-from raydfl.data.sets._files import find_root, list_audio, wrong_layout
+from raydfl.data.sets._files import check_name, find_root, list_recordings, wrong_layout
 from raydfl.data.sets._splits import SPLIT_OF
 from raydfl.errors import DataError
 
@@ -27,7 +28,7 @@ class Folder(Dataset):
 
     card: ClassVar[Card] = Card(
         title="A folder of your own recordings",
-        layout="{class}/.../*.wav, *.flac or *.ogg, or {train,validation,test}/{class}/.../*",
+        layout="{class}/.../*.wav (or .flac, .ogg, .opus, .mp3, .aiff ...), or {train,validation,test}/{class}/.../*",
     )
 
     root: Annotated[Path, Field(description="folder that holds the classes' folders, or the splits' folders")]
@@ -58,19 +59,21 @@ class Folder(Dataset):
         return pattern
 
     def manifest(self) -> pa.Table:
-        """Labels are the names of the classes' folders; no extra columns.
+        """Labels are the names of the classes' folders; no extra columns. A remark says which other files there are.
 
         Raises:
             DataError: also for an audio file that lies outside the classes' folders, or one that ``group_pattern`` does not fit.
         """
         root = find_root(self.root, self.card)
-        files = list_audio(root)
+        files, left_out = list_recordings(root)
         if not files:
-            raise wrong_layout(root, self.card, f"there are no {', '.join(AUDIO_SUFFIXES)} files")
+            error = wrong_layout(root, self.card, f"there are no {', '.join(AUDIO_SUFFIXES)} files")
+            raise DataError(f"{error}. {left_out}") if left_out else error
         splits = self._has_splits({name.split("/")[0] for name in files if "/" in name})
         depth = 2 if splits else 1
         rows = []
         for name in files:
+            check_name(name, root)
             parts = name.split("/", depth)
             if len(parts) <= depth:
                 raise wrong_layout(root, self.card, f"{name!r} lies in no class's folder; move it into one")
@@ -83,7 +86,7 @@ class Folder(Dataset):
                     "split": self._split(parts[0]) if splits else None,
                 }
             )
-        return make_manifest(rows, f"{self.card.title}, {root}")
+        return make_manifest(rows, f"{self.card.title}, {root}", [left_out] if left_out else ())
 
     def _has_splits(self, folders: set[str]) -> bool:
         if self.split_folders is not None:

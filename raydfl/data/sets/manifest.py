@@ -1,27 +1,34 @@
 """Your own recordings, listed in a CSV or Parquet file: which file, which class, and if known whose it is and which split.
 
-Relative paths are taken from the folder of the list, or from ``root``. The files are wav, flac or ogg, of any rate and
-channel count. Further columns are kept.
+Relative paths are taken from the folder of the list, or from ``root``. The files are of any kind that libsndfile decodes, of any
+rate and channel count. With the columns ``start`` and ``stop`` (seconds) a clip is a part of its file. Further columns are kept.
 """
 
 from __future__ import annotations
 
+import math
 import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from raydfl.data.clips import make_manifest
+from raydfl.data.clips import make_manifest, read_audio
 from raydfl.data.dataset import Card, Dataset
+from raydfl.data.sets._files import absolute
 from raydfl.data.sets._splits import SPLIT_OF
 from raydfl.errors import DataError, nearest
 
-_RESERVED = ("clip", "path", "label", "group", "split")
+_PART = ("start", "stop")
+_RESERVED = ("clip", "path", "label", "group", "split", *_PART)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +37,8 @@ class Manifest(Dataset):
 
     card: ClassVar[Card] = Card(
         title="A list of your own recordings",
-        layout="a CSV (comma, header line, UTF-8) or Parquet file with the columns path, label and optionally group and split",
+        layout="a CSV (header line, UTF-8, separated by commas, semicolons or tabs) or Parquet file with the columns path, label "
+        "and optionally group, split, start and stop",
     )
 
     file: Annotated[Path, Field(description="the list, *.csv or *.parquet")]
@@ -48,16 +56,21 @@ class Manifest(Dataset):
     ] = None
 
     def manifest(self) -> pa.Table:
-        """The rows in the order of the list. Extra columns: those that are not mapped.
+        """The rows in the order of the list. Extra columns: those that are not mapped; ``start`` and ``stop`` as float64.
 
-        A clip's id is its path, relative to the root if it lies below it.
+        A clip's id is its path, relative to the root if it lies below it; for a part of a file followed by ``@start-stop``.
 
         Raises:
             DataError: also when none of the files exists; a part of them missing is found when they are read.
         """
-        file = self.file.expanduser().resolve()
+        file = absolute(self.file)
         table = self._read(file)
-        root = file.parent if self.root is None else self.root.expanduser().resolve()
+        twice = [name for name, count in Counter(table.column_names).items() if count > 1]
+        if twice:
+            raise DataError(
+                f"{file} has more than one column {twice[0]!r}; its columns: {', '.join(table.column_names)}. Rename or remove one"
+            )
+        root = file.parent if self.root is None else absolute(self.root)
         mapped = {"path": self.path_column, "label": self.label_column}
         for name, given in (("group", self.group_column), ("split", self.split_column)):
             if given is not None or name in table.column_names:
@@ -71,16 +84,32 @@ class Manifest(Dataset):
         columns = {name: table.column(column) for name, column in mapped.items()}
         paths = self._paths(columns["path"].to_pylist(), file, root)
         columns["path"] = pa.array(paths, pa.string())
-        columns["clip"] = pa.array([_clip(path, root) for path in paths], pa.string())
+        clips = [_clip(path, root) for path in paths]
+        parts = {name: _seconds(table, name, file) for name in _PART if name in table.column_names}
+        if parts:
+            starts, stops = (parts.get(name, [None] * len(paths)) for name in _PART)
+            _check_parts(starts, stops, file)
+            clips = [clip + _place(start, stop) for clip, start, stop in zip(clips, starts, stops, strict=True)]
+            columns["seconds"] = pa.array(map(_length, starts, stops), pa.float64())
+            columns |= {name: pa.array(values, pa.float64()) for name, values in parts.items()}
+        columns["clip"] = pa.array(clips, pa.string())
         if "split" in columns:
             columns["split"] = _splits(columns["split"].to_pylist(), file)
         extra = {name: table.column(name) for name in table.column_names if name not in {*mapped.values(), *_RESERVED}}
-        return make_manifest(columns | extra, str(file))
+        return make_manifest(extra | columns, str(file))
+
+    def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
+        """The file, or the part of it."""
+        return read_audio(row["path"], row.get("start") or 0.0, row.get("stop"))
+
+    def part(self, row: Mapping[str, Any]) -> str | None:
+        """``@start-stop``, if that is given."""
+        return _place(row.get("start"), row.get("stop")) or None
 
     def _read(self, file: Path) -> pa.Table:
-        if not file.is_file():
-            raise DataError(f"there is no list of recordings {file}; expected {self.card.layout}")
         try:
+            if not file.is_file():
+                raise DataError(f"there is no list of recordings {file}; expected {self.card.layout}")
             if file.suffix.lower() == ".parquet":
                 return pa.parquet.read_table(file)
             if file.suffix.lower() == ".csv":
@@ -90,15 +119,18 @@ class Manifest(Dataset):
                     self.label_column,
                     self.group_column or "group",
                     self.split_column or "split",
+                    *_PART,
                 )
                 return pa.csv.read_csv(
                     file,
+                    parse_options=pa.csv.ParseOptions(delimiter=_delimiter(file)),
                     convert_options=pa.csv.ConvertOptions(
                         column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True, null_values=[""]
                     ),
                 )
         except (OSError, pa.ArrowException) as error:
-            raise DataError(f"{file} cannot be read: {error}; expected {self.card.layout}") from error
+            reason = (isinstance(error, OSError) and error.strerror) or error
+            raise DataError(f"{file} cannot be read: {reason}; expected {self.card.layout}") from error
         raise DataError(f"{file} is neither *.csv nor *.parquet; expected {self.card.layout}")
 
     def _paths(self, values: list[object], file: Path, root: Path) -> list[str]:
@@ -107,7 +139,7 @@ class Manifest(Dataset):
             if not isinstance(value, str) or not value:
                 raise DataError(f"{file}: row {number} has no path (column {self.path_column!r} is {value!r})")
         paths = [os.path.normpath(root / Path(str(value)).expanduser()) for value in values]
-        if paths and not any(Path(path).is_file() for path in paths):
+        if paths and not any(os.path.exists(path) for path in paths):  # noqa: PTH110  (pathlib's raises where it may not look)
             raise DataError(
                 f"{file}: not one of its {len(paths)} files exists, the first is {paths[0]}; set root to the folder that the paths "
                 "start from"
@@ -118,6 +150,53 @@ class Manifest(Dataset):
 def _clip(path: str, root: Path) -> str:
     found = Path(path)
     return found.relative_to(root).as_posix() if found.is_relative_to(root) else found.as_posix()
+
+
+def _delimiter(file: Path) -> str:
+    """What separates the columns in the header line: spreadsheets of many countries write semicolons."""
+    with file.open("rb") as opened:
+        header = opened.readline()
+    return next((mark for mark in (";", "\t") if mark.encode() in header and b"," not in header), ",")
+
+
+def _seconds(table: pa.Table, name: str, file: Path) -> list[float | None]:
+    """A column of times, ``None`` where there is none."""
+    values: list[float | None] = []
+    for number, value in enumerate(table.column(name).to_pylist(), start=1):
+        try:
+            values.append(None if value is None else float(value))
+        except (TypeError, ValueError):
+            values.append(math.nan)
+        if values[-1] is not None and not 0 <= values[-1] < math.inf:
+            raise DataError(
+                f"{file}: row {number} has the {name} {value!r}; it must be a number of seconds from the beginning of the file, "
+                f"such as 1.5. If the column means something else, rename it"
+            )
+    return values
+
+
+def _check_parts(starts: Sequence[float | None], stops: Sequence[float | None], file: Path) -> None:
+    for number, (start, stop) in enumerate(zip(starts, stops, strict=True), start=1):
+        if stop is not None and stop <= (start or 0.0):
+            raise DataError(
+                f"{file}: row {number} stops at {stop:g} s, which is not after its start at {start or 0.0:g} s"
+            )
+
+
+def _place(start: float | None, stop: float | None) -> str:
+    """What a clip's id says about its place in the file: nothing for all of it."""
+    if not start and stop is None:
+        return ""
+    return f"@{_number(start or 0.0)}-{'' if stop is None else _number(stop)}"
+
+
+def _number(value: float) -> str:
+    """All digits that a float64 has, and no more than those: ``3`` and ``0.1``."""
+    return repr(value).removesuffix(".0")
+
+
+def _length(start: float | None, stop: float | None) -> float | None:
+    return None if stop is None else stop - (start or 0.0)
 
 
 def _splits(values: list[object], file: Path) -> pa.Array:
