@@ -17,6 +17,12 @@ RESUME = "make room or make the folder writable, then resume the run: nothing th
 CHOOSE_CACHE = "make room, or choose another folder with data.cache or the environment variable RAYDFL_CACHE"
 """What to do when features cannot be written."""
 
+_UNWRITABLE = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP, errno.ENAMETOOLONG),
+)
+"""What the system says of folders in which nothing can be written, or that cannot be made."""
+
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Has ``write`` fill a temporary file beside ``path`` and gives it that name once it is on the disk.
@@ -85,6 +91,6 @@ def writing(folder: Path, needed: int, what: str, advice: str) -> Iterator[None]
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise full_disk(folder, needed, what, advice) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        if error.errno in _UNWRITABLE:
             raise ResourcesError(f"{what} cannot be written to {folder}: {error.strerror}; {advice}") from error
         raise

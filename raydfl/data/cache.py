@@ -46,7 +46,7 @@ from raydfl.data.features import EPSILON, FeatureSettings
 from raydfl.data.from_file import FileFeatures, features_digests, missing_features, needs_waves
 from raydfl.data.kinds import AnyFeatures
 from raydfl.data.steps import Progress, Silent
-from raydfl.errors import DataError
+from raydfl.errors import DataError, ResourcesError
 from raydfl.files import CHOOSE_CACHE, free_bytes, full_disk, write_atomically, writing
 
 FORMAT = 1
@@ -60,10 +60,16 @@ _USUAL_BANDS = 128
 
 
 def default_cache() -> Path:
-    """``$RAYDFL_CACHE``, or ``raydfl`` below ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    if named := os.environ.get("RAYDFL_CACHE"):
+    """``$RAYDFL_CACHE``, or ``raydfl`` below ``$XDG_CACHE_HOME`` or ``~/.cache``.
+
+    Raises:
+        ResourcesError: the user has no home.
+    """
+    named = os.environ.get("RAYDFL_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "raydfl"
+    try:
         return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "raydfl"
+    except RuntimeError as error:
+        raise ResourcesError(f"{_WHAT} cannot be written to {named}: {error} {CHOOSE_CACHE}") from error
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 from raydfl.data.cache import default_cache
 from raydfl.data.steps import Progress, Silent
@@ -44,11 +45,12 @@ def fetch_recordings(uri: str, cache: Path | None, progress: Progress | None = N
     """
     copy = local_copy(uri, cache)
     complete = copy.parent / _COMPLETE
-    if complete.exists():
-        return copy
     with writing(copy.parent, 0, "the recordings", CHOOSE_CACHE):
+        if complete.exists():
+            return copy
         copy.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(copy.parent / ".lock"):
+        lock = (copy.parent / ".lock").open("w")
+    with _locked(lock):
         if not complete.exists():
             files = _copy(uri, copy, progress or Silent())
             write_durably(complete, json.dumps({"uri": uri, "files": files}, indent=1).encode(), CHOOSE_CACHE)
@@ -87,8 +89,8 @@ def _is_there(path: Path, size: int) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(file: TextIO) -> Iterator[None]:
     """Holds a lock that ends with the process."""
-    with path.open("w") as file:
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

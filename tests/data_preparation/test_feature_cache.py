@@ -22,7 +22,10 @@ from raydfl.data import chunks as chunks_module
 from raydfl.data.cache import FeatureStore, default_cache, open_store, prepare
 from raydfl.data.chunks import Chunk, ChunkReport, Source, chunk_bounds, run_locally
 from raydfl.data.corrupt import Noise, add_noise
+from raydfl.data.digests import content_digests
 from raydfl.data.features import EPSILON, FeatureExtractor, FeatureSettings
+from raydfl.data.sets.manifest import Manifest
+from raydfl.data.steps import Silent
 from raydfl.errors import DataError, ResourcesError
 
 SETS = Path(__file__).parent / "tiny_sets.py"
@@ -190,6 +193,30 @@ def test_a_file_changed_a_moment_ago_is_not_trusted_by_its_time(tmp_path: Path) 
     changed, computed = make(root, tmp_path / "cache")
     assert changed.folder != store.folder
     assert computed
+
+
+def test_parts_of_a_file_are_known_by_the_file_and_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    soundfile.write(tmp_path / "a.wav", np.random.default_rng(0).normal(0, 0.1, 8000), 8000)
+    looked: list[int] = []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, kind: (looked.append(1), digest(file, kind))[1])
+
+    def digests(*parts: str) -> list[bytes]:
+        looked.clear()
+        (tmp_path / "list.csv").write_text("\n".join(["path,label,start,stop", *(f"a.wav,x,{part}" for part in parts)]))
+        dataset = Manifest(file=tmp_path / "list.csv")
+        found, unreadable = content_digests(dataset, dataset.manifest(), tmp_path / "cache", Silent())
+        assert not unreadable
+        return found
+
+    first = digests("0,0.5", "0.5,", ",", "0.5,1")
+    assert len(looked) == 1, "once for all its parts"
+    assert len(set(first)) == 4
+    assert digests("0.5,1.0", "0.0,0.5", ",") == [first[3], first[0], first[2]]
+    whole = hashlib.blake2b((tmp_path / "a.wav").read_bytes(), digest_size=16).digest()
+    assert first[2] == whole, "as it was before there were parts"
+    soundfile.write(tmp_path / "a.wav", np.random.default_rng(1).normal(0, 0.1, 8000), 8000)
+    assert not set(first) & set(digests("0,0.5", "0.5,", ",", "0.5,1"))
 
 
 def test_an_interrupted_preparation_goes_on(tmp_path: Path, small_chunks: None) -> None:
@@ -396,6 +423,15 @@ def test_a_cache_folder_that_cannot_be_made(tmp_path: Path) -> None:
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ResourcesError, match=r"the features cannot be written to .*file.*RAYDFL_CACHE"):
             prepare(Source(f"{SETS}:Made"), Made().manifest(), SETTINGS, cache=folder)
+
+
+def test_without_a_home_a_cache_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAYDFL_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-of-that-name/cache")
+    with pytest.raises(
+        ResourcesError, match=r"~nobody-of-that-name/cache/raydfl: .*choose another folder with data.cache"
+    ):
+        default_cache()
 
 
 def test_an_executor_whose_machines_do_not_share_the_cache(tmp_path: Path) -> None:

@@ -90,6 +90,31 @@ def test_recordings_behind_a_uri_give_the_same_federation(
     assert len([path for call, path in handler.calls if call == "read"]) == 28, "copied once"
 
 
+def test_parts_of_recordings_behind_a_uri(digits: Path, tmp_path: Path) -> None:
+    """The list at one URI, the recordings at another."""
+    (tmp_path / "lists").mkdir()
+    rows = [
+        f"{path.name},{path.name[0]},{path.stem[2:-2]},0,0.125\n" for path in sorted((digits / "recordings").iterdir())
+    ]
+    rows += [row.replace("0,0.125", "0.125,") for row in rows]
+    (tmp_path / "lists/parts.csv").write_text("path,label,group,start,stop\n" + "".join(rows))
+    near = {"file": str(tmp_path / "lists/parts.csv"), "root": str(digits / "recordings")}
+    populations = []
+    for places in (near, {key: f"file://{path}" for key, path in near.items()}):
+        values = {"name": "manifest", **places, "features": {"sample_rate": 8000}, "cache": tmp_path / "cache"}
+        data = DataSettings.model_validate(values | {"split": {"test": {"by": "clip", "fraction": 0.25}}})
+        populations.append(build_population(data, 1))
+    assert list(populations[0].ids) == ["anna", "ben"]
+    one, other = (population.data(0).train for population in populations)
+    assert one.store.folder == other.store.folder, "found in the cache"
+    np.testing.assert_array_equal(one.starts, other.starts)
+
+
+def test_a_cache_that_cannot_be_made(digits: Path) -> None:
+    with pytest.raises(ResourcesError, match="the recordings cannot be written to /proc/none.*choose another folder"):
+        fetch_recordings(f"file://{digits}", Path("/proc/none"))
+
+
 def test_an_interrupted_copy_is_gone_on_with(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uri, cache = f"file://{digits}", tmp_path / "cache"
     lock = threading.Lock()
