@@ -12,7 +12,7 @@ from pages import RECORDINGS, ROOT
 
 @pytest.fixture(scope="session")
 def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
-    """The folder in which a page's blocks run one after another. The recordings lie beside it, if there are any."""
+    """The folder in which a page's blocks run one after another. The recordings lie in PATH/TO, if there are any."""
     folders: dict[Path, Path] = {}
 
     def of(page: Path) -> Path:
@@ -23,8 +23,8 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
             shutil.copytree(ROOT / "tune", folder / "tune")
             shutil.copy(ROOT / "cluster.yaml", folder)
             if RECORDINGS.is_dir():
-                (folder.parent / "shared").mkdir()
-                (folder.parent / "shared" / "data").symlink_to(RECORDINGS.resolve(), target_is_directory=True)
+                (folder / "PATH").mkdir()
+                (folder / "PATH" / "TO").symlink_to(RECORDINGS.resolve(), target_is_directory=True)
             folders[page] = folder
         return folders[page]
 

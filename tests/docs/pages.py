@@ -14,7 +14,8 @@ RECORDINGS = Path(os.environ.get("RAYDFL_DATA") or ROOT.parent / "shared" / "dat
 
 _MARK = re.compile(r"<!-- test: (?P<what>slow|skip|exit)(?:[: ]+(?P<more>.*?))? -->")
 _FILE = re.compile(r"# (?P<path>[\w/-]+\.(?:py|yaml))\n")
-_RECORDINGS = "../shared/data"
+_RECORDINGS = "PATH/TO/"
+"""Where the pages' examples have the data sets."""
 
 
 @dataclass(frozen=True)
