@@ -136,7 +136,7 @@ class Manifest(Dataset):
     def _paths(self, values: list[object], file: Path, root: Path) -> list[str]:
         """Absolute paths."""
         for number, value in enumerate(values, start=1):
-            if not isinstance(value, str) or not value:
+            if not isinstance(value, str) or not value or "\0" in value:
                 raise DataError(f"{file}: row {number} has no path (column {self.path_column!r} is {value!r})")
         paths = [os.path.normpath(root / Path(str(value)).expanduser()) for value in values]
         if paths and not any(os.path.exists(path) for path in paths):  # noqa: PTH110  (pathlib's raises where it may not look)
@@ -156,6 +156,10 @@ def _delimiter(file: Path) -> str:
     """What separates the columns in the header line: spreadsheets of many countries write semicolons."""
     with file.open("rb") as opened:
         header = opened.readline()
+    try:
+        header.decode()
+    except UnicodeDecodeError:
+        raise DataError(f"{file} is not UTF-8 text; save it as UTF-8") from None
     return next((mark for mark in (";", "\t") if mark.encode() in header and b"," not in header), ",")
 
 
