@@ -166,6 +166,10 @@ class Config(Settings):
             group = functools.reduce(operator.getitem, groups, parts)
             if group[key] == neutral:
                 del group[key]
+        if self.data.features.normalise == "group":
+            parts["data"]["features"]["statistics"] = (
+                "training clips"  # earlier versions took those of held-out clips too
+            )
         parts["train"].pop("rounds")
         parts["train"].pop("tape")  # the bits are the same
         if self.train.deadline is None:

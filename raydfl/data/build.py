@@ -20,6 +20,7 @@ from raydfl.data.population import CLEAN, NOISY, Population
 from raydfl.data.segment import SegmentSettings, segments
 from raydfl.data.settings import DataSettings
 from raydfl.data.split import Split, hold_out, split_clips
+from raydfl.data.statistics import group_numbers, normalise_groups, statistics_of
 from raydfl.data.steps import Progress
 from raydfl.errors import DataError
 from raydfl.remote.recordings import fetch_recordings
@@ -196,7 +197,16 @@ def _assemble(
     validation, validation_of = partition.rows[held_out], client[held_out]
     labels = _corrupted_labels(division.labels[train], train_of, ids, len(classes), data, seed)
     noisy = np.zeros(len(ids), bool)
-    stores = [store]
+    group, is_train = group_numbers(manifest), np.isin(np.arange(manifest.num_rows), train)
+    stores: list[FeatureStore] = []
+
+    def normalised(store: FeatureStore, clips: np.ndarray) -> FeatureStore:
+        """The features of these clips of the manifest as the settings want them."""
+        if data.features.normalise != "group":
+            return store
+        return normalise_groups(
+            store, group[clips], is_train[clips], data.features.dtype, stores[CLEAN] if stores else None
+        )
 
     def features(
         clips: np.ndarray, noisy: np.ndarray, alteration: Alteration | None, altered: np.ndarray
@@ -204,7 +214,7 @@ def _assemble(
         """Of some clips (ascending), those with noise (bool [clips]) noisy, those to be altered (bool [clips]) altered."""
         names = manifest.column("clip").take(pa.array(clips)).to_pylist()
         snr = None if data.corrupt.noise is None else data.corrupt.noise.snr_db
-        return prepare(
+        store = prepare(
             data.source,
             manifest.take(pa.array(clips)),
             data.features,
@@ -214,7 +224,9 @@ def _assemble(
             progress=progress,
             run_chunks=run_chunks,
         )
+        return normalised(store, clips)
 
+    stores.append(normalised(store, np.arange(manifest.num_rows)))
     train_rows = _Rows.of(store, train)
     if data.corrupt.noise is not None:
         noisy = choose_clients(ids, data.corrupt.noise.clients, seed, "noise")
@@ -249,7 +261,34 @@ def _assemble(
         "noisy": noisy,
         "label_errors": _with_label_errors(ids, data, seed),
     }
+    if data.features.normalise == "group":
+        arrays |= _statistics(stores[CLEAN], group[train], train_of, len(ids))
+        used = np.concatenate([train, validation, division.split.validation, division.split.test])
+        strange = len(np.setdiff1d(group[used], group[train]))
+        if strange:
+            messages = [
+                *messages,
+                f"{strange} of {len(np.unique(group[used]))} groups have no training clip: theirs are normalised with the "
+                "statistics of all training clips",
+            ]
     return Population(classes, _common_length(arrays), stores, arrays, skipped, messages)
+
+
+def _statistics(store: FeatureStore, group: np.ndarray, client: np.ndarray, clients: int) -> dict[str, np.ndarray]:
+    """What a recording of each client would be normalised with: see :meth:`Population.statistics`.
+
+    Args:
+        store: normalised by group.
+        group: int64 [training clips].
+        client: int64 [training clips], ascending: whose each clip is.
+    """
+    values = statistics_of(store)
+    bounds = np.searchsorted(client, np.arange(clients))
+    lowest, highest = np.minimum.reduceat(group, bounds), np.maximum.reduceat(group, bounds)
+    return {
+        "statistics/values": values,
+        "statistics/of": np.where(lowest == highest, lowest, values.shape[1] - 1).astype(np.int32),
+    }
 
 
 def _with_label_errors(ids: Names, data: DataSettings, seed: int) -> np.ndarray:
