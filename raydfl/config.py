@@ -43,6 +43,8 @@ ModelChoice = str | dict[str, Any] | list[str | dict[str, Any]]
 _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("attack",): None,
     ("data", "sites"): [],
+    ("data", "leave_out"): [],
+    ("data", "ungrouped"): "keep",
     ("train", "precision"): "float32",
     ("train", "deadline"): None,
 }

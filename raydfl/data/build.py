@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from raydfl.data.alter import Alteration
 from raydfl.data.cache import FeatureStore, prepare
 from raydfl.data.chunks import RunChunks
 from raydfl.data.corrupt import choose_clients, wrong_labels
+from raydfl.data.listing import deal_ungrouped, kept_labels
 from raydfl.data.names import Names
 from raydfl.data.partition import Partition, natural_order, partition_clips
 from raydfl.data.poison import alterations_for, noise_of_some, poison
@@ -53,8 +55,9 @@ def build_population(
         DataError: recordings that cannot be used, or a split or partition that they do not allow.
         ResourcesError: no room for the features.
     """
-    manifest, own = list_clips(data, progress)
-    complete, classes = classes is None, own if classes is None else classes
+    complete = classes is None
+    manifest, own = list_clips(data, seed, progress, complete)
+    classes = own if classes is None else classes
     division = divide(manifest, classes, data, seed, complete)  # before the long work: what cannot be done fails now
     if attack is not None:
         attack.check(classes, data.features)
@@ -108,10 +111,16 @@ class Division:
     """bool, one for each of the partition's rows: the client's own validation."""
 
 
-def list_clips(data: DataSettings, progress: Progress | None = None) -> tuple[pa.Table, list[str]]:
+def list_clips(
+    data: DataSettings, seed: int, progress: Progress | None = None, complete: bool = True
+) -> tuple[pa.Table, list[str]]:
     """The manifest of the configured data set and the names of its classes; no clip is opened.
 
     What is behind a URI is copied first.
+
+    Args:
+        seed: the run's: it decides to whom ``data.ungrouped: deal`` deals.
+        complete: whether these are all clips of the federation, so that a label to be left out must be among theirs.
 
     Raises:
         ConfigError: options that the data set does not take.
@@ -120,7 +129,13 @@ def list_clips(data: DataSettings, progress: Progress | None = None) -> tuple[pa
     for uri in data.uris.values():
         fetch_recordings(uri, data.cache, progress)
     manifest = data.source.open().manifest()
-    return manifest, natural_order(manifest.column("label").unique().to_pylist())
+    labels = natural_order(manifest.column("label").unique().to_pylist())
+    if data.leave_out:
+        labels = kept_labels(labels, data.leave_out if complete else set(data.leave_out) & set(labels))
+        manifest = manifest.filter(pc.is_in(manifest.column("label"), pa.array(labels)))
+    if data.ungrouped == "deal" and manifest.column("group").null_count:
+        manifest = deal_ungrouped(manifest, seed)
+    return manifest, labels
 
 
 def divide(

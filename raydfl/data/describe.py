@@ -60,7 +60,7 @@ def describe_data(data: DataSettings, seed: int) -> Iterator[str]:
     Raises:
         DataError: the recordings are not there; or, after the lines about them, the split or the partition cannot be had.
     """
-    manifest, classes = list_clips(data)
+    manifest, classes = list_clips(data, seed)
     dataset = data.source.open()
     yield f"{data.name}: {dataset.card.title}"
     root = getattr(dataset, "root", None)
