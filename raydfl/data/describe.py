@@ -98,12 +98,12 @@ def _entry(label: str, text: str) -> list[str]:
 def _length(manifest: pa.Table) -> str:
     seconds = manifest.column("seconds").drop_null().to_numpy()
     if not len(seconds):
-        return "the list does not say"
+        return "not in the list; raydfl data prepare reads it"
     of = "" if len(seconds) == manifest.num_rows else f", known of {len(seconds):,} clips"
-    return (
-        f"{seconds.min():.2f} to {seconds.max():.2f} s, median {np.median(seconds):.2f} s, "
-        f"{seconds.sum() / 3600:.1f} h in all{of}"
-    )
+    total = f"{seconds.sum() / 3600:.1f} h" if seconds.sum() >= 3600 else f"{seconds.sum() / 60:.1f} min"
+    if seconds.min() == seconds.max():
+        return f"{seconds.min():.2f} s each, {total} in all{of}"
+    return f"{seconds.min():.2f} to {seconds.max():.2f} s, median {np.median(seconds):.2f} s, {total} in all{of}"
 
 
 def _occurrences(manifest: pa.Table, column: str) -> Mapping[str, int]:
@@ -118,7 +118,7 @@ def _counts(manifest: pa.Table, column: str, order: Sequence[str]) -> str:
     if len(occurrences) <= _MOST_NAMES:
         shown = (f"{name} ({occurrences[name]:,})" for name in order if name in occurrences)
         return ", ".join(text.replace(" ", _KEPT) for text in shown)
-    return _spread(np.array(list(occurrences.values())))
+    return spread(np.array(list(occurrences.values())))
 
 
 def _groups(manifest: pa.Table) -> tuple[str, str]:
@@ -137,10 +137,13 @@ def _clients(division: Division, settings: PartitionSettings) -> str:
     how += f", {settings.shards} shards each" if settings.shards > 1 else ""
     held_out = int(division.held_out.sum())
     validation = f"; {held_out:,} of them for the clients' own validation" if held_out else ""
-    return f"{how}: {_spread(sizes)}, {int(sizes.sum()):,} in all{validation}"
+    return f"{how}: {spread(sizes)}, {int(sizes.sum()):,} in all{validation}"
 
 
-def _spread(sizes: np.ndarray) -> str:
+def spread(sizes: np.ndarray) -> str:
+    """``18 to 24 clips each, median 21``."""
+    if sizes.min() == sizes.max():
+        return f"{sizes.min():,} clips each"
     return f"{sizes.min():,} to {sizes.max():,} clips each, median {np.median(sizes):g}"
 
 
