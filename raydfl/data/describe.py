@@ -76,7 +76,10 @@ def describe_data(data: DataSettings, seed: int) -> Iterator[str]:
         yield from _entry("other columns", ", ".join(extra))
     division = divide(manifest, classes, data, seed)
     yield ""
-    yield "With this configuration:"
+    if data.sites:
+        yield f"Without its sites; each of them ({', '.join(data.sites)}) divides clips of its own:"
+    else:
+        yield "With this configuration:"
     yield from _entry(f"clients ({len(division.partition.ids):,})", _clients(division, data.partition))
     yield from _entry("test set", _part(division, division.split.test, len(classes)))
     if len(division.split.validation):
