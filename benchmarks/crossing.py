@@ -112,7 +112,7 @@ def private_things(config: Any, site_key: str) -> dict[str, list[bytes]]:
     }
     for site in config.data.sites:
         settings, folder = config.data.at(site), run_folder(config, site, site_key)
-        manifest, _ = list_clips(settings)
+        manifest, _ = list_clips(settings, 1)
         source = settings.source.open()
         own = Population.load(folder / "population")
         rows = manifest.to_pylist()

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import raydfl
-from raydfl.errors import ClientError, ConfigError, InputError, RaydflError
+from raydfl.errors import ClientError, ConfigError, DataError, InputError, RaydflError
 
 if TYPE_CHECKING:
     from raydfl.progress import Progress
@@ -364,16 +364,26 @@ def data_info(
 ) -> None:
     """A data set's layout and options, or who gets what.
 
-    With NAME: layout, licence and options of that data set. With FILE: clips, classes, groups and clients of that configuration.
+    With NAME: layout, licence and options of that data set. With FILE: clips, classes, groups and clients of that configuration,
+    and a split, a partition and settings to begin with.
     """
     from raydfl.data.describe import describe_data, describe_dataset
 
     if Path(what).suffix in (".yaml", ".yml") or Path(what).is_file():
         from raydfl.config import load_config
+        from raydfl.proposal import propose
 
         config = load_config(Path(what), overrides or [])
-        for line in describe_data(config.data, config.run.seed):
+        unfit = None
+        try:
+            for line in describe_data(config.data, config.run.seed):
+                print(line)  # noqa: T201
+        except DataError as error:
+            unfit = error
+        for line in () if config.data.sites else propose(config, [what, *(overrides or [])]):
             print(line)  # noqa: T201
+        if unfit is not None:
+            raise unfit
     elif overrides:
         raise ConfigError(f"{overrides[0]!r}: settings go with a configuration file, and {what!r} is none")
     else:

@@ -43,6 +43,8 @@ ModelChoice = str | dict[str, Any] | list[str | dict[str, Any]]
 _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("attack",): None,
     ("data", "sites"): [],
+    ("data", "leave_out"): [],
+    ("data", "ungrouped"): "keep",
     ("train", "precision"): "float32",
     ("train", "deadline"): None,
 }
@@ -166,6 +168,10 @@ class Config(Settings):
             group = functools.reduce(operator.getitem, groups, parts)
             if group[key] == neutral:
                 del group[key]
+        if self.data.features.normalise == "group":
+            parts["data"]["features"]["statistics"] = (
+                "training clips"  # earlier versions took those of held-out clips too
+            )
         parts["train"].pop("rounds")
         parts["train"].pop("tape")  # the bits are the same
         if self.train.deadline is None:

@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from raydfl.config import Config
+from raydfl.data.listing import kept_labels
 from raydfl.data.partition import natural_order
 from raydfl.data.population import Population
 from raydfl.data.sites import SiteReport, join
@@ -39,7 +40,8 @@ def prepare_sites(config: Config, key: str, run_dir: Path, progress: Progress) -
     names = list(config.data.sites)
     progress.message(f"asking the sites for their clients: {', '.join(names)}")
     found = _everywhere(config, classes_at, [(name,) for name in names], progress)
-    classes = natural_order(sorted({label for labels in found for label in labels}))
+    labels = natural_order(sorted({label for labels in found for label in labels}))
+    classes = kept_labels(labels, config.data.leave_out)
     reports: list[SiteReport] = _everywhere(config, prepare_at, [(name, key, classes) for name in names], progress)
     trained = {label for report in reports for label in report.trained}
     for label in classes:

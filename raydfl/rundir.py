@@ -167,6 +167,8 @@ def begin(run_dir: Path, config: Config, population: Population, site_key: str =
         "clients": len(population),
         "skipped": [{"clip": clip, "reason": reason} for clip, reason in population.skipped],
     }
+    if config.data.features.normalise == "group":
+        about["statistics"] = "training clips"
     if site_key:
         about["site_key"] = site_key
     write_durably(run_dir / "run.json", json.dumps(about, indent=2).encode())
@@ -220,8 +222,14 @@ def check_same(run_dir: Path, stored: Config, config: Config) -> None:
     """Refuse a configuration that would give other numbers than the stored one.
 
     Raises:
-        RunDirectoryError: naming what differs.
+        RunDirectoryError: naming what differs; or the run is an earlier version's, whose features were others.
     """
+    if stored.data.features.normalise == "group" and "statistics" not in stored_about(run_dir):
+        raise RunDirectoryError(
+            f"{run_dir} was begun by an earlier version of raydfl, whose data.features.normalise: group took statistics from "
+            f"held-out clips too; this version takes them from training clips only and cannot go on with the run: start it again "
+            f"under another run.name, or go on with it in the version that began it"
+        )
     # Another folder of the same recordings changes nothing: who has which features is kept with the run.
     options = stored.data.model_extra or {}
     kept = {"root": options["root"]} if "root" in options else {}

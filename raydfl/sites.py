@@ -65,8 +65,9 @@ def receive(config: Config, site: str, sent: SentToSite) -> Population:
 
 
 def classes_at(config: Config, site: str) -> list[str]:
-    """Names of the classes that a site has clips of."""
-    return list_clips(config.data.at(site))[1]
+    """Names of the classes that a site has clips of, those to be left out too."""
+    data = config.data.at(site).model_copy(update={"leave_out": (), "ungrouped": "keep"})
+    return list_clips(data, config.run.seed)[1]
 
 
 def prepare_at(config: Config, site: str, key: str, classes: list[str]) -> SiteReport:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from raydfl.data.alter import Alteration
 from raydfl.data.cache import FeatureStore, prepare
 from raydfl.data.chunks import RunChunks
 from raydfl.data.clips import remarks_of
 from raydfl.data.corrupt import choose_clients, wrong_labels
+from raydfl.data.listing import deal_ungrouped, kept_labels
 from raydfl.data.names import Names
 from raydfl.data.partition import Partition, natural_order, partition_clips
 from raydfl.data.poison import alterations_for, noise_of_some, poison
@@ -21,6 +23,7 @@ from raydfl.data.population import CLEAN, NOISY, Population
 from raydfl.data.segment import SegmentSettings, segments
 from raydfl.data.settings import DataSettings
 from raydfl.data.split import Split, hold_out, split_clips
+from raydfl.data.statistics import group_numbers, normalise_groups, statistics_of
 from raydfl.data.steps import Progress
 from raydfl.errors import DataError
 from raydfl.remote.recordings import fetch_recordings
@@ -53,8 +56,9 @@ def build_population(
         DataError: recordings that cannot be used, or a split or partition that they do not allow.
         ResourcesError: no room for the features.
     """
-    manifest, own = list_clips(data, progress)
-    complete, classes = classes is None, own if classes is None else classes
+    complete = classes is None
+    manifest, own = list_clips(data, seed, progress, complete)
+    classes = own if classes is None else classes
     division = divide(manifest, classes, data, seed, complete)  # before the long work: what cannot be done fails now
     if attack is not None:
         attack.check(classes, data.features)
@@ -108,10 +112,16 @@ class Division:
     """bool, one for each of the partition's rows: the client's own validation."""
 
 
-def list_clips(data: DataSettings, progress: Progress | None = None) -> tuple[pa.Table, list[str]]:
+def list_clips(
+    data: DataSettings, seed: int, progress: Progress | None = None, complete: bool = True
+) -> tuple[pa.Table, list[str]]:
     """The manifest of the configured data set and the names of its classes; no clip is opened.
 
     What is behind a URI is copied first.
+
+    Args:
+        seed: the run's: it decides to whom ``data.ungrouped: deal`` deals.
+        complete: whether these are all clips of the federation, so that a label to be left out must be among theirs.
 
     Raises:
         ConfigError: options that the data set does not take.
@@ -120,7 +130,13 @@ def list_clips(data: DataSettings, progress: Progress | None = None) -> tuple[pa
     for uri in data.uris.values():
         fetch_recordings(uri, data.cache, progress)
     manifest = data.source.open().manifest()
-    return manifest, natural_order(manifest.column("label").unique().to_pylist())
+    labels = natural_order(manifest.column("label").unique().to_pylist())
+    if data.leave_out:
+        labels = kept_labels(labels, data.leave_out if complete else set(data.leave_out) & set(labels))
+        manifest = manifest.filter(pc.is_in(manifest.column("label"), pa.array(labels)))
+    if data.ungrouped == "deal" and manifest.column("group").null_count:
+        manifest = deal_ungrouped(manifest, seed)
+    return manifest, labels
 
 
 def divide(
@@ -197,7 +213,16 @@ def _assemble(
     validation, validation_of = partition.rows[held_out], client[held_out]
     labels = _corrupted_labels(division.labels[train], train_of, ids, len(classes), data, seed)
     noisy = np.zeros(len(ids), bool)
-    stores = [store]
+    group, is_train = group_numbers(manifest), np.isin(np.arange(manifest.num_rows), train)
+    stores: list[FeatureStore] = []
+
+    def normalised(store: FeatureStore, clips: np.ndarray) -> FeatureStore:
+        """The features of these clips of the manifest as the settings want them."""
+        if data.features.normalise != "group":
+            return store
+        return normalise_groups(
+            store, group[clips], is_train[clips], data.features.dtype, stores[CLEAN] if stores else None
+        )
 
     def features(
         clips: np.ndarray, noisy: np.ndarray, alteration: Alteration | None, altered: np.ndarray
@@ -205,7 +230,7 @@ def _assemble(
         """Of some clips (ascending), those with noise (bool [clips]) noisy, those to be altered (bool [clips]) altered."""
         names = manifest.column("clip").take(pa.array(clips)).to_pylist()
         snr = None if data.corrupt.noise is None else data.corrupt.noise.snr_db
-        return prepare(
+        store = prepare(
             data.source,
             manifest.take(pa.array(clips)),
             data.features,
@@ -215,7 +240,9 @@ def _assemble(
             progress=progress,
             run_chunks=run_chunks,
         )
+        return normalised(store, clips)
 
+    stores.append(normalised(store, np.arange(manifest.num_rows)))
     train_rows = _Rows.of(store, train)
     if data.corrupt.noise is not None:
         noisy = choose_clients(ids, data.corrupt.noise.clients, seed, "noise")
@@ -250,7 +277,34 @@ def _assemble(
         "noisy": noisy,
         "label_errors": _with_label_errors(ids, data, seed),
     }
+    if data.features.normalise == "group":
+        arrays |= _statistics(stores[CLEAN], group[train], train_of, len(ids))
+        used = np.concatenate([train, validation, division.split.validation, division.split.test])
+        strange = len(np.setdiff1d(group[used], group[train]))
+        if strange:
+            messages = [
+                *messages,
+                f"{strange} of {len(np.unique(group[used]))} groups have no training clip: theirs are normalised with the "
+                "statistics of all training clips",
+            ]
     return Population(classes, _common_length(arrays), stores, arrays, skipped, messages)
+
+
+def _statistics(store: FeatureStore, group: np.ndarray, client: np.ndarray, clients: int) -> dict[str, np.ndarray]:
+    """What a recording of each client would be normalised with: see :meth:`Population.statistics`.
+
+    Args:
+        store: normalised by group.
+        group: int64 [training clips].
+        client: int64 [training clips], ascending: whose each clip is.
+    """
+    values = statistics_of(store)
+    bounds = np.searchsorted(client, np.arange(clients))
+    lowest, highest = np.minimum.reduceat(group, bounds), np.maximum.reduceat(group, bounds)
+    return {
+        "statistics/values": values,
+        "statistics/of": np.where(lowest == highest, lowest, values.shape[1] - 1).astype(np.int32),
+    }
 
 
 def _with_label_errors(ids: Names, data: DataSettings, seed: int) -> np.ndarray:

@@ -10,6 +10,9 @@ A store is a folder ``KEY`` below the cache folder:
 ``KEY`` is a digest of every clip's content in order and of all settings that change a number. While a store is made its
 chunks lie in ``KEY.parts`` (an interrupted preparation goes on from them) under the lock ``KEY.lock``; the folder gets its
 name when it is whole.
+
+``normalise: group`` is not done here: whose clips are training clips is not known yet. :mod:`raydfl.data.statistics` makes a
+second store of the one with the numbers as they are.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -42,7 +45,7 @@ from raydfl.data.chunks import (
 )
 from raydfl.data.corrupt import Noise
 from raydfl.data.digests import content_digests, rows_of
-from raydfl.data.features import EPSILON, FeatureSettings
+from raydfl.data.features import FeatureSettings
 from raydfl.data.from_file import FileFeatures, features_digests, missing_features, needs_waves
 from raydfl.data.kinds import AnyFeatures
 from raydfl.data.steps import Progress, Silent
@@ -176,13 +179,13 @@ def prepare(
     progress: Progress | None = None,
     run_chunks: RunChunks | None = None,
 ) -> FeatureStore:
-    """The features of a manifest's clips, from the cache or made now.
+    """The features of a manifest's clips, from the cache or made now; for ``normalise: group`` as they are, in float32.
 
     Safe to call from several processes at once (the first makes them, the others wait) and to interrupt (the next call goes on).
 
     Args:
         source: the data set that reads the clips.
-        manifest: columns ``clip``, ``path``, ``group`` and ``seconds``; clip ``i`` of the store is its row ``i``.
+        manifest: columns ``clip``, ``path`` and ``seconds``; clip ``i`` of the store is its row ``i``.
         cache: the cache folder; :func:`default_cache` when ``None``.
         unreadable: raise at clips that cannot be read, or record them in ``failures``.
         noise: added to the waves, with one seed for each row; of features from a file, those of ``noisy_path`` are taken.
@@ -199,6 +202,8 @@ def prepare(
         raise needs_waves("the attack")
     progress = progress or Silent()
     cache = (default_cache() if cache is None else cache).expanduser().absolute()
+    if features.normalise == "group":
+        features = features.model_copy(update={"normalise": "none", "dtype": "float32"})
     needed = _needed_bytes(manifest, features)
     with writing(cache, needed, _WHAT, CHOOSE_CACHE):
         cache.mkdir(parents=True, exist_ok=True)
@@ -211,14 +216,9 @@ def prepare(
             digests, missing = content_digests(source.open(), manifest, cache, progress)
             if missing and unreadable == "stop":
                 raise _unreadable(manifest, missing)
-        folder = cache / _store_key(digests, manifest, features, noise, alterations)
-        with _locked(folder.with_suffix(".lock")):
-            store = _open_if_whole(folder)
-            if store is None:
-                if free_bytes(cache) < needed:
-                    raise full_disk(cache, needed, _WHAT, CHOOSE_CACHE)
-                work = _Preparation(source, manifest, features, folder, noise, alterations, unreadable)
-                store = work.run(run_chunks or run_locally, progress)
+        folder = cache / _store_key(digests, features, noise, alterations)
+        work = _Preparation(source, manifest, features, folder, noise, alterations, unreadable)
+    store = found_or_made(folder, needed, lambda: work.run(run_chunks or run_locally, progress))
     if store.failures and unreadable == "stop":
         raise _unreadable(manifest, store.failures, f" (as recorded in {folder}; delete that folder to try them again)")
     return store
@@ -233,7 +233,6 @@ def _needed_bytes(manifest: pa.Table, features: AnyFeatures) -> int:
 
 def _store_key(
     digests: Sequence[bytes],
-    manifest: pa.Table,
     features: AnyFeatures,
     noise: Noise | None,
     alterations: Alterations | None,
@@ -247,16 +246,7 @@ def _store_key(
     if alterations is not None:
         digest.update(repr(alterations.what).encode())
         digest.update(np.array(alterations.seeds, np.int64).tobytes())
-    if features.normalise == "group":
-        digest.update(_group_numbers(manifest).tobytes())
     return digest.hexdigest()
-
-
-def _group_numbers(manifest: pa.Table) -> np.ndarray:
-    """int64 [clips]: a number for each group in order of appearance; clips without a group form one of their own."""
-    column = manifest.column("group").combine_chunks().dictionary_encode(null_encoding="encode")
-    numbers: np.ndarray = column.indices.to_numpy().astype(np.int64)
-    return numbers
 
 
 def _unreadable(manifest: pa.Table, failures: Mapping[int, str], note: str = "") -> DataError:
@@ -271,6 +261,67 @@ def _unreadable(manifest: pa.Table, failures: Mapping[int, str], note: str = "")
         + more
         + "\nRepair or remove them, or leave them out with data.unreadable=skip"
     )
+
+
+def found_or_made(folder: Path, needed: int, make: Callable[[], None]) -> FeatureStore:
+    """The store in ``folder`` if it is whole; else ``make`` has to write it, in one process only.
+
+    Args:
+        needed: bytes that it takes while it is made.
+
+    Raises:
+        ResourcesError: the disk is full or the folder cannot be written.
+    """
+    with writing(folder.parent, needed, _WHAT, CHOOSE_CACHE), _locked(folder.with_suffix(".lock")):
+        store = _open_if_whole(folder)
+        if store is None:
+            if free_bytes(folder.parent) < needed:
+                raise full_disk(folder.parent, needed, _WHAT, CHOOSE_CACHE)
+            make()
+            store = open_store(folder)
+    return store
+
+
+def write_store(
+    folder: Path,
+    lengths: np.ndarray,
+    length: int | None,
+    frames: Iterable[np.ndarray],
+    like: np.ndarray,
+    facts: Mapping[str, Any],
+    **arrays: np.ndarray,
+) -> None:
+    """Write a store beside its folder, which then gets its name.
+
+    Args:
+        lengths: int [clips]: sounding frames.
+        length: frames of every clip, shorter ones with zeros behind; ``None``: each has its own.
+        frames: float [frames, bands] of all clips, in parts.
+        like: [0, bands], of the type in which frames are kept.
+        facts: what else ``store.json`` says; ``failures`` at least.
+        arrays: further files, by name.
+    """
+    new = folder.with_suffix(".new")
+    shutil.rmtree(new, ignore_errors=True)  # left by a process that was killed right here
+    new.mkdir()
+    rows = lengths if length is None else np.full(len(lengths), length)
+    offsets = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
+    arrays = {"offsets": offsets, "lengths": lengths.astype(np.int32), **arrays}
+    for name, array in arrays.items():
+        np.save(new / f"{name}.npy", array)
+    # Written through the file and not through a map: a full disk is then an error and not a killed process.
+    with (new / "frames.npy").open("wb") as file:
+        descr = np.lib.format.dtype_to_descr(like.dtype)
+        shape = (int(offsets[-1]), like.shape[1])
+        np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
+        for part in frames:
+            file.write(np.ascontiguousarray(part, dtype=like.dtype).data)
+        file.flush()
+        os.fsync(file.fileno())
+    files = {path.name: _facts_of(path) for path in sorted(new.iterdir())}
+    about = {"format": FORMAT, "key": folder.name, "length": length, **facts, "files": files}
+    write_atomically(new / "store.json", functools.partial(_write_json, about))
+    new.rename(folder)
 
 
 def _open_if_whole(folder: Path) -> FeatureStore | None:
@@ -313,7 +364,7 @@ class _Preparation:
     alterations: Alterations | None
     unreadable: Literal["stop", "skip"]
 
-    def run(self, run_chunks: RunChunks, progress: Progress) -> FeatureStore:
+    def run(self, run_chunks: RunChunks, progress: Progress) -> None:
         parts = self.folder.with_suffix(".parts")
         parts.mkdir(exist_ok=True)
         chunks = self._chunks(parts)
@@ -341,11 +392,10 @@ class _Preparation:
         }
         self._assemble(chunks, failures)
         shutil.rmtree(parts)
-        return open_store(self.folder)
 
     @functools.cached_property
     def _bounds(self) -> list[tuple[int, int]]:
-        # Networks' features have hundreds of bands. The bounds decide the order of sums in normalise: group: of log-mel they stay.
+        # Networks' features have hundreds of bands. Of log-mel the bounds stay: chunks of an earlier version may be there.
         smaller = 1 if isinstance(self.features, FeatureSettings) else max(1, self.features.bands // _USUAL_BANDS)
         return chunk_bounds(self.manifest.column("seconds").to_pylist(), smaller)
 
@@ -365,48 +415,22 @@ class _Preparation:
         ]
 
     def _assemble(self, chunks: Sequence[Chunk], failures: Mapping[int, str]) -> None:
-        """Puts the chunks together in a folder beside the final one, which then takes its name."""
-        new = self.folder.with_suffix(".new")
-        shutil.rmtree(new, ignore_errors=True)  # left by a process that was killed right here
-        new.mkdir()
+        """Puts the chunks together."""
         counts = [_part(chunk, "counts") for chunk in chunks]
-        lengths = np.concatenate([np.zeros(0, np.int64), *counts])
         length = self.features.frames
-        rows = lengths if length is None else np.full(len(lengths), length)
-        offsets = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
-        np.save(new / "offsets.npy", offsets)
-        np.save(new / "lengths.npy", lengths.astype(np.int32))
-        self._write_frames(new / "frames.npy", chunks, counts, int(offsets[-1]))
+
+        def frames() -> Iterator[np.ndarray]:
+            for chunk, lengths in zip(chunks, counts, strict=True):
+                part = _part(chunk, "frames")
+                yield part if length is None else _padded(part, lengths, length)
+
         facts = {
-            "format": FORMAT,
-            "key": self.folder.name,
-            "length": length,
             "features": self.features.model_dump(mode="json"),
             "snr_db": None if self.noise is None else self.noise.snr_db,
-            "files": {path.name: _facts_of(path) for path in sorted(new.iterdir())},
             "failures": failures,
         }
-        write_atomically(new / "store.json", functools.partial(_write_json, facts))
-        new.rename(self.folder)
-
-    def _write_frames(self, path: Path, chunks: Sequence[Chunk], counts: Sequence[np.ndarray], total: int) -> None:
-        dtype, bands = np.dtype(self.features.dtype), self.features.bands
-        normalise = (
-            _GroupNormaliser(self.manifest, chunks, counts, bands) if self.features.normalise == "group" else None
-        )
-        # Written through the file and not through a map: a full disk is then an error and not a killed process.
-        with path.open("wb") as file:
-            header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (total, bands)}
-            np.lib.format.write_array_header_1_0(file, header)
-            for chunk, lengths in zip(chunks, counts, strict=True):
-                frames = _part(chunk, "frames")
-                if normalise is not None:
-                    frames = normalise(frames, chunk.number)
-                if self.features.frames is not None:
-                    frames = _padded(frames, lengths, self.features.frames)
-                file.write(np.ascontiguousarray(frames, dtype=dtype).data)
-            file.flush()
-            os.fsync(file.fileno())
+        like = np.zeros((0, self.features.bands), self.features.dtype)
+        write_store(self.folder, np.concatenate([np.zeros(0, np.int64), *counts]), length, frames(), like, facts)
 
 
 def _part(chunk: Chunk, name: str) -> np.ndarray:
@@ -429,29 +453,3 @@ def _padded(frames: np.ndarray, lengths: np.ndarray, length: int) -> np.ndarray:
     padded = np.zeros((len(lengths), length, frames.shape[1]), np.float32)
     padded[np.arange(length) < lengths[:, None]] = frames
     return padded.reshape(-1, frames.shape[1])
-
-
-class _GroupNormaliser:
-    """z-score of each band over all frames of a group's clips."""
-
-    def __init__(self, manifest: pa.Table, chunks: Sequence[Chunk], counts: Sequence[np.ndarray], bands: int) -> None:
-        numbers = _group_numbers(manifest)
-        ends = np.cumsum([len(part) for part in counts])[:-1]
-        self._group_of_frame = [np.repeat(part, n) for part, n in zip(np.split(numbers, ends), counts, strict=True)]
-        groups = int(numbers.max(initial=-1)) + 1
-        frames = np.zeros(groups)
-        total, squares = np.zeros((groups, bands)), np.zeros((groups, bands))
-        for chunk, group in zip(chunks, self._group_of_frame, strict=True):
-            values = _part(chunk, "frames").astype(np.float64)
-            frames += np.bincount(group, minlength=groups)
-            for present in np.unique(group):
-                total[present] += values[group == present].sum(axis=0)
-                squares[present] += np.square(values[group == present]).sum(axis=0)
-        seen = np.maximum(frames, 1)[:, None]
-        self._mean = total / seen
-        self._deviation = np.sqrt(np.maximum(squares / seen - np.square(self._mean), 0))
-
-    def __call__(self, frames: np.ndarray, number: int) -> np.ndarray:
-        group = self._group_of_frame[number]
-        result: np.ndarray = (frames - self._mean[group]) / (self._deviation[group] + EPSILON)
-        return result

@@ -61,7 +61,7 @@ def describe_data(data: DataSettings, seed: int) -> Iterator[str]:
     Raises:
         DataError: the recordings are not there; or, after the lines about them, the split or the partition cannot be had.
     """
-    manifest, classes = list_clips(data)
+    manifest, classes = list_clips(data, seed)
     dataset = data.source.open()
     yield f"{data.name}: {dataset.card.title}"
     root = getattr(dataset, "root", None)
@@ -78,7 +78,10 @@ def describe_data(data: DataSettings, seed: int) -> Iterator[str]:
     yield from remarks_of(manifest)
     division = divide(manifest, classes, data, seed)
     yield ""
-    yield "With this configuration:"
+    if data.sites:
+        yield f"Without its sites; each of them ({', '.join(data.sites)}) divides clips of its own:"
+    else:
+        yield "With this configuration:"
     yield from _entry(f"clients ({len(division.partition.ids):,})", _clients(division, data.partition))
     yield from _entry("test set", _part(division, division.split.test, len(classes)))
     if len(division.split.validation):
@@ -100,12 +103,12 @@ def _entry(label: str, text: str) -> list[str]:
 def _length(manifest: pa.Table) -> str:
     seconds = manifest.column("seconds").drop_null().to_numpy()
     if not len(seconds):
-        return "the list does not say"
+        return "not in the list; raydfl data prepare reads it"
     of = "" if len(seconds) == manifest.num_rows else f", known of {len(seconds):,} clips"
-    return (
-        f"{seconds.min():.2f} to {seconds.max():.2f} s, median {np.median(seconds):.2f} s, "
-        f"{seconds.sum() / 3600:.1f} h in all{of}"
-    )
+    total = f"{seconds.sum() / 3600:.1f} h" if seconds.sum() >= 3600 else f"{seconds.sum() / 60:.1f} min"
+    if seconds.min() == seconds.max():
+        return f"{seconds.min():.2f} s each, {total} in all{of}"
+    return f"{seconds.min():.2f} to {seconds.max():.2f} s, median {np.median(seconds):.2f} s, {total} in all{of}"
 
 
 def _occurrences(manifest: pa.Table, column: str) -> Mapping[str, int]:
@@ -120,7 +123,7 @@ def _counts(manifest: pa.Table, column: str, order: Sequence[str]) -> str:
     if len(occurrences) <= _MOST_NAMES:
         shown = (f"{name} ({occurrences[name]:,})" for name in order if name in occurrences)
         return ", ".join(text.replace(" ", _KEPT) for text in shown)
-    return _spread(np.array(list(occurrences.values())))
+    return spread(np.array(list(occurrences.values())))
 
 
 def _groups(manifest: pa.Table) -> tuple[str, str]:
@@ -139,10 +142,13 @@ def _clients(division: Division, settings: PartitionSettings) -> str:
     how += f", {settings.shards} shards each" if settings.shards > 1 else ""
     held_out = int(division.held_out.sum())
     validation = f"; {held_out:,} of them for the clients' own validation" if held_out else ""
-    return f"{how}: {_spread(sizes)}, {int(sizes.sum()):,} in all{validation}"
+    return f"{how}: {spread(sizes)}, {int(sizes.sum()):,} in all{validation}"
 
 
-def _spread(sizes: np.ndarray) -> str:
+def spread(sizes: np.ndarray) -> str:
+    """``18 to 24 clips each, median 21``."""
+    if sizes.min() == sizes.max():
+        return f"{sizes.min():,} clips each"
     return f"{sizes.min():,} to {sizes.max():,} clips each, median {np.median(sizes):g}"
 
 

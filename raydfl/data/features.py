@@ -89,8 +89,8 @@ class FeatureSettings(Settings):
     normalise: Annotated[
         Normalise,
         Field(
-            description="z-score of each band over the frames of the clip, or over all frames of all clips of its group (speaker), "
-            "or none: decibels."
+            description="z-score of each band over the frames of the clip, or over all frames of the training clips of its group "
+            "(speaker), or none: decibels."
         ),
     ] = "clip"
     dtype: Dtype = "float32"

@@ -68,8 +68,8 @@ class FileFeatures(Settings):
     normalise: Annotated[
         Normalise,
         Field(
-            description="z-score of each band over the frames of the clip, or over all frames of all clips of its group (speaker), "
-            "or none: the numbers as they are."
+            description="z-score of each band over the frames of the clip, or over all frames of the training clips of its group "
+            "(speaker), or none: the numbers as they are."
         ),
     ] = "none"
     dtype: Dtype = "float32"

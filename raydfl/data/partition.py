@@ -186,9 +186,12 @@ def _values(manifest: pa.Table, rows: np.ndarray, column: str) -> tuple[list[str
     encoded = manifest.column(column).take(pa.array(rows)).combine_chunks().cast(pa.string()).dictionary_encode()
     if encoded.null_count:
         clips = manifest.column("clip").take(pa.array(rows)).filter(encoded.is_null()).to_pylist()
+        hint = "fill the column, remove them"
+        if column == "group" and len(clips) < len(rows):
+            hint += ", deal them out with data.ungrouped=deal, leave their labels out with data.leave_out"
         raise DataError(
             f"{len(clips)} of {len(rows)} training clips have no {column!r}, so no client to go to: {', '.join(clips[:5])}"
-            f"{' ...' if len(clips) > 5 else ''}; fill the column, remove them, or choose another data.partition, for example "
+            f"{' ...' if len(clips) > 5 else ''}; {hint}, or choose another data.partition, for example "
             f"{without_groups(len(rows))}"
         )
     found = encoded.dictionary.to_pylist()

@@ -12,6 +12,7 @@ from matplotlib.colors import ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from raydfl.data.describe import spread
 from raydfl.data.population import Population
 
 _MOST_NAMES = 64
@@ -54,8 +55,7 @@ def _plot(population: Population, path: Path) -> None:
     else:
         cells.set_ylabel("client (number)")
     figure.suptitle(
-        f"{clients:,} clients, {int(sizes.sum()):,} training clips, {classes} classes; clips of a client: "
-        f"{sizes.min():,} to {sizes.max():,}, median {np.median(sizes):g}",
+        f"{clients:,} clients, {int(sizes.sum()):,} training clips, {classes} classes; {spread(sizes)}",
         fontsize=10,
     )
     path.parent.mkdir(parents=True, exist_ok=True)

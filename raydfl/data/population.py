@@ -59,7 +59,8 @@ class Population:
             clients and groups; ``groups_of`` (int32 [clients], -1: none), ``noisy`` and ``label_errors`` (bool [clients]).
             With an attack also the parts attack (what clients train on when they attack, parallel to train) and triggered (test
             clips that carry the attack's trigger), and ``altered`` (bool [clients]: the features of its attack are in the last
-            store).
+            store). With features normalised by group ``statistics/values`` (float64 [2, groups + 1, bands], those of
+            raydfl.data.statistics) and ``statistics/of`` (int32 [clients], the client's place in them).
         skipped: clips that were left out because they cannot be read, with the reasons.
         messages: what the user should know about how this population came about.
         bands: features of a frame; ``None``: those of the stores.
@@ -166,6 +167,21 @@ class Population:
     def validation(self) -> Examples:
         """The server's validation data (``split.official_validation: validation``); else empty."""
         return self._examples("server_validation", slice(None))
+
+    def statistics(self, client: int | None = None) -> np.ndarray | None:
+        """Mean and deviation (float64 [2, bands]) with which further recordings are normalised by group.
+
+        Args:
+            client: whose they are: those of its group if all its training clips are of one group. ``None``, or a client of
+                several groups: those over all training clips.
+
+        Returns:
+            ``None`` without ``normalise: group``, or where the data lie at sites.
+        """
+        if "statistics/values" not in self._arrays:
+            return None
+        values: np.ndarray = self._arrays["statistics/values"]
+        return values[:, -1 if client is None else int(self._arrays["statistics/of"][client])]
 
     def label_counts(self) -> np.ndarray:
         """int64 [clients, classes]: training clips of each client by label, wrong labels as they are."""
@@ -274,12 +290,14 @@ def shards(clips: np.ndarray, size: int) -> list[tuple[int, int]]:
 def _digest(arrays: Mapping[str, np.ndarray]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, array in sorted(arrays.items()):
+        if name == "statistics/values":
+            continue  # computed from features, whose last bits another machine's processor may round differently
         digest.update(f"{name} {array.dtype} {array.shape};".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()
 
 
-_DTYPES = {"BOOL": np.bool_, "U8": np.uint8, "I32": np.int32, "I64": np.int64}
+_DTYPES = {"BOOL": np.bool_, "U8": np.uint8, "I32": np.int32, "I64": np.int64, "F64": np.float64}
 
 
 def _map_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:

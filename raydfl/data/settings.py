@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -65,6 +65,16 @@ class DataSettings(Settings):
     segment: Annotated[
         SegmentSettings | None, Field(description="Cut long clips into segments. null: a clip is one example.")
     ] = None
+    leave_out: Annotated[
+        tuple[str, ...], Field(description="Labels whose clips are left out: they are not read at all.")
+    ] = ()
+    ungrouped: Annotated[
+        Literal["keep", "deal"],
+        Field(
+            description="Clips without a group. keep: nobody owns them. deal: they are dealt out evenly to the groups, drawn by "
+            "the run's seed, before anything is divided."
+        ),
+    ] = "keep"
     split: Annotated[SplitSettings, Field(description="What is held out for tests and validation.")] = SplitSettings()
     partition: Annotated[PartitionSettings, Field(description="Which client has which clips.")] = PartitionSettings()
     corrupt: Annotated[CorruptSettings, Field(description="Noise and wrong labels in training data.")] = (
@@ -88,6 +98,14 @@ class DataSettings(Settings):
             "A site's node offers the Ray resource site:NAME. Empty: the run's own machine or cluster holds all."
         ),
     ] = Field(default_factory=dict)
+
+    @field_validator("leave_out", mode="before")
+    @classmethod
+    def _labels(cls, value: Any) -> Any:
+        """A number is a label too; the order does not matter."""
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise ValueError("write a list of labels, like [_silence_]")
+        return sorted({str(label) for label in value})
 
     @field_validator("sites")
     @classmethod

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from raydfl.data.features import _LARGEST_DENOMINATOR, EPSILON, FeatureSettings
 from raydfl.data.from_file import FileFeatures
 from raydfl.data.from_model import ModelFeatures
 from raydfl.data.settings import DataSettings
 
 
-def describe_front_end(data: DataSettings) -> dict[str, Any]:
+def describe_front_end(data: DataSettings, statistics: np.ndarray | None = None) -> dict[str, Any]:
     """How a recording becomes the input of a network: one entry for each step, in the order in which they are done.
 
     Features from a file begin with the matrices in it; what a model of the user's does is told by its name.
+
+    Args:
+        statistics: of ``normalise: group``, float64 [2, bands]: mean and deviation. ``None``: not known, or not needed.
     """
     settings = data.features
     if isinstance(settings, FileFeatures):
@@ -27,7 +32,7 @@ def describe_front_end(data: DataSettings) -> dict[str, Any]:
         first = {**_wave(settings), "model": _model(settings)}
     else:
         first = {**_wave(settings), **_log_mel(settings)}
-    return {"kind": settings.kind, **first, **_end(data)}
+    return {"kind": settings.kind, **first, **_end(data, statistics)}
 
 
 _GIVEN = "features [frames, bands] that were made elsewhere, longer ones cut to frames (null: to nothing)"
@@ -92,14 +97,18 @@ def _log_mel(settings: FeatureSettings) -> dict[str, Any]:
     }
 
 
-def _end(data: DataSettings) -> dict[str, Any]:
+def _end(data: DataSettings, statistics: np.ndarray | None) -> dict[str, Any]:
     settings, segment = data.features, data.segment
+    mean, deviation = (None, None) if statistics is None else statistics.tolist()
     return {
         "normalise": {
             "over": settings.normalise,
             "formula": "(x - mean) / (deviation + epsilon) in each band; deviation is the population's",
             "epsilon": EPSILON,
-            "note": "clip: over the frames of the recording; group: over all frames of the speaker's recordings; none: not done",
+            "mean": mean,
+            "deviation": deviation,
+            "note": "clip: over the frames of the recording; group: with the training clips' mean and deviation, as given here "
+            "(null: over all frames of the speaker's recordings); none: not done",
         },
         "pad": {"frames": settings.frames, "note": "frames of zeros after it up to there; null: none"},
         "dtype": settings.dtype,

@@ -57,6 +57,8 @@ class RunModel:
     """Of the run: its ``features`` and ``segment`` say how a recording becomes the network's input."""
     length: int | None
     """Frames that every example of the run has; ``None`` when they differ, and the network is told the lengths."""
+    statistics: np.ndarray | None = None
+    """With ``normalise: group``: mean and deviation float64 [2, bands] that a recording is normalised with. ``None``: not known."""
 
     @property
     def description(self) -> str:
@@ -196,6 +198,7 @@ class _Run:
             self.classes,
             self.config.data,
             self.population.length,
+            self.population.statistics(client.index if client_id else None),
         )
 
     def _who_has_models(self) -> str:

@@ -107,7 +107,7 @@ def _describe(model: RunModel, graph: Graph, file: str) -> dict[str, Any]:
             },
             "largest_difference_to_pytorch": graph.difference,
         },
-        "front_end": describe_front_end(model.data),
+        "front_end": describe_front_end(model.data, model.statistics),
     }
 
 

@@ -3,7 +3,8 @@
 A recording goes the way of a test clip: choose the channel, resample, log-mel or the run's own model, normalise, pad
 (raydfl.data.features), cut into segments if the run does (raydfl.data.segment), softmax, mean over the segments. What differs:
 
-- ``normalise: group`` takes the recordings of one folder, as far as they were given, as one speaker's;
+- ``normalise: group`` takes the statistics of all training clips, with ``client`` those of the client's group; where a run does
+  not know them (its data lie at sites, or an earlier version made it), the recordings of one folder count as one speaker's;
 - what a data set's class of one's own does in ``read`` is not done: files are read as they are.
 """
 
@@ -22,10 +23,11 @@ import torch
 from raydfl.data.cache import FeatureStore
 from raydfl.data.clips import read_audio, shown_name
 from raydfl.data.examples import Examples
-from raydfl.data.features import EPSILON, FeatureExtractor
+from raydfl.data.features import FeatureExtractor
 from raydfl.data.from_file import FileFeatures
 from raydfl.data.segment import segments
 from raydfl.data.sets._files import list_recordings
+from raydfl.data.statistics import z_scores
 from raydfl.errors import DataError, InputError, RaydflError
 from raydfl.using.model import RunModel, load_model
 
@@ -92,13 +94,13 @@ def classify(
 def predictions(model: RunModel, files: Sequence[Path]) -> Iterator[Prediction]:
     """The predictions for these recordings and those in these folders, one after another in the order given.
 
-    With ``normalise: group``, folder by folder.
+    With ``normalise: group`` and no statistics known, folder by folder.
     """
     front_end = _FrontEnd(model)
     listed, failures = recordings(files)
     for file, reason in failures.items():
         yield Prediction(file, model.classes, np.zeros(0), reason)
-    if model.data.features.normalise == "group":
+    if model.data.features.normalise == "group" and model.statistics is None:
         folders: dict[Path, list[Path]] = {}
         for file in listed:
             folders.setdefault(file.absolute().parent, []).append(file)
@@ -157,15 +159,16 @@ class _FrontEnd:
         return self._extractor(*read_audio(file))
 
     def normalised(self, matrices: dict[Path, np.ndarray | str]) -> dict[Path, np.ndarray | str]:
-        """With ``normalise: group``, the z-score over all frames of the group's recordings."""
+        """With ``normalise: group``, the z-score with the run's statistics, else with those of the recordings given."""
         known = [matrix for matrix in matrices.values() if not isinstance(matrix, str)]
         if self._settings.normalise != "group" or not known:
             return matrices
-        frames = np.concatenate(known).astype(np.float64)
-        mean = frames.mean(axis=0)
-        deviation = np.sqrt(np.maximum(np.square(frames).mean(axis=0) - np.square(mean), 0))
+        statistics = self._model.statistics
+        if statistics is None:
+            frames = np.concatenate(known).astype(np.float64)
+            statistics = np.stack([frames.mean(axis=0), frames.std(axis=0)])
         return {
-            file: matrix if isinstance(matrix, str) else ((matrix - mean) / (deviation + EPSILON)).astype(np.float32)
+            file: matrix if isinstance(matrix, str) else z_scores(matrix, statistics)
             for file, matrix in matrices.items()
         }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import Raydfl, written
-from helpers import same, truth
+from helpers import finish, same, truth
 
 from raydfl.config import Config
 from raydfl.private import PrivateStore
@@ -148,6 +148,26 @@ def test_lost_features_are_made_again(
     assert "they are made again" in said.out
     same(undisturbed(2, "fedavg"), truth(outcome.run_dir))
     assert cache.exists() == (where == "there")
+
+
+def test_a_run_normalised_by_group_goes_on_unless_an_earlier_version_began_it(
+    raydfl: Raydfl, tiny: Tiny, tmp_path: Path
+) -> None:
+    """Its statistics were of held-out clips too, and nobody would see it in the numbers."""
+    by_group = ("data.features.normalise=group", f"data.cache={tmp_path / 'cache'}")
+    whole = finish(tiny(*by_group, "train.rounds=2", "run.name=whole", method="fedavg"))
+    run_dir = run(tiny(*by_group, "train.rounds=1", method="fedavg")).run_dir
+    about = json.loads((run_dir / "run.json").read_bytes())
+    del about["statistics"]
+    former = Path(shutil.copytree(run_dir, run_dir.with_name("former")))
+    (former / "run.json").write_text(json.dumps(about | {"digest": "0123456789abcdef"}))
+    message = (
+        "was begun by an earlier version of raydfl, whose .*normalise: group took statistics from held-out clips too"
+    )
+    raydfl("resume", former, "train.rounds=2").refuses(message)
+    shutil.rmtree(tmp_path / "cache")
+    assert raydfl("resume", run_dir, "train.rounds=2").code == 0
+    same(whole, truth(run_dir))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -224,6 +225,17 @@ def test_what_is_in_the_data_is_told_without_reading_a_clip(
     assert expected in " ".join(rows)
     assert "test set 36 clips of 3 of the 3 classes" in rows
     assert not (tmp_path / "no").exists()
+
+
+def test_what_to_begin_with_can_be_run_as_it_is_printed(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    """Also where the file's own partition does not fit."""
+    file = written(tiny("data.partition={by: iid, clients: 5000}"), tmp_path)
+    said = raydfl("data", "info", file)
+    assert said.code == 2
+    assert "126 clips cannot give 5000 clients 1 each" in said.err
+    command = shlex.split(said.out.partition("Or on the command line:\n")[2].replace("\\\n", ""))
+    assert command[:3] == ["raydfl", "run", str(file)]
+    assert raydfl(*command[1:], "train.rounds=1", "run.name=begun").code == 0
 
 
 def test_a_part_of_the_clips_may_belong_to_nobody(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from raydfl.data.cache import FeatureStore, default_cache, open_store, prepare
 from raydfl.data.chunks import Chunk, ChunkReport, Source, chunk_bounds, run_locally
 from raydfl.data.corrupt import Noise, add_noise
 from raydfl.data.digests import content_digests
-from raydfl.data.features import EPSILON, FeatureExtractor, FeatureSettings
+from raydfl.data.features import FeatureExtractor, FeatureSettings
 from raydfl.data.sets.manifest import Manifest
 from raydfl.data.steps import Silent
 from raydfl.errors import DataError, ResourcesError
@@ -94,21 +94,6 @@ def test_clips_of_one_length_are_a_plain_matrix_with_zeros_at_the_end(tmp_path: 
         assert store.lengths[index] == len(clip)
         lengths.add(len(clip))
     assert max(lengths) == 26 > min(lengths)  # some were cut, some padded
-
-
-def test_normalised_by_group(tmp_path: Path, small_chunks: None) -> None:
-    root = write_folder(tmp_path / "data")
-    raw = expected(root, SETTINGS.model_copy(update={"normalise": "none"}))
-    store, _ = make(root, tmp_path / "cache", SETTINGS.model_copy(update={"normalise": "group"}))
-    groups = Folder(root=root).manifest().column("group").to_pylist()
-    for index, (clip, group) in enumerate(zip(raw, groups, strict=True)):
-        speaker = np.concatenate([c for c, g in zip(raw, groups, strict=True) if g == group]).astype(np.float64)
-        wanted = (clip - speaker.mean(axis=0)) / (speaker.std(axis=0) + EPSILON)
-        np.testing.assert_allclose(store.clip(index), wanted, atol=1e-5)
-    padded, _ = make(
-        root, tmp_path / "cache", SETTINGS.model_copy(update={"normalise": "group", "seconds": 0.5})
-    )  # padding takes no part in the statistics
-    np.testing.assert_allclose(padded.clip(3)[: padded.lengths[3]], store.clip(3), atol=1e-6)
 
 
 def test_float16_is_float32_rounded(tmp_path: Path) -> None:

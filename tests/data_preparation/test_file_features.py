@@ -147,11 +147,15 @@ def test_a_run_on_a_file_is_the_run_on_its_recordings(tmp_path: Path) -> None:
     same(finish(read), finish(heard))
 
 
+def by_group(folder: Path, features: dict[str, Any]) -> FeatureStore:
+    data = configure(folder, {**features, "normalise": "group"}).data
+    return build_population(data, 1).stores[0]
+
+
 def test_normalise_group_is_that_of_log_mel_and_clip_is_a_z_score(tmp_path: Path) -> None:
     decibels = log_mels(normalise="none")
     path = write_npz(tmp_path / "features", decibels)
-    by_group = store_of(FeatureSettings(**LOG_MEL, normalise="group"), tmp_path / "cache")
-    equal(store_of(from_file(path, normalise="group"), tmp_path / "cache"), by_group)
+    equal(by_group(tmp_path, {"kind": "file", "path": str(path)}), by_group(tmp_path, LOG_MEL))
     by_clip = store_of(from_file(path, normalise="clip"), tmp_path / "cache")
     for index, matrix in enumerate(decibels.values()):
         expected = (matrix - matrix.mean(axis=0)) / (matrix.std(axis=0) + EPSILON)
@@ -387,9 +391,8 @@ def test_log_mel_as_a_model_is_log_mel_to_the_bit(tmp_path: Path, seconds: float
     noise = noise_for(MADE.manifest().column("clip").to_pylist(), 10.0, 1)
     for of in ({}, {"noise": noise}):
         equal(store_of(wrapped, tmp_path / "cache", **of), store_of(settings, tmp_path / "cache", **of))
-    decibels = wrapped.model_copy(update={"options": {**LOG_MEL, "normalise": "none"}, "normalise": "group"})
-    by_group = store_of(settings.model_copy(update={"normalise": "group"}), tmp_path / "cache")
-    equal(store_of(decibels, tmp_path / "cache"), by_group)
+    decibels = wrapped.model_copy(update={"options": {**LOG_MEL, "normalise": "none"}})
+    equal(by_group(tmp_path, decibels.model_dump(mode="json")), by_group(tmp_path, {**LOG_MEL, "seconds": seconds}))
 
 
 def test_a_run_with_a_model_is_the_run_with_log_mel_and_predicts_the_same(tmp_path: Path) -> None:
@@ -439,13 +442,12 @@ def test_every_setting_of_a_model_decides_numbers(tmp_path: Path) -> None:
         {"seconds": 0.1},
         {"frames": 4},
         {"normalise": "clip"},
-        {"normalise": "group"},
         {"dtype": "float16"},
         {"model": f"{OWN}:Dithered"},
     ]
     stores = [first, *(store_of(base.model_copy(update=change), tmp_path / "cache") for change in changes)]
     contents = {(store.frames.dtype, store.frames.shape, store.frames.tobytes()) for store in stores}
-    assert len(contents) == len({store.folder for store in stores}) == 11
+    assert len(contents) == len({store.folder for store in stores}) == 10
     doubled = stores[1].frames
     np.testing.assert_array_equal(doubled, 2 * first.frames)
     shutil.copy(tmp_path / "1.pt", tmp_path / "0.pt")  # the content counts, not the name

@@ -4,12 +4,15 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import soundfile
 
+from raydfl.data.build import divide, list_clips
 from raydfl.data.sets.speech_commands import KEYWORDS, WORDS, SpeechCommands
+from raydfl.data.settings import DataSettings
 from raydfl.errors import DataError
 
 WriteAudio = Callable[..., Path]
@@ -226,3 +229,22 @@ def test_the_samples_together_are_the_12_class_task(recordings: Path) -> None:
     )
     assert Counter(row["split"] for row in rows) == {"train": 60, "validation": 19, "test": 479}
     assert {row["label"] for row in rows} == {*KEYWORDS, "_unknown_", "_silence_"}
+
+
+def test_silence_is_left_out_or_dealt_to_speakers(archive: Path, tmp_path: Path) -> None:
+    """Both make the set one that can be split and partitioned by speaker; without them it is said how."""
+    (archive / "_silence_" / "159.wav").write_bytes((archive / "_silence_" / "158.wav").read_bytes())
+    for word in ("yes", "no"):
+        (archive / word / "ffffffff_nohash_0.wav").write_bytes((archive / word / "0a1b2c3d_nohash_7.wav").read_bytes())
+    options = {"name": "speech_commands", "root": str(archive), "split": {"test": None}}
+
+    def sizes(**more: Any) -> dict[str, int]:
+        data = DataSettings.model_validate({**options, **more})
+        division = divide(*list_clips(data, 1), data, 1)
+        return dict(zip(division.partition.ids, np.diff(division.partition.offsets).tolist(), strict=True))
+
+    assert sizes(leave_out=["_silence_"]) == {"0a1b2c3d": 3, "ffffffff": 2}
+    assert sizes(ungrouped="deal") == {"0a1b2c3d": 4, "ffffffff": 3}
+    message = "2 of 7 training clips have no 'group'.*deal them out with data.ungrouped=deal, leave .* data.leave_out"
+    with pytest.raises(DataError, match=message):
+        sizes()

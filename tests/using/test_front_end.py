@@ -99,6 +99,16 @@ def test_normalisation_and_silence(front_end: ModuleType) -> None:
     np.testing.assert_allclose(front_end.features(silence, described(decibels)), -100.0)
 
 
+def test_normalisation_by_group(front_end: ModuleType) -> None:
+    settings = FeatureSettings(**FEATURES, normalise="group")
+    statistics = np.random.default_rng(0).uniform(1, 20, (2, settings.bands))
+    said = describe_front_end(DataSettings(name="spoken_words", features=settings), statistics)
+    tone = wave(0, "high", 1, 0.3)
+    decibels = FeatureExtractor(settings)(tone, RATE)
+    expected = (decibels - statistics[0]) / (statistics[1] + said["normalise"]["epsilon"])
+    np.testing.assert_allclose(front_end.features(tone, said), expected, atol=1e-2)
+
+
 @pytest.mark.parametrize("keep_last", [True, False])
 @pytest.mark.parametrize("frames", [1, 29, 30, 31, 44, 45, 46, 60, 75, 200])
 def test_segments(front_end: ModuleType, frames: int, keep_last: bool) -> None:

@@ -19,6 +19,9 @@ from commands import Raydfl
 from used_runs import LABELS, RATE, Finished, configure, finished, wave, write_recordings
 
 from raydfl import classify, load_model
+from raydfl.data.clips import read_audio
+from raydfl.data.features import EPSILON, FeatureExtractor
+from raydfl.data.population import Population
 from raydfl.errors import InputError, RaydflError, RunDirectoryError
 from raydfl.progress import Progress
 from raydfl.record import read_rows, to_rows
@@ -100,7 +103,8 @@ def test_every_front_end_is_the_engines(tmp_path: Path, features: dict[str, Any]
     agrees(run, model="model")
 
 
-def test_group_normalisation_takes_a_folder_as_a_speaker(tmp_path: Path) -> None:
+def test_group_normalisation_has_the_statistics_of_training_clips(tmp_path: Path) -> None:
+    """The test speakers have no training clip: the engine gives them those of all training clips, as a new recording gets."""
     run = finished(
         tmp_path,
         uneven=True,
@@ -108,19 +112,41 @@ def test_group_normalisation_takes_a_folder_as_a_speaker(tmp_path: Path) -> None
         method={"name": "fedavg"},
         models={"model": {"name": "mlp", "hidden": 5}},
     )
-    # The engine knows who speaks; here each speaker's clips lie in a folder, and only those of the test set are known.
-    files = {}
-    for file in run.test_files:
-        speaker = file.name.partition("_")[0]
-        files[file] = tmp_path / "speakers" / speaker / f"{file.parent.name}_{file.name}"
-        files[file].parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, files[file])
-    found = {prediction.file: prediction for prediction in classify(run.folder, [tmp_path / "speakers"])}
-    assert len(found) == len(files)
-    mine = np.stack([found[files[file]].probabilities for file in run.test_files])
-    np.testing.assert_allclose(mine, run.evaluated("model"), atol=1e-6)
-    alone = classify(run.folder, [next(iter(files.values()))])[0]
-    assert np.abs(alone.probabilities - mine[0]).max() > 1e-4
+    agrees(run, model="model")
+    together = probabilities(run, model="model")
+    alone = classify(run.folder, run.test_files[:1])[0]
+    np.testing.assert_array_equal(alone.probabilities, together[0])  # what else is classified does not matter
+    population = Population.load(run.folder / "population")
+    client = "speaker1"
+    shared, own = load_model(run.folder), load_model(run.folder, client=client)
+    np.testing.assert_array_equal(shared.statistics, population.statistics())
+    np.testing.assert_array_equal(own.statistics, population.statistics(population.index(client)))
+    assert not np.array_equal(shared.statistics, own.statistics)
+
+
+def test_without_statistics_a_folder_is_a_speaker(tmp_path: Path) -> None:
+    """As of runs of an earlier version, or over sites."""
+    run = finished(
+        tmp_path,
+        uneven=True,
+        features={"normalise": "group"},
+        method={"name": "fedavg"},
+        models={"model": {"name": "mlp", "hidden": 5}},
+    )
+    model = dataclasses.replace(load_model(run.folder), statistics=None)
+    speaker = [file for file in run.test_files if file.name.startswith("speaker4_")]
+    for file in speaker:
+        (tmp_path / "speaker").mkdir(exist_ok=True)
+        shutil.copy(file, tmp_path / "speaker" / f"{file.parent.name}_{file.name}")
+    found = {each.file.name: each.probabilities for each in predictions(model, [tmp_path / "speaker"])}
+    extractor = FeatureExtractor(model.data.features)
+    matrices = {file: extractor(*read_audio(file)) for file in speaker}
+    frames = np.concatenate(list(matrices.values())).astype(np.float64)
+    for file, matrix in matrices.items():
+        x = torch.from_numpy((matrix - frames.mean(axis=0)) / (frames.std(axis=0) + EPSILON)).float()[None]
+        logits = model.logits(torch.nn.functional.pad(x, (0, 0, 0, 64 - x.shape[1])), torch.tensor([x.shape[1]]))
+        expected = logits.double().softmax(dim=1)[0].numpy()
+        np.testing.assert_allclose(found[f"{file.parent.name}_{file.name}"], expected, atol=1e-6)
 
 
 def test_any_rate_channels_and_format(mutual: Finished, tmp_path: Path) -> None:
