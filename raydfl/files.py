@@ -18,6 +18,17 @@ CHOOSE_CACHE = "make room, or choose another folder with data.cache or the envir
 """What to do when features cannot be written."""
 
 
+def plain_name(name: object) -> str:
+    """Return the name of one file in one folder. Whatever was read from a file or a listing passes here before it becomes a path.
+
+    Raises:
+        ValueError: it could lead out of that folder, or is no name.
+    """
+    if not isinstance(name, str) or name in ("", ".", "..") or any(c in "/\\" or c < " " for c in name):
+        raise ValueError(f"{name!r} is not the name of a file in one folder")
+    return name
+
+
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Has ``write`` fill a temporary file beside ``path`` and gives it that name once it is on the disk.
 

@@ -18,7 +18,7 @@ from raydfl.data.build import build_population
 from raydfl.data.cache import default_cache
 from raydfl.data.population import Population
 from raydfl.errors import DataError, InputError, RunDirectoryError
-from raydfl.files import write_durably
+from raydfl.files import plain_name, write_durably
 from raydfl.jobfolder import check_kept, in_a_job
 from raydfl.prepare_sites import prepare_sites
 from raydfl.progress import Progress
@@ -69,6 +69,8 @@ def stored_about(run_dir: Path) -> dict[str, Any]:
         missing = [key for key in _ABOUT if key not in about]
         if not isinstance(about, dict) or missing:
             raise ValueError(f"it lacks {', '.join(missing)}")
+        if about.get("site_key"):
+            plain_name(about["site_key"])
     except (OSError, ValueError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RunDirectoryError(
