@@ -18,6 +18,7 @@ from rich.table import Table
 
 import raydfl
 from raydfl.errors import ClientError, ConfigError, InputError, RaydflError
+from raydfl.jobfolder import check_no_token, in_a_job
 
 if TYPE_CHECKING:
     from raydfl.progress import Progress
@@ -70,6 +71,10 @@ def _options(
     ] = False,
 ) -> None:
     """What stands before a command."""
+    if in_a_job():
+        from raydfl.access import current_token  # takes gRPC
+
+        check_no_token(current_token()[0])
 
 
 @contextlib.contextmanager
