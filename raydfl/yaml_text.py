@@ -24,11 +24,12 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Refuse an alias within what it stands for, which would have no end."""
-        event = self.peek_event()
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent):
             if event.anchor in self._open:
+                mark: Any = event.start_mark
                 raise ConfigError(
-                    f"*{event.anchor} in line {event.start_mark.line + 1} stands within what &{event.anchor} names, and so would "
+                    f"*{event.anchor} in line {mark.line + 1} stands within what &{event.anchor} names, and so would "
                     f"go on without end"
                 )
             return super().compose_node(parent, index)
