@@ -7,12 +7,16 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import soundfile
 from commands import Raydfl, written
 from helpers import same, truth
 
 from raydfl.config import Config
+from raydfl.data.cache import FORMAT, open_store
+from raydfl.data.kinds import make_features
+from raydfl.errors import DataError
 from raydfl.runs import run
 from raydfl.trust import code_digest
 from raydfl.yaml_text import parse_yaml, to_yaml
@@ -162,3 +166,31 @@ def test_the_digest_of_code_covers_what_it_imports_from_beside_it(tmp_path: Path
     for name in ("unused.py", "b/unused.py"):
         (moved / name).write_text("# another\n")
     assert code_digest(moved / "own.py") == first
+
+
+class _Harm:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[Path]]:
+        return Path.touch, (self.path,)
+
+
+def test_features_are_never_unpickled(tmp_path: Path) -> None:
+    harmful = np.array([_Harm(tmp_path / "harm")], dtype=object)
+    folder = tmp_path / "key"
+    folder.mkdir()
+    for name in ("frames", "offsets", "lengths"):
+        np.save(folder / f"{name}.npy", harmful, allow_pickle=True)
+    facts = {"format": FORMAT, "key": "key", "files": {}, "failures": {}, "length": None}
+    (folder / "store.json").write_text(json.dumps(facts))
+    with pytest.raises(DataError, match="cannot be used"):
+        open_store(folder)
+    np.save(tmp_path / "clip.npy", harmful, allow_pickle=True)
+    with pytest.raises(DataError, match="cannot be read"):
+        make_features({"kind": "file", "path": str(tmp_path)})
+    assert not (tmp_path / "harm").exists()
+    np.load(tmp_path / "clip.npy", allow_pickle=True)
+    assert (tmp_path / "harm").exists(), "the file would have done it"
