@@ -33,7 +33,7 @@ def check_access(address: str) -> None:
 
 
 def _check_token(address: str) -> None:
-    token, place = _token()
+    token, place = current_token()
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
     with grpc.insecure_channel(address) as channel:
         try:
@@ -48,7 +48,7 @@ def _check_token(address: str) -> None:
             # With TLS, or whatever else: Ray itself knows better.
 
 
-def _token() -> tuple[str, str]:
+def current_token() -> tuple[str, str]:
     """What Ray would send, empty if nothing, and where it stands or why there is none. The order is Ray's."""
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         return "", f"RAY_AUTH_MODE={os.environ['RAY_AUTH_MODE']} sends none"

@@ -62,12 +62,20 @@ def find_rule(setting: str | Mapping[str, Any] | None, default: Rule, where: str
     name = options.pop("name", None)
     if not isinstance(name, str):
         raise ConfigError(f"{where}: name a rule, as in {where}: {{name: lpa, vl: 0.1}}; {nearest('', RULES)}")
+    return registry.build(rule_class(name, where), options, where)
+
+
+def rule_class(name: str, where: str) -> type[Rule]:
+    """The rule of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
     if ":" in name:
         found = registry.load_object(name)
         if not (isinstance(found, type) and issubclass(found, Rule)):
             raise ConfigError(f"{where}: {name!r} is not a subclass of raydfl.aggregate.Rule")
-    elif name in RULES:
-        found = RULES[name]
-    else:
+        return found
+    if name not in RULES:
         raise ConfigError(f"{where}: unknown rule {name!r}; {nearest(name, RULES)} Your own class: my_file.py:Class")
-    return registry.build(found, options, where)
+    return RULES[name]

@@ -18,6 +18,7 @@ from rich.table import Table
 
 import raydfl
 from raydfl.errors import ClientError, ConfigError, DataError, InputError, RaydflError
+from raydfl.jobfolder import check_no_token, in_a_job
 
 if TYPE_CHECKING:
     from raydfl.progress import Progress
@@ -53,6 +54,9 @@ def _run_dir(text: str) -> Path:
 RunDir = Annotated[
     Path, typer.Argument(metavar="DIR", help="a run directory, or its URI", show_default=False, parser=_run_dir)
 ]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="run code that came with the folder, or has changed since the run began")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print errors only")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object a line, for machines")]
 
@@ -70,6 +74,10 @@ def _options(
     ] = False,
 ) -> None:
     """What stands before a command."""
+    if in_a_job():
+        from raydfl.access import current_token  # takes gRPC
+
+        check_no_token(current_token()[0])
 
 
 @contextlib.contextmanager
@@ -113,6 +121,7 @@ def run_command(file: File, overrides: Overrides = None, quiet: Quiet = False, a
 def resume_command(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="a run directory, or its URI", show_default=False)],
     overrides: Overrides = None,
+    trust: Trust = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
@@ -123,7 +132,7 @@ def resume_command(
     from raydfl.runs import resume
 
     with _progress(quiet, as_json) as progress:
-        outcome = resume(directory, overrides or [], progress)
+        outcome = resume(directory, overrides or [], progress, trust)
     if not outcome.finished:
         raise typer.Exit(1)
 
@@ -135,6 +144,7 @@ def replay_command(
     client: Annotated[str, typer.Option("--client", help="the client's id")],
     save: Annotated[Path | None, typer.Option("--save", help="write the update to this safetensors file")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="open the debugger where the method's code fails")] = False,
+    trust: Trust = False,
 ) -> None:
     """Do one client's work of one round again.
 
@@ -143,7 +153,7 @@ def replay_command(
     from raydfl.replays import replay
 
     try:
-        replayed = replay(directory, round_number, client)
+        replayed = replay(directory, round_number, client, trust)
     except ClientError as error:
         cause = error.__cause__
         if cause is not None:
@@ -222,6 +232,7 @@ def predict_command(
     top: Annotated[int, typer.Option("--top", min=1, help="how many classes to show for each recording")] = 1,
     as_csv: Annotated[bool, typer.Option("--csv", help="print comma-separated values")] = False,
     as_json: Json = False,
+    trust: Trust = False,
 ) -> None:
     """Classify recordings with a model of the run in DIR.
 
@@ -234,7 +245,7 @@ def predict_command(
 
     if as_csv and as_json:
         raise InputError("--csv and --json: choose one")
-    loaded = load_model(directory, model, client)
+    loaded = load_model(directory, model, client, trust)
     form: Form = "csv" if as_csv else "json" if as_json else "table"
     show(predictions(loaded, files), min(top, len(loaded.classes)), form, loaded.description)
 
@@ -247,6 +258,7 @@ def export_command(
     out: Annotated[
         Path | None, typer.Option("--out", help="the .onnx file; default: DIR/export/MODEL.onnx", show_default=False)
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """Write a model of the run in DIR as ONNX, with its front end described in a JSON file beside it.
 
@@ -254,7 +266,7 @@ def export_command(
     """
     from raydfl.using.onnx_file import export_model
 
-    exported = export_model(directory, out, model=model, client=client)
+    exported = export_model(directory, out, model=model, client=client, trust=trust)
     print(exported.path)  # noqa: T201
     print(exported.description_path)  # noqa: T201
     print(f"largest difference to PyTorch: {exported.difference:.1e} (logits)")  # noqa: T201

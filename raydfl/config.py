@@ -20,16 +20,17 @@ import torch
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from raydfl import registry
-from raydfl.aggregate import find_rule
+from raydfl.aggregate import find_rule, rule_class
 from raydfl.attack import Attack
 from raydfl.data.dataset import find_dataset
 from raydfl.data.from_file import FileFeatures, needs_waves
 from raydfl.data.kinds import kind_of
 from raydfl.data.settings import DataSettings
 from raydfl.errors import ConfigError, nearest
+from raydfl.files import content_digest
 from raydfl.groups import EvaluateSettings, RaySettings, RunSettings, TrainSettings
 from raydfl.method import Method
-from raydfl.models import check_model
+from raydfl.models import check_model, model_paths
 from raydfl.options import explain, path_options, plain, unknown_key
 from raydfl.precision import check_device
 from raydfl.remote.place import check_path, is_uri
@@ -148,6 +149,29 @@ class Config(Settings):
                 chosen[name].append((options.pop("name"), options))
         return chosen
 
+    def files(self) -> dict[str, tuple[str, str]]:
+        """Return the files that options of method, rule, models and attack name: by their place, path and digest of the content.
+
+        What data and features name is not among them: the population and the features that come of it are kept with the run.
+        """
+        method, attack = self.build_method(), self.build_attack()
+        named = {f"method.{key}": getattr(method, key) for key in path_options(type(method))}
+        if attack is not None:
+            named |= {f"attack.{key}": getattr(attack, key) for key in path_options(type(attack))}
+        if isinstance(method.rule, dict):
+            rule = find_rule(method.rule, method.default_rule())
+            named |= {f"method.rule.{key}": getattr(rule, key) for key in path_options(type(rule))}
+        for name, choices in self.model_choices().items():
+            for number, (architecture, options) in enumerate(choices):
+                place = f"models.{name}" if len(choices) == 1 else f"models.{name}.{number}"
+                for key in model_paths(architecture, place):
+                    named[f"{place}.{key}"] = options.get(key)
+        return {
+            place: (str(path), content_digest(Path(path)))
+            for place, path in named.items()
+            if isinstance(path, str | Path) and not is_uri(path) and Path(path).is_file()
+        }
+
     def digest(self) -> str:
         """Identifies what decides the numbers of a run: two configurations with equal digests give the same bits.
 
@@ -180,6 +204,8 @@ class Config(Settings):
         parts["seed"] = self.run.seed
         parts["threads"] = self.ray.threads
         text = json.dumps(parts, sort_keys=True, default=str)
+        for path, content in self.files().values():
+            text = text.replace(json.dumps(path), json.dumps(content))  # wherever the file lies
         text = re.sub(
             r'"[^"]*/([^"/]+\.py:\w+)"', r'"\1"', text
         )  # a job's copy of one's own file lies elsewhere each time
@@ -289,6 +315,16 @@ def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
     for group in ("method", "models", "data", "attack"):
         if group in result:
             result[group] = _references_resolved(result[group])
+    method = result.get("method")
+    if isinstance(method, dict) and isinstance(method.get("name"), str):
+        _resolve(method, path_options(registry.find("raydfl.methods", method["name"], Method, "method")))
+        rule = method.get("rule")
+        if isinstance(rule, dict) and isinstance(rule.get("name"), str):
+            _resolve(rule, path_options(rule_class(rule["name"], "method.rule")))
+    for name, choices in result["models"].items() if isinstance(result.get("models"), dict) else ():
+        for choice in choices if isinstance(choices, list) else [choices]:
+            if isinstance(choice, dict) and isinstance(choice.get("name"), str):
+                _resolve(choice, model_paths(choice["name"], f"models.{name}"))
     attack = result.get("attack")
     if isinstance(attack, dict) and isinstance(attack.get("name"), str):
         _resolve(attack, path_options(registry.find("raydfl.attacks", attack["name"], Attack, "attack")))

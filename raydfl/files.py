@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import hashlib
 import os
 import shutil
 import uuid
@@ -22,6 +24,33 @@ _UNWRITABLE = (
     *(errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP, errno.ENAMETOOLONG),
 )
 """What the system says of folders in which nothing can be written, or that cannot be made."""
+
+
+def plain_name(name: object) -> str:
+    """Return the name of one file in one folder. Whatever was read from a file or a listing passes here before it becomes a path.
+
+    Raises:
+        ValueError: it could lead out of that folder, or is no name.
+    """
+    if not isinstance(name, str) or name in ("", ".", "..") or any(c in "/\\" or c < " " for c in name):
+        raise ValueError(f"{name!r} is not the name of a file in one folder")
+    return name
+
+
+def content_digest(path: Path) -> str:
+    """Return a digest of a file's content; it is read again only when its size or time of change is another.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    status = path.stat()
+    return _content_digest(path, status.st_size, status.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1024)
+def _content_digest(path: Path, size: int, changed: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

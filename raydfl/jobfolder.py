@@ -40,6 +40,36 @@ def check_kept(folders: Mapping[str, str | Path]) -> None:
             )
 
 
+def check_no_token(token: str) -> None:
+    """Refuse to begin a job whose working directory was uploaded with a token in it.
+
+    Args:
+        token: the cluster's; empty: only names are looked at.
+
+    Raises:
+        ConfigError: naming the file.
+    """
+    if not in_a_job() or _COPIES not in itertools.pairwise(Path.cwd().parts):
+        return
+    for folder, _, files in os.walk(Path.cwd()):
+        for file in files:
+            path = Path(folder, file)
+            if path.suffix == ".token" or file == "auth_token" or (token and _holds(path, token)):
+                raise ConfigError(
+                    f"{path.relative_to(Path.cwd())} was uploaded with the job's working directory and holds a token, with which "
+                    f"anybody can run code on the cluster: move it out of that folder (Ray looks for it in ~/.ray/auth_token), "
+                    f"make a new one, and submit the job again"
+                )
+
+
+def _holds(path: Path, token: str) -> bool:
+    """Whether it is a file with this token and hardly anything else; large files are not read."""
+    try:
+        return path.stat().st_size <= 2 * len(token) + 16 and token.encode() in path.read_bytes()
+    except OSError:
+        return False
+
+
 def check_visible(run_dir: Path) -> None:
     """Refuse to work where a run's folder is not to be seen.
 

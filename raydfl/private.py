@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from raydfl.errors import ResourcesError, RunDirectoryError
-from raydfl.files import RESUME, sync, writing
+from raydfl.files import RESUME, plain_name, sync, writing
 
 _RECENT = 4096
 """Records that an index may hold beside its base, however small that is."""
@@ -123,8 +123,9 @@ class Records:
             raise RunDirectoryError(f"{path} is missing: it says where clients' private state lies")
         try:
             with safetensors.safe_open(path, "numpy") as file:
-                records = cls(tuple(file.metadata()["segments"].split("\n")), file.get_tensor("private"))
-        except (OSError, SafetensorError, KeyError, TypeError) as error:
+                segments = tuple(plain_name(name) for name in file.metadata()["segments"].split("\n"))
+                records = cls(segments, file.get_tensor("private"))
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise RunDirectoryError(f"{path}, which says where private state lies, cannot be read: {error}") from error
         if records.file_name != path.name:
             raise RunDirectoryError(

@@ -1,8 +1,9 @@
 """Finding methods, data sets and rules by name, and building them from a configuration.
 
 A built-in is one file of a package and its file name is its name in a configuration. A user's own class is named as
-``my_file.py:Class`` or ``my_module:Class``. The fields of the class (a pydantic dataclass) are its options: there is no second
-schema, and a wrong key or value is an error that names the place and the nearest valid key.
+``my_file.py:Class`` or ``my_module:Class``; such a file may import what lies beside it. The fields of the class (a pydantic
+dataclass) are its options: there is no second schema, and a wrong key or value is an error that names the place and the nearest
+valid key.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -40,10 +43,70 @@ def _load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} is not a Python file; name your class as my_file.py:Class")
+    _NEIGHBOURS.admit(path.parent)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
+
+
+class _Neighbours(MetaPathFinder):
+    """Finds what lies beside users' files, so that they can import it, but only what Python finds nowhere else.
+
+    A module is known to a whole process by its name: two folders cannot both have a ``helpers.py`` that is imported.
+    """
+
+    def __init__(self) -> None:
+        self._folders: list[Path] = []
+        self._found: dict[str, Path] = {}
+
+    def admit(self, folder: Path) -> None:
+        """Find modules in this folder too.
+
+        Raises:
+            ConfigError: one of its modules has the name of one that was imported from another folder.
+        """
+        if self not in sys.meta_path:
+            sys.meta_path.append(self)
+        if folder in self._folders:
+            return
+        for name, other in self._found.items():
+            if name in sys.modules and self._spec(name, folder) is not None:
+                raise _twice(name, other, folder)
+        self._folders.append(folder)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See ``importlib.abc.MetaPathFinder``."""
+        if path is not None:
+            return None  # a package finds its own parts
+        specs = {folder: spec for folder in self._folders if (spec := self._spec(fullname, folder)) is not None}
+        if len(specs) > 1:
+            raise _twice(fullname, *list(specs)[:2])
+        for folder, spec in specs.items():
+            self._found[fullname] = folder
+            return spec
+        return None
+
+    @staticmethod
+    def _spec(name: str, folder: Path) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, [str(folder)])
+        # Any folder at all would do as a package without __init__.py, also one that is called like a library that is not there.
+        return None if spec is None or spec.origin is None else spec
+
+
+_NEIGHBOURS = _Neighbours()
+
+
+def _twice(name: str, one: Path, other: Path) -> ConfigError:
+    return ConfigError(
+        f"there is a module {name!r} in {one} and one in {other}, and Python knows only one of a name: rename one of them"
+    )
 
 
 def load_object(reference: str) -> Any:

@@ -39,11 +39,12 @@ def _strict(config: Config) -> Config:
     return config.model_copy(update={"train": train, "run": config.run.model_copy(update={"on_error": "stop"})})
 
 
-def replay(run_dir: str | Path, round_number: int, client_id: str) -> Replayed:
+def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool = False) -> Replayed:
     """Do one client's work of one round again, in this process, from what the run has kept; the run is not changed.
 
     Args:
         round_number: counted from 1, as printed.
+        trust: whether code may be run that came with the folder or has changed since the run began.
 
     Raises:
         RunDirectoryError: no commit before that round is kept, or the run has not come that far.
@@ -51,7 +52,7 @@ def replay(run_dir: str | Path, round_number: int, client_id: str) -> Replayed:
         ClientError: the method's code fails again; its cause is the original exception.
     """
     run_dir = local_run(run_dir)
-    config = stored_config(run_dir)
+    config = stored_config(run_dir, trust)
     store = RunStore(run_dir)
     latest = store.latest()
     done = 0 if latest is None else int(latest.split("-")[0])

@@ -18,22 +18,27 @@ from raydfl.data.build import build_population
 from raydfl.data.cache import default_cache
 from raydfl.data.population import Population
 from raydfl.errors import DataError, InputError, RunDirectoryError
-from raydfl.files import write_durably
+from raydfl.files import plain_name, write_durably
 from raydfl.jobfolder import check_kept, in_a_job
 from raydfl.prepare_sites import prepare_sites
 from raydfl.progress import Progress
 from raydfl.remote.mirror import local_runs, mirror_of
 from raydfl.store import RunStore
+from raydfl.trust import check_code, code_of, remember_code
 from raydfl.types import ModelSpec, State
 from raydfl.worker import build_models
 from raydfl.yaml_text import parse_yaml, to_yaml
 
 
-def stored_config(run_dir: Path) -> Config:
+def stored_config(run_dir: Path, trust: bool = False) -> Config:
     """The configuration that a run directory holds.
 
+    Args:
+        trust: whether code that came with the folder, or has changed since the run began, may be run; see :mod:`raydfl.trust`.
+
     Raises:
-        RunDirectoryError: it is no run directory, or the run never got as far as its first round.
+        RunDirectoryError: it is no run directory, or the run never got as far as its first round; or code in it is not trusted, or
+            a file that it names has changed.
     """
     if not run_dir.is_dir():
         raise RunDirectoryError(f"there is no run directory {run_dir}")
@@ -44,7 +49,13 @@ def stored_config(run_dir: Path) -> Config:
             f"start it with raydfl run"
         )
     try:
-        return make_config(parse_yaml(path.read_text(encoding="utf-8"), str(path)), str(path))
+        values = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+        check_code(run_dir, values, trust)
+        config = make_config(values, str(path))
+        check_files(run_dir, config)
+        return config
+    except RunDirectoryError:
+        raise
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise RunDirectoryError(f"{path} cannot be read: {reason}; restore it from a copy") from error
@@ -52,6 +63,21 @@ def stored_config(run_dir: Path) -> Config:
         raise RunDirectoryError(
             f"{path} is damaged, or what it names is gone: {error}; restore it from a copy, or start the run again in a new folder"
         ) from error
+
+
+def check_files(run_dir: Path, config: Config) -> None:
+    """Refuse files named by options whose content is not what it was when the run began, where the run has kept a digest of it.
+
+    Raises:
+        RunDirectoryError: naming the first.
+    """
+    now = config.files()
+    for place, (path, content) in stored_about(run_dir).get("files", {}).items():
+        if now.get(place, (path, ""))[1] != content:
+            raise RunDirectoryError(
+                f"{place} of {run_dir} is the file {now.get(place, (path, ''))[0]}, whose content is not what it was when the run "
+                f"began: restore it, or start the run again under another run.name"
+            )
 
 
 _ABOUT = ("id", "digest", "classes", "models", "clients")
@@ -69,6 +95,8 @@ def stored_about(run_dir: Path) -> dict[str, Any]:
         missing = [key for key in _ABOUT if key not in about]
         if not isinstance(about, dict) or missing:
             raise ValueError(f"it lacks {', '.join(missing)}")
+        if about.get("site_key"):
+            plain_name(about["site_key"])
     except (OSError, ValueError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RunDirectoryError(
@@ -123,6 +151,8 @@ def create(config: Config, progress: Progress) -> Path:
         if stored_about(run_dir)["digest"] != config.digest():
             check_same(run_dir, stored_config(run_dir), config)
         write_config(run_dir, config)
+        if remember_code(run_dir, config.model_dump(mode="json")):
+            progress.message("code of your own has changed since the run began; the run goes on with it as it is now")
         ensure_features(run_dir, config, progress)
         return run_dir
     if RunStore(run_dir).commits():
@@ -160,6 +190,8 @@ def begin(run_dir: Path, config: Config, population: Population, site_key: str =
         "created": datetime.now().astimezone().isoformat(timespec="seconds"),
         "raydfl": raydfl.__version__,
         "digest": config.digest(),
+        "files": config.files(),
+        "code": code_of(config.model_dump(mode="json")),
         "method": config.method["name"],
         "data": config.data.name,
         "classes": list(population.classes),

@@ -47,6 +47,7 @@ from raydfl.server import ElsewhereError, Server, ServerActor
 from raydfl.slots import with_share
 from raydfl.stopping import StopSignals
 from raydfl.track import Tracker, make_tracker
+from raydfl.trust import remember_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,25 +84,29 @@ def run(config: Config, progress: Progress | None = None, on_round: OnRound | No
         return execute(run_dir, config, progress, on_round)
 
 
-def resume(run_dir: str | Path, overrides: Sequence[str] = (), progress: Progress | None = None) -> Outcome:
+def resume(
+    run_dir: str | Path, overrides: Sequence[str] = (), progress: Progress | None = None, trust: bool = False
+) -> Outcome:
     """Go on with a run after its last commit.
 
     Args:
         run_dir: its folder, or its URI: then it is fetched first.
         overrides: settings that do not decide the numbers (``train.rounds``, ``ray.*``, ``run.commit_every``, ``track.*``).
+        trust: whether code may be run that came with the folder or has changed since the run began.
 
     Raises:
-        RunDirectoryError: there is no such run, or it is damaged, in use, or the overrides would make it another run.
+        RunDirectoryError: there is no such run, or it is damaged, in use, not trusted, or the overrides would make it another run.
     """
     progress = progress or Progress("quiet")
     if is_uri(run_dir):
         overrides = [f"run.dir={parted(str(run_dir))[0]}", *overrides]
     run_dir = local_run(run_dir, overrides)
-    stored = stored_config(run_dir)
+    stored = stored_config(run_dir, trust)
     config = make_config(apply_overrides(stored.model_dump(mode="json"), overrides), f"{run_dir}/config.yaml")
     check_same(run_dir, stored, config)
     if overrides:
         write_config(run_dir, config)
+    remember_code(run_dir, config.model_dump(mode="json"))
     mirror = mirror_of(config.run.dir, run_dir)
     if mirror is not None:
         mirror.fetch()

@@ -35,11 +35,13 @@ import torch
 from safetensors import SafetensorError
 
 from raydfl.errors import RunDirectoryError
-from raydfl.files import write_durably
+from raydfl.files import plain_name, write_durably
 from raydfl.private import PrivateIndex, PrivateStore, Records, site_of
 from raydfl.types import State
 
 _COMMIT = re.compile(r"^(\d{6,})-([0-9a-f]{8})\.safetensors$")
+_PRIVATE = re.compile(r".+\.(seg|index|part)")
+"""Files in private/ that are of our own making: only such are removed, wherever that folder may really lie."""
 _SEPARATOR = "|"
 
 
@@ -197,6 +199,8 @@ class RunStore:
             raise RunDirectoryError(f"commit {path} is damaged: its checksum does not fit its content")
         try:
             state, base, recent, together = _decode(data)
+            for file in (*recent.segments, *([base] if base else [])):
+                plain_name(file)
         except (SafetensorError, KeyError, ValueError) as error:
             raise RunDirectoryError(f"commit {path} cannot be decoded: {error}") from error
         try:
@@ -251,7 +255,7 @@ class RunStore:
                 continue  # nobody can go back to it
             last_needed.update(dict.fromkeys(private.files(), _round_of(name)))
         for entry in self._private_files():
-            if entry.name not in last_needed:
+            if entry.name not in last_needed and _PRIVATE.fullmatch(entry.name):
                 Path(entry).unlink(missing_ok=True)
         self.at_sites = frozenset(name for name in last_needed if site_of(name))
         superseded: dict[int, list[str]] = {}

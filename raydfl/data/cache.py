@@ -50,7 +50,7 @@ from raydfl.data.from_file import FileFeatures, features_digests, missing_featur
 from raydfl.data.kinds import AnyFeatures
 from raydfl.data.steps import Progress, Silent
 from raydfl.errors import DataError, ResourcesError
-from raydfl.files import CHOOSE_CACHE, free_bytes, full_disk, write_atomically, writing
+from raydfl.files import CHOOSE_CACHE, free_bytes, full_disk, plain_name, write_atomically, writing
 
 FORMAT = 1
 """Goes into every key; raised when the calculation of features or the files change."""
@@ -147,7 +147,7 @@ def open_store(folder: Path, verify: bool = False) -> FeatureStore:
         if (facts["format"], facts["key"]) != (FORMAT, folder.name):
             raise ValueError(f"store.json is of format {facts['format']}, key {facts['key']}")
         for name, (size, changed, digest) in facts["files"].items():
-            status = (folder / name).stat()
+            status = (folder / plain_name(name)).stat()
             if status.st_size != size:
                 raise ValueError(f"{name} has {status.st_size} bytes instead of {size}")
             if verify and status.st_mtime_ns != changed and _file_digest(folder / name) != digest:

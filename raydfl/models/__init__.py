@@ -17,6 +17,7 @@ import inspect
 import typing
 from collections.abc import Mapping
 from functools import cache
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -79,6 +80,21 @@ def check_model(architecture: str, options: Mapping[str, Any], inputs: int, fram
                 model(torch.zeros(1, frames, inputs))
         except DataError as error:
             raise ConfigError(f"{where}: {architecture}: {error}") from error
+
+
+def model_paths(architecture: str, where: str) -> list[str]:
+    """The options of an architecture that are files or folders: those that its constructor annotates as paths.
+
+    Raises:
+        ConfigError: there is no such architecture.
+    """
+    cls, _ = _find(architecture, where)
+    return [name for name, kind in _annotations(cls).items() if _is_path(kind)]
+
+
+def _is_path(kind: Any) -> bool:
+    """Whether ``Path`` is the type, or one of those that it is made of."""
+    return (isinstance(kind, type) and issubclass(kind, PurePath)) or any(map(_is_path, typing.get_args(kind)))
 
 
 def model_options(architecture: str) -> dict[str, Any]:

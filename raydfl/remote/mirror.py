@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from raydfl.data.cache import default_cache
 from raydfl.errors import RunDirectoryError
 from raydfl.files import RESUME, write_durably
 from raydfl.remote.place import Place, below, check_uri, is_uri, parted
 from raydfl.store import RunStore
+from raydfl.yaml_text import parse_yaml
 
 _IMMUTABLE = ("commits", "private", "rows", "population")
 """Folders in which a file of the same name and size is the same file."""
@@ -79,9 +78,10 @@ def _cache(config: bytes, overrides: Sequence[str]) -> Path | None:
     asked = [override.partition("=")[2] for override in overrides if override.startswith("data.cache=")]
     if asked:
         return Path(asked[-1])
-    data = (yaml.safe_load(config) or {}).get("data") or {}
-    kept = Path(data["cache"]) if data.get("cache") else None
-    return kept if kept is not None and kept.is_dir() else None
+    values = parse_yaml(config.decode(errors="replace"), "the run's config.yaml")
+    data = values.get("data") if isinstance(values, dict) else None
+    kept = data.get("cache") if isinstance(data, dict) else None
+    return Path(kept) if isinstance(kept, str) and Path(kept).is_dir() else None
 
 
 class Mirror:
@@ -160,7 +160,7 @@ class Mirror:
         for name, size in there.items():
             path = self.folder / name
             known = name.partition("/")[0] in _IMMUTABLE and path.exists() and path.stat().st_size == size
-            if name not in ("run.json", "LATEST") and not known:
+            if name not in ("run.json", "LATEST") and not known and not _hidden(name):
                 self._place.download(name, path, RESUME)
         for path in (self.folder / "rows").glob("*.parquet"):
             if f"rows/{path.name}" not in there:
@@ -243,12 +243,17 @@ class Mirror:
         for folder in folders:
             for path in folder.rglob("*"):
                 name = path.relative_to(self.folder).as_posix()
-                if name == "LATEST" or any(part.startswith(".") for part in name.split("/")) or not path.is_file():
+                if name == "LATEST" or _hidden(name) or not path.is_file():
                     continue
                 segment = _SEGMENT.fullmatch(name)
                 if everything or segment is None or int(segment[1]) <= round_index:
                     found[name] = path.stat().st_size
         return found
+
+
+def _hidden(name: str) -> bool:
+    """Whether it is no file of the run but a lock, or one that is still written."""
+    return any(part.startswith(".") for part in name.split("/"))
 
 
 def _round(latest: bytes) -> int:

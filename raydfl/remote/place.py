@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from pyarrow import ArrowException, ArrowInvalid, fs
 
 from raydfl.errors import ConfigError, ResourcesError
-from raydfl.files import write_atomically, writing
+from raydfl.files import plain_name, write_atomically, writing
 
 SCHEMES = ("file", "s3", "gs")
 """Kinds of URI that are understood."""
@@ -168,7 +168,7 @@ class Place:
         """Bytes of all files at any depth, by name.
 
         Raises:
-            ResourcesError: it cannot be reached.
+            ResourcesError: it cannot be reached, or names a file that could not lie below it.
         """
 
         def look() -> dict[str, int]:
@@ -176,7 +176,14 @@ class Place:
             found = system.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
             return {info.path[len(path) :].lstrip("/"): info.size for info in found if info.type == fs.FileType.File}
 
-        return self._tried("", "listed", look)
+        there = self._tried("", "listed", look)
+        for name in there:
+            try:
+                for part in name.split("/"):
+                    plain_name(part)
+            except ValueError as error:
+                raise ResourcesError(f"{self.uri} lists {name!r}, which is not below it; {self._advice}") from error
+        return there
 
     def read(self, name: str) -> bytes | None:
         """The content of a file; ``None`` when it is not there.

@@ -86,28 +86,31 @@ class RunModel:
         return logits
 
 
-def load_model(run_dir: str | Path, model: str | None = None, client: str | None = None) -> RunModel:
+def load_model(
+    run_dir: str | Path, model: str | None = None, client: str | None = None, trust: bool = False
+) -> RunModel:
     """A model of a run, finished or not, as of its last commit.
 
     Args:
         run_dir: the run's folder, or its URI: then it is fetched first.
         model: its name; by default the shared model, or with ``client`` the one that the client does not share.
         client: the id of the client whose model it shall be, private parts included; by default the server's.
+        trust: whether code may be run that came with the folder or has changed since the run began.
 
     Raises:
         RunDirectoryError: no run directory, a damaged one, or no round is completed yet.
         InputError: there is no such model or client; the client has no model of its own yet; or nothing is shared as a whole.
     """
-    run = _Run(local_run(run_dir))
+    run = _Run(local_run(run_dir), trust)
     return run.shared_model(model) if client is None else run.clients_model(model, client)
 
 
 class _Run:
     """A run directory, opened to read."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, trust: bool) -> None:
         self.run_dir = run_dir
-        self.config: Config = stored_config(run_dir)
+        self.config: Config = stored_config(run_dir, trust)
         self.classes = tuple(stored_about(run_dir)["classes"])
         self.commit = _last_commit(run_dir)
         self.method: Method = self.config.build_method()

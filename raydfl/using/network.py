@@ -7,11 +7,12 @@ and frames are of any size where the network allows it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,19 +53,21 @@ def to_onnx(model: RunModel) -> Graph:
         InputError: the network contains what cannot be exported, or the graph gives other results than the network.
     """
     with_lengths = model.length is None
-    network = _Outputs(_replaced(model.network)).eval()
     reasons = []
     # With a fixed number of frames only where all recordings have it.
     for frames in (None, model.length)[: 1 if with_lengths else 2]:
         try:
+            network = _Outputs(_replaced(model.network)).eval()
             content = _traced(network, model, frames, with_lengths)
-        except Exception as error:  # noqa: BLE001  (whatever tracing a user's network raises)
+            return Graph(content, frames, with_lengths, _checked(content, model, frames, with_lengths))
+        except InputError:
+            raise
+        except Exception as error:  # noqa: BLE001  (whatever copying, tracing or calling a user's network raises)
             reasons.append(_reason(error))
-            continue
-        return Graph(content, frames, with_lengths, _checked(content, model, frames, with_lengths))
     raise InputError(
         f"model {model.name!r} ({model.spec.architecture}) cannot be exported to ONNX: {reasons[0]}. Its "
-        f"forward(x, lengths) must be traceable by torch.export: no branch on a tensor's value, and sizes taken from x.shape"
+        f"forward(x, lengths) must be traceable by torch.export: no branch on a tensor's value, and sizes taken from x.shape; and "
+        f"copy.deepcopy must be able to copy the network"
     )
 
 
@@ -203,7 +206,9 @@ def _checked(content: bytes, model: RunModel, frames: int | None, with_lengths: 
     Raises:
         InputError: the two do not agree.
     """
-    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     worst = 0.0
     for batch, length in _sizes(frames):
         x, lengths = _example(model, batch, length, with_lengths)
@@ -236,15 +241,15 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(lines[:2])[:300].rstrip('.')}"
 
 
-@contextmanager
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the exporter's remarks about its own work."""
-    logs = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    """Keep back the exporter's remarks about its own work, which where it fails are pages of its intermediate code."""
+    logs = [logging.getLogger(name) for name in ("torch.onnx", "torch.fx", "onnxscript", "onnx_ir")]
     levels = [log.level for log in logs]
     for log in logs:
         log.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

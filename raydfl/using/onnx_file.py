@@ -37,7 +37,12 @@ class Exported:
 
 
 def export_model(
-    run_dir: str | Path, out: str | Path | None = None, *, model: str | None = None, client: str | None = None
+    run_dir: str | Path,
+    out: str | Path | None = None,
+    *,
+    model: str | None = None,
+    client: str | None = None,
+    trust: bool = False,
 ) -> Exported:
     """Write a model of a run as ONNX, with its front end described in a JSON file beside it.
 
@@ -46,6 +51,7 @@ def export_model(
         out: the ONNX file; by default ``export/MODEL.onnx`` in the run's folder (``MODEL-CLIENT.onnx`` of a client's).
         model: by default the shared one, or with ``client`` the one that the client does not share.
         client: whose model; by default the server's.
+        trust: whether code may be run that came with the folder or has changed since the run began.
 
     Raises:
         RunDirectoryError: no run directory, or no round is completed yet.
@@ -61,7 +67,7 @@ def export_model(
         )
     from raydfl.using.network import to_onnx
 
-    loaded = load_model(run_dir, model, client)
+    loaded = load_model(run_dir, model, client, trust)
     path = _default_path(loaded) if out is None else Path(out)
     if path.suffix != ".onnx":
         raise InputError(f"--out {path}: the name must end in .onnx")

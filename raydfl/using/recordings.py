@@ -73,6 +73,7 @@ def classify(
     *,
     model: str | None = None,
     client: str | None = None,
+    trust: bool = False,
 ) -> list[Prediction]:
     """Classify recordings with a trained model of a run; one result for each file, also for those that cannot be read.
 
@@ -82,12 +83,13 @@ def classify(
             channels, and folders of them.
         model: by default the shared one, or with ``client`` the one that the client does not share.
         client: whose model; by default the server's.
+        trust: whether code may be run that came with the folder or has changed since the run began.
 
     Raises:
         RunDirectoryError: no run directory, or no round is completed yet.
         InputError: no such model or client.
     """
-    loaded = load_model(run_dir, model, client)
+    loaded = load_model(run_dir, model, client, trust)
     return list(predictions(loaded, [Path(file) for file in files]))
 
 

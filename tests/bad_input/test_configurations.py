@@ -195,6 +195,8 @@ def test_nothing_is_left_behind_by_a_refused_configuration(raydfl: Raydfl, tiny:
             b"method: fedavg\ntrain: {rounds: 1}\ntrain: {}",
             "file.yaml: the key 'train' stands twice, the second time in line 3",
         ),
+        (b"method: &a {name: fedavg, again: *a}", r"file.yaml: \*a in line 1 stands within what &a names"),
+        (b"method: fedavg\ndata: &d\n  name: [{deep: *d}]", r"file.yaml: \*d in line 3 stands within what &d names"),
         (b"method: \xff\xfe", "cannot read the configuration .*file.yaml: it is not UTF-8 text"),
         (b"method: fedavg", "data is missing"),
         (b"data: {name: spoken_words}", "method is missing"),
@@ -206,6 +208,15 @@ def test_a_file_that_is_no_configuration(raydfl: Raydfl, tmp_path: Path, content
     raydfl("run", file).refuses(message)
     raydfl("config", file).refuses(message)
     raydfl("data", "prepare", file).refuses(message)
+
+
+def test_an_alias_beside_what_it_names_is_no_circle() -> None:
+    assert parse_yaml("a: &x {lr: 1}\nb: [*x, *x]\nc: &y [1, *x]\nd: *y", "here") == {
+        "a": {"lr": 1},
+        "b": [{"lr": 1}, {"lr": 1}],
+        "c": [1, {"lr": 1}],
+        "d": [1, {"lr": 1}],
+    }
 
 
 def test_a_file_that_cannot_be_read(raydfl: Raydfl, tmp_path: Path) -> None:

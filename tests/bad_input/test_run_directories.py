@@ -188,6 +188,12 @@ def test_a_damaged_configuration_of_a_run(raydfl: Raydfl, run_dir: Path, content
     raydfl("replay", run_dir, "--round", 1, "--client", "s0").refuses(message)
 
 
+def test_a_site_key_that_leads_elsewhere(raydfl: Raydfl, run_dir: Path) -> None:
+    about = json.loads((run_dir / "run.json").read_text())
+    (run_dir / "run.json").write_text(json.dumps({**about, "site_key": "../../x"}))
+    raydfl("resume", run_dir).refuses(r"run.json is missing or damaged \('../../x' is not the name of a file")
+
+
 @pytest.mark.parametrize("content", ["", "{", "[1]", "5", "{}", '{"id": "x"}'])
 def test_a_damaged_run_json(raydfl: Raydfl, run_dir: Path, content: str) -> None:
     (run_dir / "run.json").write_text(content)

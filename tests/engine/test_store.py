@@ -16,7 +16,7 @@ import torch
 import raydfl.private
 import raydfl.store
 from raydfl.errors import ResourcesError, RunDirectoryError
-from raydfl.files import write_durably
+from raydfl.files import plain_name, write_durably
 from raydfl.ledger import Ledger
 from raydfl.private import PrivateIndex, PrivateRef, PrivateStore
 from raydfl.store import RunStore
@@ -307,6 +307,51 @@ def test_a_damaged_base_falls_back_to_a_commit_that_needs_another(tmp_path: Path
     again.train(range(9, 20))
     again.commit()
     assert again.there() == again.referred()
+
+
+@pytest.mark.usefixtures("small_base")
+@pytest.mark.parametrize("clients", [1, 20])
+def test_a_crafted_index_reaches_nothing_outside_of_its_folder(tmp_path: Path, clients: int) -> None:
+    """With few clients the name stands in the commit, with many in an index of its own."""
+    theirs, folder = tmp_path / "theirs.txt", tmp_path / "runs" / "run"
+    theirs.write_text("not ours")
+    crafted = RunStore(folder, keep=1)
+    refs = {client: PrivateRef("../../../theirs.txt", 0, 0, 0) for client in range(clients)}
+    first = crafted.commit(state_of(1), PrivateIndex().changed(refs))
+    with pytest.raises(RunDirectoryError, match=r"'\.\./\.\./\.\./theirs.txt' is not the name of a file"):
+        RunStore(folder).load(first)
+    crafted.keep = 3
+    crafted.commit(state_of(2), PrivateIndex().changed({0: PrivateStore(folder / "private").append(2, tensors_of(1))}))
+    store = RunStore(folder, keep=1)
+    commit, _ = store.open_latest()
+    assert commit is not None
+    store.commit(state_of(3), commit.private)
+    assert store.rounds() == [3]
+    assert theirs.read_text() == "not ours"
+
+
+def test_only_files_of_our_own_making_are_removed(tmp_path: Path) -> None:
+    """The folder may be a link to another one: what lies there is not ours."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter.txt").write_text("not ours")
+    (tmp_path / "home" / "000009-dead.seg").write_text("ours")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "private").symlink_to(tmp_path / "home")
+    store = RunStore(tmp_path / "run")
+    store.commit(state_of(1), PrivateIndex())
+    RunStore(tmp_path / "run").open_latest()
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["letter.txt"]
+
+
+@pytest.mark.parametrize("name", ["a.seg", "000001-clinic_a@1f2e.seg", "Größe 2.wav", "..a"])
+def test_plain_names(name: str) -> None:
+    assert plain_name(name) == name
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "/etc/passwd", "a/b", "../a", "a\\b", "a\0b", "a\n", None, 3])
+def test_names_that_lead_elsewhere(name: object) -> None:
+    with pytest.raises(ValueError, match="is not the name of a file"):
+        plain_name(name)
 
 
 def test_what_never_counted_is_removed_when_the_run_is_opened(tmp_path: Path) -> None:

@@ -160,6 +160,37 @@ def test_what_would_be_lost_with_the_job_is_refused(
     assert not list(job_folder.iterdir())
 
 
+@pytest.mark.parametrize("command", ["run", "prepare", "sweep", "search"])
+@pytest.mark.parametrize(
+    ("name", "content"), [("raydfl.token", "x"), ("keys/auth_token", "x"), ("deep/er/notes", TOKEN)]
+)
+def test_a_job_that_was_uploaded_with_a_token_is_refused(
+    capsys: pytest.CaptureFixture[str],
+    job_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    name: str,
+    content: str,
+) -> None:
+    raydfl = Raydfl(capsys)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    words = ["data", "prepare"] if command == "prepare" else [command]
+    (job_folder / "harmless.yaml").write_text("method: {}")
+    assert "was uploaded" not in raydfl(*words, "harmless.yaml").err
+    (job_folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (job_folder / name).write_text(content + "\n")
+    before = sorted(job_folder.rglob("*"))
+    raydfl(*words, "harmless.yaml").refuses(rf"{name} was uploaded with the job's working directory.*make a new one")
+    assert sorted(job_folder.rglob("*")) == before
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")  # in a shell that is nobody's business
+    assert "was uploaded" not in raydfl(*words, "harmless.yaml").err
+
+
+def test_a_token_is_ignored_by_git_and_so_by_the_upload() -> None:
+    assert "*.token" in (Path(__file__).parents[2] / ".gitignore").read_text().split()
+
+
 def test_absolute_paths_and_uris_are_kept(tmp_path: Path) -> None:
     check_kept(
         {"run.dir": "s3://bucket/runs", "data.cache": tmp_path, "other": "/runtime_resources/x/working_dir_files"}

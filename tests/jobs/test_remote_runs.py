@@ -206,6 +206,55 @@ def test_when_copying_ends_at_any_moment_a_whole_commit_is_there_and_the_run_goe
     assert losses == [1, 2, 3]
 
 
+class Lying(Failing):
+    """A listing that names a file which is not below the folder that was asked about."""
+
+    name = "../outside.txt"
+
+    def get_file_info_selector(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
+        true = super().get_file_info_selector(selector)
+        return [*true, fs.FileInfo(f"{selector.base_dir}/{self.name}", fs.FileType.File, size=6)]
+
+
+@pytest.mark.parametrize("name", ["../outside.txt", "rows/../../outside.txt", "rows/..", "./outside.txt", "a//b"])
+def test_a_faked_listing_writes_and_removes_nothing_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "there" / "run").mkdir(parents=True)
+    for file, content in {
+        "run.json": "{}",
+        "LATEST": "000001-0",
+        "config.yaml": "{}",
+        "../outside.txt": "theirs",
+    }.items():
+        (tmp_path / "there" / "run" / file).write_text(content)
+    liar = Lying(lambda call, path: False)
+    liar.name = name
+    monkeypatch.setattr(
+        place, "open_file_system", lambda uri: (fs.PyFileSystem(liar), uri.partition("://")[2].partition("?")[0])
+    )
+    mirror = Mirror(tmp_path / "here" / "run", f"file://{tmp_path}/there/run")
+    with pytest.raises(ResourcesError, match=f"lists '{name}', which is not below it"):
+        mirror.fetch()
+    assert not list(tmp_path.glob("here/**/*.txt"))
+    (tmp_path / "here" / "run" / "run.json").write_text("another")
+    with pytest.raises(ResourcesError, match="which is not below it"):
+        mirror.sync()
+    assert (tmp_path / "there" / "outside.txt").read_text() == "theirs"
+
+
+def test_a_lock_is_not_fetched(tmp_path: Path) -> None:
+    (tmp_path / "there" / "run").mkdir(parents=True)
+    for name in ("run.json", "LATEST", ".lock"):
+        (tmp_path / "there" / "run" / name).write_text("000001-0")
+    (tmp_path / "here" / "run").mkdir(parents=True)
+    lock = tmp_path / "here" / "run" / ".lock"
+    lock.touch()
+    before = lock.stat().st_ino
+    assert Mirror(tmp_path / "here" / "run", f"file://{tmp_path}/there/run").fetch()
+    assert lock.stat().st_ino == before
+
+
 def test_a_store_that_is_lost_stops_the_run_and_loses_nothing_here(
     far: Tiny, remote: Path, undisturbed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

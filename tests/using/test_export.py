@@ -192,19 +192,32 @@ class Torchs(nn.Module):
         return self.output(torch.cat([outputs.mean(1), *last], dim=1))
 
 
+class Uncopied(Branching):
+    """A network that keeps what cannot be copied: a tensor that was computed from its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.doubled = 2 * self.output.weight
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
+        return nn.functional.linear(x.mean(1), self.doubled)
+
+
 @pytest.mark.slow
-def test_networks_of_ones_own(mutual: Finished) -> None:
+def test_networks_of_ones_own(mutual: Finished, capfd: pytest.CaptureFixture[str]) -> None:
     from raydfl.using.network import to_onnx
 
     graph = to_onnx(made(mutual, Torchs(), "mine.py:Torchs", 26))
     assert graph.frames is None
     assert to_onnx(made(mutual, Pooled(), "mine.py:Pooled", 26)).frames == 26
-    for network, length in ((Pooled(), None), (Branching(), 26)):
+    capfd.readouterr()
+    for network, length in ((Pooled(), None), (Branching(), 26), (Uncopied(), 26)):
         name = f"mine.py:{type(network).__name__}"
         with pytest.raises(
             InputError, match=rf"model 'm' \({name}\) cannot be exported to ONNX: .*traceable by torch.export"
         ):
             to_onnx(made(mutual, network, name, length))
+        assert capfd.readouterr() == ("", "")  # and no pages of the exporter's own code
 
 
 def test_a_graph_that_disagrees_is_not_written(

@@ -1,0 +1,196 @@
+"""A run's folder from a stranger: the code that it names is not run before somebody says that it may be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from commands import Raydfl, written
+from helpers import same, truth
+
+from raydfl.config import Config
+from raydfl.data.cache import FORMAT, open_store
+from raydfl.data.kinds import make_features
+from raydfl.errors import DataError
+from raydfl.runs import run
+from raydfl.trust import code_digest
+from raydfl.yaml_text import parse_yaml, to_yaml
+
+Tiny = Callable[..., Config]
+
+METHOD = "from raydfl.methods.fedavg import FedAvg\nimport {neighbour}\n\n\nclass Own(FedAvg):\n    pass\n"
+HARM = "\nfrom pathlib import Path\n\nPath({path!r}).touch()\n"
+
+COMMANDS = [
+    ("resume", ["train.rounds=2"]),
+    ("replay", ["--round", "1", "--client", "s2"]),
+    ("predict", ["sound.wav"]),
+    ("export", []),
+]
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> list[tuple[str, list[str]]]:
+    soundfile.write(tmp_path / "sound.wav", [0.1] * 4000, 8000)
+    return [(name, [str(tmp_path / "sound.wav") if a == "sound.wav" else a for a in more]) for name, more in COMMANDS]
+
+
+@pytest.fixture
+def own(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A method of one's own with a neighbour, whose name is another in each test: modules stay loaded."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    neighbour = f"beside_{abs(hash(request.node.nodeid))}"
+    (folder / "own.py").write_text(METHOD.format(neighbour=neighbour))
+    (folder / f"{neighbour}.py").write_text("x = 1\n")
+    return folder
+
+
+def renamed(folder: Path, name: str, value: str) -> None:
+    """Have a run's configuration name another method."""
+    config = parse_yaml((folder / "config.yaml").read_text(), "config")
+    config["method"]["name"] = value
+    (folder / "config.yaml").write_text(to_yaml(config, flow=False))
+
+
+@pytest.mark.parametrize("form", ["file", "link", "module"])
+def test_code_in_the_folder_is_not_run(
+    raydfl: Raydfl,
+    tiny: Tiny,
+    tmp_path: Path,
+    commands: list[tuple[str, list[str]]],
+    form: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, harm = run(tiny("train.rounds=1")).run_dir, tmp_path / "harm"
+    text = METHOD.format(neighbour="json") + HARM.format(path=str(harm))
+    (folder / f"evil_{form}.py").write_text(text)
+    reference = f"{folder}/evil_{form}.py:Own"
+    if form == "link":
+        (tmp_path / "beside").symlink_to(folder)
+        reference = f"{tmp_path}/beside/evil_{form}.py:Own"
+    elif form == "module":
+        monkeypatch.chdir(folder)
+        monkeypatch.syspath_prepend(str(folder))
+        reference = "evil_module:Own"
+    renamed(folder, "method", reference)
+    for command, more in commands:
+        raydfl(command, folder, *more).refuses(
+            rf"names code, evil_{form}(.py)?:Own, which lies in the run's folder.*--trust"
+        )
+        assert not harm.exists(), command
+    raydfl("report", folder)  # draws numbers and builds nothing
+    assert not harm.exists()
+
+
+def test_a_relative_path_is_not_ours(
+    raydfl: Raydfl, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = run(tiny("train.rounds=1")).run_dir
+    (tmp_path / "near.py").write_text(METHOD.format(neighbour="json"))
+    renamed(folder, "method", "near.py:Own")
+    monkeypatch.chdir(tmp_path)
+    raydfl("resume", folder).refuses("near.py:Own, which is named by a path that depends on the current folder")
+
+
+def test_code_that_changed_since_the_run_began_is_asked_about(
+    raydfl: Raydfl, tiny: Tiny, own: Path, tmp_path: Path, commands: list[tuple[str, list[str]]]
+) -> None:
+    config = tiny("train.rounds=1", method=f"{own}/own.py:Own")
+    folder = run(config).run_dir
+    assert raydfl("replay", folder, "--round", 1, "--client", "s2").code == 0, "unchanged code is not asked about"
+    (neighbour,) = own.glob("beside_*.py")
+    for file in (own / "own.py", neighbour):
+        whole = file.read_text()
+        file.write_text(whole + "# changed\n")
+        for command, more in commands:
+            raydfl(command, folder, *more).refuses("own.py:Own, which is not what it was when the run began.*--trust")
+        file.write_text(whole)
+    (own / "own.py").write_text((own / "own.py").read_text() + "# changed\n")
+    assert raydfl("resume", folder, "train.rounds=2", "--trust").code == 0
+    assert raydfl("resume", folder, "train.rounds=3").code == 0, "it is known now"
+    whole_run = run(tiny("train.rounds=3", "run.name=whole", method=f"{own}/own.py:Own")).run_dir
+    same(truth(whole_run), truth(folder))
+
+
+def test_who_names_the_code_in_a_configuration_of_ones_own_is_not_asked(
+    raydfl: Raydfl, tiny: Tiny, own: Path, tmp_path: Path
+) -> None:
+    config = tiny("train.rounds=1", method=f"{own}/own.py:Own")
+    folder = run(config).run_dir
+    (own / "own.py").write_text((own / "own.py").read_text() + "# changed\n")
+    said = raydfl("run", written(config, tmp_path), "train.rounds=2")
+    assert said.code == 0
+    assert "code of your own has changed since the run began" in said.out
+    assert code_digest(own / "own.py") in json.loads((folder / "run.json").read_text())["code"]
+
+
+def test_a_run_of_an_earlier_version_and_built_in_methods_are_not_asked_about(
+    raydfl: Raydfl, tiny: Tiny, own: Path
+) -> None:
+    folder = run(tiny("train.rounds=1", method=f"{own}/own.py:Own")).run_dir
+    about = json.loads((folder / "run.json").read_text())
+    del about["code"]
+    (folder / "run.json").write_text(json.dumps(about))
+    (own / "own.py").write_text((own / "own.py").read_text() + "# changed\n")
+    assert raydfl("resume", folder).code == 0
+    built_in = run(tiny("train.rounds=1", "run.name=builtin")).run_dir
+    moved = Path(shutil.move(built_in, built_in.with_name("moved")))
+    assert raydfl("resume", moved).code == 0
+
+
+def test_the_digest_of_code_covers_what_it_imports_from_beside_it(tmp_path: Path) -> None:
+    files = {
+        "own.py": "import a\nfrom b.c import d\nimport json\n",
+        "a.py": "from b import e\n",
+        "b/__init__.py": "",
+        "b/c.py": "from . import f\nfrom .. import own\n",
+        "b/e.py": "",
+        "b/f.py": "",
+    }
+    for name, text in {**files, "unused.py": "", "b/unused.py": ""}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    first = code_digest(tmp_path / "own.py")
+    moved = shutil.copytree(tmp_path, tmp_path.with_name(tmp_path.name + "-moved"))
+    assert code_digest(moved / "own.py") == first
+    for name, text in files.items():
+        (moved / name).write_text(text + "# another\n")
+        assert code_digest(moved / "own.py") != first, name
+        (moved / name).write_text(text)
+    for name in ("unused.py", "b/unused.py"):
+        (moved / name).write_text("# another\n")
+    assert code_digest(moved / "own.py") == first
+
+
+class _Harm:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[Path]]:
+        return Path.touch, (self.path,)
+
+
+def test_features_are_never_unpickled(tmp_path: Path) -> None:
+    harmful = np.array([_Harm(tmp_path / "harm")], dtype=object)
+    folder = tmp_path / "key"
+    folder.mkdir()
+    for name in ("frames", "offsets", "lengths"):
+        np.save(folder / f"{name}.npy", harmful, allow_pickle=True)
+    facts = {"format": FORMAT, "key": "key", "files": {}, "failures": {}, "length": None}
+    (folder / "store.json").write_text(json.dumps(facts))
+    with pytest.raises(DataError, match="cannot be used"):
+        open_store(folder)
+    np.save(tmp_path / "clip.npy", harmful, allow_pickle=True)
+    with pytest.raises(DataError, match="cannot be read"):
+        make_features({"kind": "file", "path": str(tmp_path)})
+    assert not (tmp_path / "harm").exists()
+    np.load(tmp_path / "clip.npy", allow_pickle=True)
+    assert (tmp_path / "harm").exists(), "the file would have done it"

@@ -1,0 +1,208 @@
+"""Files that a configuration names: what is in them decides numbers, wherever they lie, and code may import what lies beside it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from commands import Raydfl, written
+from helpers import same, truth
+
+from raydfl.config import Config, apply_overrides, make_config
+from raydfl.errors import ConfigError
+from raydfl.registry import load_object
+from raydfl.runs import run
+
+Tiny = Callable[..., Config]
+
+NETWORK = """
+from pathlib import Path
+
+from torch import nn
+
+
+class Scaled(nn.Module):
+    def __init__(self, inputs, classes, scale: Path | None = None, width: int = 4):
+        super().__init__()
+        self.output = nn.Linear(inputs, classes)
+        self.scale = float(scale.read_text())
+
+    def forward(self, x, lengths=None):
+        return self.output(x.mean(1) * self.scale)
+"""
+METHOD = """
+from pathlib import Path
+from typing import Annotated
+
+from pydantic.dataclasses import dataclass
+from raydfl.methods.fedavg import FedAvg
+from raydfl.rules.weighted_mean import WeightedMean
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule(WeightedMean):
+    table: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(FedAvg):
+    weights: Path | None = None
+"""
+
+
+@pytest.fixture(autouse=True)
+def _modules() -> Iterator[None]:
+    """Modules of these tests' folders are forgotten when they end."""
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if "pytest" in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def raydfl(capsys: pytest.CaptureFixture[str]) -> Raydfl:
+    return Raydfl(capsys)
+
+
+@pytest.fixture
+def named(tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Tiny:
+    """A configuration that names a file by a relative path in each place where that can be."""
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "network.py").write_text(NETWORK)
+        (tmp_path / folder / "mine.py").write_text(METHOD)
+        for file in ("scale", "weights", "table"):
+            (tmp_path / folder / file).write_text("1.0")
+    monkeypatch.chdir(tmp_path / "here")
+
+    def configure(*overrides: str) -> Config:
+        return tiny(
+            "method={name: mine.py:Mine, weights: weights, rule: {name: mine.py:Rule, table: table}}",
+            "models={model: {name: network.py:Scaled, scale: scale, width: 5}}",
+            "train.rounds=2",
+            *overrides,
+        )
+
+    return configure
+
+
+def test_files_in_options_are_absolute(named: Tiny, tmp_path: Path) -> None:
+    values = named().model_dump(mode="json")
+    assert values["method"]["weights"] == f"{tmp_path}/here/weights"
+    assert values["method"]["rule"]["table"] == f"{tmp_path}/here/table"
+    assert values["models"]["model"]["scale"] == f"{tmp_path}/here/scale"
+
+
+@pytest.mark.parametrize("file", ["scale", "weights", "table"])
+def test_the_content_of_a_file_decides_and_not_where_it_lies(
+    named: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    here = named().digest()
+    monkeypatch.chdir(tmp_path / "there")
+    assert named().digest() == here
+    (tmp_path / "there" / file).write_text("2.50")
+    assert named().digest() != here
+
+
+def test_configurations_without_such_files_have_the_digest_that_they_had(tiny: Tiny) -> None:
+    """Recorded with the version before files counted."""
+    values = tiny().model_dump(mode="json")
+    values["data"] = {"name": "fsdd", "root": "/somewhere", "features": values["data"]["features"]}
+    attacked = apply_overrides(values, ["attack={name: backdoor, share: 0.2, target: '1'}"])
+    assert make_config(values).digest() == "eaa56e0aaf56bc6d"
+    assert make_config(attacked).digest() == "9ceeb475c52a1185"
+
+
+def test_a_run_whose_file_has_changed_is_not_gone_on_with(raydfl: Raydfl, named: Tiny, tmp_path: Path) -> None:
+    config = named()
+    folder = run(config).run_dir
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    (tmp_path / "here" / "scale").write_text("2.50")
+    message = r"models.model.scale of .* is the file .*here/scale, whose content is not what it was when the run began"
+    raydfl("resume", folder, "train.rounds=3").refuses(message)
+    raydfl("run", written(config, tmp_path), "train.rounds=3").refuses(message)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    (tmp_path / "here" / "scale").write_text("1.0")
+    assert raydfl("resume", folder, "train.rounds=3").code == 0
+
+
+def test_a_run_of_an_earlier_version_goes_on(
+    raydfl: Raydfl, named: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(named("train.rounds=3", "run.name=whole")).run_dir
+    folder = run(named()).run_dir
+    about = json.loads((folder / "run.json").read_text())
+    for key in ("files", "code"):
+        del about[key]
+    (folder / "run.json").write_text(json.dumps({**about, "digest": "of-old-times-1234"}))
+    text = (folder / "config.yaml").read_text()  # which kept the option as it was written
+    (folder / "config.yaml").write_text(text.replace(f"{tmp_path}/here/scale", "scale"))
+    assert raydfl("resume", folder, "train.rounds=3").code == 0
+    same(truth(whole), truth(folder))
+
+
+# -- what lies beside a file of code ---------------------------------------------------------------------------------
+
+
+def test_a_file_may_import_what_lies_beside_it_and_shadows_nothing(tmp_path: Path) -> None:
+    """Not even where a name is that of a library's module, and a folder of any name is no module."""
+    (tmp_path / "own.py").write_text(
+        "import json\nfrom helpers_of_mine import three\nimport packed_of_mine.inner as inner\n\n\nclass Own:\n"
+        "    value = three + inner.four\n    loads = json.loads\n\n    def later(self):\n        import later_of_mine\n\n"
+        "        return later_of_mine.five\n"
+    )
+    (tmp_path / "helpers_of_mine.py").write_text("three = 3\n")
+    (tmp_path / "later_of_mine.py").write_text("five = 5\n")
+    (tmp_path / "json.py").write_text("raise RuntimeError('never')\n")
+    (tmp_path / "packed_of_mine").mkdir()
+    (tmp_path / "packed_of_mine" / "__init__.py").touch()
+    (tmp_path / "packed_of_mine" / "inner.py").write_text("four = 4\n")
+    (tmp_path / "only_a_folder").mkdir()
+    path = list(sys.path)
+    own = load_object(f"{tmp_path}/own.py:Own")
+    assert own.value == 7
+    assert own().later() == 5
+    assert own.loads is json.loads
+    assert sys.path == path
+    with pytest.raises(ImportError):
+        __import__("only_a_folder")
+
+
+def test_two_folders_with_a_module_of_one_name(tmp_path: Path) -> None:
+    """The second would silently get the first one's."""
+    for folder, value in (("a", 1), ("b", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "own.py").write_text("from shared_name import value\n\n\nclass Own:\n    v = value\n")
+        (tmp_path / folder / "shared_name.py").write_text(f"value = {value}\n")
+    assert load_object(f"{tmp_path}/a/own.py:Own").v == 1
+    with pytest.raises(ConfigError, match=rf"'shared_name' in {tmp_path}/a and one in {tmp_path}/b.*rename one"):
+        load_object(f"{tmp_path}/b/own.py:Own")
+    (tmp_path / "b" / "own.py").write_text("from other_name import value\n\n\nclass Own:\n    v = value\n")
+    (tmp_path / "b" / "shared_name.py").rename(tmp_path / "b" / "other_name.py")
+    assert load_object(f"{tmp_path}/b/own.py:Own").v == 2
+
+
+def test_a_file_that_failed_can_be_loaded_when_it_is_mended(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("import absent_one\n\n\nclass Own:\n    pass\n")
+    with pytest.raises(ConfigError, match="No module named 'absent_one'"):
+        load_object(f"{tmp_path}/own.py:Own")
+    (tmp_path / "absent_one.py").touch()
+    sys.path_importer_cache.pop(str(tmp_path), None)
+    assert load_object(f"{tmp_path}/own.py:Own")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_session")
+def test_actors_import_it_too(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from raydfl.methods.fedavg import FedAvg\nfrom beside_of_mine import half\n\n\nclass Own(FedAvg):\n"
+        "    def loss(self, step, batch):\n        return half(super().loss(step, batch))\n"
+    )
+    (tmp_path / "beside_of_mine.py").write_text("def half(x):\n    return 0.5 * x\n")
+    method = f"{tmp_path}/own.py:Own"
+    there = run(tiny("ray.actors=2", "run.name=actors", method=method)).run_dir
+    same(truth(run(tiny(method=method)).run_dir), truth(there))
