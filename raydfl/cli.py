@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperCommand
 
 import raydfl
 from raydfl.errors import ClientError, ConfigError, InputError, RaydflError
@@ -39,6 +41,23 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="settings to change, e.g. train.rounds=50", show_default=False),
 ]
+
+
+class _TakesSettings(TyperCommand):
+    """A command with KEY=VALUE arguments, which says so to users who write a setting as an option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words behind the command."""
+        options = [name for parameter in self.params for name in parameter.opts] + ["--help"]
+        for word in args:
+            name, equals, value = word.partition("=")
+            written = name.startswith("--") and name not in options and (equals or "." in name)
+            if written and not difflib.get_close_matches(name, options):
+                setting = f"{name.removeprefix('--')}={value or 'VALUE'}"
+                raise ConfigError(
+                    f"there is no option {name}; settings are given without dashes, as key=value: {setting}"
+                )
+        return super().parse_args(ctx, args)
 
 
 def _run_dir(text: str) -> Path:
@@ -93,7 +112,7 @@ def _progress(quiet: bool, as_json: bool) -> Iterator[Progress]:
         os.close(output)
 
 
-@app.command("run")
+@app.command("run", cls=_TakesSettings)
 def run_command(file: File, overrides: Overrides = None, quiet: Quiet = False, as_json: Json = False) -> None:
     """Train as FILE says.
 
@@ -109,7 +128,7 @@ def run_command(file: File, overrides: Overrides = None, quiet: Quiet = False, a
         raise typer.Exit(1)
 
 
-@app.command("resume")
+@app.command("resume", cls=_TakesSettings)
 def resume_command(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="a run directory, or its URI", show_default=False)],
     overrides: Overrides = None,
@@ -260,7 +279,7 @@ def export_command(
     print(f"largest difference to PyTorch: {exported.difference:.1e} (logits)")  # noqa: T201
 
 
-@app.command("sweep")
+@app.command("sweep", cls=_TakesSettings)
 def sweep_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="the sweep, a YAML file", show_default=False)],
     overrides: Overrides = None,
@@ -292,7 +311,7 @@ def sweep_command(
         raise typer.Exit(code)
 
 
-@app.command("search")
+@app.command("search", cls=_TakesSettings)
 def search_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="the search, a YAML file", show_default=False)],
     overrides: Overrides = None,
@@ -320,17 +339,25 @@ def search_command(
 
 
 @app.command("methods")
-def methods_command(as_json: Json = False) -> None:
-    """All methods, aggregation rules and architectures, with options, ranges and defaults."""
+def methods_command(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME", help="these methods, rules, attacks or architectures; default: all", show_default=False
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """All methods, aggregation rules, attacks and architectures, with options, ranges and defaults."""
     from raydfl.explain import explain_methods, methods_as_data
 
     if as_json:
-        print(json.dumps(methods_as_data()))  # noqa: T201
+        print(json.dumps(methods_as_data(names or [])))  # noqa: T201
     else:
-        print(explain_methods(min(120, shutil.get_terminal_size((110, 1)).columns)))  # noqa: T201
+        print(explain_methods(min(120, shutil.get_terminal_size((110, 1)).columns), names or []))  # noqa: T201
 
 
-@app.command("config")
+@app.command("config", cls=_TakesSettings)
 def config_command(file: File, overrides: Overrides = None) -> None:
     """The resolved configuration, every field explained.
 
@@ -355,7 +382,7 @@ def data_list() -> None:
     print("\nMore about one: raydfl data info NAME")  # noqa: T201
 
 
-@data_app.command("info")
+@data_app.command("info", cls=_TakesSettings)
 def data_info(
     what: Annotated[
         str, typer.Argument(metavar="NAME|FILE", help="a data set's name, or a configuration", show_default=False)
@@ -380,7 +407,7 @@ def data_info(
         print("\n".join(describe_dataset(what)))  # noqa: T201
 
 
-@data_app.command("prepare")
+@data_app.command("prepare", cls=_TakesSettings)
 def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, as_json: Json = False) -> None:
     """Compute the features that FILE needs.
 
@@ -411,7 +438,7 @@ def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, 
         )
 
 
-@data_app.command("plot")
+@data_app.command("plot", cls=_TakesSettings)
 def data_plot(
     file: File,
     overrides: Overrides = None,
