@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import json
 import os
+import shlex
 import shutil
 import sys
 import traceback
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from raydfl.progress import Progress
 
 app = typer.Typer(
-    help="Federated learning for audio on Ray clusters. Start with: raydfl run jobs/quickstart.yaml",
+    help="Federated learning for audio on Ray clusters. Start with: raydfl init, then raydfl run jobs/quickstart.yaml",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -110,6 +111,25 @@ def _progress(quiet: bool, as_json: bool) -> Iterator[Progress]:
         sys.stdout.flush()
         os.dup2(output, 1)
         os.close(output)
+
+
+@app.command("init")
+def init_command(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="where to; default: here", show_default=False)
+    ] = Path(),
+) -> None:
+    """Write example jobs, searches and a cluster file into FOLDER.
+
+    They are what the documentation's commands use. No file that is there is changed.
+    """
+    from raydfl.example_jobs import write_examples
+
+    written = write_examples(folder)
+    print(f"files written into {folder.resolve()}: {len(written)}{'' if written else ' (all were there)'}")  # noqa: T201
+    before = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
+    print(f"start with: {before}raydfl run jobs/quickstart.yaml")  # noqa: T201
+    print("in seconds, without Ray: raydfl run jobs/tiny.yaml")  # noqa: T201
 
 
 @app.command("run", cls=_TakesSettings)

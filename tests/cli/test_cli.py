@@ -24,6 +24,7 @@ from raydfl.runs import run
 Tiny = Callable[..., Config]
 pytestmark = pytest.mark.usefixtures("without_pictures")
 COMMANDS = [
+    ["init"],
     ["run"],
     ["resume"],
     ["replay"],
