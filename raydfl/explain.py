@@ -111,7 +111,7 @@ def methods_as_data(only: Sequence[str] = ()) -> dict[str, Any]:
     attacks = {
         name: registry.find("raydfl.attacks", name, Attack, "attack") for name in registry.names("raydfl.attacks")
     }
-    everything = {
+    everything: dict[str, dict[str, Any]] = {
         "methods": {
             name: {"about": _first_line(cls), "models": dict(cls.models), "options": _options_as_data(cls)}
             for name, cls in methods.items()
