@@ -42,6 +42,7 @@ test-wheel: $(INSTALLED)
 	.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > build/wheel/packages.pth
 	cp build/wheel/packages.pth build/wheel/venv/lib/python3.*/site-packages
 	build/wheel/venv/bin/python -m pip install --no-deps build/wheel/*.whl
+	build/wheel/venv/bin/python -P -c 'import raydfl, sys; sys.exit(sys.prefix not in raydfl.__file__)'
 	build/wheel/venv/bin/python -P -m pytest tests/docs $(ARGS)
 
 check: $(INSTALLED)

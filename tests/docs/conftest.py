@@ -8,13 +8,7 @@ from pathlib import Path
 import pytest
 from pages import RECORDINGS
 
-import raydfl
 from raydfl.example_jobs import write_examples
-
-
-def pytest_report_header() -> str:
-    """Whose blocks these are: the repository's package, or an installed wheel's (``make test-wheel``)."""
-    return f"raydfl: {Path(raydfl.__file__).parent}"
 
 
 @pytest.fixture(scope="session")
