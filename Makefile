@@ -8,13 +8,14 @@ INSTALLED := .venv/.installed
 ARGS ?=
 RUNS ?= runs
 
-.PHONY: help run test test-all check bench-peers
+.PHONY: help run test test-all test-wheel check bench-peers
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make run       FedAvg and FedMLAC on the built-in spoken corpus (ARGS="key=value ..." changes the configuration)'
 	@echo 'make test      every test that is not slow (ARGS="tests/data -k name" chooses)'
 	@echo 'make test-all  every test'
+	@echo 'make test-wheel  the blocks of README.md and docs/ with an installed wheel, away from the repository'
 	@echo 'make check     style and types'
 	@echo 'make bench-peers  what benchmarks/rounds.py compares with: Flower and pfl-research, in .venv-peers'
 
@@ -32,6 +33,17 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	.venv/bin/python -m pytest $(ARGS)
+
+# PyTorch and the like are those of .venv, whose editable raydfl a new environment does not see; -P: nor that of this folder.
+test-wheel: $(INSTALLED)
+	rm -rf build/wheel
+	.venv/bin/python -m pip wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
+	.venv/bin/python -m venv build/wheel/venv
+	.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > build/wheel/packages.pth
+	cp build/wheel/packages.pth build/wheel/venv/lib/python3.*/site-packages
+	build/wheel/venv/bin/python -m pip install --no-deps build/wheel/*.whl
+	build/wheel/venv/bin/python -P -c 'import raydfl, sys; sys.exit(sys.prefix not in raydfl.__file__)'
+	build/wheel/venv/bin/python -P -m pytest tests/docs $(ARGS)
 
 check: $(INSTALLED)
 	.venv/bin/ruff check

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import os
+import shlex
 import shutil
 import sys
 import traceback
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperCommand
 
 import raydfl
 from raydfl.errors import ClientError, ConfigError, DataError, InputError, RaydflError
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from raydfl.progress import Progress
 
 app = typer.Typer(
-    help="Federated learning for audio on Ray clusters. Start with: raydfl run jobs/quickstart.yaml",
+    help="Federated learning for audio on Ray clusters. Start with: raydfl init, then raydfl run jobs/quickstart.yaml",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -40,6 +43,23 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="settings to change, e.g. train.rounds=50", show_default=False),
 ]
+
+
+class _TakesSettings(TyperCommand):
+    """A command with KEY=VALUE arguments, which says so to users who write a setting as an option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words behind the command."""
+        options = [name for parameter in self.params for name in parameter.opts] + ["--help"]
+        for word in args:
+            name, equals, value = word.partition("=")
+            written = name.startswith("--") and name not in options and (equals or "." in name)
+            if written and not difflib.get_close_matches(name, options):
+                setting = f"{name.removeprefix('--')}={value or 'VALUE'}"
+                raise ConfigError(
+                    f"there is no option {name}; settings are given without dashes, as key=value: {setting}"
+                )
+        return super().parse_args(ctx, args)
 
 
 def _run_dir(text: str) -> Path:
@@ -101,7 +121,26 @@ def _progress(quiet: bool, as_json: bool) -> Iterator[Progress]:
         os.close(output)
 
 
-@app.command("run")
+@app.command("init")
+def init_command(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="where to; default: here", show_default=False)
+    ] = Path(),
+) -> None:
+    """Write example jobs, searches and a cluster file into FOLDER.
+
+    They are what the documentation's commands use. No file that is there is changed.
+    """
+    from raydfl.example_jobs import write_examples
+
+    written = write_examples(folder)
+    print(f"files written into {folder.resolve()}: {len(written)}{'' if written else ' (all were there)'}")  # noqa: T201
+    before = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
+    print(f"start with: {before}raydfl run jobs/quickstart.yaml")  # noqa: T201
+    print("in seconds, without Ray: raydfl run jobs/tiny.yaml")  # noqa: T201
+
+
+@app.command("run", cls=_TakesSettings)
 def run_command(file: File, overrides: Overrides = None, quiet: Quiet = False, as_json: Json = False) -> None:
     """Train as FILE says.
 
@@ -117,7 +156,7 @@ def run_command(file: File, overrides: Overrides = None, quiet: Quiet = False, a
         raise typer.Exit(1)
 
 
-@app.command("resume")
+@app.command("resume", cls=_TakesSettings)
 def resume_command(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="a run directory, or its URI", show_default=False)],
     overrides: Overrides = None,
@@ -272,7 +311,7 @@ def export_command(
     print(f"largest difference to PyTorch: {exported.difference:.1e} (logits)")  # noqa: T201
 
 
-@app.command("sweep")
+@app.command("sweep", cls=_TakesSettings)
 def sweep_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="the sweep, a YAML file", show_default=False)],
     overrides: Overrides = None,
@@ -304,7 +343,7 @@ def sweep_command(
         raise typer.Exit(code)
 
 
-@app.command("search")
+@app.command("search", cls=_TakesSettings)
 def search_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="the search, a YAML file", show_default=False)],
     overrides: Overrides = None,
@@ -332,17 +371,25 @@ def search_command(
 
 
 @app.command("methods")
-def methods_command(as_json: Json = False) -> None:
-    """All methods, aggregation rules and architectures, with options, ranges and defaults."""
+def methods_command(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME", help="these methods, rules, attacks or architectures; default: all", show_default=False
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """All methods, aggregation rules, attacks and architectures, with options, ranges and defaults."""
     from raydfl.explain import explain_methods, methods_as_data
 
     if as_json:
-        print(json.dumps(methods_as_data()))  # noqa: T201
+        print(json.dumps(methods_as_data(names or [])))  # noqa: T201
     else:
-        print(explain_methods(min(120, shutil.get_terminal_size((110, 1)).columns)))  # noqa: T201
+        print(explain_methods(min(120, shutil.get_terminal_size((110, 1)).columns), names or []))  # noqa: T201
 
 
-@app.command("config")
+@app.command("config", cls=_TakesSettings)
 def config_command(file: File, overrides: Overrides = None) -> None:
     """The resolved configuration, every field explained.
 
@@ -367,7 +414,7 @@ def data_list() -> None:
     print("\nMore about one: raydfl data info NAME")  # noqa: T201
 
 
-@data_app.command("info")
+@data_app.command("info", cls=_TakesSettings)
 def data_info(
     what: Annotated[
         str, typer.Argument(metavar="NAME|FILE", help="a data set's name, or a configuration", show_default=False)
@@ -402,7 +449,7 @@ def data_info(
         print("\n".join(describe_dataset(what)))  # noqa: T201
 
 
-@data_app.command("prepare")
+@data_app.command("prepare", cls=_TakesSettings)
 def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, as_json: Json = False) -> None:
     """Compute the features that FILE needs.
 
@@ -433,7 +480,7 @@ def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, 
         )
 
 
-@data_app.command("plot")
+@data_app.command("plot", cls=_TakesSettings)
 def data_plot(
     file: File,
     overrides: Overrides = None,

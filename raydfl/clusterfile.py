@@ -54,7 +54,9 @@ def read_cluster(path: Path) -> ClusterFile:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the cluster file {path}: {error}; give one such as cluster.yaml") from error
+        raise ConfigError(
+            f"cannot read the cluster file {path}: {error}; give one such as cluster.yaml (raydfl init writes it)"
+        ) from error
     values = parse_yaml(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError(

@@ -302,7 +302,11 @@ def _instead_of(path: Path) -> str:
         return "the first argument must be the file, settings come after it"
     there = [file.name for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
     hint = nearest(path.name, there) if there else ""
-    return hint if hint.startswith("did you mean") else "give a YAML file, such as jobs/quickstart.yaml"
+    return (
+        hint
+        if hint.startswith("did you mean")
+        else "give a YAML file, such as jobs/quickstart.yaml (raydfl init writes it)"
+    )
 
 
 def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:

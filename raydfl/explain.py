@@ -12,6 +12,7 @@ from raydfl.aggregate import RULES
 from raydfl.attack import Attack
 from raydfl.config import Config
 from raydfl.data.settings import DataSettings
+from raydfl.errors import ConfigError, nearest
 from raydfl.method import Method
 from raydfl.models import architectures, model_options
 from raydfl.options import Option, describe_field, options_of, plain
@@ -95,15 +96,22 @@ def _comment(text: str, depth: int) -> list[str]:
 # -- what there is ---------------------------------------------------------------------------------------------------
 
 
-def methods_as_data() -> dict[str, Any]:
-    """All built-in methods, rules, attacks and networks with their options, as plain data."""
+def methods_as_data(only: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the built-in methods, rules, attacks and networks with their options, as plain data.
+
+    Args:
+        only: names; empty: all.
+
+    Raises:
+        ConfigError: nothing of such a name is built in.
+    """
     methods = {
         name: registry.find("raydfl.methods", name, Method, "method") for name in registry.names("raydfl.methods")
     }
     attacks = {
         name: registry.find("raydfl.attacks", name, Attack, "attack") for name in registry.names("raydfl.attacks")
     }
-    return {
+    everything: dict[str, dict[str, Any]] = {
         "methods": {
             name: {"about": _first_line(cls), "models": dict(cls.models), "options": _options_as_data(cls)}
             for name, cls in methods.items()
@@ -115,6 +123,15 @@ def methods_as_data() -> dict[str, Any]:
             name: {"about": _first_line(cls), "options": _options_as_data(cls)} for name, cls in attacks.items()
         },
         "models": {name: {"options": _plain_options(model_options(name))} for name in architectures()},
+    }
+    known = {name for kind in everything.values() for name in kind}
+    for name in only:
+        if name not in known:
+            hint = nearest(name, known)
+            raise ConfigError(f"no method, rule, attack or architecture {name!r} is built in; {hint}")
+    return {
+        kind: {name: about for name, about in entries.items() if not only or name in only}
+        for kind, entries in everything.items()
     }
 
 
@@ -133,26 +150,40 @@ def _options_as_data(cls: type) -> dict[str, Any]:
     }
 
 
-def explain_methods(width: int) -> str:
-    """What :func:`methods_as_data` returns, to be read, in lines of ``width`` characters."""
-    everything = methods_as_data()
-    lines = ["Methods (method: {name: ...})"]
-    for name, about in everything["methods"].items():
-        models = ", ".join(f"{model} ({architecture})" for model, architecture in about["models"].items())
+_TITLES = {
+    "methods": "Methods (method: {name: ...})",
+    "rules": "Aggregation rules (method.rule)",
+    "attacks": "Attacks (attack: {name: ...}), simulated",
+    "models": "Architectures (models)",
+}
+
+
+def explain_methods(width: int, only: Sequence[str] = ()) -> str:
+    """Return what :func:`methods_as_data` returns, to be read, in lines of ``width`` characters."""
+    return "\n\n\n".join(
+        "\n".join([_TITLES[kind], *(_architectures(entries, width) if kind == "models" else _classes(entries, width))])
+        for kind, entries in methods_as_data(only).items()
+        if entries
+    )
+
+
+def _classes(entries: Mapping[str, Mapping[str, Any]], width: int) -> list[str]:
+    lines = []
+    for name, about in entries.items():
         lines += ["", *_wrapped(f"{name}: {about['about']}", 0, width)]
-        lines += _wrapped(f"models, with their default architectures: {models}", 1, width)
+        if "models" in about:
+            models = ", ".join(f"{model} ({architecture})" for model, architecture in about["models"].items())
+            lines += _wrapped(f"models, with their default architectures: {models}", 1, width)
         lines += _option_lines(about["options"], width)
-    lines += ["", "", "Aggregation rules (method.rule)"]
-    for name, about in everything["rules"].items():
-        lines += ["", *_wrapped(f"{name}: {about['about']}", 0, width), *_option_lines(about["options"], width)]
-    lines += ["", "", "Attacks (attack: {name: ...}), simulated"]
-    for name, about in everything["attacks"].items():
-        lines += ["", *_wrapped(f"{name}: {about['about']}", 0, width), *_option_lines(about["options"], width)]
-    lines += ["", "", "Architectures (models)", ""]
-    for name, about in everything["models"].items():
+    return lines
+
+
+def _architectures(entries: Mapping[str, Mapping[str, Any]], width: int) -> list[str]:
+    lines = [""]
+    for name, about in entries.items():
         options = ", ".join(f"{key}: {json.dumps(value)}" for key, value in about["options"].items())
         lines += _wrapped(f"{name}{': ' if options else ''}{options}", 0, width)
-    return "\n".join(lines)
+    return lines
 
 
 def _option_lines(options: Mapping[str, Mapping[str, Any]], width: int) -> list[str]:

@@ -145,7 +145,9 @@ def read_groups(file: Path, settings: type[Settings], example: str) -> dict[str,
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read {file}: {reason}; give a YAML file, such as {example}") from error
+        raise ConfigError(
+            f"cannot read {file}: {reason}; give a YAML file, such as {example} (raydfl init writes it)"
+        ) from error
     values = parse_yaml(text, str(file))
     if not isinstance(values, dict):
         raise ConfigError(f"{file} must hold the groups {', '.join(settings.model_fields)}")

@@ -224,7 +224,7 @@ def test_a_file_that_cannot_be_read(raydfl: Raydfl, tmp_path: Path) -> None:
     missing = raydfl("run", tmp_path / "experimnt.yaml")
     missing.refuses("cannot read the configuration .*experimnt.yaml: No such file", "did you mean 'experiment.yaml'?")
     raydfl("run", tmp_path / "no/x.yaml").refuses(
-        "No such file or directory; give a YAML file, such as jobs/quickstart.yaml"
+        r"No such file or directory; give a YAML file, such as jobs/quickstart.yaml \(raydfl init writes it\)"
     )
     raydfl("run", "train.rounds=3").refuses("the first argument must be the file, settings come after it")
     raydfl("run", tmp_path).refuses("cannot read the configuration .*: Is a directory")

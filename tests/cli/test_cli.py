@@ -25,6 +25,7 @@ from raydfl.runs import run
 Tiny = Callable[..., Config]
 pytestmark = pytest.mark.usefixtures("without_pictures")
 COMMANDS = [
+    ["init"],
     ["run"],
     ["resume"],
     ["replay"],
@@ -84,6 +85,22 @@ def test_wrong_usage_is_exit_code_2(raydfl: Raydfl, arguments: list[str], messag
     assert said.code == 2
     assert message in said.err
     assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        (["run", "x.yaml", "--train.rounds=3"], "train.rounds=3"),
+        (["run", "--train.rounds", "3", "x.yaml"], "train.rounds=VALUE"),
+        (["resume", "x", "--ray.actors=1"], "ray.actors=1"),
+        (["sweep", "x.yaml", "--data.root=a=b"], "data.root=a=b"),
+        (["data", "info", "x.yaml", "--method=fedprox"], "method=fedprox"),
+    ],
+)
+def test_a_setting_written_as_an_option_is_shown_as_it_should_be(
+    raydfl: Raydfl, arguments: list[str], settings: str
+) -> None:
+    raydfl(*arguments).refuses(rf"no option --.* as key=value: {settings}\n$")
 
 
 def test_a_mistake_of_the_program_is_exit_code_1_and_shows_where(
@@ -183,6 +200,18 @@ def test_methods_are_listed_with_their_options(raydfl: Raydfl) -> None:
     assert listed["methods"]["fedprox"]["options"]["mu"]["default"] == 0.01
     assert "lpa" in listed["rules"]
     assert listed["models"]["crnn_tiny"]["options"]["hidden"] == 32
+
+
+def test_methods_by_name(raydfl: Raydfl) -> None:
+    everything = json.loads(raydfl("methods", "--json").out)
+    some = json.loads(raydfl("methods", "fedprox", "median", "--json").out)
+    fedprox, median = everything["methods"]["fedprox"], everything["rules"]["median"]
+    assert some == {"methods": {"fedprox": fedprox}, "rules": {"median": median}, "attacks": {}, "models": {}}
+    shown = raydfl("methods", "fedprox").out
+    assert shown.startswith("Methods (method: {name: ...})\n\nfedprox: ")
+    assert "\n  mu = 0.01: weight of the proximal term" in shown
+    assert len(shown.splitlines()) < 10
+    raydfl("methods", "fedprx").refuses("'fedprx' is built in; did you mean 'fedprox'")
 
 
 # -- data ------------------------------------------------------------------------------------------------------------

@@ -1,27 +1,30 @@
-"""What the tests of the documentation share: for each page a folder that looks like the repository's root."""
+"""What the tests of the documentation share: for each page a folder with the example jobs, as users have it."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from pages import RECORDINGS, ROOT
+from pages import RECORDINGS
+
+from raydfl.example_jobs import write_examples
 
 
 @pytest.fixture(scope="session")
 def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
-    """The folder in which a page's blocks run one after another. The recordings lie in PATH/TO, if there are any."""
+    """The folder in which a page's blocks run one after another. The recordings lie in PATH/TO, if there are any.
+
+    It is empty for README.md, which begins with ``raydfl init``, and as that command leaves it for the other pages.
+    """
     folders: dict[Path, Path] = {}
 
     def of(page: Path) -> Path:
         if page not in folders:
-            folder = tmp_path_factory.mktemp(page.stem) / "repository"
+            folder = tmp_path_factory.mktemp(page.stem) / "project"
             folder.mkdir()
-            shutil.copytree(ROOT / "jobs", folder / "jobs")
-            shutil.copytree(ROOT / "tune", folder / "tune")
-            shutil.copy(ROOT / "cluster.yaml", folder)
+            if page.name != "README.md":
+                write_examples(folder)
             if RECORDINGS.is_dir():
                 (folder / "PATH").mkdir()
                 (folder / "PATH" / "TO").symlink_to(RECORDINGS.resolve(), target_is_directory=True)

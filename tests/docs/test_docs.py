@@ -1,4 +1,6 @@
-"""Every block of README.md and docs/*.md runs as printed, in the order of its page, from a folder like the repository's root.
+"""Every block of README.md and docs/*.md runs as printed, in the order of its page, from a folder that ``raydfl init`` filled.
+
+With the raydfl that Python finds: the repository's, or an installed wheel's (``make test-wheel``).
 
 ``raydfl`` commands and Python run in this process, for speed; slow blocks, and those with other commands, in a shell. YAML is laid
 over ``jobs/tiny.yaml`` and must then be a valid configuration.
