@@ -362,7 +362,7 @@ class Federation:
             rows += record.rows_from_metrics(report.round, "evaluate", "", split, {**pooled, **summarise(pooled)})
         for split, measured in clients.items():
             rows += record.rows_from_clients(report.round, "evaluate", split, measured)
-        report.scores = {f"{row.split} {row.metric}": row.value for row in rows if not row.client and row.array is None}
+        report.scores = record.scores(rows)
         self._rows += rows
 
     def _server_orders(self) -> list[Order]:

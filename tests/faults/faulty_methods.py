@@ -149,3 +149,15 @@ class SlowBatches(Method):
         if step.client.id == self.client:
             time.sleep(self.seconds)
         return super().loss(step, batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CannotMeasureAt(Method):
+    """Raises when the server's model of round ``round`` is measured."""
+
+    round: int = 3
+
+    def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
+        if step.round_index == self.round:
+            happen("value")
+        return super().evaluate(step, examples, batch_size)
