@@ -25,7 +25,7 @@ from raydfl.metrics import summarise
 from raydfl.pool import Pool
 from raydfl.private import PrivateIndex, PrivateRef
 from raydfl.remote.mirror import Mirror
-from raydfl.store import RunStore
+from raydfl.store import RunStore, as_stored
 from raydfl.telemetry import TIMELINE, Watch
 from raydfl.tensors import FlatTensors
 from raydfl.types import Client, Metrics, ModelSpec, Ratio, State, Task, Update
@@ -127,7 +127,7 @@ class Federation:
             raise ConfigError(
                 f"method {self.config.method['name']!r} starts with no tensors at all: its shared() keeps everything private"
             )
-        return state
+        return as_stored(state)
 
     def _choose_width(self) -> int:
         setting = self.config.train.together
@@ -197,6 +197,7 @@ class Federation:
         state, metrics = self.method.aggregate(self.state, updates, rng)
         for _ in updates:
             pass  # a rule need not look at every update, but every client's result counts
+        state = as_stored(state)
         aggregated = time.perf_counter()
         self._check_failed(report, report.rejected, len(orders))
         self._move(moved)  # only now: of a round that fails nothing counts
