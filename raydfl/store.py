@@ -311,7 +311,8 @@ def _storable(value: object, key: object, name: object) -> Tensor:
         raise ConfigError(
             f"{where} is a {value.layout} tensor of {value.dtype}, which a commit cannot hold; use float32"
         )
-    return value.detach().cpu().contiguous()
+    plain = type(value) is Tensor and not value.requires_grad
+    return (value if plain else value.detach()).cpu().contiguous()
 
 
 @functools.cache
@@ -331,7 +332,9 @@ def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
         plain = dict(pairs)
         if len(plain) < len(pairs):
             twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-            raise ConfigError(f"the method's State.extra has the key {twice!r} twice: as a text, and as what it is of")
+            raise ConfigError(
+                f"the method's State.extra has a dict with the key {twice!r} twice, as a text and as a number; all its keys become texts"
+            )
         return plain
 
     try:

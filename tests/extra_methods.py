@@ -140,7 +140,8 @@ class Twins(Method):
         new, report = super().aggregate(state, updates, rng)
         for tensor in new.tensors["start"].values():
             tensor += len(state.extra["rounds"])
-        return dataclasses.replace(new, extra={"rounds": {**state.extra["rounds"], 1: [repr(state.extra)]}}), report
+        done = state.extra["rounds"]
+        return dataclasses.replace(new, extra={"rounds": {**done, len(done) + 1: (repr(done),)}}), report
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -145,7 +145,7 @@ def test_a_state_as_stored_is_what_a_commit_gives_back(tmp_path: Path, extra: di
         (State(0, {}, {"a": [{"n": np.int64(3)}]}), r"State.extra\['a'\]\[0\]\['n'\] is of type int64"),
         (State(0, {}, {"a": {(1, 2): 3}}), r"State.extra\['a'\] has the key \(1, 2\) of type tuple"),
         (State(0, {}, {"t": torch.ones(1)}), r"State.extra\['t'\] is of type Tensor.*tensors go into State.tensors"),
-        (State(0, {}, {"a": {1: 2, "1": 3}}), "State.extra has the key '1' twice"),
+        (State(0, {}, {"a": {1: 2, "1": 3}}), "State.extra has a dict with the key '1' twice"),
         (State(0, {}, {"loop": LOOP}), "State.extra cannot be stored: Circular reference"),
         (State(0, {"global": {"lr": 0.1}}), r"State.tensors\['global'\]\['lr'\] is a float, not a tensor"),  # type: ignore[dict-item]
         (State(0, {3: {"w": torch.ones(1)}}), r"State.tensors\[3\]\['w'\]: the keys and names .* are texts"),  # type: ignore[dict-item]
