@@ -333,7 +333,8 @@ def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
         if len(plain) < len(pairs):
             twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
             raise ConfigError(
-                f"the method's State.extra has a dict with the key {twice!r} twice, as a text and as a number; all its keys become texts"
+                f"the method's State.extra has a dict with the key {twice!r} twice, as a text and as something else; all keys "
+                f"become texts"
             )
         return plain
 

@@ -197,23 +197,18 @@ def test_a_method_of_a_script_cannot_be_found_by_the_server_actor(tiny: Tiny, mo
         run(tiny(own, "run.name=with-ray", "ray.actors=1"))
 
 
-class Unmade:
-    """An actor whose constructor raises."""
-
-    def __init__(self, *_: object) -> None:
-        raise ModuleNotFoundError("No module named 'librosa'")
-
-    def open(self) -> None: ...
-
-    def close(self) -> None: ...
+class OfThisFile(ServerActor):
+    """A server whose process cannot import it: the folder of this file is not on its path."""
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_a_server_that_cannot_be_made_says_why(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For instance because the node's raydfl is another one."""
-    monkeypatch.setattr(runs, "ServerActor", Unmade)
-    with pytest.raises(ResourcesError, match="the server actor cannot start: .*No module named 'librosa'; every node"):
+    """It is not the loss of an actor that ran out of memory."""
+    monkeypatch.setattr(runs, "ServerActor", OfThisFile)
+    with pytest.raises(
+        ResourcesError, match=f"the server actor cannot start: .*No module named '{__name__}'; every node"
+    ):
         run(tiny("ray.actors=1"))
 
 
