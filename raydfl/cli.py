@@ -209,8 +209,9 @@ def replay_command(
     console.print(f"round {replayed.round}, phase {replayed.phase!r}", markup=False)
     for name, value in replayed.metrics.items():
         console.print(f"{name}: {value:.6g}", markup=False)
-    if replayed.update is None:
+    if replayed.rejected:
         console.print(f"the update was rejected: {replayed.rejected}", markup=False)
+    if replayed.update is None:
         return
     table = Table("tensor", "shape", "norm", "change")
     for name, tensor in replayed.update.tensors.items():

@@ -104,13 +104,13 @@ class ClientActor:
             kind: of this actor.
             site: at a site, what it needs to know of the run.
         """
-        settings = Config.model_validate(config)
         folder = Path(run_dir)
         self._one_at_a_time = threading.Lock()
         # The thread that waits for the lock shall get the interpreter when it gets the lock.
         sys.setswitchinterval(5e-4)
         self._failed: RaydflError | None = None  # what a constructor raises would reach the driver without its type
         try:
+            settings = Config.model_validate(config)
             device = choose_device(kind.gpus)
             if site is None:
                 check_visible(folder)
@@ -125,7 +125,7 @@ class ClientActor:
         """Answers once the actor has started: the id of its node.
 
         Raises:
-            RaydflError: the run's folder, or its data at this site, cannot be opened.
+            RaydflError: the run's folder, its data at this site, or what the configuration names cannot be opened.
         """
         if self._failed is not None:
             raise self._failed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,11 +26,12 @@ from raydfl.metrics import summarise
 from raydfl.pool import Pool
 from raydfl.private import PrivateIndex, PrivateRef
 from raydfl.remote.mirror import Mirror
-from raydfl.store import RunStore
+from raydfl.store import RunStore, as_stored
 from raydfl.telemetry import TIMELINE, Watch
 from raydfl.tensors import FlatTensors
 from raydfl.types import Client, Metrics, ModelSpec, Ratio, State, Task, Update
-from raydfl.worker import SERVER, TRIGGERED, Measurement, Order, Result, build_models
+from raydfl.validation import Kinds, UpdateChecker, kinds_of, overflown
+from raydfl.worker import SERVER, TRIGGERED, Measurement, Order, Result, build_models, reason_of
 
 _SLACK = 64 << 20
 """Bytes of superseded private state that are not worth moving anything."""
@@ -127,7 +129,7 @@ class Federation:
             raise ConfigError(
                 f"method {self.config.method['name']!r} starts with no tensors at all: its shared() keeps everything private"
             )
-        return state
+        return as_stored(state)
 
     def _choose_width(self) -> int:
         setting = self.config.train.together
@@ -187,8 +189,9 @@ class Federation:
         self._begin_commit()
         rng = seeds.generator(self.config.run.seed, self.state.round_index, "", "aggregate")
         moved: dict[int, PrivateRef] = {}
+        sizes: dict[str, float] = {}
         updates = self._attackers.sent(
-            self._updates(orders, results, report, moved),
+            self._updates(orders, results, report, moved, sizes),
             {order.task.client_id: order.cost for order in orders},
             frozenset(order.task.client_id for order in orders if order.attacking),
             self.state.tensors,
@@ -197,8 +200,10 @@ class Federation:
         state, metrics = self.method.aggregate(self.state, updates, rng)
         for _ in updates:
             pass  # a rule need not look at every update, but every client's result counts
+        state = as_stored(state)
         aggregated = time.perf_counter()
         self._check_failed(report, report.rejected, len(orders))
+        self._check_overflow(report.round, state, sizes, [o.task.client_id for o in orders if o.attacking])
         self._move(moved)  # only now: of a round that fails nothing counts
         self.state = dataclasses.replace(state, round_index=report.round)
         self._record(report, "", metrics)
@@ -244,27 +249,38 @@ class Federation:
         results: Iterator[Result],
         report: RoundReport,
         moved: dict[int, PrivateRef],
+        sizes: dict[str, float],
     ) -> Iterator[Update]:
         """Updates one after another in client order, whatever the order of arrival; what else came with them is recorded.
 
         Args:
             moved: gets the new places of clients' private state.
+            sizes: gets the largest magnitude that each client sent.
         """
         trained: dict[str, Metrics] = {}
         fit_seconds = 0.0
         vectorised = 0
-        for result in in_order(results, len(orders)):
+        ordered = in_order(results, len(orders))
+        held = _until_three_updates(ordered)
+        first = [(result.update, result.measured["train"]) for result in held if result.update is not None]
+        checker = UpdateChecker(self.state.tensors, self.method.may_send, first)
+        for result in itertools.chain(held, ordered):
             report.clients += 1
             report.bytes_down += result.bytes_down
             report.bytes_up += result.bytes_up
             fit_seconds += result.seconds
             vectorised += result.together > 1
             report.apart = report.apart or result.apart
-            if result.private is not None and result.private != orders[result.position].private:
-                moved[self.clients.index_of(result.client_id)] = result.private
             if result.update is None:
                 report.rejected[result.client_id] = result.rejected
                 continue
+            misfit = checker.misfit(result.update, result.measured["train"])
+            if misfit:
+                report.rejected[result.client_id] = self._left_out(report.round, result.client_id, misfit)
+                continue
+            if result.private is not None and result.private != orders[result.position].private:
+                moved[self.clients.index_of(result.client_id)] = result.private
+            sizes[result.client_id] = result.largest
             if result.cut is not None:
                 report.cut[result.client_id] = result.cut
             trained[result.client_id] = result.measured["train"]
@@ -298,6 +314,41 @@ class Federation:
             self._record(report, "", {"attackers": Ratio(len(attacking), 1)})
             for client_id in attacking:
                 self._record(report, client_id, {"attacker": Ratio(1, 1)})
+
+    def _left_out(self, round_index: int, client: str, misfit: str) -> str:
+        """Return the reason for which a client is left out whose work does not fit.
+
+        Raises:
+            ClientError: clients are not to be left out.
+        """
+        text = f"round {round_index}, client {client!r}: {misfit}"
+        if self.config.run.on_error == "stop":
+            raise ClientError(text)
+        return reason_of(f"error: {text}")
+
+    def _check_overflow(
+        self, round_index: int, state: State, sizes: Mapping[str, float], attackers: Sequence[str]
+    ) -> None:
+        """Refuse a state that has overflowed: what clients send is finite, but not every sum or square of it.
+
+        Raises:
+            ClientError: names the tensors and the client that sent the largest number.
+        """
+        lost = overflown(state.tensors, self.state.tensors)
+        if not lost:
+            return
+        names = ", ".join(f"{name!r} of {key!r}" for key, name in lost[:3]) + (" ..." if len(lost) > 3 else "")
+        sent = ""
+        if sizes:
+            client = max(sizes, key=lambda name: sizes[name])
+            sent = f"; the largest number that a client computed is {sizes[client]:.3g}, of client {client!r}"
+        if attackers:
+            sent += f"; attackers: {', '.join(map(repr, attackers[:5]))}{' ...' if len(attackers) > 5 else ''}"
+        raise ClientError(
+            f"round {round_index}: the aggregated state is not finite: {names}{sent}; the last commit counts. Take a rule that "
+            f"limits a client's influence (method.rule=median), lower train.optimiser.lr or set train.optimiser.clip_norm, and "
+            f"start afresh"
+        )
 
     def _note(self, round_index: int, phase: str, metric: str, notes: Mapping[str, str]) -> None:
         """What befell single clients."""
@@ -344,25 +395,35 @@ class Federation:
         server: dict[str, list[Metrics]] = {}
         clients: dict[str, dict[str, Metrics]] = {}
         needed = {key for order in orders for key in order.task.receive}
-        results = in_order(self.pool.run(orders, self.broadcast(needed)), len(orders)) if orders else iter(())
-        for result in results:
-            if result.rejected:
-                report.unmeasured[result.client_id] = result.rejected
+        # All at once: they are metrics and no tensors.
+        results = list(in_order(self.pool.run(orders, self.broadcast(needed)), len(orders))) if orders else []
+        from_server, from_clients = results[:server_positions], results[server_positions:]
+        kinds = Kinds()
+        for result in from_server:
+            prefix = prefixes[result.position]
+            misfit = kinds.misfit(_kinds(result, prefix))
+            if misfit:
+                raise ClientError(f"round {report.round}, the evaluation on the server's data: {misfit}")
             for split, metrics in result.measured.items():
-                if result.position < server_positions:
-                    prefix = prefixes[result.position]
-                    server.setdefault(split, []).append({prefix + name: value for name, value in metrics.items()})
-                else:
-                    clients.setdefault(split, {})[result.client_id] = metrics
+                server.setdefault(split, []).append({prefix + name: value for name, value in metrics.items()})
+        kinds = Kinds([_kinds(result) for result in from_clients if result.measured][:3])
+        for result in from_clients:
+            misfit = kinds.misfit(_kinds(result))
+            if misfit or result.rejected:
+                reason = result.rejected or self._left_out(report.round, result.client_id, misfit)
+                report.unmeasured[result.client_id] = reason
+                continue
+            for split, metrics in result.measured.items():
+                clients.setdefault(split, {})[result.client_id] = metrics
         self._check_failed(report, report.unmeasured, len(orders) - server_positions)
         self._note(report.round, "evaluate", "failed", report.unmeasured)
         rows: list[record.Row] = []
         for split, parts in server.items():
             pooled = pool_metrics(parts)
             rows += record.rows_from_metrics(report.round, "evaluate", "", split, {**pooled, **summarise(pooled)})
-        for split, measured in clients.items():
-            rows += record.rows_from_clients(report.round, "evaluate", split, measured)
-        report.scores = {f"{row.split} {row.metric}": row.value for row in rows if not row.client and row.array is None}
+        for split, of_clients in clients.items():
+            rows += record.rows_from_clients(report.round, "evaluate", split, of_clients)
+        report.scores = record.scores(rows)
         self._rows += rows
 
     def _server_orders(self) -> list[Order]:
@@ -514,6 +575,24 @@ def in_order(results: Iterator[Result], count: int) -> Iterator[Result]:
             following += 1
     if following != count:
         raise AssertionError(f"the pool returned {following} of {count} results")
+
+
+def _until_three_updates(results: Iterator[Result]) -> list[Result]:
+    """Take results until three of them have an update, or there are no more."""
+    taken: list[Result] = []
+    updates = 0
+    while updates < 3 and (result := next(results, None)) is not None:
+        taken.append(result)
+        updates += result.update is not None
+    return taken
+
+
+def _kinds(result: Result, prefix: str = "") -> dict[str, str]:
+    """Return what kind each of an evaluation's metrics is of."""
+    kinds: dict[str, str] = {}
+    for split, metrics in result.measured.items():
+        kinds |= kinds_of(metrics, f"{split} {prefix}")
+    return kinds
 
 
 def _by_client(tasks: Sequence[Task]) -> Sequence[Task]:

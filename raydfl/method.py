@@ -61,6 +61,13 @@ class Method:
         """Whether the tensor of that flat name may leave the client. What may not is kept for the client between rounds."""
         return True
 
+    def may_send(self, key: str, name: str) -> bool:
+        """Whether clients may send a tensor of that flat name under that key of the state where the server has none.
+
+        What they send besides is refused: else a client could add to the state what it likes.
+        """
+        return False
+
     def init(
         self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
     ) -> State:

@@ -170,7 +170,7 @@ class RayPool:
             except LOST as error:
                 self._failed_starts += 1
                 if getattr(error, "actor_init_failed", False) or self._failed_starts > self._settings.retries:
-                    raise ResourcesError(f"a client actor ended while it started: {_first_line(error)}") from error
+                    raise ResourcesError(f"a client actor ended while it started: {why_ended(error)}") from error
                 self._replace(key)
             else:
                 slot.deadline = math.inf
@@ -269,7 +269,7 @@ class RayPool:
         elif not self._patience.drop_lost or group[0].task.client_id == SERVER:
             raise self._lost_too_often(group[0], times, error) from error
         else:
-            reason = f"lost: its actor was lost {times} times: {type(error).__name__}: {_first_line(error)}"
+            reason = f"lost: its actor was lost {times} times: {type(error).__name__}: {why_ended(error)}"
             yield from _apart(group, waiting, reason)
 
     def _end_silent(
@@ -411,7 +411,7 @@ class RayPool:
     def _lost_too_often(self, order: Order, times: int, error: Exception) -> ResourcesError:
         return ResourcesError(
             f"the actor of client {order.task.client_id!r} was lost {times} times in round {order.round_index + 1}: "
-            f"{type(error).__name__}: {_first_line(error)}; check memory (an out-of-memory kill ends an actor), lower ray.actors "
+            f"{type(error).__name__}: {why_ended(error)}; check memory (an out-of-memory kill ends an actor), lower ray.actors "
             f"or raise ray.retries, then resume the run"
         )
 
@@ -432,7 +432,7 @@ class RayPool:
             raise task_cause(error) from error
         except LOST as error:
             raise ResourcesError(
-                f"a client actor was lost while it was measured how many clients to train together: {_first_line(error)}; "
+                f"a client actor was lost while it was measured how many clients to train together: {why_ended(error)}; "
                 f"check memory, or set train.together to a number"
             ) from error
         return width
@@ -486,6 +486,12 @@ def task_cause(error: RayTaskError) -> BaseException:
     return cause if isinstance(cause, RaydflError) else error
 
 
+def why_ended(error: BaseException) -> str:
+    """Why an actor ended, in one line. One that raised when it was made: what it raised, which comes last."""
+    lines = str(error).strip().splitlines() or [""]
+    return lines[-1 if getattr(error, "actor_init_failed", False) else 0]
+
+
 def _apart(group: list[Order], waiting: list[list[Order]], reason: str) -> Iterator[Result]:
     """A client is left out; of several that were trained together each is tried by itself first, for it may be another's doing."""
     if len(group) > 1:
@@ -497,7 +503,3 @@ def _apart(group: list[Order], waiting: list[list[Order]], reason: str) -> Itera
 
 def _cost(orders: Sequence[Order]) -> float:
     return sum(order.cost for order in orders)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]

@@ -98,6 +98,15 @@ def rows_from_clients(round_index: int, phase: str, split: str, clients: Mapping
     return rows + rows_from_metrics(round_index, phase, "", split, everything)
 
 
+def scores(rows: Iterable[Row]) -> dict[str, float]:
+    """The pooled numbers of evaluations, ``"test plugin/accuracy" -> 0.81``; of several rounds the last one's."""
+    return {
+        f"{row.split} {row.metric}": row.value
+        for row in rows
+        if row.phase == "evaluate" and not row.client and row.array is None
+    }
+
+
 def to_table(rows: Iterable[Row]) -> pa.Table:
     """Rows as an Arrow table with :data:`SCHEMA`."""
     rows = list(rows)

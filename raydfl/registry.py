@@ -113,7 +113,8 @@ def load_object(reference: str) -> Any:
     """What ``file.py:Name`` or ``module:Name`` points to.
 
     Raises:
-        ConfigError: the file, the module or the name does not exist, or importing it fails.
+        ConfigError: the file, the module or the name does not exist (in this process, where it is ``__main__``), or importing it
+            fails.
     """
     place, _, name = reference.rpartition(":")
     try:
@@ -129,6 +130,11 @@ def load_object(reference: str) -> Any:
     except Exception as error:  # whatever a user's module does at import
         raise ConfigError(f"{reference!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not hasattr(module, name):
+        if place == "__main__":
+            raise ConfigError(
+                f"{reference!r}: what a script defines is not to be found by other processes, in which the server and the clients "
+                f"are; put {name} into a file of its own and name it FILE.py:{name}, or set ray.actors=0 in that script"
+            )
         public = [n for n in vars(module) if not n.startswith("_")]
         raise ConfigError(f"{reference!r}: {place} has no {name!r}; {nearest(name, public)}")
     return getattr(module, name)

@@ -19,6 +19,7 @@ from raydfl.sites import workers_here
 from raydfl.store import RunStore
 from raydfl.tensors import FlatTensors
 from raydfl.types import Client, Update
+from raydfl.validation import UpdateChecker
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +97,15 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
             with contextlib.closing(strict):
                 result = next(each for each in strict.run(group, received) if each.position == order.position)
             measured = result.measured.get("train", {})
+            checker, misfit = UpdateChecker(federation.state.tensors, federation.method.may_send), ""
+            if result.update is not None:
+                misfit = checker.misfit(result.update, measured)
             return Replayed(
                 client=federation.clients.by_id(client_id),
                 round=round_number,
                 phase=order.task.phase,
                 update=None if result.update is None else dataclasses.replace(result.update),
-                rejected=result.rejected,
+                rejected=result.rejected or misfit,
                 received=received,
                 metrics={name: ratio.value for name, ratio in measured.items() if hasattr(ratio, "value")},
             )

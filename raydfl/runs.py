@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import pyarrow.compute as pc
 import ray
-from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -29,7 +29,7 @@ from raydfl.files import write_durably
 from raydfl.metrics import SHOWN, base_name
 from raydfl.nodes import NodeWatch, check_resources
 from raydfl.progress import FinishSummary, Progress, RoundSummary
-from raydfl.ray_pool import LOST, task_cause
+from raydfl.ray_pool import LOST, task_cause, why_ended
 from raydfl.remote.mirror import local_run, local_runs, mirror_of
 from raydfl.remote.place import is_uri, parted
 from raydfl.report import write_report
@@ -139,13 +139,17 @@ class _Local:
         return self._server.round_index, self._server.warnings
 
     def rounds(self, round_index: int, until: int) -> list[RoundReport] | None:
-        return [self._server.round()]
+        return self._server.rounds(until, seconds=0.0)
 
     def finish(self, round_index: int) -> RoundReport | None:
         return self._server.finish()
 
     def close(self) -> None:
         self._server.close()
+
+
+class _ServerLostError(Exception):
+    """The server ended before it answered; Ray starts it again."""
 
 
 class _Actor:
@@ -171,22 +175,32 @@ class _Actor:
         self._lost = 0
 
     def _get(self, reference: Any) -> Any:
+        """What the server returned, or raised.
+
+        Raises:
+            _ServerLostError: it was lost before it answered.
+        """
         while not ray.wait([reference], timeout=1.0)[0]:
             self._watch.look()
         self._watch.look()
         try:
             return ray.get(reference)
-        except RayTaskError as error:
+        except RayTaskError as error:  # first: where its cause is a loss of something else, it is of both kinds
             raise task_cause(error) from error
+        except LOST as error:
+            self._note_loss(error)
+            raise _ServerLostError from error
+        except RayError as error:  # its environment cannot be made, its node has gone ...
+            raise ResourcesError(
+                f"the server actor cannot be reached: {type(error).__name__}: {why_ended(error)}; resume the run when it can"
+            ) from error
 
     def open(self) -> tuple[int, list[str]]:
         """Where the server stands; also after a restart, which may take a moment."""
         while True:
-            try:
+            with contextlib.suppress(_ServerLostError):
                 stand: tuple[int, list[str]] = self._get(self._actor.open.remote())
                 return stand
-            except LOST as error:
-                self._note_loss(error)
 
     def rounds(self, round_index: int, until: int) -> list[RoundReport] | None:
         """One more round, or several short ones up to ``until``; ``None`` when the server was lost and stands elsewhere now."""
@@ -202,18 +216,19 @@ class _Actor:
         """What the server returned; ``None``: see :meth:`rounds`."""
         try:
             return self._get(reference)
-        except LOST as error:
-            self._note_loss(error)
-            return None
-        except ElsewhereError:
+        except (_ServerLostError, ElsewhereError):
             return None
 
     def _note_loss(self, error: Exception) -> None:
         self._lost += 1
-        first = (str(error).strip().splitlines() or [""])[0]
+        if getattr(error, "actor_init_failed", False):
+            raise ResourcesError(
+                f"the server actor cannot start: {why_ended(error)}; every node needs the same raydfl, and what the run's "
+                f"files import"
+            ) from error
         if self._lost > 5 * self._RESTARTS or "ActorDied" in type(error).__name__:
             raise ResourcesError(
-                f"the server actor was lost and could not be restarted: {type(error).__name__}: {first}; "
+                f"the server actor was lost and could not be restarted: {type(error).__name__}: {why_ended(error)}; "
                 f"check memory, then resume the run"
             ) from error
         if self._lost == 1:
@@ -393,6 +408,12 @@ def _rounds(
     progress.start(total, round_index, run_dir.name)
     scores: dict[str, float] = {}
     shown = round_index
+
+    def recorded(rows: Sequence[record.Row]) -> None:
+        """What has become durable, by whatever way it is learned."""
+        tracker.log_rows(rows)
+        scores.update(record.scores(rows))
+
     with StopSignals(progress, "stopping after this round") as stop:
         told = False
         while True:
@@ -405,12 +426,11 @@ def _rounds(
                 reports = server.rounds(round_index, min(total, (round_index // every + 1) * every))
             if reports is None:  # the server was lost: rounds it had committed are read back, others are done again
                 round_index, _ = server.open()
-                rows = record.to_rows(record.read_rows(run_dir, round_index, where=pc.field("client") == ""))
-                tracker.log_rows(rows)
+                recorded(record.to_rows(record.read_rows(run_dir, round_index, where=pc.field("client") == "")))
                 continue
             for report in reports:
                 if report.rows:
-                    tracker.log_rows(report.rows)
+                    recorded(report.rows)
                 if report.apart and not told:
                     told = True
                     progress.message(f"clients are trained one after another, not together: {report.apart}")
@@ -418,7 +438,6 @@ def _rounds(
                 break
             for report in reports:
                 round_index = report.round
-                scores.update(report.scores)
                 if round_index > shown:
                     shown = round_index
                     progress.round(_summary(report, total))

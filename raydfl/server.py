@@ -6,6 +6,7 @@ import contextlib
 import functools
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,28 @@ class Server:
             if mirror is not None:
                 self._federation.copy_to(mirror)
             self._opened = opened.pop_all()
-            self._failed: RaydflError | None = None
+            self._failed: Exception | None = None
+
+    @contextlib.contextmanager
+    def _sound(self) -> Iterator[Federation]:
+        """The federation, as long as nothing has failed: after that it may be in the midst of a round, which must not count.
+
+        Raises:
+            Exception: what has failed inside, now or before.
+        """
+        if self._failed is not None:
+            raise self._failed
+        try:
+            yield self._federation
+        except Exception as error:
+            self._failed = error
+            raise
 
     @property
     def round_index(self) -> int:
         """Rounds completed."""
-        return self._federation.state.round_index
+        with self._sound() as federation:
+            return federation.state.round_index
 
     @property
     def warnings(self) -> list[str]:
@@ -73,7 +90,7 @@ class Server:
         return self._federation.warnings
 
     def round(self) -> RoundReport:
-        """Federation.round."""
+        """Federation.round. One that fails may be asked for again, where it is not :meth:`rounds` that the server is asked for."""
         return self._federation.round()
 
     def rounds(self, until: int, seconds: float) -> list[RoundReport]:
@@ -84,18 +101,16 @@ class Server:
             seconds: for all of them together.
 
         Raises:
-            ClientError: as Federation.round, of the first round; where a later one fails, those before it are returned, and
-                the next call raises.
+            Exception: as Federation.round, of the first round; where a later one fails, those before it are returned, and whatever
+                is asked for next raises.
         """
-        if self._failed is not None:
-            raise self._failed
         started = time.perf_counter()
         reports: list[RoundReport] = []
         while True:
             try:
-                reports.append(self._federation.round())
-            except RaydflError as error:
-                self._failed = error
+                with self._sound() as federation:
+                    reports.append(federation.round())
+            except Exception:
                 if not reports:
                     raise
                 return reports
@@ -106,7 +121,8 @@ class Server:
     def finish(self) -> RoundReport:
         """Commit what is not committed yet and wait until it is on the disk; the report holds the rows."""
         report = RoundReport(self.round_index)
-        self._federation.finish(report)
+        with self._sound() as federation:
+            federation.finish(report)
         return report
 
     def close(self) -> None:
@@ -118,20 +134,21 @@ class ServerActor:
     """The server as an actor. Ray restarts it when its process is lost; it then goes on from the last commit."""
 
     def __init__(self, run_dir: str, config: dict[str, Any]) -> None:
-        import torch
-
-        hide_gpus()
-        self._run_dir, self._config = Path(run_dir), Config.model_validate(config)
-        torch.set_num_threads(self._config.ray.threads)
-        sys.setswitchinterval(5e-4)  # the thread that commits shall not keep clients waiting
+        # What is raised here reaches the driver without its type, as the loss of an actor: all that may fail is left to _open.
+        self._run_dir, self._config = Path(run_dir), config
         self._server: Server | None = None
-        # A method of the user's own is called by its class alone: tags are seen by whoever reaches the node's metrics.
-        self._metrics = RayMetrics(self._run_dir.name, self._config.method["name"].rpartition("/")[2])
 
     def _open(self) -> Server:
-        # Not in __init__: what that raises reaches the driver without its type.
         if self._server is None:
-            self._server = Server(self._run_dir, self._config)
+            import torch
+
+            hide_gpus()
+            config = Config.model_validate(self._config)
+            torch.set_num_threads(config.ray.threads)
+            sys.setswitchinterval(5e-4)  # the thread that commits shall not keep clients waiting
+            # A method of the user's own is called by its class alone: tags are seen by whoever reaches the node's metrics.
+            self._metrics = RayMetrics(self._run_dir.name, config.method["name"].rpartition("/")[2])
+            self._server = Server(self._run_dir, config)
         return self._server
 
     def open(self) -> tuple[int, list[str]]:
@@ -161,8 +178,9 @@ class ServerActor:
         Raises:
             ElsewhereError: it stands elsewhere, because it was restarted from a commit.
         """
+        server = self._at(round_index)
         self._metrics.flush()
-        return self._at(round_index).finish()
+        return server.finish()
 
     def close(self) -> None:
         """End the client actors and unlock the run directory."""

@@ -19,13 +19,14 @@ commit that refers to it is: what a commit costs depends on what was trained sin
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import os
 import re
 import time
 import zlib
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -33,8 +34,9 @@ from typing import IO, Any
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
-from raydfl.errors import RunDirectoryError
+from raydfl.errors import ConfigError, RunDirectoryError
 from raydfl.files import plain_name, write_durably
 from raydfl.private import PrivateIndex, PrivateStore, Records, site_of
 from raydfl.types import State
@@ -278,6 +280,94 @@ class RunStore:
 
 def _round_of(name: str) -> int:
     return int(name.partition("-")[0])
+
+
+def as_stored(state: State) -> State:
+    """A state as it will be read back from a commit, so that a run which goes on sees what one that is resumed sees.
+
+    Its ``extra`` is what JSON makes of it (tuples are lists, all keys texts); no two tensors lie in the same memory.
+
+    Raises:
+        ConfigError: something in it cannot be stored; says what and where.
+    """
+    groups: dict[str, dict[str, Tensor]] = {}
+    for key, group in state.tensors.items():
+        groups[key] = {name: _storable(value, key, name) for name, value in group.items()}
+    ends = 0
+    lying = [(value.data_ptr(), key, name) for key, group in groups.items() for name, value in group.items()]
+    for start, key, name in sorted(lying):
+        if start < ends:
+            groups[key][name] = groups[key][name].clone()
+        ends = max(ends, start + groups[key][name].nbytes)
+    return State(state.round_index, groups, _plain(state.extra))
+
+
+def _storable(value: object, key: object, name: object) -> Tensor:
+    """A tensor of a state as it is stored."""
+    where = f"the method's State.tensors[{key!r}][{name!r}]"
+    if not (isinstance(key, str) and isinstance(name, str)):
+        raise ConfigError(f"{where}: the keys and names of a state's tensors are texts")
+    if not isinstance(value, Tensor):
+        raise ConfigError(
+            f"{where} is a {type(value).__name__}, not a tensor; small facts that JSON can hold go into State.extra"
+        )
+    if value.layout is not torch.strided or not _has_a_format(value.dtype):
+        raise ConfigError(
+            f"{where} is a {value.layout} tensor of {value.dtype}, which a commit cannot hold; use float32"
+        )
+    plain = type(value) is Tensor and not value.requires_grad
+    return (value if plain else value.detach()).cpu().contiguous()
+
+
+@functools.cache
+def _has_a_format(dtype: torch.dtype) -> bool:
+    """Whether safetensors can hold it."""
+    try:
+        safetensors.torch.save({"": torch.empty(0, dtype=dtype)})
+    except (SafetensorError, KeyError, RuntimeError, ValueError, TypeError):
+        return False
+    return True
+
+
+def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What JSON makes of ``State.extra``."""
+
+    def of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        plain = dict(pairs)
+        if len(plain) < len(pairs):
+            twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+            raise ConfigError(
+                f"the method's State.extra has a dict with the key {twice!r} twice, as a text and as something else; all keys "
+                f"become texts"
+            )
+        return plain
+
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(dict(extra)), object_pairs_hook=of_pairs)
+    except (TypeError, ValueError, RecursionError) as error:
+        found = _unstorable(extra, "") if isinstance(error, TypeError) else None
+        place, what = found or ("", f"cannot be stored: {error}")
+        raise ConfigError(
+            f"the method's State.extra{place} {what}; it holds what JSON can: texts, numbers of Python, lists and dicts of them; "
+            f"tensors go into State.tensors"
+        ) from error
+    return plain
+
+
+def _unstorable(value: Any, place: str) -> tuple[str, str] | None:
+    """Where JSON cannot hold a value, and why."""
+    items: Iterable[tuple[object, object]] = ()
+    if isinstance(value, dict) or not place:
+        wrong = [key for key in value if not isinstance(key, (str, int, float, bool, type(None)))]
+        if wrong:
+            return place, f"has the key {wrong[0]!r} of type {type(wrong[0]).__name__}"
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    elif not isinstance(value, (str, int, float, bool, type(None))):
+        return place, f"is of type {type(value).__name__}"
+    found = (_unstorable(inner, f"{place}[{key!r}]") for key, inner in items)
+    return next(filter(None, found), None)
 
 
 def _encode(state: State, private: PrivateIndex, together: int) -> bytes:

@@ -6,13 +6,15 @@ network for each combination of architectures and re-loads it in place.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import math
 import shlex
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +39,7 @@ from raydfl.step import Step
 from raydfl.telemetry import Span
 from raydfl.tensors import FlatTensors, OwnTensors
 from raydfl.types import Client, Metrics, ModelSpec, Task, Update
+from raydfl.validation import check_form, check_weights, checked_metrics
 from raydfl.width import best_width, remembered
 
 SERVER = ""
@@ -47,6 +50,12 @@ TRIGGERED = "triggered"
 
 _REASON = 500
 """Characters that are kept of why a client was left out."""
+
+
+def reason_of(text: str) -> str:
+    """Return why a client was left out as it is recorded, in one line."""
+    return " ".join(text.split())[:_REASON]
+
 
 KEPT_MODEL, KEPT_STATE = "model:", "state:"
 """Prefixes in a private record: tensors of models that are not shared, and what the method keeps in step.state."""
@@ -97,6 +106,8 @@ class Result:
     client_id: str
     update: Update | None = None
     """``None`` for an evaluation, and for an update that was rejected."""
+    largest: float = 0.0
+    """The largest magnitude in the update."""
     rejected: str = ""
     """Why the client was left out, beginning with what kind of failure it was: ``"not finite: ..."``, ``"error: ..."``,
     ``"late: ..."`` or ``"lost: ..."``; empty when it was not."""
@@ -140,6 +151,25 @@ def _named(error: Exception) -> str:
     """An exception with the place that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} (at {frame.filename}:{frame.lineno})"
+
+
+@contextlib.contextmanager
+def _malformed(order: Order) -> Iterator[None]:
+    """Turn what a check finds wrong with something that a method's code has made into a failure of that code."""
+    try:
+        yield
+    except RaydflError as error:
+        raise ClientError(f"round {_round_of(order)}, {error}") from None
+
+
+def _subject(order: Order) -> str:
+    """Whom an order is about, for a message."""
+    return f"client {order.task.client_id!r}" if order.task.client_id else "the evaluation on the server's data"
+
+
+def _round_of(order: Order) -> int:
+    """The round of an order, as printed; what is measured is the state after a round."""
+    return order.round_index + (order.measure is None)
 
 
 def seed_torch(seed: int, device: torch.device) -> None:
@@ -263,7 +293,7 @@ class Worker:
         return Result(
             order.position,
             order.task.client_id,
-            rejected=" ".join(reason.split())[:_REASON],
+            rejected=reason_of(reason),
             private=order.private,
             bytes_down=sent,
         )
@@ -304,9 +334,8 @@ class Worker:
 
     def _describe(self, order: Order, error: Exception) -> str:
         task = order.task
-        who = f"client {task.client_id!r}" if task.client_id else "the evaluation on the server's data"
-        round_ = order.round_index + (order.measure is None)  # what is measured is the state after a round
-        text = f"{who} failed in round {round_}, phase {task.phase!r}: {_named(error)}"
+        round_ = _round_of(order)
+        text = f"{_subject(order)} failed in round {round_}, phase {task.phase!r}: {_named(error)}"
         if task.client_id and order.measure is None:
             client = shlex.quote(task.client_id)
             text += (
@@ -372,6 +401,9 @@ class Worker:
         step.clock.start()
         attack = self.attack if order.attacking else None
         update = self.method.local(step) if attack is None else attack.local(self.method, step)
+        with _malformed(order):
+            check_form(update, _subject(order))
+            metrics = checked_metrics(update.metrics, _subject(order))
         hidden = [name for name in update.tensors if not self.method.shared(name)]
         if hidden:
             raise ClientError(
@@ -379,6 +411,7 @@ class Worker:
                 f"keeps private: {', '.join(hidden[:5])}; leave them out of step.update(tensors=...)"
             )
         flat = FlatTensors.of(update.tensors)
+        update = dataclasses.replace(update, tensors=flat, client_id=step.client.id, metrics={})
         result = Result(
             order.position,
             step.client.id,
@@ -388,16 +421,20 @@ class Worker:
             apart=step.apart,
             cut=step.clock.steps if step.clock.cut else None,
         )
-        if not np.isfinite(flat.vector).all():
+        lowest, highest = float(flat.vector.min(initial=0)), float(flat.vector.max(initial=0))  # a NaN is both
+        if not (math.isfinite(lowest) and math.isfinite(highest)):
             bad = [name for name, tensor in flat.items() if not bool(torch.isfinite(tensor).all())]
             return dataclasses.replace(
                 result, rejected=f"not finite: {', '.join(bad[:3])}{' ...' if len(bad) > 3 else ''}"
             )
+        with _malformed(order):
+            check_weights(update, flat.layout)
         weights = update.weight.values() if isinstance(update.weight, Mapping) else ()
         return dataclasses.replace(
             result,
-            update=dataclasses.replace(update, tensors=flat, client_id=step.client.id, metrics={}),
-            measured={"train": update.metrics},
+            update=update,
+            largest=max(-lowest, highest),
+            measured={"train": metrics},
             private=self._keep(order, step),
             bytes_up=flat.vector.nbytes + sum(w.nbytes if isinstance(w, Tensor) else 8 for w in weights),
         )
@@ -416,7 +453,9 @@ class Worker:
             step.models = {name: models[name] for name in measurement.models if name in models}
             examples = self._examples(step, measurement)
             if len(examples) and step.models:
-                metrics = self.method.evaluate(step, examples, self.config.evaluate.batch_size)
+                found = self.method.evaluate(step, examples, self.config.evaluate.batch_size)
+                with _malformed(order):
+                    metrics = checked_metrics(found, _subject(order))
                 if measurement.split == TRIGGERED and self.attack is not None:
                     metrics = attack_success(metrics, self.attack.target_class(self.population.classes))
                 measured[measurement.split] = metrics

@@ -127,6 +127,24 @@ class Diverging(Method):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Twins(Method):
+    """Begins with one set of tensors under two keys, and counts in an ``extra`` that JSON changes."""
+
+    def init(
+        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
+    ) -> State:
+        first = super().init(clients, models, rng).tensors["global"]
+        return State(0, {"global": first, "start": first}, {"rounds": {1: ("first",)}})
+
+    def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
+        new, report = super().aggregate(state, updates, rng)
+        for tensor in new.tensors["start"].values():
+            tensor += len(state.extra["rounds"])
+        done = state.extra["rounds"]
+        return dataclasses.replace(new, extra={"rounds": {**done, len(done) + 1: (repr(done),)}}), report
+
+
+@dataclass(frozen=True, kw_only=True)
 class Forgetful(Method):
     """Asks its state for what is not in it."""
 

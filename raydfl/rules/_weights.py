@@ -54,7 +54,10 @@ def weight_of(
         if not (np.isfinite(elements).all() and (elements >= 0).all()):
             raise RaydflError(f"{what} has elements that are negative or not finite; 0 leaves an element out")
         return elements
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise RaydflError(f"{what} is {value!r:.80}; it has to be a number") from None
     if not 0 <= number < np.inf:
         raise RaydflError(f"{what} is {number}; it has to be finite and not negative, and 0 leaves the client out")
     return number

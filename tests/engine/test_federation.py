@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import finish, same, start, truth
+from helpers import finish, same, start, stop_after, truth
 from safetensors import safe_open
 
 import raydfl.federation
@@ -29,6 +29,7 @@ from raydfl.store import RunStore
 from raydfl.worker import Result
 
 Tiny = Callable[..., Config]
+EXTRA = Path(__file__).parent.parent / "extra_methods.py"
 
 
 def test_architectures_are_drawn_uniformly_and_by_the_seed(tiny: Tiny) -> None:
@@ -207,3 +208,11 @@ def test_ones_own_method_file_may_lie_elsewhere_when_the_run_goes_on(tiny: Tiny,
         digests.add(tiny(f"method.name={path}:Mine").digest())
     assert len(digests) == 1
     assert digests != {tiny().digest()}
+
+
+def test_the_state_is_the_same_in_a_run_that_goes_on_and_in_one_that_is_resumed(tiny: Tiny) -> None:
+    """Tuples, keys that are numbers, and tensors that lie in the same memory: a method sees what a commit makes of them."""
+    own = f"method.name={EXTRA}:Twins"
+    whole = finish(tiny(own, "run.name=whole"))
+    stop_after(tiny(own, "run.name=parts"), 1)
+    same(whole, finish(tiny(own, "run.name=parts")))

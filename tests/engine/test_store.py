@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +16,15 @@ import torch
 
 import raydfl.private
 import raydfl.store
-from raydfl.errors import ResourcesError, RunDirectoryError
+from raydfl.errors import ConfigError, ResourcesError, RunDirectoryError
 from raydfl.files import plain_name, write_durably
 from raydfl.ledger import Ledger
 from raydfl.private import PrivateIndex, PrivateRef, PrivateStore
-from raydfl.store import RunStore
+from raydfl.store import RunStore, as_stored
 from raydfl.types import State
+
+LOOP: list[Any] = []
+LOOP.append(LOOP)
 
 
 def tensors_of(value: float, size: int = 5) -> dict[str, torch.Tensor]:
@@ -99,6 +103,59 @@ def test_commit_and_load_round_trip(tmp_path: Path) -> None:
     for key, tensors in state_of(1).tensors.items():
         for tensor_name, tensor in tensors.items():
             assert torch.equal(commit.state.tensors[key][tensor_name], tensor)
+
+
+EXTRAS: list[dict[Any, Any]] = [
+    {},
+    {"members": {3: (1, 2), 4: ()}, "names": ["a", None, True], 7: 0.1},
+    {"deep": [{"x": {"y": (float("inf"), np.float64(0.25), np.str_("z"))}}]},
+]
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_a_state_as_stored_is_what_a_commit_gives_back(tmp_path: Path, extra: dict[Any, Any]) -> None:
+    whole = torch.arange(12.0)
+    groups = {
+        "a": {"w": whole, "transposed": torch.arange(6.0).view(2, 3).T, "trained": torch.nn.Parameter(torch.ones(2))},
+        "b": {"w": whole, "half of it": whole[4:9], "none of it": whole[3:3], "counts": torch.tensor([1, 2])},
+        "parts": dict(zip("xy", torch.ones(6).split(3), strict=True)),
+    }
+    stored = as_stored(State(4, groups, extra))
+    store = RunStore(tmp_path)
+    back = store.load(store.commit(stored, PrivateIndex())).state
+    assert (back.round_index, back.extra) == (stored.round_index, stored.extra)
+    assert repr(back.extra) == repr(stored.extra)  # 1 is True, and (1,) in a dict is equal to nothing else
+    for key, group in groups.items():
+        assert list(back.tensors[key]) == list(stored.tensors[key]) == list(group)
+        for name, tensor in group.items():
+            for found in (back.tensors[key][name], stored.tensors[key][name]):
+                assert type(found) is torch.Tensor
+                assert (found.dtype, found.requires_grad, found.is_contiguous()) == (tensor.dtype, False, True)
+                assert torch.equal(found, tensor)
+    before = {(key, name): tensor.clone() for key, group in stored.tensors.items() for name, tensor in group.items()}
+    for tensor in stored.tensors["a"].values():
+        tensor.fill_(9)
+    assert all(torch.equal(stored.tensors[key][name], before[key, name]) for key, name in before if key != "a")
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (State(0, {}, {"seen": {1, 2}}), r"State.extra\['seen'\] is of type set; it holds what JSON can"),
+        (State(0, {}, {"a": [{"n": np.int64(3)}]}), r"State.extra\['a'\]\[0\]\['n'\] is of type int64"),
+        (State(0, {}, {"a": {(1, 2): 3}}), r"State.extra\['a'\] has the key \(1, 2\) of type tuple"),
+        (State(0, {}, {"t": torch.ones(1)}), r"State.extra\['t'\] is of type Tensor.*tensors go into State.tensors"),
+        (State(0, {}, {"a": {1: 2, "1": 3}}), "State.extra has a dict with the key '1' twice"),
+        (State(0, {}, {"loop": LOOP}), "State.extra cannot be stored: Circular reference"),
+        (State(0, {"global": {"lr": 0.1}}), r"State.tensors\['global'\]\['lr'\] is a float, not a tensor"),  # type: ignore[dict-item]
+        (State(0, {3: {"w": torch.ones(1)}}), r"State.tensors\[3\]\['w'\]: the keys and names .* are texts"),  # type: ignore[dict-item]
+        (State(0, {"k": {"w": torch.eye(2).to_sparse()}}), r"\['w'\] is a torch.sparse_coo tensor of torch.float32"),
+        (State(0, {"k": {"w": torch.ones(1, dtype=torch.complex128)}}), r"\['w'\] is .* tensor of torch.complex128"),
+    ],
+)
+def test_what_a_commit_cannot_hold_is_refused_with_its_place(state: State, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        as_stored(state)
 
 
 @pytest.fixture

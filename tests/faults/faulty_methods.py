@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from raydfl import Method
 from raydfl.data.examples import Examples
+from raydfl.methods.fedadam import FedAdam
 from raydfl.methods.fedmlac import FedMLAC
 from raydfl.randomness import fit_seed, seed_of_step, step_randomness
 from raydfl.step import Step
@@ -149,3 +152,116 @@ class SlowBatches(Method):
         if step.client.id == self.client:
             time.sleep(self.seconds)
         return super().loss(step, batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CannotMeasureAt(Method):
+    """Raises when the server's model of round ``round`` is measured."""
+
+    round: int = 3
+
+    def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
+        if step.round_index == self.round:
+            happen("value")
+        return super().evaluate(step, examples, batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nonsense(Method):
+    """``client`` sends ``what`` in round ``round``. Clients' metrics are more than the usual ones."""
+
+    client: str = "s2"
+    round: int = 2
+    what: str = "shape"
+    addition: str = ""
+
+    def may_send(self, key: str, name: str) -> bool:
+        return bool(self.addition) and f"{key}/{name}".startswith(self.addition)
+
+    def local(self, step: Step) -> Update:
+        update = super().local(step)
+        metrics = {**update.metrics, "seen": np.ones(3), "share": Ratio(1, 2)}
+        update = dataclasses.replace(update, metrics=metrics)
+        guilty = step.client.id == self.client and step.round_index + 1 == self.round
+        return SENT[self.what](update) if guilty else update
+
+    def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
+        measured = super().evaluate(step, examples, batch_size)
+        if self.what == "evaluation" and step.client.id == self.client:
+            return {**measured, "model/confusion": np.ones((2, 2))}
+        return measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonsenseToAdam(FedAdam):
+    """As Nonsense, to a server with Adam."""
+
+    client: str = "s2"
+    round: int = 2
+    what: str = "huge"
+
+    def local(self, step: Step) -> Update:
+        update = super().local(step)
+        guilty = step.client.id == self.client and step.round_index + 1 == self.round
+        return SENT[self.what](update) if guilty else update
+
+
+def _tensors(update: Update, **changed: Any) -> Update:
+    return dataclasses.replace(update, tensors={**update.tensors, **changed})
+
+
+def _metrics(update: Update, **changed: Any) -> Update:
+    return dataclasses.replace(update, metrics={**update.metrics, **changed})
+
+
+def _named(value: Any) -> Callable[[Update], Update]:
+    """The weights by name, the first one's as given."""
+
+    def changed(update: Update) -> Update:
+        weights: dict[str, Any] = dict.fromkeys(update.tensors, 1.0)
+        first = next(iter(weights))
+        weights[first] = value(update.tensors[first]) if callable(value) else value
+        return dataclasses.replace(update, weight=weights)
+
+    return changed
+
+
+def _first(change: Callable[[Tensor], Any]) -> Callable[[Update], Update]:
+    """The first tensor, changed."""
+
+    def changed(update: Update) -> Update:
+        name = next(iter(update.tensors))
+        return _tensors(update, **{name: change(update.tensors[name])})
+
+    return changed
+
+
+SENT: dict[str, Callable[[Update], Any]] = {
+    "nothing": lambda update: update,
+    "no update": lambda update: None,
+    "shape": _first(lambda tensor: tensor[..., :-1]),
+    "broadcast": _first(lambda tensor: tensor.sum()),
+    "array": _first(lambda tensor: tensor.detach().numpy()),
+    "complex": _first(lambda tensor: tensor * 1j),
+    "name": lambda update: _tensors(update, **{"model/more": torch.ones(2)}),
+    "key": lambda update: dataclasses.replace(update, key="mine"),
+    "key of no kind": lambda update: dataclasses.replace(update, key=["global"]),
+    "weight nan": lambda update: dataclasses.replace(update, weight=float("nan")),
+    "weight negative": lambda update: dataclasses.replace(update, weight=-1.0),
+    "weight word": lambda update: dataclasses.replace(update, weight="much"),
+    "weight of tensor": _named(float("inf")),
+    "weight missing": lambda update: dataclasses.replace(update, weight={}),
+    "weight of elements": _named(lambda tensor: -torch.ones_like(tensor)),
+    "weight of others": _named(lambda tensor: torch.ones(7)),
+    "metric kind": lambda update: _metrics(update, share=np.ones(2)),
+    "metric shape": lambda update: _metrics(update, seen=np.ones(4)),
+    "metric number": lambda update: _metrics(update, share=0.5),
+    "metric text": lambda update: _metrics(update, share=Ratio("a", 1)),  # type: ignore[arg-type]
+    "metric objects": lambda update: _metrics(update, seen=np.array([None, "a", 1])),
+    "metric confusion": lambda update: _metrics(update, **{"model/confusion": np.ones(3)}),
+    "metrics": lambda update: dataclasses.replace(update, metrics=[1.0]),
+    "huge": _first(lambda tensor: torch.full_like(tensor, 3e38)),
+    "addition": lambda update: _tensors(update, **{"own/counts": torch.ones(2)}),
+    "other key": lambda update: dataclasses.replace(update, key="mine"),
+}
+"""What is sent in place of an honest update."""

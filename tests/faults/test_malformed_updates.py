@@ -1,0 +1,212 @@
+"""One client's nonsense costs that client's update, and no more.
+
+The oracle is as in test_policies: a method that plans the same rounds without the client ends with the same bits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import faulty_methods
+import numpy as np
+import pytest
+import torch
+from helpers import finish, same, truth
+
+from raydfl import record
+from raydfl.config import Config
+from raydfl.errors import ClientError, RaydflError
+from raydfl.record import Row
+from raydfl.replays import replay
+from raydfl.rundir import final_state
+from raydfl.runs import resume, run
+from raydfl.tensors import FlatTensors
+from raydfl.types import Ratio, Update
+from raydfl.validation import Kinds, UpdateChecker, check_form, check_weights, checked_metrics, is_finite
+
+Tiny = Callable[..., Config]
+FAULTY = Path(__file__).parent / "faulty_methods.py"
+COMMON = ("train.cohort=1.0", "run.on_error=drop", "train.rounds=2")
+NONSENSE = f"method.name={FAULTY}:Nonsense"
+
+SAID = {
+    "no update": r"client 's2': local\(\) returned a NoneType, not an Update; end it with: return step.update",
+    "shape": r"client 's2': the update's tensor 'model/\S+' has the shape \(.*\), under 'global' it is \(",
+    "broadcast": r"client 's2': the update's tensor 'model/\S+' has the shape \(\), under 'global' it is \(",
+    "array": r"client 's2': the update holds 'model/\S+': ndarray; it is made of tensors",
+    "complex": r"tensor 'model/\S+' is torch.complex64: send its real and imaginary parts",
+    "name": r"client 's2': the update holds the tensor 'model/more', which the server does not have under 'global'; put it",
+    "key": r"client 's2': the update has the key 'mine', the server's state has 'global'; .*may_send\(key, name\)",
+    "key of no kind": r"client 's2': the update's key is \['global'\], not a text",
+    "weight nan": "client 's2': the weight of its update is nan; it has to be finite and not negative",
+    "weight negative": r"client 's2': the weight of its update is -1.0; it has to be finite and not negative",
+    "weight word": "client 's2': the weight of its update is 'much'; it has to be a number",
+    "weight of tensor": r"client 's2': the weight of 'model/\S+' is inf; it has to be finite",
+    "weight missing": r"client 's2': the weight of 'model/\S+' is missing",
+    "weight of elements": r"client 's2': the weight of 'model/\S+' has elements that are negative or not finite",
+    "weight of others": r"client 's2': the weight of 'model/\S+' has shape \(7,\), the tensor has",
+    "metric kind": r"client 's2': metric 'share' is an array \[2\], at other clients it is a ratio; all have",
+    "metric shape": r"client 's2': metric 'seen' is an array \[4\], at other clients it is an array \[3\]; all have",
+    "metric number": r"client 's2': metric 'share' is 0.5; give a raydfl.Ratio",
+    "metric text": r"client 's2': metric 'share' is Ratio\(total='a', count=1\); give a raydfl.Ratio",
+    "metric objects": r"client 's2': metric 'seen' is array.*; give a raydfl.Ratio",
+    "metric confusion": r"client 's2': metric 'model/confusion' is an array \[3\]; a confusion matrix is square",
+    "metrics": "client 's2': the metrics are a list; give a dict",
+}
+
+
+def rows_of(run_dir: Path) -> list[Row]:
+    return record.to_rows(record.read_rows(run_dir))
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, dict[str, bytes]]:
+    """What a federation knows that did not ask the client, by the client; each is made once."""
+    return {}
+
+
+def absent(known: dict[str, dict[str, bytes]], tiny: Tiny, client: str) -> dict[str, bytes]:
+    if client not in known:
+        own = [f"method.name={FAULTY}:Absent", f"method.client={client}", "run.name=absent"]
+        known[client] = finish(tiny(*COMMON, *own))
+    return known[client]
+
+
+@pytest.mark.parametrize("what", SAID)
+def test_what_is_wrong_with_an_update_is_said(what: str) -> None:
+    honest = Update(
+        {"model/a": torch.ones(2, 3), "model/b": torch.ones(3)},
+        7.0,
+        {"loss": Ratio(1.0, 2), "share": Ratio(1, 2), "seen": np.ones(3)},
+        client_id="s2",
+    )
+    metrics = checked_metrics(honest.metrics, "client 's2'")
+    checker = UpdateChecker({"global": honest.tensors}, lambda key, name: False, [(honest, metrics)])
+
+    def check(update: Update) -> str:
+        check_form(update, "client 's2'")
+        metrics = checked_metrics(update.metrics, "client 's2'")
+        flat = FlatTensors.of(update.tensors)
+        check_weights(update, flat.layout)
+        return f"client 's2': {checker.misfit(update, metrics)}"
+
+    assert check(honest) == "client 's2': "
+    try:
+        said = check(faulty_methods.SENT[what](honest))
+    except (RaydflError, TypeError) as error:
+        said = str(error)
+    assert re.match(SAID[what], said)
+
+
+@pytest.mark.parametrize(
+    "what", ["no update", "shape", "key", "weight nan", "weight of elements", "metric kind", "metrics"]
+)
+def test_a_malformed_update_is_left_out_or_stops_the_run(
+    tiny: Tiny, known: dict[str, dict[str, bytes]], what: str
+) -> None:
+    own = [NONSENSE, f"method.what={what}"]
+    stopped = tiny(*COMMON, *own, "run.on_error=stop", "run.name=sent")
+    with pytest.raises(ClientError, match="round 2, " + SAID[what]):
+        run(stopped)
+    run_dir = Path(stopped.run.dir) / "sent"
+    assert final_state(run_dir).round_index == 1
+    resume(run_dir, ["run.on_error=drop"])
+    same(absent(known, tiny, "s2"), truth(run_dir))
+    [note] = [row.note for row in rows_of(run_dir) if row.metric == "failed" and row.client]
+    assert note is not None
+    assert re.match("error: round 2, " + SAID[what], note)
+    if what == "shape":
+        assert "has the shape" in replay(run_dir, 2, "s2").rejected
+
+
+@pytest.mark.parametrize("what", ["metric kind", "shape"])
+def test_the_first_client_is_believed_no_more_than_the_others(
+    tiny: Tiny, known: dict[str, dict[str, bytes]], what: str
+) -> None:
+    config = tiny(*COMMON, NONSENSE, f"method.what={what}", "method.client=s0", "run.name=first")
+    same(absent(known, tiny, "s0"), finish(config))
+
+
+def test_clients_send_what_the_method_lets_them_send_besides(tiny: Tiny, known: dict[str, dict[str, bytes]]) -> None:
+    """Under a key of the state or another one; it is the state's then, and nothing else has changed."""
+    for what, addition, key in [("addition", "global/own/", "global"), ("other key", "mine/model", "mine")]:
+        own = (NONSENSE, f"method.what={what}", f"method.addition={addition}", "run.on_error=stop")
+        config = tiny(*COMMON, *own, f"run.name={key}")
+        finish(config)
+        tensors = final_state(Path(config.run.dir) / key).tensors
+        if key == "global":
+            assert torch.equal(tensors["global"]["own/counts"], torch.ones(2))
+        else:
+            assert set(tensors) == {"global", "mine"}
+            assert set(tensors["mine"]) == set(tensors["global"])
+            same(
+                absent(known, tiny, "s2"),
+                {name: value for name, value in truth(Path(config.run.dir) / key).items() if "server mine" not in name},
+            )
+
+
+@pytest.mark.parametrize("client", ["s0", "s2"])
+def test_a_client_whose_measures_do_not_add_up_is_not_measured(tiny: Tiny, client: str) -> None:
+    own = [NONSENSE, "method.what=evaluation", "method.round=9", f"method.client={client}", "run.name=measured"]
+    said = rf"round 1, client '{client}': metric 'validation model/confusion' is an array"
+    with pytest.raises(ClientError, match=said):
+        run(tiny(*COMMON, *own, "run.on_error=stop"))
+    outcome = resume(Path(tiny(*own).run.dir) / "measured", ["run.on_error=drop"])
+    failed = [row for row in rows_of(outcome.run_dir) if row.metric == "failed" and row.client]
+    assert [(row.round, row.phase, row.client) for row in failed] == [(1, "evaluate", client), (2, "evaluate", client)]
+    [*_, pooled] = [
+        row.array for row in rows_of(outcome.run_dir) if row.split == "validation" and row.array is not None
+    ]
+    assert len(pooled) > 2  # the others'
+
+
+def test_a_state_that_overflows_is_not_committed(tiny: Tiny) -> None:
+    """What the clients sent is finite; its square, which Adam keeps at the server, is not."""
+    from_client = [f"method.name={FAULTY}:NonsenseToAdam", "method.what=huge"]
+    config = tiny(*COMMON, *from_client, "run.name=huge")
+    said = (
+        r"round 2: the aggregated state is not finite: '.*model/\S+' of .*; the largest number that a client computed is "
+        r"3e\+38, of client 's2'; the last commit counts"
+    )
+    with pytest.raises(ClientError, match=said):
+        run(config)
+    state = final_state(Path(config.run.dir) / "huge")
+    assert state.round_index == 1
+    assert all(is_finite(tensor) for group in state.tensors.values() for tensor in group.values())
+
+
+def test_what_is_finite() -> None:
+    """The oracle is torch.isfinite, which makes a tensor of as many answers."""
+    rng = np.random.default_rng(0)
+    for bad in (0.0, np.nan, np.inf, -np.inf):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            values = torch.from_numpy(rng.normal(size=(3, 4))).to(dtype)
+            values[1, 2] = bad
+            assert is_finite(values) == bool(torch.isfinite(values).all())
+    assert is_finite(torch.empty(0))
+    assert is_finite(torch.tensor([2**40]))
+
+
+def test_two_of_the_first_three_decide() -> None:
+    """And for what none of them mentions, the first who does; who differs decides nothing."""
+    kinds = Kinds([{"x": "a"}, {"x": "b"}, {"x": "b", "y": "c"}])
+    assert kinds.misfit({"x": "a", "z": "d"}).startswith("x is a, at other clients it is b")
+    assert kinds.misfit({"x": "b", "z": "e"}) == ""
+    assert kinds.misfit({"z": "d"}).startswith("z is d, at other clients it is e")
+    assert kinds.misfit({"y": "d"}).startswith("y is d, at other clients it is c")
+    assert Kinds([{"x": "a"}, {"x": "b"}]).misfit({"x": "b"})  # of two the first
+
+
+def test_further_tensors_have_one_shape(tiny: Tiny) -> None:
+    def sent(*shape: int) -> tuple[Update, dict[str, Ratio]]:
+        return Update({"w": torch.ones(2), "more": torch.ones(*shape)}, 1.0), {"loss": Ratio(1, 2)}
+
+    server = {"global": {"w": torch.ones(2)}}
+    checker = UpdateChecker(server, lambda key, name: name == "more", [sent(3), sent(2, 3), sent(2, 3)])
+    assert "tensor 'more' under 'global' is of shape (3,), at other clients it is of shape (2, 3)" in checker.misfit(
+        *sent(3)
+    )
+    assert checker.misfit(*sent(2, 3)) == ""
+    assert "does not have under 'global'" in UpdateChecker(server, lambda key, name: False).misfit(*sent(3))
