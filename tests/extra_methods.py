@@ -158,6 +158,24 @@ class Leaking(Method):
         return step.update(fit(step, self.loss), tensors=step.floating_state())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Summing(Method):
+    """Keeps several tensors, and adds them to its loss in the order in which its state has them: the last bits depend on it."""
+
+    def loss(self, step: Step, batch: Batch) -> Tensor:
+        value = super().loss(step, batch)
+        for tensor in step.state.values():
+            value = value + value * tensor
+        return value
+
+    def local(self, step: Step) -> Update:
+        update = super().local(step)
+        step.state.update(
+            {f"kept/{name}": torch.tensor(size) for name, size in zip("badc", (0.1, 0.3, 0.7, 0.9), strict=True)}
+        )
+        return update
+
+
 class WithBuffers(nn.Module):
     """A network with batch normalisation: floating buffers and an integer counter."""
 

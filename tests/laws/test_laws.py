@@ -30,7 +30,10 @@ from raydfl.worker import Order, Result, Worker, in_groups
 
 Tiny = Callable[..., Config]
 EXTRA = Path(__file__).parent.parent / "extra_methods.py"
-METHODS = [*registry.names("raydfl.methods"), f"{EXTRA}:SeveralGlobals", f"{EXTRA}:TwoPhases"]
+METHODS = [
+    *registry.names("raydfl.methods"),
+    *(f"{EXTRA}:{name}" for name in ("SeveralGlobals", "TwoPhases", "Summing")),
+]
 
 
 class WatchedPool(SerialPool):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ from raydfl.models.dense import MeanLinear
 from raydfl.step import Step
 from raydfl.train import fit
 from raydfl.types import Batch, Update
+
+EXTRA = Path(__file__).parent.parent / "extra_methods.py"
 
 
 @pytest.fixture(autouse=True)
@@ -509,6 +512,19 @@ def test_whole_runs(method: str, tiny: Callable[..., Config]) -> None:
     both = finish(tiny("run.name=both", rounds, method=method))
     same_bytes(by_code, by_tape)
     same_bytes(by_code, both)
+
+
+@pytest.mark.parametrize("method", ["scaffold", f"{EXTRA}:Summing"])
+def test_methods_that_keep_several_tensors_are_recorded(
+    method: str, tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their state has one order, so that what a client does in later rounds is one kind of computation."""
+    played: list[object] = []
+    real = gradients.Gradients._from_tape
+    monkeypatch.setattr(gradients.Gradients, "_from_tape", lambda *given: played.append(given[1]) or real(*given))
+    finish(tiny("train.rounds=8", "train.cohort=1.0", method=method))
+    assert len(played) > sum(one.done for one in known())
+    assert not any(one.refused for one in known())
 
 
 def made(factor: float) -> Callable[[float], float]:
