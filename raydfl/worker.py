@@ -142,6 +142,19 @@ def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {error} (at {frame.filename}:{frame.lineno})"
 
 
+def _who(task: Task) -> str:
+    return f"client {task.client_id!r}" if task.client_id else "the evaluation on the server's data"
+
+
+def _round(order: Order) -> int:
+    """Counted from 1; what is measured is the state after a round."""
+    return order.round_index + (order.measure is None)
+
+
+def _whose(order: Order) -> str:
+    return f"{_who(order.task)}, round {_round(order)}"
+
+
 def seed_torch(seed: int, device: torch.device) -> None:
     """Seed what dropout draws from. ``torch.manual_seed`` would also queue calls for devices that are not there, for ever."""
     torch.default_generator.manual_seed(seed)
@@ -303,10 +316,8 @@ class Worker:
                 self._built.clear()
 
     def _describe(self, order: Order, error: Exception) -> str:
-        task = order.task
-        who = f"client {task.client_id!r}" if task.client_id else "the evaluation on the server's data"
-        round_ = order.round_index + (order.measure is None)  # what is measured is the state after a round
-        text = f"{who} failed in round {round_}, phase {task.phase!r}: {_named(error)}"
+        task, round_ = order.task, _round(order)
+        text = f"{_who(task)} failed in round {round_}, phase {task.phase!r}: {_named(error)}"
         if task.client_id and order.measure is None:
             client = shlex.quote(task.client_id)
             text += (
@@ -328,10 +339,10 @@ class Worker:
         sent = {key: broadcast[key] for key in task.receive}
         kept = self.private.read(order.private) if order.private is not None else {}
         built = self._build(client, place)
-        built.start(sent, _without(KEPT_MODEL, kept), self.method.shared)
+        built.start(sent, _without(KEPT_MODEL, kept), self.method.shared, _whose(order))
         return Step(
             client=client,
-            models=built.models,
+            models=dict(built.models),
             # A copy: whatever a method does to what it received, the next client gets what the server sent.
             received={key: OwnTensors(tensors, self.device) for key, tensors in sent.items()},
             data=data,

@@ -179,7 +179,7 @@ class _Run:
         networks = build_models(self.method, client, self.config.run.seed)
         own = {name.removeprefix(KEPT_MODEL): value for name, value in kept.items() if name.startswith(KEPT_MODEL)}
         flat = {key: FlatTensors.of(tensors) for key, tensors in received.items()}
-        Built(networks).start(flat, own, self.method.shared)
+        Built(networks).start(flat, own, self.method.shared, f"{self.run_dir}, client {client.id!r}")
         there = {name for tensors in flat.values() for name in tensors}
         names = {tensor for name in networks for tensor in _names(networks, name)}
         return networks, {name for name in names if name not in (there if self.method.shared(name) else own)}

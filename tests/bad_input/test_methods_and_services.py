@@ -92,6 +92,20 @@ def test_a_network_of_ones_own_that_cannot_be_built(raydfl: Raydfl, tiny: Tiny, 
     )
 
 
+def test_a_tensor_of_another_shape_is_never_cut_to_fit(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "wide.py").write_text(
+        METHOD
+        + "class Wide(Method):\n    def init(self, clients, models, rng):\n        state = super().init(clients, models, rng)\n"
+        "        for name, tensor in state.tensors['global'].items():\n"
+        "            state.tensors['global'][name] = tensor.repeat(2, *[1] * (tensor.dim() - 1))\n        return state\n"
+    )
+    said = raydfl("run", written(tiny(), tmp_path), f"method={{name: '{tmp_path}/wide.py:Wide'}}")
+    said.refuses(
+        r"client 's\d+', round 1",
+        r"'convolutions.0.weight' of model 'model' comes as \[8, 16, 3\], but the network has it as \[4, 16, 3\]",
+    )
+
+
 def test_a_tracking_server_that_does_not_answer(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     file = written(tiny(), tmp_path)
     said = raydfl("run", file, "track={mlflow: true, uri: 'http://anna:secret@127.0.0.1:9'}")
