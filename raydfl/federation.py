@@ -29,7 +29,7 @@ from raydfl.remote.mirror import Mirror
 from raydfl.store import RunStore
 from raydfl.telemetry import TIMELINE, Watch
 from raydfl.tensors import FlatTensors
-from raydfl.types import Client, Metrics, ModelSpec, Ratio, State, Task, Tensors, Update
+from raydfl.types import Metrics, ModelSpec, Ratio, State, Task, Tensors, Update
 from raydfl.worker import SERVER, TRIGGERED, Measurement, Order, Result, build_models
 
 _SLACK = 64 << 20
@@ -97,7 +97,7 @@ class Federation:
         self._sites = population.sites
         self._site_of = population.site_of
         self._variants = [
-            (client, build_models(self.method, client, config.run.seed)) for client in self.clients.variants()
+            (specs, build_models(self.method, specs, config.run.seed)) for specs in self.clients.variants()
         ]
         self._fully_shared = _shared_models(self.method, self._variants)
         self._rows: list[record.Row] = []
@@ -534,15 +534,15 @@ def _prefix(key: str) -> str:
 
 
 def _shared_models(
-    method: Method, variants: Sequence[tuple[Client, Mapping[str, nn.Module]]]
+    method: Method, variants: Sequence[tuple[Sequence[ModelSpec], Mapping[str, nn.Module]]]
 ) -> dict[ModelSpec, dict[str, torch.Size]]:
     """The models that the server can evaluate, because every floating tensor of theirs is shared, with those tensors' shapes.
 
     One architecture for each name: the first; a model with several architectures cannot be shared as a whole.
     """
     found: dict[str, tuple[ModelSpec, dict[str, torch.Size]]] = {}
-    for client, models in variants:
-        for spec in client.models:
+    for specs, models in variants:
+        for spec in specs:
             if spec.name in models and spec.name not in found:
                 state = models[spec.name].state_dict()
                 shapes = {

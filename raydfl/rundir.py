@@ -195,9 +195,9 @@ def _describe_models(config: Config, clients: Clients) -> dict[str, list[dict[st
     """For every model of the method, its architectures with options, number of parameters, and whether all of it is shared."""
     method = config.build_method()
     described: dict[str, dict[ModelSpec, dict[str, Any]]] = {}
-    for client in clients.variants():
-        for name, model in build_models(method, client, config.run.seed).items():
-            spec = next(spec for spec in client.models if spec.name == name)
+    for specs in clients.variants():
+        for name, model in build_models(method, specs, config.run.seed).items():
+            spec = next(spec for spec in specs if spec.name == name)
             described.setdefault(name, {})[spec] = {
                 "architecture": spec.architecture,
                 **dict(spec.options),

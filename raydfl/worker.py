@@ -162,11 +162,11 @@ def seed_torch(seed: int, device: torch.device) -> None:
         torch.cuda.manual_seed(seed)
 
 
-def build_models(method: Method, client: Client, run_seed: int) -> dict[str, nn.Module]:
+def build_models(method: Method, models: Sequence[ModelSpec], run_seed: int) -> dict[str, nn.Module]:
     """Freshly initialised models; equal architectures start from equal weights at every client."""
     with torch.random.fork_rng(devices=[]):
         seed_torch(seeds.seed_for(run_seed, 0, "", "init"), torch.device("cpu"))
-        return method.build(client)
+        return method.build(models)
 
 
 class Worker:
@@ -338,7 +338,7 @@ class Worker:
         seed_torch(seeds.seed_for(self.config.run.seed, order.round_index, client.id, f"torch/{purpose}"), self.device)
         sent = {key: broadcast[key] for key in task.receive}
         kept = self.private.read(order.private) if order.private is not None else {}
-        built = self._build(client, place)
+        built = self._build(client.models, place)
         built.start(sent, _without(KEPT_MODEL, kept), self.method.shared, _whose(order))
         return Step(
             client=client,
@@ -367,11 +367,11 @@ class Worker:
         client = self.clients.by_id(order.task.client_id)
         return client, self._held.data(client.index - self._first, order.attacking)
 
-    def _build(self, client: Client, place: int) -> Built:
-        key = (client.models, place)
+    def _build(self, specs: tuple[ModelSpec, ...], place: int) -> Built:
+        key = (specs, place)
         built = self._built.get(key)
         if built is None or not built.whole:
-            models = build_models(self.method, client, self.config.run.seed)
+            models = build_models(self.method, specs, self.config.run.seed)
             for model in models.values():
                 model.to(self.device)
             built = self._built[key] = Built(models)

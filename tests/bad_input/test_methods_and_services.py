@@ -39,6 +39,11 @@ METHOD = "from raydfl import Method, Rule\nfrom torch import nn\n\n\n"
             r"method '.*mine.py:Mine' is not a subclass of raydfl.method.Method",
         ),
         (METHOD + "Mine = 5\n", "Mine", r"is not a subclass of raydfl.method.Method"),
+        (
+            METHOD + "class Mine(Method):\n    def build(self, client):\n        return super().build(client.models)\n",
+            "Mine",
+            r"Mine.build\(self, client\) at .*mine.py:6 .* write def build\(self, models\)",
+        ),
         (METHOD + "class Mine(Method):\n    models = {}\n", "Mine", "models: .*mine.py:Mine has no model 'model'"),
     ],
 )
