@@ -73,6 +73,19 @@ class Method:
         """
         return {spec.name: build_model(spec) for spec in models}
 
+    def logits(self, models: Mapping[str, nn.Module], name: str, batch: Batch) -> Tensor | None:
+        """What is looked at before the first round to see that a model can be used: its logits [batch, classes].
+
+        Override it where a model is not a classifier by itself: compute what it is a part of, or return ``None``.
+
+        Args:
+            models: freshly built, in evaluation mode.
+            name: of the one that is tried.
+            batch: two examples.
+        """
+        logits: Tensor = models[name](batch.x, batch.lengths)
+        return logits
+
     def shared(self, name: str) -> bool:
         """Whether the tensor of that flat name may leave the client. What may not is kept for the client between rounds."""
         return True

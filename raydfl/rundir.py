@@ -24,6 +24,7 @@ from raydfl.prepare_sites import prepare_sites
 from raydfl.progress import Progress
 from raydfl.remote.mirror import local_runs, mirror_of
 from raydfl.store import RunStore
+from raydfl.trial import try_models
 from raydfl.types import ModelSpec, State
 from raydfl.worker import build_models
 from raydfl.yaml_text import parse_yaml, to_yaml
@@ -136,6 +137,7 @@ def create(config: Config, progress: Progress) -> Path:
     else:
         population = build_population(config.data, config.run.seed, progress, attack=config.build_attack())
     config.train.cohort_size(len(population))
+    try_models(config, population)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

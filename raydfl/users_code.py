@@ -22,10 +22,16 @@ def is_users(module: str | None) -> bool:
     return (module or "builtins").partition(".")[0] not in _LIBRARIES
 
 
-def place_of(error: BaseException) -> str:
-    """``file.py:12``: where an exception was raised, or the user's line that called the library that raised it."""
+def place_of(error: BaseException, otherwise: str = "") -> str:
+    """``file.py:12``: where an exception was raised, or the user's line that called the library that raised it.
+
+    Args:
+        otherwise: what to return if no line of a user's was running; empty: the line of the library.
+    """
     frames = list(traceback.walk_tb(error.__traceback__))
     own = [(frame, line) for frame, line in frames if is_users(frame.f_globals.get("__name__"))]
+    if otherwise and not own:
+        return otherwise
     frame, line = (own or frames)[-1]
     return f"{frame.f_code.co_filename}:{line}"
 

@@ -11,7 +11,6 @@ import functools
 import shlex
 import tempfile
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +36,7 @@ from raydfl.step import Step
 from raydfl.telemetry import Span
 from raydfl.tensors import FlatTensors, OwnTensors
 from raydfl.types import Client, Metrics, ModelSpec, Task, Update
+from raydfl.users_code import place_of
 from raydfl.width import best_width, remembered
 
 SERVER = ""
@@ -138,8 +138,7 @@ def _without(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _named(error: Exception) -> str:
     """An exception with the place that raised it."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} (at {frame.filename}:{frame.lineno})"
+    return f"{type(error).__name__}: {error} (at {place_of(error)})"
 
 
 def _who(task: Task) -> str:
