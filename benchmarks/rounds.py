@@ -151,7 +151,7 @@ def make_work(config: Config, rounds: int) -> Work:
         architectures={spec.name: spec.architecture for spec in clients[0].models},
         weights={
             name: {key: value.clone() for key, value in model.state_dict().items()}
-            for name, model in build_models(method, clients[0], seed).items()
+            for name, model in build_models(method, clients[0].models, seed).items()
         },
         classes=len(population.classes),
         kernel=KERNEL,

@@ -17,9 +17,13 @@ import torch
 from torch import nn
 
 from raydfl.settings import Settings
+from raydfl.users_code import cells
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _UNCHANGING = (type, types.ModuleType, types.BuiltinFunctionType, enum.Enum, torch.dtype, torch.device)
+
+
+_LONG = 1000
 
 
 class VaryingError(Exception):
@@ -74,8 +78,12 @@ def _looks(value: Any, of_others: Callable[[Any], Hashable], seen: dict[int, int
 
     if isinstance(value, _PLAIN):
         return (type(value), value)
+    if isinstance(value, types.BuiltinMethodType) and not isinstance(value.__self__, (type, types.ModuleType)):
+        return (types.BuiltinMethodType, value.__name__, looks(value.__self__))  # ``append`` of a list
     if isinstance(value, _UNCHANGING):
         return cast(Hashable, value)
+    if of_others is _refused and isinstance(value, (list, dict)) and len(value) > _LONG:
+        return of_others(value)  # to look at all of it before each fit would take too long
     if isinstance(value, (list, tuple)):
         return (type(value), *map(looks, value))
     if isinstance(value, dict):
@@ -88,7 +96,7 @@ def _looks(value: Any, of_others: Callable[[Any], Hashable], seen: dict[int, int
         return ("seen", seen[id(value)])
     seen[id(value)] = len(seen)
     if isinstance(value, types.FunctionType):
-        held = [*map(_content, value.__closure__ or ()), value.__defaults__, value.__kwdefaults__, value.__dict__]
+        held = [*cells(value), value.__defaults__, value.__kwdefaults__, value.__dict__]
         return (value.__code__, id(value.__globals__), *map(looks, held))
     if isinstance(value, Settings):
         return (type(value), looks(vars(value)))
@@ -96,13 +104,6 @@ def _looks(value: Any, of_others: Callable[[Any], Hashable], seen: dict[int, int
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return (type(value), looks({**fields, **getattr(value, "__dict__", {})}))
     return of_others(value)
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a variable that has no value yet
-        return None
 
 
 def architecture(models: Mapping[str, nn.Module], of: Callable[[Any], Hashable] = identity) -> Hashable:

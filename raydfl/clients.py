@@ -75,13 +75,13 @@ class Clients(Sequence[Client]):
             for specs, drawn in zip(self._specs, self._drawn, strict=True)
         )
 
-    def variants(self) -> list[Client]:
-        """One client of each distinct combination of architectures, in the order of first appearance."""
+    def variants(self) -> list[tuple[ModelSpec, ...]]:
+        """Each distinct combination of architectures, in the order of first appearance."""
         if all(drawn is None for drawn in self._drawn):
-            return [self[0]]
+            return [self._models(0)]
         columns = [np.zeros(len(self), np.int64) if d is None else d for d in self._drawn]
         _, first = np.unique(np.stack(columns, axis=1), axis=0, return_index=True)
-        return [self[int(i)] for i in sorted(first)]
+        return [self._models(int(i)) for i in sorted(first)]
 
 
 def _frozen(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

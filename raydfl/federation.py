@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import nn
 
 from raydfl import record, seeds
@@ -29,7 +30,7 @@ from raydfl.remote.mirror import Mirror
 from raydfl.store import RunStore, as_stored
 from raydfl.telemetry import TIMELINE, Watch
 from raydfl.tensors import FlatTensors
-from raydfl.types import Client, Metrics, ModelSpec, Ratio, State, Task, Update
+from raydfl.types import Metrics, ModelSpec, Ratio, State, Task, Tensors, Update
 from raydfl.validation import Kinds, UpdateChecker, kinds_of, overflown
 from raydfl.worker import SERVER, TRIGGERED, Measurement, Order, Result, build_models, reason_of
 
@@ -98,7 +99,7 @@ class Federation:
         self._sites = population.sites
         self._site_of = population.site_of
         self._variants = [
-            (client, build_models(self.method, client, config.run.seed)) for client in self.clients.variants()
+            (specs, build_models(self.method, specs, config.run.seed)) for specs in self.clients.variants()
         ]
         self._fully_shared = _shared_models(self.method, self._variants)
         self._rows: list[record.Row] = []
@@ -430,7 +431,7 @@ class Federation:
         """The shared models, under every key that holds them whole, on shards of the server's test data, plain and triggered."""
         orders: list[Order] = []
         for key, tensors in self.state.tensors.items():
-            specs = tuple(spec for spec, names in self._fully_shared.items() if names <= tensors.keys())
+            specs = tuple(spec for spec, shapes in self._fully_shared.items() if _holds(tensors, shapes))
             if not specs:
                 continue
             shards = [
@@ -612,18 +613,25 @@ def _prefix(key: str) -> str:
 
 
 def _shared_models(
-    method: Method, variants: Sequence[tuple[Client, Mapping[str, nn.Module]]]
-) -> dict[ModelSpec, set[str]]:
-    """The models that the server can evaluate, because every floating tensor of theirs is shared, with those tensors' names.
+    method: Method, variants: Sequence[tuple[Sequence[ModelSpec], Mapping[str, nn.Module]]]
+) -> dict[ModelSpec, dict[str, torch.Size]]:
+    """The models that the server can evaluate, because every floating tensor of theirs is shared, with those tensors' shapes.
 
     One architecture for each name: the first; a model with several architectures cannot be shared as a whole.
     """
-    found: dict[str, tuple[ModelSpec, set[str]]] = {}
-    for client, models in variants:
-        for spec in client.models:
+    found: dict[str, tuple[ModelSpec, dict[str, torch.Size]]] = {}
+    for specs, models in variants:
+        for spec in specs:
             if spec.name in models and spec.name not in found:
                 state = models[spec.name].state_dict()
-                names = {f"{spec.name}/{key}" for key, value in state.items() if value.is_floating_point()}
-                if all(method.shared(name) for name in names):
-                    found[spec.name] = (spec, names)
+                shapes = {
+                    f"{spec.name}/{key}": value.shape for key, value in state.items() if value.is_floating_point()
+                }
+                if all(method.shared(name) for name in shapes):
+                    found[spec.name] = (spec, shapes)
     return dict(found.values())
+
+
+def _holds(tensors: Tensors, shapes: Mapping[str, torch.Size]) -> bool:
+    """Whether an entry of the state has tensors of all these names and shapes."""
+    return all(name in tensors and tensors[name].shape == shape for name, shape in shapes.items())

@@ -6,9 +6,9 @@ been done a few times, and done again from there by every client for whom it is 
 
 Whether it is the same is never guessed from a single look:
 
-- The loss's code and all that it captured, the task's options, the phase, the architectures with their layers' attributes, the
-  types and shapes of all tensors, and an autocast around it must be equal, and nothing captured may be something that can change
-  unseen (``alike.constants``).
+- The loss's code, all that it captured and all that it names in the user's modules and classes (``users_code.outside``), the task's
+  options, the phase, the architectures with their layers' attributes, the types and shapes of all tensors, and an autocast around
+  it must be equal, and nothing captured or named may be something that can change unseen (``alike.constants``).
 - While it is recorded the loss sees no ``step.client``, ``data``, ``rng``, ``training`` or ``round_index``, may not write into the
   step, nor look at a tensor's value, and may use no other tensors than its models', its step's and its batch's.
 - What the tape computes must have the bits of what the loss's own code computed for the same batch: loss, gradients, buffers, and
@@ -35,6 +35,7 @@ from raydfl.shown import Hidden
 from raydfl.step import Step
 from raydfl.tape import Tape, TapeError, form, record
 from raydfl.types import Batch
+from raydfl.users_code import is_users, outside
 
 logger = logging.getLogger(__name__)
 
@@ -248,6 +249,7 @@ class Gradients:
                 step.device,
                 step.training.precision,
                 _surroundings(step),
+                alike.constants(outside((*self._losses, *_own_layers(step)))),
             )
         except alike.VaryingError:
             return None
@@ -260,6 +262,8 @@ class Gradients:
         after = _Kept(self._step)
         gradients = [parameter.grad for parameter in self._parameters]
         try:
+            if self._look() != self._kind:  # before it is called once more: it may count its calls
+                raise TapeError("it changes what it captured or names")
             if before.objects != after.objects:
                 raise TapeError("it changes its step or its models' attributes")
             before.put_back()
@@ -300,10 +304,7 @@ class Gradients:
             value = self._loss(shown, number, batch, seed)
             return [value.detach(), *torch.autograd.grad(value, list(self._parameters), allow_unused=True)]
 
-        tape = record(computation, origins)
-        if self._look() != self._kind:
-            raise TapeError("it changes what it captured")
-        return tape
+        return record(computation, origins)
 
 
 class _Sealed(Step):
@@ -379,6 +380,12 @@ def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
     for child in module._modules.values():
         if child is not None:
             yield from _tensors_of(child)
+
+
+def _own_layers(step: Step) -> list[Any]:
+    """The classes of the user's layers, and what these compute."""
+    classes = dict.fromkeys(type(layer) for module in step.models.values() for layer in module.modules())
+    return [part for layer in classes if is_users(layer.__module__) for part in (layer, layer.forward)]
 
 
 def _surroundings(step: Step) -> Hashable:

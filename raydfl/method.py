@@ -9,6 +9,8 @@ A method is a frozen dataclass: its fields are its hyperparameters. It holds no 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -25,7 +27,7 @@ from raydfl.metrics import classification_metrics
 from raydfl.models import build_model
 from raydfl.step import Step
 from raydfl.train import fit, predict
-from raydfl.types import Batch, Client, Metrics, Ratio, State, Task, Tensors, Update
+from raydfl.types import Batch, Client, Metrics, ModelSpec, Ratio, State, Task, Tensors, Update
 
 if TYPE_CHECKING:
     from raydfl.groups import TrainSettings
@@ -46,16 +48,43 @@ class Method:
     changes: ClassVar[tuple[str, ...]] = ()
     """What names of tensors begin with that clients send as changes to something, and not as new values of what they received."""
 
+    def __init_subclass__(cls) -> None:
+        """Refuse a method that was written when ``build`` still got a client.
+
+        Raises:
+            ConfigError: it was.
+        """
+        build = vars(cls).get("build")
+        if isinstance(build, types.FunctionType) and "client" in inspect.signature(build).parameters:
+            raise ConfigError(
+                f"{cls.__name__}.build(self, client) at {build.__code__.co_filename}:{build.__code__.co_firstlineno} is not called "
+                f"so any more: clients with equal architectures share the networks, so it gets these alone; write "
+                f"def build(self, models) and, in it, models instead of client.models"
+            )
+
     def check(self, train: TrainSettings) -> None:
         """Refuse training settings that the method is not defined for, with a ConfigError."""
 
-    def build(self, client: Client) -> dict[str, nn.Module]:
-        """The client's models by name, freshly initialised.
+    def build(self, models: Sequence[ModelSpec]) -> dict[str, nn.Module]:
+        """The models by name, freshly initialised, of clients for which these architectures were chosen.
 
-        May depend on ``client.models`` only: clients with equal ``client.models`` share one built network, re-loaded in place.
-        The engine seeds PyTorch before, equally for all, so equal architectures start from equal weights.
+        All those clients share one built network, re-loaded in place. The engine seeds PyTorch before, equally for all, so equal
+        architectures start from equal weights.
         """
-        return {spec.name: build_model(spec) for spec in client.models}
+        return {spec.name: build_model(spec) for spec in models}
+
+    def logits(self, models: Mapping[str, nn.Module], name: str, batch: Batch) -> Tensor | None:
+        """What is looked at before the first round to see that a model can be used: its logits [batch, classes].
+
+        Override it where a model is not a classifier by itself: compute what it is a part of, or return ``None``.
+
+        Args:
+            models: freshly built, in evaluation mode.
+            name: of the one that is tried.
+            batch: two examples.
+        """
+        logits: Tensor = models[name](batch.x, batch.lengths)
+        return logits
 
     def shared(self, name: str) -> bool:
         """Whether the tensor of that flat name may leave the client. What may not is kept for the client between rounds."""

@@ -239,12 +239,13 @@ class PrivateStore:
         return PrivateRef(segment, offset, len(data), zlib.crc32(data))
 
     def read(self, ref: PrivateRef) -> dict[str, Tensor]:
-        """The tensors of one record.
+        """The tensors of one record, by rising names.
 
         Raises:
             RunDirectoryError: the segment is missing or the record damaged.
         """
-        return safetensors.torch.load(self._read_bytes(ref))
+        # safetensors gives them in another order in each process, and what a method adds up along it would differ in its last bits.
+        return dict(sorted(safetensors.torch.load(self._read_bytes(ref)).items()))
 
     def read_ahead(self, ref: PrivateRef) -> None:
         """Ask the kernel to fetch one record from the disk, without waiting for it. That it is missing is left to :meth:`read`."""

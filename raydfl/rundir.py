@@ -24,6 +24,7 @@ from raydfl.prepare_sites import prepare_sites
 from raydfl.progress import Progress
 from raydfl.remote.mirror import local_runs, mirror_of
 from raydfl.store import RunStore
+from raydfl.trial import try_models
 from raydfl.trust import check_code, code_of, remember_code
 from raydfl.types import ModelSpec, State
 from raydfl.worker import build_models
@@ -166,6 +167,7 @@ def create(config: Config, progress: Progress) -> Path:
     else:
         population = build_population(config.data, config.run.seed, progress, attack=config.build_attack())
     config.train.cohort_size(len(population))
+    try_models(config, population)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -229,9 +231,9 @@ def _describe_models(config: Config, clients: Clients) -> dict[str, list[dict[st
     """For every model of the method, its architectures with options, number of parameters, and whether all of it is shared."""
     method = config.build_method()
     described: dict[str, dict[ModelSpec, dict[str, Any]]] = {}
-    for client in clients.variants():
-        for name, model in build_models(method, client, config.run.seed).items():
-            spec = next(spec for spec in client.models if spec.name == name)
+    for specs in clients.variants():
+        for name, model in build_models(method, specs, config.run.seed).items():
+            spec = next(spec for spec in specs if spec.name == name)
             described.setdefault(name, {})[spec] = {
                 "architecture": spec.architecture,
                 **dict(spec.options),

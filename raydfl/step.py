@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from raydfl.built import check_shape
 from raydfl.deadline import Clock
 from raydfl.types import Batch, Client, Metrics, Tensors, Update
 
@@ -81,11 +82,18 @@ class Step:
         raise KeyError(f"{name!r} was not received; received keys: {list(self.received)}")
 
     def load(self, key: str, *models: str) -> None:
-        """Load the named models (all by default) from the received entry ``key``, where it holds their tensors."""
+        """Load the named models (all by default) from the received entry ``key``, where it holds their tensors.
+
+        Raises:
+            ConfigError: one of these tensors has another shape than the network's.
+        """
         tensors = self.received[key]
         with torch.no_grad():
             for name, value in self.floating_state(*models).items():
                 if name in tensors:
+                    check_shape(
+                        name, tensors[name].shape, value.shape, f"client {self.client.id!r}, step.load({key!r})"
+                    )
                     value.copy_(tensors[name])
 
     def update(

@@ -13,7 +13,6 @@ import math
 import shlex
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +38,7 @@ from raydfl.step import Step
 from raydfl.telemetry import Span
 from raydfl.tensors import FlatTensors, OwnTensors
 from raydfl.types import Client, Metrics, ModelSpec, Task, Update
+from raydfl.users_code import place_of
 from raydfl.validation import check_form, check_weights, checked_metrics
 from raydfl.width import best_width, remembered
 
@@ -149,8 +149,7 @@ def _without(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _named(error: Exception) -> str:
     """An exception with the place that raised it."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} (at {frame.filename}:{frame.lineno})"
+    return f"{type(error).__name__}: {error} (at {place_of(error)})"
 
 
 @contextlib.contextmanager
@@ -172,6 +171,11 @@ def _round_of(order: Order) -> int:
     return order.round_index + (order.measure is None)
 
 
+def _whose(order: Order) -> str:
+    """Whom an order is about and in which round, for a message."""
+    return f"{_subject(order)}, round {_round_of(order)}"
+
+
 def seed_torch(seed: int, device: torch.device) -> None:
     """Seed what dropout draws from. ``torch.manual_seed`` would also queue calls for devices that are not there, for ever."""
     torch.default_generator.manual_seed(seed)
@@ -179,11 +183,11 @@ def seed_torch(seed: int, device: torch.device) -> None:
         torch.cuda.manual_seed(seed)
 
 
-def build_models(method: Method, client: Client, run_seed: int) -> dict[str, nn.Module]:
+def build_models(method: Method, models: Sequence[ModelSpec], run_seed: int) -> dict[str, nn.Module]:
     """Freshly initialised models; equal architectures start from equal weights at every client."""
     with torch.random.fork_rng(devices=[]):
         seed_torch(seeds.seed_for(run_seed, 0, "", "init"), torch.device("cpu"))
-        return method.build(client)
+        return method.build(models)
 
 
 class Worker:
@@ -356,11 +360,11 @@ class Worker:
         seed_torch(seeds.seed_for(self.config.run.seed, order.round_index, client.id, f"torch/{purpose}"), self.device)
         sent = {key: broadcast[key] for key in task.receive}
         kept = self.private.read(order.private) if order.private is not None else {}
-        built = self._build(client, place)
-        built.start(sent, _without(KEPT_MODEL, kept), self.method.shared)
+        built = self._build(client.models, place)
+        built.start(sent, _without(KEPT_MODEL, kept), self.method.shared, _whose(order))
         return Step(
             client=client,
-            models=built.models,
+            models=dict(built.models),
             # A copy: whatever a method does to what it received, the next client gets what the server sent.
             received={key: OwnTensors(tensors, self.device) for key, tensors in sent.items()},
             data=data,
@@ -385,11 +389,11 @@ class Worker:
         client = self.clients.by_id(order.task.client_id)
         return client, self._held.data(client.index - self._first, order.attacking)
 
-    def _build(self, client: Client, place: int) -> Built:
-        key = (client.models, place)
+    def _build(self, specs: tuple[ModelSpec, ...], place: int) -> Built:
+        key = (specs, place)
         built = self._built.get(key)
         if built is None or not built.whole:
-            models = build_models(self.method, client, self.config.run.seed)
+            models = build_models(self.method, specs, self.config.run.seed)
             for model in models.values():
                 model.to(self.device)
             built = self._built[key] = Built(models)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
@@ -174,6 +175,54 @@ class Leaking(Method):
 
     def local(self, step: Step) -> Update:
         return step.update(fit(step, self.loss), tensors=step.floating_state())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summing(Method):
+    """Keeps several tensors, and adds them to its loss in the order in which its state has them: the last bits depend on it."""
+
+    def loss(self, step: Step, batch: Batch) -> Tensor:
+        value = super().loss(step, batch)
+        for tensor in step.state.values():
+            value = value + value * tensor
+        return value
+
+    def local(self, step: Step) -> Update:
+        update = super().local(step)
+        step.state.update(
+            {f"kept/{name}": torch.tensor(size) for name, size in zip("badc", (0.1, 0.3, 0.7, 0.9), strict=True)}
+        )
+        return update
+
+
+@dataclass(frozen=True, kw_only=True)
+class Untidy(Method):
+    """Leaves something in its networks when its work is done."""
+
+    how: str = "entry"
+
+    def local(self, step: Step) -> Update:
+        update = super().local(step)
+        update = dataclasses.replace(update, tensors={name: value.clone() for name, value in update.tensors.items()})
+        model = cast(Any, step.models["model"])
+        if self.how == "entry":
+            step.models["model"] = copy.deepcopy(model)
+        elif self.how == "layer":
+            model.output = copy.deepcopy(model.output)
+        elif self.how == "frozen":
+            model.output.requires_grad_(False)
+        elif self.how == "hook":
+            model.output.register_forward_hook(lambda *given: given[-1] * 2)
+        elif self.how == "gradient hook":
+            model.output.weight.register_hook(lambda gradient: gradient * 2)
+        elif self.how == "buffer":
+            del model.output.bias
+            model.output.register_buffer("bias", torch.ones(model.output.out_features))
+        elif self.how == "more entries":
+            step.models["more"] = nn.Linear(2, 2)
+        return dataclasses.replace(
+            update, tensors={name: value.clone() for name, value in update.tensors.items() if name.startswith("model/")}
+        )
 
 
 class WithBuffers(nn.Module):

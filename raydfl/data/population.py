@@ -150,6 +150,10 @@ class Population:
             parts[part] = self._examples("attack" if part == "train" and attacking else part, where, store)
         return ClientData(parts["train"], parts["validation"], self._examples("test", slice(0, 0)))
 
+    def first_examples(self, count: int) -> Examples | None:
+        """Some training examples, as they are without attacks and noise; ``None`` where all are at sites."""
+        return self._examples("train", slice(0, count)) if "train/starts" in self._arrays else None
+
     @functools.cached_property
     def test(self) -> Examples:
         """The server's test data."""

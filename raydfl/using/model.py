@@ -30,8 +30,10 @@ from raydfl.remote.mirror import local_run
 from raydfl.rundir import stored_about, stored_config
 from raydfl.store import Commit, RunStore
 from raydfl.tensors import FlatTensors
-from raydfl.types import Client, ModelSpec, Tensors
+from raydfl.types import ModelSpec, Tensors
 from raydfl.worker import KEPT_MODEL, build_models
+
+Specs = tuple[ModelSpec, ...]
 
 _LISTED = 5
 """Clients that a message names."""
@@ -123,9 +125,9 @@ class _Run:
         if model is None and len(found) == 1:
             model = next(iter(found))
         if model in found:
-            variant, name, key = found[model]
-            networks, _ = self._load(variant, {key: self.commit.state.tensors[key]}, {})
-            return self._made(model, "", variant, name, networks[name])
+            specs, name, key = found[model]
+            networks, _ = self._load(specs, {key: self.commit.state.tensors[key]}, {}, f"model {model!r}")
+            return self._made(model, "", specs, name, networks[name])
         if not found or model in type(self.method).models:
             what = "no model of this run is" if model is None else f"model {model!r} of this run is not"
             raise InputError(
@@ -144,7 +146,7 @@ class _Run:
         tasks = self.method.plan_evaluation(self.commit.state, [client])
         keys = tasks[0].receive if tasks else tuple(self.commit.state.tensors)
         received = {key: self.commit.state.tensors[key] for key in keys}
-        networks, absent = self._load(client, received, kept)
+        networks, absent = self._load(client.models, received, kept, f"client {client_id!r}")
         if model is None:
             own = [
                 name for name in networks if any(not self.method.shared(tensor) for tensor in _names(networks, name))
@@ -157,17 +159,17 @@ class _Run:
                 f"client {client_id!r} has no model {model!r} of its own yet: it took part in none of the "
                 f"{self.commit.state.round_index} rounds that are done; {self._who_has_models()}"
             )
-        return self._made(model, client_id, client, model, networks[model])
+        return self._made(model, client_id, client.models, model, networks[model])
 
-    def _shared(self) -> dict[str, tuple[Client, str, str]]:
-        """The shared models by the name that the record has for them: a client with that architecture, model, key."""
-        found: dict[str, tuple[Client, str, str]] = {}
-        for variant in self.clients.variants():
-            networks = build_models(self.method, variant, self.config.run.seed)
+    def _shared(self) -> dict[str, tuple[Specs, str, str]]:
+        """The shared models by the name that the record has for them: the architectures that it is one of, model, key."""
+        found: dict[str, tuple[Specs, str, str]] = {}
+        for specs in self.clients.variants():
+            networks = build_models(self.method, specs, self.config.run.seed)
             for key, tensors in self.commit.state.tensors.items():
                 for name in networks:
                     if self._is_whole(networks, name, tensors):
-                        found.setdefault(name if key == "global" else f"{key}:{name}", (variant, name, key))
+                        found.setdefault(name if key == "global" else f"{key}:{name}", (specs, name, key))
         return found
 
     def _is_whole(self, networks: Mapping[str, nn.Module], name: str, tensors: Tensors) -> bool:
@@ -178,18 +180,18 @@ class _Run:
         )
 
     def _load(
-        self, client: Client, received: Mapping[str, Tensors], kept: Tensors
+        self, specs: Specs, received: Mapping[str, Tensors], kept: Tensors, whose: str
     ) -> tuple[dict[str, nn.Module], set[str]]:
-        """The client's networks as the engine loads them, and the tensors that nobody has."""
-        networks = build_models(self.method, client, self.config.run.seed)
+        """Networks as the engine loads them, and the tensors that nobody has."""
+        networks = build_models(self.method, specs, self.config.run.seed)
         own = {name.removeprefix(KEPT_MODEL): value for name, value in kept.items() if name.startswith(KEPT_MODEL)}
         flat = {key: FlatTensors.of(tensors) for key, tensors in received.items()}
-        Built(networks).start(flat, own, self.method.shared)
+        Built(networks).start(flat, own, self.method.shared, f"{self.run_dir}, {whose}")
         there = {name for tensors in flat.values() for name in tensors}
         names = {tensor for name in networks for tensor in _names(networks, name)}
         return networks, {name for name in names if name not in (there if self.method.shared(name) else own)}
 
-    def _made(self, label: str, client_id: str, client: Client, name: str, network: nn.Module) -> RunModel:
+    def _made(self, label: str, client_id: str, specs: Specs, name: str, network: nn.Module) -> RunModel:
         unnamed = ModelSpec(name, type(network).__name__, self.population.bands, len(self.classes))
         return RunModel(
             self.run_dir,
@@ -197,11 +199,11 @@ class _Run:
             client_id,
             self.commit.state.round_index,
             network.eval(),
-            next((spec for spec in client.models if spec.name == name), unnamed),
+            next((spec for spec in specs if spec.name == name), unnamed),
             self.classes,
             self.config.data,
             self.population.length,
-            self.population.statistics(client.index if client_id else None),
+            self.population.statistics(self.clients.index_of(client_id) if client_id else None),
         )
 
     def _who_has_models(self) -> str:

@@ -39,6 +39,11 @@ METHOD = "from raydfl import Method, Rule\nfrom torch import nn\n\n\n"
             r"method '.*mine.py:Mine' is not a subclass of raydfl.method.Method",
         ),
         (METHOD + "Mine = 5\n", "Mine", r"is not a subclass of raydfl.method.Method"),
+        (
+            METHOD + "class Mine(Method):\n    def build(self, client):\n        return super().build(client.models)\n",
+            "Mine",
+            r"Mine.build\(self, client\) at .*mine.py:6 .* write def build\(self, models\)",
+        ),
         (METHOD + "class Mine(Method):\n    models = {}\n", "Mine", "models: .*mine.py:Mine has no model 'model'"),
     ],
 )
@@ -89,6 +94,82 @@ def test_a_network_of_ones_own_that_cannot_be_built(raydfl: Raydfl, tiny: Tiny, 
     said = raydfl("run", written(tiny(f"models.model={tmp_path}/net.py:Net"), tmp_path))
     said.refuses(
         "models.model: .*net.py:Net cannot be built: RuntimeError: Trying to create tensor with negative dimension"
+    )
+
+
+NETWORK = (
+    "import torch\nfrom torch import nn\n\n\nclass Net(nn.Module):\n    def __init__(self, inputs, classes):\n"
+    "        super().__init__()\n        self.output = nn.Linear(inputs, classes)\n\n"
+    "    def forward(self, x, lengths=None):\n        return self.output(x.mean(dim=1))\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "messages"),
+    [
+        (
+            ("(inputs, classes)\n\n", "(inputs, classes + 3)\n\n"),
+            [r"a tensor of shape \[2, 6\] .*net.py:10", r"\[2, 3\] here"],
+        ),
+        (("x.mean(dim=1))", "x)"), [r"a tensor of shape \[2, \d+, 3\]"]),
+        (("x.mean(dim=1))", "x.mean(dim=1)), lengths"), [r"returns a tuple .*net.py:10"]),
+        (("x, lengths=None", "x"), [r"TypeError: .* \(at .*net.py:10\)", r"forward\(x, lengths\)"]),
+        (("x.mean(dim=1)", "x.mean(dim=1).view(-1, 5)"), [r"RuntimeError: .* \(at .*net.py:11\)"]),
+        (("x.mean(dim=1))", "x.mean(dim=1) / 0)"), [r"not finite.*net.py:10"]),
+        (
+            ("nn.Linear(inputs, classes)", "nn.LazyLinear(classes)"),
+            [r"the shape of 'output.weight' is not known", "lazy"],
+        ),
+    ],
+)
+def test_a_network_that_cannot_be_used_is_refused_before_the_first_round(
+    raydfl: Raydfl, tiny: Tiny, tmp_path: Path, wrong: tuple[str, str], messages: list[str]
+) -> None:
+    (tmp_path / "net.py").write_text(NETWORK.replace(*wrong))
+    assert wrong[0] in NETWORK
+    raydfl("run", written(tiny(f"models.model={tmp_path}/net.py:Net"), tmp_path)).refuses(
+        r"models.model: .*net.py:Net", *messages
+    )
+    assert not (tmp_path / "runs" / "tiny").exists()
+
+
+def test_a_model_that_is_only_a_part_of_a_classifier(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    """The method's own code says what is looked at; what it says is checked."""
+    (tmp_path / "net.py").write_text(NETWORK.replace("(inputs, classes)\n\n", "(inputs, 5)\n\n"))
+    parts = (
+        "import torch\nfrom raydfl import Method\n\n\nclass Parts(Method):\n"
+        "    models = {'model': 'crnn_tiny', 'head': 'crnn_tiny'}\n\n"
+        "    def build(self, models):\n        built = super().build(models)\n"
+        "        return {'model': built['model'], 'head': torch.nn.Linear(5, models[0].classes)}\n\n"
+        "    def loss(self, step, batch):\n        return step.models['head'](step.models['model'](batch.x)).square().mean()\n\n"
+        "    def evaluate(self, step, examples, batch_size):\n        return {}\n"
+    )
+    said = "\n    def logits(self, models, name, batch):\n        return {}(models['model'](batch.x))\n"
+    file = written(tiny("train.rounds=1"), tmp_path)
+    settings = [
+        f"method={{name: '{tmp_path}/parts.py:Parts'}}",
+        f"models={{model: '{tmp_path}/net.py:Net', head: crnn_tiny}}",
+    ]
+    (tmp_path / "parts.py").write_text(parts)
+    raydfl("run", file, *settings).refuses(r"models.model: .* \[2, 5\]", r"the method's logits\(\)")
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "parts.py").write_text(parts + said.format("models['head']"))
+    settings[0] = f"method={{name: '{tmp_path}/more/parts.py:Parts'}}"
+    done = raydfl("run", file, *settings)
+    assert done.code == 0, done.err
+
+
+def test_a_tensor_of_another_shape_is_never_cut_to_fit(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "wide.py").write_text(
+        METHOD
+        + "class Wide(Method):\n    def init(self, clients, models, rng):\n        state = super().init(clients, models, rng)\n"
+        "        for name, tensor in state.tensors['global'].items():\n"
+        "            state.tensors['global'][name] = tensor.repeat(2, *[1] * (tensor.dim() - 1))\n        return state\n"
+    )
+    said = raydfl("run", written(tiny(), tmp_path), f"method={{name: '{tmp_path}/wide.py:Wide'}}")
+    said.refuses(
+        r"client 's\d+', round 1",
+        r"'convolutions.0.weight' of model 'model' comes as \[8, 16, 3\], but the network has it as \[4, 16, 3\]",
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from raydfl import built as built_module
 from raydfl.built import Built
+from raydfl.errors import ConfigError
 from raydfl.models.crnn import CRNN
 from raydfl.tensors import FlatTensors, OwnTensors
 
@@ -24,6 +25,8 @@ class Normalised(nn.Module):
         self.layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
         self.scale = nn.Parameter(torch.tensor(2.0))
         self.register_buffer("hidden", torch.ones(2), persistent=False)
+        self.table = torch.ones(2)
+        self.notes = {"deep": [0]}
 
 
 class Tied(nn.Module):
@@ -92,24 +95,29 @@ def test_each_tensor_comes_from_where_it_belongs(make: Callable[[], dict[str, nn
 @torch.no_grad()
 def spoil(models: dict[str, nn.Module]) -> None:
     for model in models.values():
-        for value in model.state_dict().values():
+        for value in (*model.state_dict().values(), *model.buffers()):
             value.add_(7)
+        if isinstance(model, Normalised):
+            model.table.add_(7)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
             parameter.requires_grad_(False)
         model.eval()
 
 
-def test_nothing_of_the_last_client_is_left() -> None:
-    models = networks()
+@pytest.mark.parametrize("make", [networks, tied])
+def test_nothing_of_the_last_client_is_left(make: Callable[[], dict[str, nn.Module]]) -> None:
+    models = make()
     fresh = state(models)
     built = Built(models)
-    for parameter in models["plugin"].output.parameters():  # type: ignore[union-attr]
+    for parameter in models["plugin"].parameters():
         parameter.requires_grad_(False)  # after it was built: somebody's code
     spoil(models)
     built.start({}, {}, shared)
     for name, value in state(models).items():
         assert torch.equal(value, fresh[name]), name
+    assert torch.equal(models["local"].hidden, torch.ones(2))  # type: ignore[arg-type]
+    assert torch.equal(models["local"].table, torch.ones(2))  # type: ignore[arg-type]
     for model in models.values():
         assert all(p.grad is None and p.requires_grad for p in model.parameters())
         assert all(module.training for module in model.modules())
@@ -136,27 +144,86 @@ def test_they_compute_and_train_as_before() -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("what", ["nothing", "layer", "parameter", "memory", "buffer", "added", "removed", "child"])
-def test_whatever_is_replaced_is_noticed(what: str) -> None:
+def hook(*_: object) -> None:
+    """Does nothing; what counts is that it is there."""
+
+
+def linear(models: dict[str, nn.Module]) -> nn.Linear:
+    return next(layer for layer in models["local"].modules() if isinstance(layer, nn.Linear))
+
+
+LEFT_BEHIND: dict[str, Callable[[nn.Linear, dict[str, nn.Module]], object]] = {
+    "layer": lambda layer, models: models["local"].layers.__setitem__(0, nn.Linear(3, 4)),  # type: ignore[union-attr, operator]
+    "parameter": lambda layer, models: setattr(layer, "weight", nn.Parameter(layer.weight.clone())),
+    "memory": lambda layer, models: setattr(layer.weight, "data", layer.weight.data.clone()),
+    "shape": lambda layer, models: setattr(layer.weight, "data", layer.weight.data.view(-1)),
+    "buffer": lambda layer, models: setattr(models["local"].layers[1], "running_mean", torch.zeros(4)),  # type: ignore[index, union-attr, arg-type]
+    "added": lambda layer, models: layer.register_parameter("more", nn.Parameter(torch.zeros(1))),
+    "removed": lambda layer, models: setattr(layer, "bias", None),
+    "child": lambda layer, models: layer.add_module("more", nn.Identity()),
+    "entry": lambda layer, models: models.update(plugin=nn.Linear(3, 3)),
+    "more entries": lambda layer, models: models.update(more=nn.Linear(3, 3)),
+    "an entry less": lambda layer, models: models.pop("plugin"),
+    "class": lambda layer, models: setattr(layer, "__class__", nn.Identity),
+    "attribute": lambda layer, models: setattr(models["local"], "factor", 2.0),
+    "entry of an attribute": lambda layer, models: models["local"].notes["deep"].append(1),  # type: ignore[index, union-attr, operator]
+    "method": lambda layer, models: setattr(layer, "forward", hook),
+    "attribute of a parameter": lambda layer, models: setattr(layer.weight, "importance", 2.0),
+    "forward hook": lambda layer, models: layer.register_forward_hook(hook),
+    "forward pre-hook": lambda layer, models: layer.register_forward_pre_hook(hook),
+    "backward hook": lambda layer, models: layer.register_full_backward_hook(hook),
+    "backward pre-hook": lambda layer, models: layer.register_full_backward_pre_hook(hook),
+    "state-dict hook": lambda layer, models: layer.register_state_dict_post_hook(hook),
+    "state-dict pre-hook": lambda layer, models: layer.register_state_dict_pre_hook(hook),
+    "load hook": lambda layer, models: layer.register_load_state_dict_post_hook(hook),
+    "parameter's hook": lambda layer, models: layer.weight.register_hook(hook),
+    "hook after accumulation": lambda layer, models: layer.weight.register_post_accumulate_grad_hook(hook),
+}
+
+
+@pytest.mark.parametrize("what", ["nothing", *LEFT_BEHIND])
+@pytest.mark.parametrize("make", [networks, tied])
+def test_whatever_is_left_in_a_network_is_noticed(what: str, make: Callable[[], dict[str, nn.Module]]) -> None:
+    models = make()
+    built = Built(models)
+    built.start({}, {}, shared)
+    assert built.whole
+    LEFT_BEHIND.get(what, lambda *_: None)(linear(models), models)
+    assert built.whole == (what == "nothing")
+
+
+def test_ordinary_work_leaves_nothing() -> None:
+    """A network that somebody has trained and measured is not built again."""
     models = networks()
     built = Built(models)
-    linear: nn.Linear = models["local"].layers[0]  # type: ignore[index, union-attr, assignment]
-    assert built.whole
-    if what == "layer":
-        models["local"].layers[0] = nn.Linear(3, 4)  # type: ignore[index, union-attr, operator]
-    elif what == "parameter":
-        linear.weight = nn.Parameter(linear.weight.clone())
-    elif what == "memory":
-        linear.weight.data = linear.weight.data.clone()
-    elif what == "buffer":
-        models["local"].layers[1].running_mean = torch.zeros(4)  # type: ignore[index, union-attr]
-    elif what == "added":
-        linear.register_parameter("more", nn.Parameter(torch.zeros(1)))
-    elif what == "removed":
-        linear.bias = None  # type: ignore[assignment]
-    elif what == "child":
-        linear.add_module("more", nn.Identity())
-    assert built.whole == (what == "nothing")
+    x = torch.randn(3, 8, 4)
+    for _ in range(2):
+        built.start({}, {}, shared)
+        models["plugin"](x).square().sum().backward()
+        torch.optim.SGD(models["plugin"].parameters(), lr=0.1).step()
+        models["local"].layers(torch.randn(5, 3))  # type: ignore[union-attr, operator]
+        models["plugin"].eval()
+        torch.func.functional_call(models["plugin"], {k: v + 1 for k, v in models["plugin"].named_parameters()}, (x,))
+        models["plugin"].requires_grad_(False)
+        assert built.whole
+
+
+@pytest.mark.parametrize("make", [networks, tied])
+def test_a_tensor_of_another_shape_is_refused(make: Callable[[], dict[str, nn.Module]]) -> None:
+    """Never cut to fit: not a larger one, not one of as many elements, not one number for many; sent or kept."""
+    models = make()
+    built = Built(models)
+    names = [name for name, value in state(models).items() if value.is_floating_point() and value.dim() == 2]
+    for name in (next(filter(shared, names)), next(name for name in names if not shared(name))):
+        rows, columns = state(models)[name].shape
+        for other in ((2 * rows, columns), (rows * columns, 1), (1, columns), (1,)):
+            wrong = {name: torch.ones(other)}
+            sent, kept = ({"global": FlatTensors.of(wrong)}, {}) if shared(name) else ({}, wrong)
+            with pytest.raises(ConfigError) as error:
+                built.start(sent, kept, shared, "client 'a', round 3")
+            model, _, tensor = name.partition("/")
+            for part in ("client 'a', round 3", repr(model), repr(tensor), str(list(other)), str([rows, columns])):
+                assert part in str(error.value)
 
 
 def test_where_it_is_possible_they_lie_in_one_vector() -> None:

@@ -43,7 +43,9 @@ def test_architectures_are_drawn_uniformly_and_by_the_seed(tiny: Tiny) -> None:
     other = tiny("data.speakers=300", "data.takes=1", "run.seed=2", method="fedmlac")
     assert [c.models[1].options for c in Clients(population, other)] != drawn
     assert {c.models[0] for c in Clients(population, config)} == {Clients(population, config)[0].models[0]}
-    assert len(Clients(population, config).variants()) == 2
+    clients = Clients(population, config)
+    assert dict.fromkeys(clients.variants()) == {client.models: None for client in clients}
+    assert len(clients.variants()) == 2
 
 
 def test_equal_architectures_start_from_equal_private_weights(tiny: Tiny) -> None:

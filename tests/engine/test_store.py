@@ -51,6 +51,14 @@ def test_private_records_come_back_as_written_from_any_process(tmp_path: Path) -
         assert read["state:count"].dtype == torch.int64
 
 
+def test_private_tensors_come_back_in_the_order_of_their_names(tmp_path: Path) -> None:
+    store = PrivateStore(tmp_path)
+    names = [f"state:{number}" for number in (7, 1, 10, 3, 0, 5)]
+    ref = store.append(1, {name: torch.zeros(number + 1) for number, name in enumerate(names)})
+    for _ in range(5):
+        assert list(store.read(ref)) == sorted(names)
+
+
 def test_two_writers_of_one_round_never_touch_the_same_segment(tmp_path: Path) -> None:
     first, second = PrivateStore(tmp_path), PrivateStore(tmp_path)
     a, b = first.append(1, tensors_of(1)), second.append(1, tensors_of(2))

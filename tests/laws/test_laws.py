@@ -12,7 +12,8 @@ import pytest
 import torch
 from helpers import differ, finish, raw, same, start, truth
 
-from raydfl import record, registry
+from raydfl import record, registry, worker
+from raydfl.clients import Clients
 from raydfl.config import Config
 from raydfl.data.population import Population
 from raydfl.errors import ClientError, ConfigError, InputError, RunDirectoryError
@@ -30,7 +31,10 @@ from raydfl.worker import Order, Result, Worker, in_groups
 
 Tiny = Callable[..., Config]
 EXTRA = Path(__file__).parent.parent / "extra_methods.py"
-METHODS = [*registry.names("raydfl.methods"), f"{EXTRA}:SeveralGlobals", f"{EXTRA}:TwoPhases"]
+METHODS = [
+    *registry.names("raydfl.methods"),
+    *(f"{EXTRA}:{name}" for name in ("SeveralGlobals", "TwoPhases", "Summing")),
+]
 
 
 class WatchedPool(SerialPool):
@@ -83,6 +87,32 @@ def test_law_1_any_order_of_work_and_arrival_gives_the_same_bits(tiny: Tiny, met
     for seed in (1, 2):
         shuffled, _, _ = finish_watched(tiny(f"run.name=shuffled{seed}", width, method=method), seed)
         same(serial, shuffled)
+
+
+@pytest.mark.parametrize("together", [1, 3])
+@pytest.mark.parametrize("how", ["entry", "layer", "frozen", "hook", "gradient hook", "buffer", "more entries"])
+def test_law_1_a_client_leaves_nothing_in_a_network(tiny: Tiny, how: str, together: int) -> None:
+    """What each client does to its networks after its training is seen by nobody else."""
+    settings = (f"train.together={together}", "train.cohort=1.0")
+    undisturbed = finish(tiny("run.name=undisturbed", *settings, "method.how=''", method=f"{EXTRA}:Untidy"))
+    same(undisturbed, finish(tiny("run.name=untidy", *settings, f"method.how={how}", method=f"{EXTRA}:Untidy")))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_network_is_built_once_for_all_clients(tiny: Tiny, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no client's code has changed is not built again."""
+    made: list[object] = []
+    real = worker.Built
+    monkeypatch.setattr(worker, "Built", lambda models: made.append(models) or real(models))
+    config = tiny("train.cohort=1.0", method=method)
+    server = start(config)
+    kinds = len(Clients(Population.load(Path(config.run.dir) / "tiny" / "population"), config).variants())
+    server.round()
+    first = len(made)
+    assert kinds <= first <= kinds + 1  # and once for the server's own evaluation
+    server.round()
+    assert len(made) == first
+    server.close()
 
 
 @pytest.mark.parametrize("method", METHODS)

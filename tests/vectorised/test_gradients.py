@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -28,6 +30,8 @@ from raydfl.models.dense import MeanLinear
 from raydfl.step import Step
 from raydfl.train import fit
 from raydfl.types import Batch, Update
+
+EXTRA = Path(__file__).parent.parent / "extra_methods.py"
 
 
 @pytest.fixture(autouse=True)
@@ -218,6 +222,121 @@ def test_what_is_not_always_the_same_runs_by_code(name: str) -> None:
     assert taped() == 0
     if name != "a count of its own":  # to record it, the loss is called once more
         assert all(same(a, b) for a, b in zip(by_code, by_tape, strict=True))
+
+
+_seen: list[int] = []
+_number = {"calls": 0}
+
+
+class Noted:
+    seen: ClassVar[dict[int, int]] = {}
+
+
+def _note(batch: Batch) -> None:
+    _seen.append(len(batch.y))
+
+
+def in_a_list(batch: Batch) -> None:
+    _seen.append(len(batch.y))
+
+
+def through_a_function(batch: Batch) -> None:
+    _note(batch)
+
+
+def in_a_number(batch: Batch) -> None:
+    _number["calls"] += 1
+
+
+def in_a_class(batch: Batch) -> None:
+    Noted.seen[len(Noted.seen)] = len(batch.y)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Counting(Method):
+    """FedAvg whose loss counts its calls somewhere outside of the step."""
+
+    how: Any
+    calls: ClassVar[list[int]] = []
+
+    def loss(self, step: Step, batch: Batch) -> Tensor:
+        if self.how is None:
+            self.calls.append(1)
+        else:
+            self.how(batch)
+        return super().loss(step, batch)
+
+
+class CountingNetwork(nn.Module):
+    """Its forward counts, not the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MeanLinear(BANDS, CLASSES)
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        _seen.append(len(x))
+        logits: Tensor = self.inner(x, lengths)
+        return logits
+
+
+COUNTERS: dict[str, tuple[Callable[[Batch], None] | None, Callable[[], int]]] = {
+    "a list": (in_a_list, lambda: len(_seen)),
+    "a function's list": (through_a_function, lambda: len(_seen)),
+    "a number": (in_a_number, lambda: _number["calls"]),
+    "a class's dict": (in_a_class, lambda: len(Noted.seen)),
+    "a list of the method's class": (None, lambda: len(Counting.calls)),
+}
+
+
+@pytest.mark.parametrize("name", [*COUNTERS, "a captured list"])
+def test_a_loss_that_counts_its_calls_counts_them_all(name: str) -> None:
+    """In each round as many as there are steps: neither one more, where it could have been recorded, nor fewer after it."""
+    captured: list[Batch] = []
+    how, count = COUNTERS.get(name, (captured.append, lambda: len(captured)))
+    method, counts = Counting(how=how), []
+    for index in range(5):
+        before = count()
+        for step in make_steps(method, networks(FedAvg()), round_index=index):
+            method.local(step)
+        counts.append(count() - before)
+    assert counts == [counts[0]] * 5
+    assert taped() == 0
+
+
+def test_a_network_that_counts_its_calls_counts_them_all() -> None:
+    counts = []
+    for index in range(5):
+        before = len(_seen)
+        for step in make_steps(FedAvg(), lambda: {"model": CountingNetwork()}, round_index=index):
+            FedAvg().local(step)
+        counts.append(len(_seen) - before)
+    assert counts == [counts[0]] * 5
+    assert taped() == 0
+
+
+def test_a_loss_that_names_constants_is_recorded() -> None:
+    """What cannot change unseen is no reason to run the code: numbers, tables of them, functions, other classes."""
+    assert_same_bits(Weighted(), networks(FedAvg()))
+    assert taped() > 0
+    assert not any(one.refused for one in known())
+
+
+_TABLE = {"weight": [0.5, 1.5]}
+
+
+def _weight(number: int) -> float:
+    return _TABLE["weight"][number]
+
+
+class Weighted(FedAvg):
+    number: ClassVar[int] = 1
+
+    def loss(self, step: Step, batch: Batch) -> Tensor:
+        return super().loss(step, batch) * self.weight()
+
+    def weight(self) -> float:
+        return _weight(type(self).number) + math.log(2)
 
 
 def test_a_state_that_is_changed_in_place() -> None:
@@ -509,6 +628,19 @@ def test_whole_runs(method: str, tiny: Callable[..., Config]) -> None:
     both = finish(tiny("run.name=both", rounds, method=method))
     same_bytes(by_code, by_tape)
     same_bytes(by_code, both)
+
+
+@pytest.mark.parametrize("method", ["scaffold", f"{EXTRA}:Summing"])
+def test_methods_that_keep_several_tensors_are_recorded(
+    method: str, tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their state has one order, so that what a client does in later rounds is one kind of computation."""
+    played: list[object] = []
+    real = gradients.Gradients._from_tape
+    monkeypatch.setattr(gradients.Gradients, "_from_tape", lambda *given: played.append(given[1]) or real(*given))
+    finish(tiny("train.rounds=8", "train.cohort=1.0", method=method))
+    assert len(played) > sum(one.done for one in known())
+    assert not any(one.refused for one in known())
 
 
 def made(factor: float) -> Callable[[float], float]:
