@@ -9,8 +9,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-
 import raydfl
 from raydfl.clients import Clients
 from raydfl.config import Config, make_config
@@ -24,6 +22,7 @@ from raydfl.prepare_sites import prepare_sites
 from raydfl.progress import Progress
 from raydfl.remote.mirror import local_runs, mirror_of
 from raydfl.store import RunStore
+from raydfl.tensor_file import to_safetensors
 from raydfl.types import ModelSpec, State
 from raydfl.worker import build_models
 from raydfl.yaml_text import parse_yaml, to_yaml
@@ -288,7 +287,7 @@ def export(run_dir: Path, config: Config) -> list[Path]:
             "classes": json.dumps(about["classes"]),
             "features": config.data.features.model_dump_json(),
         }
-        write_durably(path, safetensors.torch.save(models, metadata))
+        write_durably(path, to_safetensors(models, metadata))
         paths.append(path)
     return paths
 
