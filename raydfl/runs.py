@@ -34,11 +34,14 @@ from raydfl.remote.mirror import local_run, local_runs, mirror_of
 from raydfl.remote.place import is_uri, parted
 from raydfl.report import write_report
 from raydfl.rundir import (
+    check_begun,
     check_same,
-    create,
+    driving,
     ensure_features,
     export,
     flat,
+    folder_of,
+    prepare_run,
     stored_about,
     stored_config,
     write_config,
@@ -78,8 +81,9 @@ def run(config: Config, progress: Progress | None = None, on_round: OnRound | No
     progress = progress or Progress("quiet")
     quiet = progress.mode in ("json", "quiet", "bar")
     at_sites = bool(config.data.sites) and config.ray.actors != 0
-    with connected(config.ray.address, quiet) if at_sites else contextlib.nullcontext():
-        run_dir = create(config, progress)
+    run_dir = folder_of(config, progress)
+    with driving(run_dir, progress), connected(config.ray.address, quiet) if at_sites else contextlib.nullcontext():
+        prepare_run(run_dir, config, progress)
         return execute(run_dir, config, progress, on_round)
 
 
@@ -97,16 +101,24 @@ def resume(run_dir: str | Path, overrides: Sequence[str] = (), progress: Progres
     if is_uri(run_dir):
         overrides = [f"run.dir={parted(str(run_dir))[0]}", *overrides]
     run_dir = local_run(run_dir, overrides)
-    stored = stored_config(run_dir)
-    config = make_config(apply_overrides(stored.model_dump(mode="json"), overrides), f"{run_dir}/config.yaml")
-    check_same(run_dir, stored, config)
-    if overrides:
-        write_config(run_dir, config)
-    mirror = mirror_of(config.run.dir, run_dir)
-    if mirror is not None:
-        mirror.fetch()
-    ensure_features(run_dir, config, progress)
-    return execute(run_dir, config, progress)
+    check_begun(run_dir)
+    with driving(run_dir, progress):
+        stored = stored_config(run_dir)
+        config = make_config(apply_overrides(stored.model_dump(mode="json"), overrides), f"{run_dir}/config.yaml")
+        check_same(run_dir, config)
+        about = stored_about(run_dir)
+        if "config" not in about and stored.digest() != about["digest"]:
+            progress.message(
+                f"warning: {run_dir} was begun by an earlier version of raydfl, {about['raydfl']}: whether its config.yaml is "
+                f"still what it began with cannot be told"
+            )
+        if overrides:
+            write_config(run_dir, config)
+        mirror = mirror_of(config.run.dir, run_dir)
+        if mirror is not None:
+            mirror.fetch()
+        ensure_features(run_dir, config, progress)
+        return execute(run_dir, config, progress)
 
 
 _REASONS = 5
