@@ -121,7 +121,7 @@ def check_about(about: Mapping[str, Any]) -> None:
 
 
 def ensure_features(run_dir: Path, config: Config, progress: Progress) -> None:
-    """Make the features of a run again where the cache that it used has gone, or is that of another machine.
+    """Make the features of a run again where the cache that it used has gone or is damaged, or is that of another machine.
 
     Raises:
         DataError: the recordings are not there either.
@@ -129,11 +129,15 @@ def ensure_features(run_dir: Path, config: Config, progress: Progress) -> None:
     """
     folder = run_dir / "population"
     try:
-        Population.load(folder)
+        Population.load(folder, verify_features=True)
         return
-    except DataError:
-        progress.message("the features of this run are not in the cache; they are made again")
-    population = build_population(config.data, config.run.seed, progress, attack=config.build_attack())
+    except DataError as error:
+        lost = str(error).partition("; ")[0]
+    progress.message(f"{lost}: they are made again")
+    try:
+        population = build_population(config.data, config.run.seed, progress, attack=config.build_attack())
+    except DataError as error:
+        raise DataError(f"{lost}, and they cannot be made again: {error}") from error
     if not population.is_saved_in(folder):
         raise RunDirectoryError(
             f"the recordings have changed since {run_dir} began, and its features are lost; restore the recordings, or start the "

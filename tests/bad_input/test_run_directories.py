@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -151,9 +152,33 @@ def test_lost_features_are_made_again(
     shutil.rmtree(cache)
     said = raydfl("resume", outcome.run_dir, "train.rounds=2", f"data.cache={tmp_path / where}")
     assert said.code == 0
-    assert "they are made again" in said.out
+    assert re.search(r"cached features in .* cannot be used .*: they are made again", said.out)
     same(undisturbed(2, "fedavg"), truth(outcome.run_dir))
     assert cache.exists() == (where == "there")
+
+
+@pytest.mark.parametrize("name", ["frames.npy", "offsets.npy", "lengths.npy"])
+@pytest.mark.parametrize("at", [0.2, 0.6, 1.0])
+def test_a_bit_that_flips_in_the_features_is_noticed(
+    raydfl: Raydfl, tiny: Tiny, undisturbed: Undisturbed, tmp_path: Path, name: str, at: float
+) -> None:
+    """Also on a disk that forgets, where no time of change tells; and a new run does not take such features either."""
+    outcome = run(tiny(f"data.cache={tmp_path}/there", "train.rounds=1"))
+    (path,) = (tmp_path / "there").glob(f"*/{name}")
+    times = path.stat()
+
+    def damage() -> None:
+        flip(path, at)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    damage()
+    said = raydfl("resume", outcome.run_dir, "train.rounds=2")
+    assert said.code == 0
+    assert f"cannot be used (the content of {name} has changed): they are made again" in said.out
+    same(undisturbed(2, "fedavg"), truth(outcome.run_dir))
+    damage()
+    other = run(tiny(f"data.cache={tmp_path}/there", "train.rounds=2", "run.name=other"))
+    same(undisturbed(2, "fedavg"), truth(other.run_dir))
 
 
 @pytest.mark.parametrize(
