@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from raydfl.errors import RunDirectoryError
 from raydfl.metrics import HIGHER_IS_BETTER, base_name, model_name
-from raydfl.record import Row, read_rows, to_rows
+from raydfl.record import Row, read_rows, to_rows, unrecorded
 from raydfl.rundir import check_about, decisive_changes, flat
 from raydfl.store import RunStore
 from raydfl.telemetry import TIMELINE
@@ -172,6 +172,9 @@ def read_run(folder: Path) -> Run:
         elif base_name(row.metric) == "confusion":
             confusions[key] = (row.round, row.array)
     curves = {key: _curve(rounds) for key, rounds in points.items()}
+    lost = unrecorded((row.round for row in pooled), until or 0)
+    if lost:
+        missing.append(f"the files in rows/ of rounds {lost} are missing: what was measured in them is not shown.")
     clients = _client_scores(folder, until, curves)
     timelines = _timelines(folder, until, pooled)
     return Run(folder, about, config, curves, confusions, clients, timelines, missing, _befallen(folder, until))

@@ -329,6 +329,13 @@ def execute(run_dir: Path, config: Config, progress: Progress, on_round: OnRound
             round_index, warnings = server.open()
             for warning in warnings:
                 progress.message(f"warning: {warning}; going on from round {round_index}")
+            recorded = record.read_rows(run_dir, round_index, where=pc.field("client") == "", columns=["round"])
+            lost = record.unrecorded(recorded["round"].to_pylist(), round_index)
+            if lost:
+                progress.message(
+                    f"warning: the files in {run_dir / 'rows'} of rounds {lost} are missing; restore them from a copy, or go on "
+                    f"without what was measured in them"
+                )
             if round_index >= config.train.rounds:
                 progress.message(
                     f"all {config.train.rounds} rounds are done; for more: "

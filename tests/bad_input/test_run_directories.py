@@ -14,7 +14,7 @@ import pytest
 from commands import Raydfl, written
 from helpers import same, truth
 
-from raydfl import rundir
+from raydfl import record, rundir
 from raydfl.config import Config, apply_overrides
 from raydfl.errors import RunDirectoryError
 from raydfl.lock import FileLock
@@ -239,8 +239,20 @@ def test_a_damaged_file_of_rows(raydfl: Raydfl, run_dir: Path) -> None:
         flip(path, 1.0)
     message = "rows/.*parquet is not a readable Parquet file.*restore it from a copy, or move it away"
     raydfl("report", run_dir).refuses(message)
+    raydfl("resume", run_dir, "train.rounds=3").refuses(message)
     shutil.rmtree(run_dir / "rows")
     assert raydfl("report", run_dir).code == 0
+
+
+def test_a_missing_file_of_rows(raydfl: Raydfl, tiny: Tiny) -> None:
+    run_dir = run(tiny("train.rounds=4")).run_dir
+    sentence = "the files in rows/ of rounds 3 to 4 are missing"
+    assert sentence not in (run_dir / "report.html").read_text()
+    record.discard_rows(run_dir, 2)
+    said = raydfl("resume", run_dir, "train.rounds=5")
+    assert said.code == 0
+    assert re.search("warning: the files in .*rows of rounds 3 to 4 are missing; restore them", said.out)
+    assert sentence in (run_dir / "report.html").read_text()
 
 
 # -- half-written, and of others -------------------------------------------------------------------------------------
