@@ -191,6 +191,10 @@ class RaySettings(Settings):
         return self
 
 
+_LONGEST_NAME = 240
+"""Bytes of a run's name: file systems take 255, and a site's folder of the run has some more."""
+
+
 class RunSettings(Settings):
     """Where the run lives and what decides its random numbers."""
 
@@ -209,6 +213,11 @@ class RunSettings(Settings):
     def _one_folder(cls, value: str | None) -> str | None:
         if value is not None and (value in ("", ".", "..") or "/" in value):
             raise ValueError("a run's name is the name of one folder in run.dir: without / and not . or ..")
+        if value is not None and (len(value.encode()) > _LONGEST_NAME or not value.isprintable()):
+            raise ValueError(
+                f"a run's name is the name of a folder: at most {_LONGEST_NAME} bytes, this has {len(value.encode())}, "
+                "and no control characters"
+            )
         return value
 
     commit_every: int = Field(

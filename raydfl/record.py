@@ -4,17 +4,21 @@
 files named by the first and last file that they replace (``00000001-00000100.parquet``). A file appears whole or not at
 all, and a file whose name lies within the range of another one is its leftover and is not read: so a crash at any
 moment loses no row and doubles none.
+
+Before the footer of a file stands a checksum of all else in it, which other readers of Parquet pass over.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
+import os
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -40,6 +44,10 @@ SCHEMA = pa.schema(
         ("note", pa.string()),
     ]
 )
+_SEAL = b"raydfl crc32"
+"""What stands before a file's checksum."""
+_SEALED = {"raydfl.sealed": ""}
+"""Metadata of a file that must have a checksum; older ones have none."""
 _PLAIN = [name for name in SCHEMA.names if name not in ("array", "shape")]
 _MERGE_ROWS = 1_000_000  # rows held in memory while files are merged, and of a row group of the merged file
 
@@ -148,16 +156,75 @@ def _write(path: Path, tables: Iterable[pa.Table], compression: str = "zstd") ->
 
     def write(temporary: Path) -> None:
         nonlocal needed
-        with temporary.open("wb") as file, pq.ParquetWriter(file, SCHEMA, compression=compression) as writer:
+        with (
+            temporary.open("wb") as file,
+            pq.ParquetWriter(file, SCHEMA.with_metadata(_SEALED), compression=compression) as writer,
+        ):
             for table in tables:
                 needed += table.nbytes
-                writer.write_table(table)
+                writer.write_table(table.replace_schema_metadata(_SEALED))
+        _seal(temporary)
 
     try:
         write_atomically(path, write)
     except OSError as error:
         with writing(path.parent, needed, f"the rows in {path.name}", RESUME):
             raise error from None
+
+
+def _seal(path: Path) -> None:
+    """Put a checksum between the data of a Parquet file, which are found from its beginning, and the footer, found from its end."""
+    with path.open("r+b") as file:
+        at = _footer(file)
+        checksum = _checksum(file, [(0, at), (at, file.seek(0, os.SEEK_END))])
+        file.seek(at)
+        footer = file.read()
+        file.seek(at)
+        file.write(_SEAL + checksum.to_bytes(4, "little") + footer)
+
+
+def _check_seal(path: Path) -> None:
+    """Compare a file with its checksum; one of an older version has none.
+
+    Raises:
+        ValueError: they differ, or it is no Parquet file.
+    """
+    with path.open("rb") as file:
+        at = _footer(file)
+        seal = at - len(_SEAL) - 4
+        if seal < 0:
+            return
+        file.seek(seal)
+        found = file.read(len(_SEAL) + 4)
+        if not found.startswith(_SEAL):
+            if any(key.encode() in file.read() for key in _SEALED):
+                raise ValueError("it has lost its checksum")
+            return
+        if _checksum(file, [(0, seal), (at, file.seek(0, os.SEEK_END))]) != int.from_bytes(found[-4:], "little"):
+            raise ValueError("its checksum does not fit its content")
+
+
+def _footer(file: IO[bytes]) -> int:
+    """Where the footer of a Parquet file begins: 4 bytes before the last 4 say how long it is."""
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(0, end - 8))
+    tail = file.read()
+    at = end - 8 - int.from_bytes(tail[:4], "little")
+    if tail[4:] != b"PAR1" or at < 4:
+        raise ValueError("it does not end like one")
+    return at
+
+
+def _checksum(file: IO[bytes], parts: Sequence[tuple[int, int]]) -> int:
+    """The crc32 of some ranges of a file."""
+    checksum = 0
+    for first, stop in parts:
+        file.seek(first)
+        left = stop - first
+        while block := file.read(min(1 << 20, left)):
+            checksum = zlib.crc32(block, checksum)
+            left -= len(block)
+    return checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,11 +259,12 @@ def _files(run_dir: Path) -> list[_File]:
 
 def _read(file: _File, columns: Sequence[str], where: pc.Expression | None) -> pa.Table:
     try:
+        _check_seal(file.path)
         # With the schema, a column that older versions did not write is null.
         return pq.read_table(file.path, columns=list(columns), filters=where, partitioning=None, schema=SCHEMA)
     except FileNotFoundError:
         raise
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise RunDirectoryError(
             f"{file.path} is not a readable Parquet file ({str(error).splitlines()[0]}); restore it from a copy, or move it away: "
             f"the rows of its rounds are then missing from reports, and nothing else"
@@ -243,6 +311,16 @@ def read_rows(
         except FileNotFoundError:  # merged by the running run since the folder was listed
             continue
     raise RunDirectoryError(f"{run_dir / 'rows'} changes faster than it can be read; try again when the run has ended")
+
+
+def unrecorded(recorded: Iterable[int], until_round: int) -> str:
+    """Say which of the rounds 1 to ``until_round`` are not among those of the record, ``2, 5 to 9``; empty: all are.
+
+    The server records something in every round.
+    """
+    missing = np.array(sorted(set(range(1, until_round + 1)).difference(recorded)))
+    spans = np.split(missing, np.flatnonzero(np.diff(missing) > 1) + 1) if len(missing) else []
+    return ", ".join(f"{span[0]} to {span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
 
 
 def compact(run_dir: Path, gather: int | None = None) -> Path | None:

@@ -75,7 +75,7 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
         copy.together = commit.together
         copy.commit(commit.state, commit.private)
         quiet = config.model_copy(update={"evaluate": config.evaluate.model_copy(update={"every": 10**9})})
-        population = Population.load(run_dir / "population")
+        population = Population.load(run_dir / "population", verify=True, verify_features=True)
         key = stored_about(run_dir).get("site_key", "")
         pool = SerialPool(workers_here(run_dir, config, population, key, scratch / "private"))
         with contextlib.closing(pool), contextlib.closing(Federation(quiet, population, copy, pool)) as federation:

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from raydfl.errors import RunDirectoryError
 from raydfl.metrics import HIGHER_IS_BETTER, base_name, model_name
-from raydfl.record import Row, read_rows, to_rows
+from raydfl.record import Row, read_rows, to_rows, unrecorded
+from raydfl.rundir import check_about, decisive_changes, flat
 from raydfl.store import RunStore
 from raydfl.telemetry import TIMELINE
 
@@ -147,6 +148,15 @@ def read_run(folder: Path) -> Run:
         missing.append("config.yaml is missing: the configuration is not shown.")
     if not about:
         missing.append("run.json is missing: names of classes and models are not known.")
+    began = about.get("config")
+    if began and config:
+        known = flat(began)
+        changes = decisive_changes(began, {key: value for key, value in flat(config).items() if key in known})
+        if changes:
+            missing.append(
+                f"config.yaml was changed since the run began ({'; '.join(changes)}): what is shown as its configuration is not "
+                f"what was trained."
+            )
     latest = RunStore(folder).latest()
     until = None if latest is None else int(latest.split("-")[0])
     of_server = pc.field("client") == ""
@@ -162,6 +172,9 @@ def read_run(folder: Path) -> Run:
         elif base_name(row.metric) == "confusion":
             confusions[key] = (row.round, row.array)
     curves = {key: _curve(rounds) for key, rounds in points.items()}
+    lost = unrecorded((row.round for row in pooled), until or 0)
+    if lost:
+        missing.append(f"the files in rows/ of rounds {lost} are missing: what was measured in them is not shown.")
     clients = _client_scores(folder, until, curves)
     timelines = _timelines(folder, until, pooled)
     return Run(folder, about, config, curves, confusions, clients, timelines, missing, _befallen(folder, until))
@@ -237,7 +250,12 @@ def _read_about(path: Path) -> Mapping[str, Any]:
         raise RunDirectoryError(
             f"{path} is not valid JSON in line {error.lineno}; restore it from a copy, or move it away to do without it"
         ) from error
-    return _mapping(about, path)
+    about = _mapping(about, path)
+    try:
+        check_about(about)
+    except ValueError as error:
+        raise RunDirectoryError(f"{path} is damaged: {error}; restore it from a copy") from error
+    return about
 
 
 def _read_text(path: Path) -> str | None:

@@ -34,11 +34,14 @@ from raydfl.remote.mirror import local_run, local_runs, mirror_of
 from raydfl.remote.place import is_uri, parted
 from raydfl.report import write_report
 from raydfl.rundir import (
+    check_begun,
     check_same,
-    create,
+    driving,
     ensure_features,
     export,
     flat,
+    folder_of,
+    prepare_run,
     stored_about,
     stored_config,
     write_config,
@@ -79,8 +82,9 @@ def run(config: Config, progress: Progress | None = None, on_round: OnRound | No
     progress = progress or Progress("quiet")
     quiet = progress.mode in ("json", "quiet", "bar")
     at_sites = bool(config.data.sites) and config.ray.actors != 0
-    with connected(config.ray.address, quiet) if at_sites else contextlib.nullcontext():
-        run_dir = create(config, progress)
+    run_dir = folder_of(config, progress)
+    with driving(run_dir, progress), connected(config.ray.address, quiet) if at_sites else contextlib.nullcontext():
+        prepare_run(run_dir, config, progress)
         return execute(run_dir, config, progress, on_round)
 
 
@@ -101,17 +105,25 @@ def resume(
     if is_uri(run_dir):
         overrides = [f"run.dir={parted(str(run_dir))[0]}", *overrides]
     run_dir = local_run(run_dir, overrides)
-    stored = stored_config(run_dir, trust)
-    config = make_config(apply_overrides(stored.model_dump(mode="json"), overrides), f"{run_dir}/config.yaml")
-    check_same(run_dir, stored, config)
-    if overrides:
-        write_config(run_dir, config)
-    remember_code(run_dir, config.model_dump(mode="json"))
-    mirror = mirror_of(config.run.dir, run_dir)
-    if mirror is not None:
-        mirror.fetch()
-    ensure_features(run_dir, config, progress)
-    return execute(run_dir, config, progress)
+    check_begun(run_dir)
+    with driving(run_dir, progress):
+        stored = stored_config(run_dir, trust)
+        config = make_config(apply_overrides(stored.model_dump(mode="json"), overrides), f"{run_dir}/config.yaml")
+        check_same(run_dir, config, trust)
+        about = stored_about(run_dir)
+        if "config" not in about and stored.digest() != about["digest"]:
+            progress.message(
+                f"warning: {run_dir} was begun by an earlier version of raydfl, {about['raydfl']}: whether its config.yaml is "
+                f"still what it began with cannot be told"
+            )
+        if overrides:
+            write_config(run_dir, config)
+        remember_code(run_dir, config.model_dump(mode="json"))
+        mirror = mirror_of(config.run.dir, run_dir)
+        if mirror is not None:
+            mirror.fetch()
+        ensure_features(run_dir, config, progress)
+        return execute(run_dir, config, progress)
 
 
 _REASONS = 5
@@ -337,6 +349,13 @@ def execute(run_dir: Path, config: Config, progress: Progress, on_round: OnRound
             round_index, warnings = server.open()
             for warning in warnings:
                 progress.message(f"warning: {warning}; going on from round {round_index}")
+            recorded = record.read_rows(run_dir, round_index, where=pc.field("client") == "", columns=["round"])
+            lost = record.unrecorded(recorded["round"].to_pylist(), round_index)
+            if lost:
+                progress.message(
+                    f"warning: the files in {run_dir / 'rows'} of rounds {lost} are missing; restore them from a copy, or go on "
+                    f"without what was measured in them"
+                )
             if round_index >= config.train.rounds:
                 progress.message(
                     f"all {config.train.rounds} rounds are done; for more: "

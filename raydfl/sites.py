@@ -110,7 +110,7 @@ def open_worker(
             f"{folder} does not hold the clients' data of this run on the node of site {site!r}; restore the folder, or start the "
             f"run again under another run.name (ray.actors=0 and raydfl replay need the folders of all sites on one machine)"
         )
-    own = Population.load(folder / "population")
+    own = Population.load(folder / "population", verify=True, verify_features=True)
     own.length = population.length
     first = next(each.first for each in population.sites if each.name == site)
     kept = folder / "private"

@@ -18,18 +18,16 @@ commit that refers to it is: what a commit costs depends on what was trained sin
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import json
 import os
 import re
-import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -38,6 +36,7 @@ from torch import Tensor
 
 from raydfl.errors import ConfigError, RunDirectoryError
 from raydfl.files import plain_name, write_durably
+from raydfl.lock import FileLock
 from raydfl.private import PrivateIndex, PrivateStore, Records, site_of
 from raydfl.types import State
 
@@ -66,7 +65,7 @@ class RunStore:
         self.private_folder = folder / "private"
         self.together = 1
         """Clients trained in one computation: a fact of the run, which every commit carries."""
-        self._lock: IO[bytes] | None = None
+        self._lock = FileLock(folder / ".lock")
         self._base = ""
         self._forgotten: list[str] = []
         self.at_sites: frozenset[str] = frozenset()
@@ -80,32 +79,11 @@ class RunStore:
         Raises:
             RunDirectoryError: another process holds it for longer than ``wait`` seconds.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        file = (self.folder / ".lock").open("ab+")
-        deadline = time.monotonic() + wait
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if time.monotonic() > deadline:
-                    file.seek(0)
-                    holder = file.read().decode() or "unknown"
-                    file.close()
-                    raise RunDirectoryError(
-                        f"{self.folder} is in use by process {holder}; wait for it or end it, then try again"
-                    ) from None
-                time.sleep(0.2)
-        file.truncate(0)
-        file.write(str(os.getpid()).encode())
-        file.flush()
-        self._lock = file
+        self._lock.acquire(wait)
 
     def unlock(self) -> None:
         """Let another process open the run."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        self._lock.release()
 
     def commit(
         self,

@@ -230,11 +230,12 @@ class Population:
         return saved == (_digest(self._arrays), list(self.classes), keys)
 
     @classmethod
-    def load(cls, folder: Path, verify: bool = False) -> Population:
+    def load(cls, folder: Path, verify: bool = False, verify_features: bool = False) -> Population:
         """Opens what :meth:`save` wrote, in milliseconds and without a copy.
 
         Args:
-            verify: read everything and compare it with its digest.
+            verify: read everything but the features and compare it with its digest.
+            verify_features: the same with the features.
 
         Raises:
             RunDirectoryError: the file is missing or damaged.
@@ -248,7 +249,7 @@ class Population:
                 raise ValueError(f"it is of format {facts['format']}, this version of raydfl reads {FORMAT}")
             if verify and _digest(arrays) != facts["digest"]:
                 raise ValueError("its content has changed")
-            stores = [open_store(Path(store)) for store in facts["stores"]]
+            stores = [open_store(Path(store), verify_features) for store in facts["stores"]]
             sites = [Site(*site) for site in facts["sites"]]
             return cls(
                 facts["classes"],

@@ -25,7 +25,7 @@ from raydfl.metrics import HIGHER_IS_BETTER, OF_CLIENTS
 from raydfl.options import explain
 from raydfl.remote.place import check_path, is_uri
 from raydfl.search.settings import NoScheduler, PopulationScheduler, SearchSettings
-from raydfl.sweeps.grid import laid_over, read_base, read_groups
+from raydfl.sweeps.grid import folder_of, laid_over, read_base, read_groups
 from raydfl.sweeps.settings import check_known, label_of
 from raydfl.track import TrackSettings
 from raydfl.yaml_text import to_yaml
@@ -199,15 +199,10 @@ def load_search(file: str | Path, overrides: Sequence[str] = ()) -> Search:
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
     others = tuple(text for text in overrides if text not in own)
-    asked = apply_overrides({}, others).get("run")
-    chosen = asked.get("dir") if isinstance(asked, Mapping) else None
-    asked_folder = chosen if isinstance(chosen, str) else settings.dir or Path("runs") / file.stem
-    if is_uri(str(asked_folder)):
-        raise ConfigError(f"dir: {asked_folder} is a URI, but a search works in one folder; give an absolute path")
-    folder = Path(asked_folder)
+    folder = folder_of(file, settings.dir, settings.settings, others)
     values = {} if settings.base is None else read_base(file.parent / settings.base, {})
     values = laid_over(values, settings.settings, "settings")
-    search = Search(file, settings, folder.expanduser().resolve(), others, values)
+    search = Search(file, settings, folder, others, values)
     _check(search)
     return search
 

@@ -111,7 +111,9 @@ class SearchSettings(Settings):
         None, ge=1, description="a trial whose score did not improve for so many evaluations is stopped; null: never"
     )
     seed: int = Field(1, ge=0, description="decides the draws of the settings; the trials' own seed is run.seed")
-    dir: Path | None = Field(None, description="folder of the search; null: runs/ and the name of the search's file")
+    dir: Path | None = Field(
+        None, description="folder of the search; null: run.dir in settings, or runs/ and the file's name"
+    )
     cpus: float = Field(1.0, gt=0, description="CPUs of a trial's own process, beside those of its client actors")
     retries: int = Field(3, ge=0, description="times a trial goes on elsewhere after its process or node was lost")
 

@@ -28,7 +28,7 @@ NAME, ROUND, SCORE, STATUS, REASON = "name", "round", "score", "status", "reason
 """Keys of what a trial reports to Ray Tune."""
 
 TrialStatus = Literal["running", "finished", "interrupted", "failed"]
-_LEFT_BEHIND = (".lock", "report.html")
+_LEFT_BEHIND = (".lock", ".driver.lock", "report.html")
 """Files of a run folder that a copy does without, beside the exported models."""
 
 
@@ -241,7 +241,8 @@ def branch(parent: Path, folder: Path, config: Config) -> None:
     about = stored_about(parent)
     done = int(str(RunStore(parent).latest()).partition("-")[0])
     before = {"run": about["id"], "digest": about["digest"], "round": done}
-    about |= {"id": folder.name, "digest": config.digest(), "branches": [*about.get("branches", []), before]}
+    about |= {"id": folder.name, "digest": config.digest(), "config": config.model_dump(mode="json")}
+    about |= {"branches": [*about.get("branches", []), before]}
     about.pop("mlflow_run_id", None)
     write_config(temporary, config)
     write_durably(temporary / "run.json", json.dumps(about, indent=2).encode())

@@ -117,8 +117,7 @@ def load_sweep(file: str | Path, overrides: Sequence[str] = (), only: Sequence[s
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
     chosen = _chosen(settings, only)
-    asked = apply_overrides({}, overrides).get("run")
-    folder = _folder(settings, file, asked.get("dir") if isinstance(asked, Mapping) else None)
+    folder = folder_of(file, settings.dir, settings.settings, overrides)
     bases: dict[Path, dict[str, Any]] = {}
     runs: list[CellRun] = []
     faults: dict[str, list[str]] = {}
@@ -173,13 +172,36 @@ def _chosen(settings: SweepSettings, only: Sequence[str]) -> dict[str, list[str]
     return chosen
 
 
-def _folder(settings: SweepSettings, file: Path, asked: Any) -> Path:
-    if is_uri(asked):
+def folder_of(file: Path, own: Path | None, settings: Mapping[str, Any], overrides: Sequence[str]) -> Path:
+    """Return where the runs of a file lie: run.dir of the command line, or as below, or runs/ and the file's name.
+
+    Args:
+        file: of a sweep or a search.
+        own: its ``dir``, which goes before run.dir in ``settings``.
+        settings: its settings of all runs.
+        overrides: settings from the command line.
+
+    Raises:
+        ConfigError: it is a URI.
+    """
+    asked = [
+        _run_dir(apply_overrides({}, overrides)),
+        own,
+        _run_dir(laid_over({}, settings, "settings")),
+        Path("runs") / file.stem,
+    ]
+    folder = next(given for given in asked if given is not None)
+    if is_uri(folder):
         raise ConfigError(
-            f"run.dir: {asked} is a URI, but the runs of a sweep lie in one folder; give an absolute path"
+            f"run.dir: {folder} is a URI, but all runs of {file} lie in one folder; give an absolute path"
         )
-    given = Path(asked) if isinstance(asked, str) else settings.dir
-    return (given or Path("runs") / file.stem).expanduser().resolve()
+    return Path(folder).expanduser().resolve()
+
+
+def _run_dir(values: Mapping[str, Any]) -> str | None:
+    group = values.get("run")
+    found = group.get("dir") if isinstance(group, Mapping) else None
+    return None if found is None else str(found)
 
 
 def _runs_of(

@@ -92,7 +92,8 @@ class SweepSettings(Settings):
     )
     paper: PaperSettings | None = Field(None, description="a paper's numbers for the same cells")
     dir: Path | None = Field(
-        None, description="folder of the runs, which sweeps may share; null: runs/ and the name of the sweep's file"
+        None,
+        description="folder of the runs, which sweeps may share; null: run.dir in settings, or runs/ and the file's name",
     )
     cells: CellSettings = CellSettings()
 

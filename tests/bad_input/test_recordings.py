@@ -357,3 +357,20 @@ def test_clips_too_short_for_the_network_are_said_with_numbers(training: Train) 
     )
     varying = training("models.model={name: crnn_deep}", "data.features.seconds=null", "data.features.hop_ms=40")
     varying.refuses("6 frames are too few")  # known only when the clips have been read
+
+
+@pytest.mark.parametrize("gone", ["wav", "clips.csv"])
+def test_damaged_features_of_a_run_whose_recordings_are_gone(
+    raydfl: Raydfl, training: Train, recordings: Path, gone: str
+) -> None:
+    assert training().code == 0
+    (path,) = (recordings / "cache").glob("*/frames.npy")
+    content = bytearray(path.read_bytes())
+    content[-7] ^= 1
+    path.write_bytes(content)
+    (recordings / gone).rename(recordings / "gone")
+    damaged = "cached features in .* cannot be used .the content of frames.npy has changed."
+    raydfl("resume", recordings / "runs" / "own", "train.rounds=2").refuses(
+        f"{damaged}, and they cannot be made again: .*{gone}"
+    )
+    raydfl("replay", recordings / "runs" / "own", "--round", 1, "--client", "anna").refuses(damaged)

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import Raydfl, written
 from helpers import finish, same, truth
 
-from raydfl.config import Config
+from raydfl import record, rundir
+from raydfl.config import Config, apply_overrides
+from raydfl.errors import RunDirectoryError
+from raydfl.lock import FileLock
 from raydfl.private import PrivateStore
 from raydfl.runs import run
 from raydfl.store import RunStore
+from raydfl.yaml_text import parse_yaml, to_yaml
 
 Tiny = Callable[..., Config]
 Undisturbed = Callable[..., dict[str, bytes]]
@@ -145,7 +152,7 @@ def test_lost_features_are_made_again(
     shutil.rmtree(cache)
     said = raydfl("resume", outcome.run_dir, "train.rounds=2", f"data.cache={tmp_path / where}")
     assert said.code == 0
-    assert "they are made again" in said.out
+    assert re.search(r"cached features in .* cannot be used .*: they are made again", said.out)
     same(undisturbed(2, "fedavg"), truth(outcome.run_dir))
     assert cache.exists() == (where == "there")
 
@@ -168,6 +175,30 @@ def test_a_run_normalised_by_group_goes_on_unless_an_earlier_version_began_it(
     shutil.rmtree(tmp_path / "cache")
     assert raydfl("resume", run_dir, "train.rounds=2").code == 0
     same(whole, truth(run_dir))
+
+
+@pytest.mark.parametrize("name", ["frames.npy", "offsets.npy", "lengths.npy"])
+@pytest.mark.parametrize("at", [0.2, 0.6, 1.0])
+def test_a_bit_that_flips_in_the_features_is_noticed(
+    raydfl: Raydfl, tiny: Tiny, undisturbed: Undisturbed, tmp_path: Path, name: str, at: float
+) -> None:
+    """Also on a disk that forgets, where no time of change tells; and a new run does not take such features either."""
+    outcome = run(tiny(f"data.cache={tmp_path}/there", "train.rounds=1"))
+    (path,) = (tmp_path / "there").glob(f"*/{name}")
+    times = path.stat()
+
+    def damage() -> None:
+        flip(path, at)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    damage()
+    said = raydfl("resume", outcome.run_dir, "train.rounds=2")
+    assert said.code == 0
+    assert f"cannot be used (the content of {name} has changed): they are made again" in said.out
+    same(undisturbed(2, "fedavg"), truth(outcome.run_dir))
+    damage()
+    other = run(tiny(f"data.cache={tmp_path}/there", "train.rounds=2", "run.name=other"))
+    same(undisturbed(2, "fedavg"), truth(other.run_dir))
 
 
 @pytest.mark.parametrize(
@@ -202,13 +233,52 @@ def test_a_damaged_run_json(raydfl: Raydfl, run_dir: Path, content: str) -> None
     )
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("raydfl", ..., "it lacks raydfl"),
+        ("raydfl", None, "raydfl is 'None', which must be text"),
+        ("classes", "tone0", "classes is 'tone0', which must be a list"),
+        ("models", [], "models is .*, which must be a group"),
+        ("clients", "6", "clients is '6', which must be a whole number"),
+        ("clients", True, "clients is 'True', which must be a whole number"),
+        ("id", 5, "id is '5', which must be text"),
+        ("config", "x", "config is 'x', which must be a group"),
+    ],
+)
+def test_what_run_json_lacks_or_has_of_another_kind(
+    raydfl: Raydfl, run_dir: Path, key: str, value: object, message: str
+) -> None:
+    about = json.loads((run_dir / "run.json").read_text())
+    about[key] = value
+    if value is ...:
+        del about[key]
+    (run_dir / "run.json").write_text(json.dumps(about))
+    raydfl("resume", run_dir).refuses(f"run.json is missing or damaged .{message}")
+    raydfl("predict", run_dir, run_dir).refuses(f"run.json is missing or damaged .{message}")
+    if value is not ...:
+        raydfl("report", run_dir).refuses(message)
+
+
 def test_a_damaged_file_of_rows(raydfl: Raydfl, run_dir: Path) -> None:
     for path in (run_dir / "rows").iterdir():
         flip(path, 1.0)
     message = "rows/.*parquet is not a readable Parquet file.*restore it from a copy, or move it away"
     raydfl("report", run_dir).refuses(message)
+    raydfl("resume", run_dir, "train.rounds=3").refuses(message)
     shutil.rmtree(run_dir / "rows")
     assert raydfl("report", run_dir).code == 0
+
+
+def test_a_missing_file_of_rows(raydfl: Raydfl, tiny: Tiny) -> None:
+    run_dir = run(tiny("train.rounds=4")).run_dir
+    sentence = "the files in rows/ of rounds 3 to 4 are missing"
+    assert sentence not in (run_dir / "report.html").read_text()
+    record.discard_rows(run_dir, 2)
+    said = raydfl("resume", run_dir, "train.rounds=5")
+    assert said.code == 0
+    assert re.search("warning: the files in .*rows of rounds 3 to 4 are missing; restore them", said.out)
+    assert sentence in (run_dir / "report.html").read_text()
 
 
 # -- half-written, and of others -------------------------------------------------------------------------------------
@@ -260,14 +330,123 @@ def test_another_configuration_is_not_mixed_into_a_run(raydfl: Raydfl, tiny: Tin
     assert before == {path: path.read_bytes() for path in outcome.run_dir.rglob("*") if path.is_file()}
 
 
-def test_a_run_in_use_is_left_alone(raydfl: Raydfl, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", [".lock", ".driver.lock"])
+def test_a_run_in_use_is_left_alone(raydfl: Raydfl, run_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """In use by the process that commits, or by the one that drives it: then not even config.yaml changes."""
     lock = RunStore.lock
     monkeypatch.setattr(RunStore, "lock", lambda self: lock(self, wait=0.1))
-    other = RunStore(run_dir)
-    other.lock()
-    raydfl("resume", run_dir).refuses("is in use by process [0-9]+; wait for it or end it, then try again")
-    other.unlock()
+    monkeypatch.setattr(rundir, "_PATIENCE", 0.1)
+    before = (run_dir / "config.yaml").read_bytes()
+    other = FileLock(run_dir / name)
+    other.acquire(0.0)
+    overrides = ["train.rounds=3"] if name == ".driver.lock" else []
+    message = r"run is in use by process [0-9]+ on \S+; wait for it or end it, then try again"
+    raydfl("resume", run_dir, *overrides).refuses(message)
+    assert (run_dir / "config.yaml").read_bytes() == before
+    other.release()
+    assert raydfl("resume", run_dir, *overrides).code == 0
+
+
+def test_of_two_first_runs_of_one_name_the_second_is_refused(
+    tiny: Tiny, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the first is still preparing its data, whatever the second one's configuration is."""
+    monkeypatch.setattr(rundir, "_PATIENCE", 0.1)
+    prepare, refused = rundir.build_population, []
+
+    def meanwhile(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.setattr(rundir, "build_population", prepare)
+        for overrides in ([], ["train.optimiser.lr=0.2"]):
+            with pytest.raises(RunDirectoryError) as error:
+                run(tiny("train.rounds=1", *overrides))
+            refused.append(str(error.value))
+        return prepare(*arguments, **options)
+
+    monkeypatch.setattr(rundir, "build_population", meanwhile)
+    outcome = run(tiny("train.rounds=1"))
+    assert len(refused) == 2
+    for message in refused:
+        assert f"runs/tiny is in use by process {os.getpid()} on " in message
+    same(undisturbed(1, "fedavg"), truth(outcome.run_dir))
+
+
+EDITS = {
+    "train.optimiser.lr": 0.2,
+    "run.seed": 7,
+    "train.cohort": 0.9,
+    "train.batch_size": 4,
+    "method.alpha": 0.25,
+    "data.takes": 5,
+    "method.name": "fedavg",
+}
+
+
+def edit(run_dir: Path, key: str, value: object) -> None:
+    """Change a setting in config.yaml, as by hand."""
+    path = run_dir / "config.yaml"
+    values = parse_yaml(path.read_text(), "")
+    if key == "method.name":
+        values["method"] = {"name": value}
+        values["models"] = {"model": values["models"]["plugin"]}
+    path.write_text(to_yaml(apply_overrides(values, [f"{key}={value}"]), flow=False))
+
+
+@pytest.mark.parametrize("key", EDITS)
+def test_settings_that_decide_the_numbers_are_not_edited_in_a_run(raydfl: Raydfl, run_dir: Path, key: str) -> None:
+    edit(run_dir, "train.rounds", 3)
+    edit(run_dir, key, EDITS[key])
+    edited = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    messages = [
+        "config.yaml was changed since the run began",
+        f"{key}: .* there, {EDITS[key]!r} here",
+        "write the former",
+    ]
+    raydfl("resume", run_dir).refuses(*messages)
+    assert edited == {path: path.read_bytes() for path in edited}
+    if key == "train.optimiser.lr":
+        raydfl("replay", run_dir, "--round", 1, "--client", "s0").refuses(*messages)
+        raydfl("predict", run_dir, run_dir).refuses(*messages)
+        raydfl("export", run_dir).refuses(*messages)
+        assert raydfl("report", run_dir).code == 0
+        assert "config.yaml was changed since the run began" in (run_dir / "report.html").read_text()
+
+
+def test_other_settings_may_be_edited_in_a_run(raydfl: Raydfl, undisturbed: Undisturbed, run_dir: Path) -> None:
+    for key, value in {"train.rounds": 3, "evaluate.every": 3, "run.keep": 1}.items():
+        edit(run_dir, key, value)
     assert raydfl("resume", run_dir).code == 0
+    same(undisturbed(3), truth(run_dir))
+    assert "was changed since the run began" not in (run_dir / "report.html").read_text()
+
+
+def test_a_run_of_an_earlier_version_goes_on(raydfl: Raydfl, undisturbed: Undisturbed, run_dir: Path) -> None:
+    """It has no copy of its settings, and its digest may have been made otherwise."""
+    about = json.loads((run_dir / "run.json").read_text())
+    del about["config"]
+    (run_dir / "run.json").write_text(json.dumps(about))
+    said = raydfl("resume", run_dir, "train.rounds=3")
+    assert (said.code, "warning" in said.out) == (0, False)
+    (run_dir / "run.json").write_text(json.dumps({**about, "raydfl": "0.0.1", "digest": "0" * 16}))
+    raydfl("resume", run_dir, "train.optimiser.lr=0.2").refuses("train.optimiser.lr: 0.1 there, 0.2 here")
+    said = raydfl("resume", run_dir, "train.rounds=4")
+    assert said.code == 0
+    assert (
+        "begun by an earlier version of raydfl, 0.0.1: whether its config.yaml is still what it began with" in said.out
+    )
+    same(undisturbed(4), truth(run_dir))
+
+
+def test_a_refused_run_leaves_nothing_behind(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    file, folder = written(tiny("ray.actors=1"), tmp_path), tmp_path / "runs"
+    for override in ("ray.address=127.0.0.1:1", "train.cohort=7"):
+        raydfl("run", file, override).refuses("cannot reach the Ray cluster|cohort")
+        assert not folder.exists()
+    (folder / "tiny").mkdir(parents=True)
+    (folder / "tiny" / "notes").write_text("mine")
+    raydfl("run", file, "ray.address=127.0.0.1:1").refuses("cannot reach the Ray cluster")
+    assert (folder / "tiny" / "notes").read_text() == "mine"
+    assert [path.name for path in folder.iterdir()] == ["tiny"]
+    assert raydfl("run", file, "ray.actors=0", "train.rounds=1").code == 0
 
 
 @pytest.mark.parametrize("command", ["resume", "report", "replay"])
@@ -314,6 +493,8 @@ def test_where_a_run_cannot_be_written(raydfl: Raydfl, tiny: Tiny, tmp_path: Pat
     raydfl("run", file, f"data.cache={tmp_path}/file/cache").refuses(
         "the features .*cannot be written to .*file/cache: Not a directory; .*choose another folder with data.cache"
     )
+    raydfl("run", file, f"run.name={'n' * 300}").refuses("run.name.*at most 240 bytes, this has 300")
+    raydfl("run", file, 'run.name="a\\nb"').refuses("run.name.*no control characters")
     raydfl("run", file, "run.dir=/proc/x").refuses("cannot make the run directory /proc/x/tiny")
 
 

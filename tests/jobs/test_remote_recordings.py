@@ -221,5 +221,5 @@ def test_a_run_may_go_on_with_its_recordings_in_another_folder(
     moved = shutil.move(digits, tmp_path / "moved")
     assert create(config(Path(moved)), Progress("quiet")) == run_dir
     with pytest.raises(RunDirectoryError, match="run.seed") as error:
-        check_same(run_dir, config(digits), config(Path(moved), "run.seed=2"))
+        check_same(run_dir, config(Path(moved), "run.seed=2"))
     assert "data.root" not in str(error.value)

@@ -23,6 +23,7 @@ from raydfl.record import (
     rows_from_metrics,
     rows_path,
     to_rows,
+    unrecorded,
     write_rows,
 )
 from raydfl.types import Ratio
@@ -270,6 +271,38 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
     rows_path(tmp_path, 2).write_bytes(content)
     with pytest.raises(RunDirectoryError, match=r"00000002\.parquet is not a readable Parquet file .*; restore it"):
         read_rows(tmp_path)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_any_bit_that_changes_is_noticed(tmp_path: Path, merged: bool) -> None:
+    write_rounds(tmp_path, range(1, 4))
+    path = (compact(tmp_path) if merged else None) or rows_path(tmp_path, 2)
+    assert pq.read_table(path)["round"].to_pylist() == (thrice(range(1, 4)) if merged else [2, 2, 2])  # by others too
+    whole = path.read_bytes()
+    bits = {*range(0, 8 * len(whole), 61), *range(8 * len(whole) - 256, 8 * len(whole))}
+    for bit in bits:
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        with pytest.raises(RunDirectoryError, match=rf"{path.name} is not a readable Parquet file .*; restore it"):
+            read_rows(tmp_path)
+
+
+def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    """They have no checksum."""
+    rows_path(tmp_path, 1).parent.mkdir()
+    pq.write_table(record.to_table(numbers(1)), rows_path(tmp_path, 1))
+    write_rounds(tmp_path, range(2, 3))
+    assert rounds_read(tmp_path) == thrice(range(1, 3))
+    compact(tmp_path)
+    assert rounds_read(tmp_path) == thrice(range(1, 3))
+
+
+def test_rounds_that_nothing_is_recorded_of() -> None:
+    assert unrecorded([1, 2, 3], 3) == ""
+    assert unrecorded([3, 3, 4], 9) == "1 to 2, 5 to 9"
+    assert unrecorded([2, 4], 4) == "1, 3"
+    assert unrecorded([], 0) == ""
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

@@ -208,3 +208,9 @@ def test_there_is_no_table_of_a_search_that_never_began(search_file: SearchFile,
     with pytest.raises(RunDirectoryError, match="there is no search in"):
         do_search(search, Progress("quiet"), table_only=True)
     assert not (tmp_path / "nothing").exists()
+
+
+def test_the_folder_may_be_among_the_settings(search_file: SearchFile, tmp_path: Path) -> None:
+    settings = {"run.dir": str(tmp_path / "set")}
+    assert load_search(search_file(dir=None, settings=settings)).folder == tmp_path / "set"
+    assert load_search(search_file(settings=settings)).folder == tmp_path / "search"

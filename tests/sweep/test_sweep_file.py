@@ -53,6 +53,22 @@ def test_overrides_are_laid_over_every_cell_and_only_leaves_cells_out(grid: Grid
     assert sweep.output(".csv") == tmp_path / "elsewhere" / "grid.csv"
 
 
+def test_the_folder_may_be_among_the_settings(grid: Grid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line goes before ``dir``, and that before what all runs have."""
+    monkeypatch.chdir(tmp_path)
+    settings = {"run.dir": str(tmp_path / "set")}
+    assert load_sweep(grid(dir=None)).folder == tmp_path / "runs" / "grid"
+    sweep = load_sweep(grid(dir=None, settings=settings))
+    assert sweep.folder == tmp_path / "set"
+    assert {run.run_dir.parent for run in sweep.runs} == {tmp_path / "set"}
+    assert load_sweep(grid(settings=settings)).folder == tmp_path / "runs"
+    assert load_sweep(grid(settings=settings), [f"run.dir={tmp_path}/line"]).folder == tmp_path / "line"
+    with pytest.raises(
+        ConfigError, match=r"run.dir: s3://bucket/runs is a URI, but all runs of .*grid.yaml lie in one"
+    ):
+        load_sweep(grid(dir=None, settings={"run.dir": "s3://bucket/runs"}))
+
+
 def test_equal_configurations_are_one_run_whatever_they_are_called(grid: Grid) -> None:
     same = {"method": {"a": {"method": "fedavg"}, "b": {"method": {"name": "fedavg"}}}}
     sweep = load_sweep(grid(axes=same))
