@@ -178,6 +178,21 @@ class Federation:
         Raises:
             ClientError: a method's code failed, or too many updates were rejected; nothing of the round counts.
         """
+        before = self.state, self._private, len(self._rows)
+        try:
+            report, moved = self._round()
+        except BaseException:
+            self.state, self._private, rows = before
+            del self._rows[rows:]
+            raise
+        for client, ref in moved.items():
+            self._ledger.move(before[1].get(client), ref)
+        if report.round % self.config.run.commit_every == 0 or report.round == self.config.train.rounds:
+            self._prepare_commit(report)
+        return report
+
+    def _round(self) -> tuple[RoundReport, dict[int, PrivateRef]]:
+        """All of a round but its commit: the report, and the new places of clients' private state."""
         started = time.perf_counter()
         report = RoundReport(self.state.round_index + 1)
         orders = self.plan()
@@ -199,7 +214,7 @@ class Federation:
             pass  # a rule need not look at every update, but every client's result counts
         aggregated = time.perf_counter()
         self._check_failed(report, report.rejected, len(orders))
-        self._move(moved)  # only now: of a round that fails nothing counts
+        self._private = self._private.changed(moved)
         self.state = dataclasses.replace(state, round_index=report.round)
         self._record(report, "", metrics)
         if report.round % self.config.evaluate.every == 0 or report.round == self.config.train.rounds:
@@ -216,9 +231,7 @@ class Federation:
         self._record(
             report, "", {f"seconds/{what}": Ratio(seconds, 1) for what, seconds in self._durations(report).items()}
         )
-        if report.round % self.config.run.commit_every == 0 or report.round == self.config.train.rounds:
-            self._prepare_commit(report)
-        return report
+        return report, moved
 
     def _durations(self, report: RoundReport) -> dict[str, float]:
         """The round's wall-clock seconds by part. A commit can only be recorded with the round after it."""

@@ -125,6 +125,21 @@ def test_too_many_dropped_clients_stop_the_run(tiny: Tiny) -> None:
     assert resume(Path(config.run.dir) / "many", ["run.max_failed=0.17"]).finished
 
 
+@pytest.mark.parametrize(("method", "whole"), [("Fails", 1), ("CannotEvaluate", 0)])
+def test_of_a_round_with_too_many_failures_nothing_counts(tiny: Tiny, method: str, whole: int) -> None:
+    """Not in the record either, when a commit follows: a run that stops in order still writes what it has."""
+    config = tiny(faulty(method), "train.cohort=1.0", "run.on_error=drop", "run.max_failed=0", "run.commit_every=9")
+    server = start(config)
+    for _ in range(whole):
+        server.round()
+    with pytest.raises(ClientError, match="1 of 6 clients were rejected"):
+        server.round()
+    server.finish()
+    server.close()
+    assert final_state(Path(config.run.dir) / "tiny").round_index == whole
+    assert {row.round for row in rows_of(config)} == set(range(1, whole + 1))
+
+
 def test_a_stopped_run_may_go_on_without_the_client(tiny: Tiny) -> None:
     """Who is dropped where the run else stops changes no number of what was done before."""
     common = ["train.cohort=1.0"]
