@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import raydfl
-from raydfl.errors import ClientError, ConfigError, InputError, RaydflError
+from raydfl.errors import ClientError, ConfigError, InputError, RaydflError, printable
 
 if TYPE_CHECKING:
     from raydfl.progress import Progress
@@ -161,7 +161,7 @@ def replay_command(
     for name, value in replayed.metrics.items():
         console.print(f"{name}: {value:.6g}", markup=False)
     if replayed.update is None:
-        console.print(f"the update was rejected: {replayed.rejected}", markup=False)
+        console.print(f"the update was rejected: {printable(replayed.rejected)}", markup=False)
         return
     table = Table("tensor", "shape", "norm", "change")
     for name, tensor in replayed.update.tensors.items():
@@ -464,7 +464,7 @@ def main(arguments: list[str] | None = None) -> Any:
     try:
         app(arguments, prog_name="raydfl")
     except RaydflError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        print(f"error: {printable(str(error))}", file=sys.stderr)  # noqa: T201
         sys.exit(error.exit_code)
     except SystemExit as end:
         if end.code != _INTERRUPTED:

@@ -17,7 +17,7 @@ from raydfl.clients import Clients
 from raydfl.committer import Committer
 from raydfl.config import Config
 from raydfl.data.population import Population
-from raydfl.errors import ClientError, ConfigError
+from raydfl.errors import ClientError, ConfigError, printable
 from raydfl.ledger import Ledger
 from raydfl.method import Method
 from raydfl.metrics import pool as pool_metrics
@@ -276,7 +276,7 @@ class Federation:
             if result.private is not None and result.private != orders[result.position].private:
                 moved[self.clients.index_of(result.client_id)] = result.private
             if result.update is None:
-                report.rejected[result.client_id] = result.rejected
+                report.rejected[result.client_id] = _one_line(result.rejected)
                 continue
             if result.cut is not None:
                 report.cut[result.client_id] = result.cut
@@ -360,7 +360,7 @@ class Federation:
         results = in_order(self.pool.run(orders, self.broadcast(needed)), len(orders)) if orders else iter(())
         for result in results:
             if result.rejected:
-                report.unmeasured[result.client_id] = result.rejected
+                report.unmeasured[result.client_id] = _one_line(result.rejected)
             for split, metrics in result.measured.items():
                 if result.position < server_positions:
                     prefix = prefixes[result.position]
@@ -538,6 +538,11 @@ def _by_client(tasks: Sequence[Task]) -> Sequence[Task]:
             )
         seen.add(task.client_id)
     return tasks
+
+
+def _one_line(reason: str) -> str:
+    """Why a client was left out, as it is recorded and shown: at a site it is written by somebody else's process."""
+    return printable(" ".join(reason.split()))
 
 
 def _prefix(key: str) -> str:

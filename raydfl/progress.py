@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
+from raydfl.errors import printable
 from raydfl.metrics import SHOWN, base_name
 
 Mode = Literal["auto", "bar", "lines", "quiet", "json"]
@@ -161,6 +163,9 @@ class Progress:
         self._bar: _Bars | None = None
         self._task: TaskID | None = None
         self._scores: Mapping[str, float] = {}
+        self._lock = threading.RLock()
+        self._waiting: deque[str] = deque()
+        self._writing = False
 
     def __enter__(self) -> Self:
         return self
@@ -200,7 +205,7 @@ class Progress:
         elif self.mode == "bar" and self._task is not None:
             parts = [f"loss {summary.loss:.4f}", scores_text(self._scores), *_work(summary)]
             bar = self._show_bar()
-            bar.below = "  ".join(part for part in parts if part)
+            bar.below = printable("  ".join(part for part in parts if part))
             status = f"round {summary.round}/{summary.total}  {duration(left)} left"
             bar.update(self._task, completed=summary.round, status=status)
         else:
@@ -210,8 +215,6 @@ class Progress:
         """One sentence about what happens; nothing in quiet mode."""
         if self.mode == "json":
             self._event("message", text=text)
-        elif self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
         else:
             self._line(text)
 
@@ -317,11 +320,27 @@ class Progress:
         return "  ".join(part for part in parts if part)
 
     def _line(self, text: str) -> None:
-        if self.mode != "quiet":
+        self._show(printable(text))
+
+    def _show(self, text: str) -> None:
+        """Write a line; one from a signal's handler that comes in the middle of another, which streams refuse, follows after it."""
+        with self._lock:
+            self._waiting.append(text)
+            while self._waiting and not self._writing:
+                self._writing = True
+                try:
+                    self._write(self._waiting.popleft())
+                finally:
+                    self._writing = False
+
+    def _write(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        elif self.mode != "quiet":
             print(text, file=self._stream, flush=True)
 
     def _event(self, event: str, **values: Any) -> None:
-        self._line(json.dumps({"event": event, **_plain(values)}, allow_nan=False))
+        self._show(json.dumps({"event": event, **_plain(values)}, allow_nan=False))
 
 
 def _work(summary: RoundSummary) -> list[str]:

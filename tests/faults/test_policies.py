@@ -112,6 +112,13 @@ def test_sending_what_is_private_drops_the_client_and_nothing_is_sent(tiny: Tiny
     assert all("the update holds tensors that the method's shared() keeps private" in note for *_, note in failed)
 
 
+def test_a_clients_error_is_recorded_without_what_steers_terminals(tiny: Tiny) -> None:
+    config = tiny(faulty("Fails"), "method.what=steer", "train.cohort=1.0", "train.rounds=2", "run.on_error=drop")
+    finish(config)
+    ((*_, note),) = notes(config, "failed")
+    assert note.startswith(r"error: ValueError: \x1b]0;owned\x07 \x9b2J\u202e \udcff (at ")
+
+
 def test_too_many_dropped_clients_stop_the_run(tiny: Tiny) -> None:
     common = [faulty("Fails"), "train.cohort=1.0", "run.on_error=drop"]
     config = tiny(*common, "run.max_failed=0.16", "run.name=many")
