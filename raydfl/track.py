@@ -38,8 +38,8 @@ MIRRORED = "raydfl.mirrored_round"
 """The MLflow tag that holds the last round whose metrics are in MLflow."""
 
 WORK = "work"
-"""What the split ``"server"`` is called in MLflow, whose pages order charts by the part of their names before the last slash: scores
-(``test/...``, ``train``, ``validation/...``) shall come before bytes and seconds."""
+"""What the split ``"server"`` is called in MLflow, whose pages order charts by the part of their names before the last slash: the
+scores (``test/...``, ``train``, ``validation/...``) shall come before bytes and seconds."""
 _SERVER = "server"
 
 _METRICS_PER_CALL = 1000  # MLflow's limits for one log_batch
