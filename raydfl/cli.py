@@ -1,4 +1,4 @@
-"""The command line. Exit codes: 0 done, 2 bad configuration or input, 1 anything else (also a run that was stopped)."""
+"""The command line. Exit codes: 0 done, 2 bad configuration or input, also where only the end shows it, 1 anything else."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from raydfl.errors import ClientError, ConfigError, InputError, RaydflError, pri
 
 if TYPE_CHECKING:
     from raydfl.progress import Progress
+    from raydfl.runs import Outcome
 
 app = typer.Typer(
     help="Federated learning for audio on Ray clusters. Start with: raydfl run jobs/quickstart.yaml",
@@ -93,6 +94,16 @@ def _progress(quiet: bool, as_json: bool) -> Iterator[Progress]:
         os.close(output)
 
 
+def _end(outcome: Outcome, quiet: bool) -> None:
+    """End with the code of a run: 1 if it was stopped; that of bad input if it is worthless, as it would be once more."""
+    if outcome.worthless and quiet:
+        raise InputError(outcome.worthless)
+    if outcome.worthless:
+        raise typer.Exit(InputError.exit_code)
+    if not outcome.finished:
+        raise typer.Exit(1)
+
+
 @app.command("run")
 def run_command(file: File, overrides: Overrides = None, quiet: Quiet = False, as_json: Json = False) -> None:
     """Train as FILE says.
@@ -105,8 +116,7 @@ def run_command(file: File, overrides: Overrides = None, quiet: Quiet = False, a
     config = load_config(file, overrides or [])
     with _progress(quiet, as_json) as progress:
         outcome = run(config, progress)
-    if not outcome.finished:
-        raise typer.Exit(1)
+    _end(outcome, quiet)
 
 
 @app.command("resume")
@@ -124,8 +134,7 @@ def resume_command(
 
     with _progress(quiet, as_json) as progress:
         outcome = resume(directory, overrides or [], progress)
-    if not outcome.finished:
-        raise typer.Exit(1)
+    _end(outcome, quiet)
 
 
 @app.command("replay")

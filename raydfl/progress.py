@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from rich.text import Text
 
 from raydfl.errors import printable
 from raydfl.metrics import SHOWN, base_name
+from raydfl.types import Problem
 
 Mode = Literal["auto", "bar", "lines", "quiet", "json"]
 Advance = Callable[..., None]
@@ -73,7 +74,7 @@ class FinishSummary:
     """What is shown when a command ends."""
 
     status: Literal["finished", "stopped", "failed"]
-    """``"stopped"``: by the user or a stop rule; it can be resumed."""
+    """``"stopped"``: by the user or a stop rule; it can be resumed. ``"failed"``: what it did is worthless, see ``problems``."""
     round: int
     """Rounds completed."""
     total: int
@@ -86,6 +87,8 @@ class FinishSummary:
     """The last that were evaluated."""
     next_step: str = ""
     """What to do now: ``"raydfl resume runs/x"``."""
+    problems: Sequence[Problem] = ()
+    """What went wrong although rounds are done."""
 
 
 def duration(seconds: float) -> str:
@@ -203,7 +206,7 @@ class Progress:
         if self.mode == "json":
             self._event("round", **asdict(summary), clients_per_second=summary.clients_per_second, seconds_left=left)
         elif self.mode == "bar" and self._task is not None:
-            parts = [f"loss {summary.loss:.4f}", scores_text(self._scores), *_work(summary)]
+            parts = [_loss_text(summary.loss), scores_text(self._scores), *_work(summary)]
             bar = self._show_bar()
             bar.below = printable("  ".join(part for part in parts if part))
             status = f"round {summary.round}/{summary.total}  {duration(left)} left"
@@ -228,6 +231,8 @@ class Progress:
         self._line(
             f"{summary.status} after {summary.round} of {summary.total} rounds, {duration(summary.seconds)}{scores}"
         )
+        for problem in summary.problems:
+            self._line(f"{'worthless' if problem.worthless else 'warning'}: {problem.text}")
         self._line(f"run directory: {summary.run_dir}")
         if summary.next_step:
             self._line(f"next: {summary.next_step}")
@@ -312,7 +317,7 @@ class Progress:
         width = len(str(summary.total))
         parts = [
             f"round {summary.round:{width}d}/{summary.total}",
-            f"loss {summary.loss:.4f}",
+            _loss_text(summary.loss),
             scores_text(summary.scores),
         ]
         parts += [f"{summary.clients} clients", *_work(summary)]
@@ -341,6 +346,10 @@ class Progress:
 
     def _event(self, event: str, **values: Any) -> None:
         self._show(json.dumps({"event": event, **_plain(values)}, allow_nan=False))
+
+
+def _loss_text(loss: float) -> str:
+    return f"loss {loss:.4f}" if not abs(loss) >= 1e6 else f"loss {loss:.4g}"
 
 
 def _work(summary: RoundSummary) -> list[str]:

@@ -21,6 +21,7 @@ from raydfl.report_page import (
     Pictures,
     mean_and_range,
     model_label,
+    problem_notes,
     render,
     shown_curve,
     split_name,
@@ -43,7 +44,7 @@ def comparison_page(runs: Sequence[Run]) -> str:
     pictures = Pictures()
     groups = _group(runs)
     notes = [f"{run.id}: {unfinished(run)}" for run in runs if unfinished(run)]
-    notes += [f"{run.id}: {note}" for run in runs for note in run.missing]
+    notes += [f"{run.id}: {note}" for run in runs for note in (*problem_notes(run), *run.missing)]
     keys = _ordered_keys(runs)
     attacked = any(base_name(metric) == "attack_success" for _, metric in keys)
     bases = [base for base in UNITS if attacked or base != "attack_success"]
