@@ -1,4 +1,4 @@
-"""The command line. Exit codes: 0 done, 2 bad configuration or input, 1 anything else (also a run that was stopped)."""
+"""The command line. Exit codes: 0 done, 2 bad configuration or input, also where only the end shows it, 1 anything else."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 import raydfl
-from raydfl.errors import ClientError, ConfigError, DataError, InputError, RaydflError
+from raydfl.errors import ClientError, ConfigError, DataError, InputError, RaydflError, printable
 from raydfl.jobfolder import check_no_token, in_a_job
 
 if TYPE_CHECKING:
     from raydfl.progress import Progress
+    from raydfl.runs import Outcome
 
 app = typer.Typer(
     help="Federated learning for audio on Ray clusters. Start with: raydfl init, then raydfl run jobs/quickstart.yaml",
@@ -121,6 +122,16 @@ def _progress(quiet: bool, as_json: bool) -> Iterator[Progress]:
         os.close(output)
 
 
+def _end(outcome: Outcome, quiet: bool) -> None:
+    """End with the code of a run: 1 if it was stopped; that of bad input if it is worthless, as it would be once more."""
+    if outcome.worthless and quiet:
+        raise InputError(outcome.worthless)
+    if outcome.worthless:
+        raise typer.Exit(InputError.exit_code)
+    if not outcome.finished:
+        raise typer.Exit(1)
+
+
 @app.command("init")
 def init_command(
     folder: Annotated[
@@ -152,8 +163,7 @@ def run_command(file: File, overrides: Overrides = None, quiet: Quiet = False, a
     config = load_config(file, overrides or [])
     with _progress(quiet, as_json) as progress:
         outcome = run(config, progress)
-    if not outcome.finished:
-        raise typer.Exit(1)
+    _end(outcome, quiet)
 
 
 @app.command("resume", cls=_TakesSettings)
@@ -172,8 +182,7 @@ def resume_command(
 
     with _progress(quiet, as_json) as progress:
         outcome = resume(directory, overrides or [], progress, trust)
-    if not outcome.finished:
-        raise typer.Exit(1)
+    _end(outcome, quiet)
 
 
 @app.command("replay")
@@ -210,7 +219,7 @@ def replay_command(
     for name, value in replayed.metrics.items():
         console.print(f"{name}: {value:.6g}", markup=False)
     if replayed.rejected:
-        console.print(f"the update was rejected: {replayed.rejected}", markup=False)
+        console.print(f"the update was rejected: {printable(replayed.rejected)}", markup=False)
     if replayed.update is None:
         return
     table = Table("tensor", "shape", "norm", "change")
@@ -534,7 +543,7 @@ def main(arguments: list[str] | None = None) -> Any:
     try:
         app(arguments, prog_name="raydfl")
     except RaydflError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        print(f"error: {printable(str(error))}", file=sys.stderr)  # noqa: T201
         sys.exit(error.exit_code)
     except SystemExit as end:
         if end.code != _INTERRUPTED:

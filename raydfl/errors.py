@@ -6,7 +6,10 @@ A message names what was wrong, the value, the place and the next action. The co
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class RaydflError(Exception):
@@ -52,3 +55,15 @@ def nearest(word: str, known: Iterable[str]) -> str:
     if close:
         return f"did you mean {close[0]!r}?"
     return f"known: {', '.join(names)}"
+
+
+def printable(text: str) -> str:
+    r"""Return ``text`` with what would steer a terminal, turn letters round or cannot be encoded written out; lines and tabs stay.
+
+    Clients' errors, names of files and labels may hold anything. What is shown goes through here (raydfl.progress, raydfl.cli), and
+    what is recorded of clients' errors.
+
+    >>> print(printable("\x1b[2Jgone"))
+    \x1b[2Jgone
+    """
+    return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

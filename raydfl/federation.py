@@ -19,7 +19,7 @@ from raydfl.clients import Clients
 from raydfl.committer import Committer
 from raydfl.config import Config
 from raydfl.data.population import Population
-from raydfl.errors import ClientError, ConfigError
+from raydfl.errors import ClientError, ConfigError, printable
 from raydfl.ledger import Ledger
 from raydfl.method import Method
 from raydfl.metrics import pool as pool_metrics
@@ -181,6 +181,21 @@ class Federation:
         Raises:
             ClientError: a method's code failed, or too many updates were rejected; nothing of the round counts.
         """
+        before = self.state, self._private, len(self._rows)
+        try:
+            report, moved = self._round()
+        except BaseException:
+            self.state, self._private, rows = before
+            del self._rows[rows:]
+            raise
+        for client, ref in moved.items():
+            self._ledger.move(before[1].get(client), ref)
+        if report.round % self.config.run.commit_every == 0 or report.round == self.config.train.rounds:
+            self._prepare_commit(report)
+        return report
+
+    def _round(self) -> tuple[RoundReport, dict[int, PrivateRef]]:
+        """All of a round but its commit: the report, and the new places of clients' private state."""
         started = time.perf_counter()
         report = RoundReport(self.state.round_index + 1)
         orders = self.plan()
@@ -205,7 +220,7 @@ class Federation:
         aggregated = time.perf_counter()
         self._check_failed(report, report.rejected, len(orders))
         self._check_overflow(report.round, state, sizes, [o.task.client_id for o in orders if o.attacking])
-        self._move(moved)  # only now: of a round that fails nothing counts
+        self._private = self._private.changed(moved)
         self.state = dataclasses.replace(state, round_index=report.round)
         self._record(report, "", metrics)
         if report.round % self.config.evaluate.every == 0 or report.round == self.config.train.rounds:
@@ -222,9 +237,7 @@ class Federation:
         self._record(
             report, "", {f"seconds/{what}": Ratio(seconds, 1) for what, seconds in self._durations(report).items()}
         )
-        if report.round % self.config.run.commit_every == 0 or report.round == self.config.train.rounds:
-            self._prepare_commit(report)
-        return report
+        return report, moved
 
     def _durations(self, report: RoundReport) -> dict[str, float]:
         """The round's wall-clock seconds by part. A commit can only be recorded with the round after it."""
@@ -273,11 +286,11 @@ class Federation:
             vectorised += result.together > 1
             report.apart = report.apart or result.apart
             if result.update is None:
-                report.rejected[result.client_id] = result.rejected
+                report.rejected[result.client_id] = _one_line(result.rejected)
                 continue
             misfit = checker.misfit(result.update, result.measured["train"])
             if misfit:
-                report.rejected[result.client_id] = self._left_out(report.round, result.client_id, misfit)
+                report.rejected[result.client_id] = _one_line(self._left_out(report.round, result.client_id, misfit))
                 continue
             if result.private is not None and result.private != orders[result.position].private:
                 moved[self.clients.index_of(result.client_id)] = result.private
@@ -412,7 +425,7 @@ class Federation:
             misfit = kinds.misfit(_kinds(result))
             if misfit or result.rejected:
                 reason = result.rejected or self._left_out(report.round, result.client_id, misfit)
-                report.unmeasured[result.client_id] = reason
+                report.unmeasured[result.client_id] = _one_line(reason)
                 continue
             for split, metrics in result.measured.items():
                 clients.setdefault(split, {})[result.client_id] = metrics
@@ -605,6 +618,11 @@ def _by_client(tasks: Sequence[Task]) -> Sequence[Task]:
             )
         seen.add(task.client_id)
     return tasks
+
+
+def _one_line(reason: str) -> str:
+    """Why a client was left out, as it is recorded and shown: at a site it is written by somebody else's process."""
+    return printable(" ".join(reason.split()))
 
 
 def _prefix(key: str) -> str:

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -67,6 +68,19 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         sync(path.parent)  # a rename is on the disk only when the folder is
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_parts(folder: Path, idle: float = 0.0) -> None:
+    """Remove the temporary files that processes killed inside :func:`write_atomically` left in a folder.
+
+    Args:
+        folder: in which nobody may be writing now, if ``idle`` is 0.
+        idle: seconds for which a file must not have been written to.
+    """
+    for path in folder.glob(".*.part"):
+        with contextlib.suppress(FileNotFoundError):  # its writer was not dead but quick
+            if time.time() - path.stat().st_mtime >= idle:
+                path.unlink()
 
 
 def write_durably(path: Path, content: bytes, advice: str = RESUME) -> None:

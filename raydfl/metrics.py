@@ -92,10 +92,12 @@ def classification_metrics(
             f"but there are {classes} classes (0 to {classes - 1}); check the manifest's labels"
         )
     with np.errstate(invalid="ignore", over="ignore"):  # a diverged model: its loss says so
+        # Largest first taken off: beside logits of 1e17 the logarithm of the number of classes would be rounded away.
+        scores = scores - scores.max(axis=1, keepdims=True, initial=-np.inf)
         log_probabilities = scores - np.logaddexp.reduce(scores, axis=1, keepdims=True)
         if clips is not None:
             log_probabilities, truth = _mean_over_clips(log_probabilities, truth, _numpy(clips))
-        loss = -log_probabilities[np.arange(len(truth)), truth].sum()
+        loss = 0.0 - log_probabilities[np.arange(len(truth)), truth].sum()  # 0.0 at best: never -0.0
     predicted = log_probabilities.argmax(axis=1)
     confusion = np.bincount(truth * classes + predicted, minlength=classes * classes).reshape(classes, classes)
     return {

@@ -109,10 +109,18 @@ def _draw(axes: Axes, series: Sequence[Series]) -> None:
             axes.fill_between(item.x, item.low, item.high, color=colour, alpha=0.15, linewidth=0)
 
 
+def whole_numbers(ticks: int = 9) -> MaxNLocator:
+    """Return a locator of at most so many ticks, at whole numbers only: on an axis with one whole number just one."""
+    return MaxNLocator(ticks, integer=True, min_n_ticks=1)
+
+
 def round_axis(axes: Axes) -> None:
     """Rounds along the x axis."""
     axes.set_xlabel("round")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    first, last = axes.get_xlim()
+    if last - first < 1:  # one round alone
+        axes.set_xlim((first + last) / 2 - 0.5, (first + last) / 2 + 0.5)
+    axes.xaxis.set_major_locator(whole_numbers())
 
 
 def legend(figure: Figure, axes: Axes) -> None:
@@ -316,7 +324,7 @@ def pruned(layers: Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]]
         for axes, (layer, (rounds, number)) in zip(strips, layers.items(), strict=True):
             axes.step(rounds, number, where="mid", color=SERIES[0], linewidth=1.2)
             axes.set_ylim(0, max(1.0, top * 1.15))
-            axes.yaxis.set_major_locator(MaxNLocator(nbins=2, integer=True))
+            axes.yaxis.set_major_locator(whole_numbers(2))
             axes.set_title(layer, loc="left", fontsize=8, pad=2)
         round_axis(strips[-1])
         figure.supylabel("clients left out", fontsize=9)
@@ -375,7 +383,7 @@ def failures(series: Sequence[Series]) -> Figure:
         axes.set_xlim(x[0] - 1, x[-1] + 1)
         axes.set_ylim(0, None)
         axes.set_ylabel("updates not used")
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.yaxis.set_major_locator(whole_numbers())
         round_axis(axes)
         legend(figure, axes)
     return figure

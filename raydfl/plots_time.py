@@ -9,10 +9,9 @@ import numpy as np
 from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from raydfl.plots import INK, SERIES, axes_of, legend, round_axis, style
+from raydfl.plots import INK, SERIES, axes_of, legend, round_axis, style, whole_numbers
 
 _STEPS = 150
 """Steps that the parts of a round are drawn in: of more rounds, means over neighbours are shown."""
@@ -91,7 +90,7 @@ def actors(rounds: Sequence[Work]) -> Figure:
                     axes.text((begin + end) / 2, actor, name, ha="center", va="center", fontsize=6, color="white")
             axes.set_xlim(0, width * 1.01)
             axes.set_ylim(lanes - 0.5, -0.5)
-            axes.yaxis.set_major_locator(MaxNLocator(nbins=min(lanes, 8), integer=True))
+            axes.yaxis.set_major_locator(whole_numbers(8))
             axes.grid(visible=False)
             axes.set_title(f"round {work.round}", loc="left", fontsize=8, pad=2)
         strips[-1].set_xlabel("seconds since the round began")

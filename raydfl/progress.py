@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,7 +20,9 @@ from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
+from raydfl.errors import printable
 from raydfl.metrics import SHOWN, base_name
+from raydfl.types import Problem
 
 Mode = Literal["auto", "bar", "lines", "quiet", "json"]
 Advance = Callable[..., None]
@@ -71,7 +74,7 @@ class FinishSummary:
     """What is shown when a command ends."""
 
     status: Literal["finished", "stopped", "failed"]
-    """``"stopped"``: by the user or a stop rule; it can be resumed."""
+    """``"stopped"``: by the user or a stop rule; it can be resumed. ``"failed"``: what it did is worthless, see ``problems``."""
     round: int
     """Rounds completed."""
     total: int
@@ -84,6 +87,8 @@ class FinishSummary:
     """The last that were evaluated."""
     next_step: str = ""
     """What to do now: ``"raydfl resume runs/x"``."""
+    problems: Sequence[Problem] = ()
+    """What went wrong although rounds are done."""
 
 
 def duration(seconds: float) -> str:
@@ -161,6 +166,9 @@ class Progress:
         self._bar: _Bars | None = None
         self._task: TaskID | None = None
         self._scores: Mapping[str, float] = {}
+        self._lock = threading.RLock()
+        self._waiting: deque[str] = deque()
+        self._writing = False
 
     def __enter__(self) -> Self:
         return self
@@ -198,9 +206,9 @@ class Progress:
         if self.mode == "json":
             self._event("round", **asdict(summary), clients_per_second=summary.clients_per_second, seconds_left=left)
         elif self.mode == "bar" and self._task is not None:
-            parts = [f"loss {summary.loss:.4f}", scores_text(self._scores), *_work(summary)]
+            parts = [_loss_text(summary.loss), scores_text(self._scores), *_work(summary)]
             bar = self._show_bar()
-            bar.below = "  ".join(part for part in parts if part)
+            bar.below = printable("  ".join(part for part in parts if part))
             status = f"round {summary.round}/{summary.total}  {duration(left)} left"
             bar.update(self._task, completed=summary.round, status=status)
         else:
@@ -210,8 +218,6 @@ class Progress:
         """One sentence about what happens; nothing in quiet mode."""
         if self.mode == "json":
             self._event("message", text=text)
-        elif self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
         else:
             self._line(text)
 
@@ -225,6 +231,8 @@ class Progress:
         self._line(
             f"{summary.status} after {summary.round} of {summary.total} rounds, {duration(summary.seconds)}{scores}"
         )
+        for problem in summary.problems:
+            self._line(f"{'worthless' if problem.worthless else 'warning'}: {problem.text}")
         self._line(f"run directory: {summary.run_dir}")
         if summary.next_step:
             self._line(f"next: {summary.next_step}")
@@ -309,7 +317,7 @@ class Progress:
         width = len(str(summary.total))
         parts = [
             f"round {summary.round:{width}d}/{summary.total}",
-            f"loss {summary.loss:.4f}",
+            _loss_text(summary.loss),
             scores_text(summary.scores),
         ]
         parts += [f"{summary.clients} clients", *_work(summary)]
@@ -317,11 +325,31 @@ class Progress:
         return "  ".join(part for part in parts if part)
 
     def _line(self, text: str) -> None:
-        if self.mode != "quiet":
+        self._show(printable(text))
+
+    def _show(self, text: str) -> None:
+        """Write a line; one from a signal's handler that comes in the middle of another, which streams refuse, follows after it."""
+        with self._lock:
+            self._waiting.append(text)
+            while self._waiting and not self._writing:
+                self._writing = True
+                try:
+                    self._write(self._waiting.popleft())
+                finally:
+                    self._writing = False
+
+    def _write(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        elif self.mode != "quiet":
             print(text, file=self._stream, flush=True)
 
     def _event(self, event: str, **values: Any) -> None:
-        self._line(json.dumps({"event": event, **_plain(values)}, allow_nan=False))
+        self._show(json.dumps({"event": event, **_plain(values)}, allow_nan=False))
+
+
+def _loss_text(loss: float) -> str:
+    return f"loss {loss:.4f}" if not abs(loss) >= 1e6 else f"loss {loss:.4g}"
 
 
 def _work(summary: RoundSummary) -> list[str]:

@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from raydfl.errors import RunDirectoryError
-from raydfl.files import RESUME, write_atomically, writing
+from raydfl.files import RESUME, remove_parts, write_atomically, writing
 from raydfl.metrics import pool, spread, summarise
 from raydfl.types import Metrics, Ratio
 
@@ -374,5 +374,4 @@ def discard_rows(run_dir: Path, after_round: int) -> None:
             shorter = file.path.with_name(f"{file.first:08d}-{after_round:08d}.parquet")
             _write(shorter, _row_groups([file], pc.field("round") <= after_round))
         file.path.unlink()
-    for path in (run_dir / "rows").glob(".*.part"):
-        path.unlink(missing_ok=True)
+    remove_parts(run_dir / "rows")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from raydfl.errors import InputError
+from raydfl.files import write_atomically
 from raydfl.report_compare import comparison_page
 from raydfl.report_page import Picture, Pictures, render
 from raydfl.report_run import single_page
@@ -36,11 +36,8 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
     runs = [read_run(folder) for folder in folders]
     page = single_page(runs[0]) if len(runs) == 1 else comparison_page(runs)
     out = out / "report.html" if out.is_dir() else out
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(page, encoding="utf-8")
-        temporary.replace(out)
+        write_atomically(out, lambda path: path.write_text(page, encoding="utf-8"))
     except OSError as error:
         raise InputError(f"the report {out} cannot be written: {error.strerror}; name another file") from error
     return out

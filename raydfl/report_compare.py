@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from raydfl.report_page import (
     Pictures,
     mean_and_range,
     model_label,
+    problem_notes,
     render,
     shown_curve,
     split_name,
@@ -42,7 +44,7 @@ def comparison_page(runs: Sequence[Run]) -> str:
     pictures = Pictures()
     groups = _group(runs)
     notes = [f"{run.id}: {unfinished(run)}" for run in runs if unfinished(run)]
-    notes += [f"{run.id}: {note}" for run in runs for note in run.missing]
+    notes += [f"{run.id}: {note}" for run in runs for note in (*problem_notes(run), *run.missing)]
     keys = _ordered_keys(runs)
     attacked = any(base_name(metric) == "attack_success" for _, metric in keys)
     bases = [base for base in UNITS if attacked or base != "attack_success"]
@@ -95,17 +97,21 @@ def _ordered_keys(runs: Sequence[Run]) -> list[Key]:
 
 
 def _compared_curves(groups: Sequence[_Group], keys: Sequence[Key], pictures: Pictures) -> list[Picture]:
-    """A figure for each score and split; a colour for each group, dashes for each curve."""
+    """A figure for each score and split; a group's model looks the same in all, and no other has its colour and dashes."""
     made = []
+    looks: dict[tuple[str, str], int] = {}
+    for group, (_, metric) in itertools.product(groups, keys):
+        if any(metric == own for run in group.runs for _, own in run.curves):
+            looks.setdefault((group.label, model_name(metric)), len(looks))
     for base, unit in UNITS.items():
         for split in dict.fromkeys(key[0] for key in keys):
             metrics = [metric for s, metric in keys if s == split and base_name(metric) == base]
             series: list[Series] = []
-            for colour, group in enumerate(groups):
+            for group in groups:
                 own = [metric for metric in metrics if any((split, metric) in run.curves for run in group.runs)]
                 for metric in own:
                     label = f"{group.label}: {model_name(metric)}" if model_name(metric) else group.label
-                    item = _pooled_series(group, (split, metric), label, colour, dash=len(series))
+                    item = _pooled_series(group, (split, metric), label, looks[group.label, model_name(metric)])
                     series += [item] if item is not None else []
             if series:
                 caption = "Mean over seeds, with the range." if any(item.low is not None for item in series) else ""
@@ -114,7 +120,7 @@ def _compared_curves(groups: Sequence[_Group], keys: Sequence[Key], pictures: Pi
     return made
 
 
-def _pooled_series(group: _Group, key: Key, label: str, colour: int, dash: int) -> Series | None:
+def _pooled_series(group: _Group, key: Key, label: str, look: int) -> Series | None:
     """Mean and range over the runs of a group, at the rounds in which all of them were measured."""
     curves = [shown_curve(run, key) for run in group.runs if key in run.curves]
     rounds = curves[0].rounds
@@ -124,7 +130,7 @@ def _pooled_series(group: _Group, key: Key, label: str, colour: int, dash: int) 
         return None
     values = np.array([curve.values[np.searchsorted(curve.rounds, rounds)] for curve in curves])
     low, high = (values.min(axis=0), values.max(axis=0)) if len(curves) > 1 else (None, None)
-    return Series(label, rounds, values.mean(axis=0), low, high, colour, dash)
+    return Series(label, rounds, values.mean(axis=0), low, high, look, look)
 
 
 def _compared_rows(groups: Sequence[_Group], key: Key, bases: Sequence[str]) -> Iterable[dict[str, str | list[str]]]:

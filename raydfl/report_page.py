@@ -12,6 +12,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from raydfl import plots
+from raydfl.diagnosis import problems_of
 from raydfl.metrics import model_name
 from raydfl.rundata import SPLITS, Curve, Key, Run
 from raydfl.track import without_password
@@ -78,7 +79,9 @@ def score_text(base: str, value: float | None) -> str:
     """A score as a page shows it: shares in per cent, losses as they are."""
     if value is None or not np.isfinite(value):
         return "-" if value is None else str(value)
-    return f"{value:.3f}" if base == "loss" else f"{100 * value:.1f} %"
+    if base == "loss":
+        return f"{value:.3f}" if abs(value) < 1e6 else f"{value:.4g}"
+    return f"{100 * value:.1f} %"
 
 
 def mean_and_range(base: str, values: Sequence[float]) -> str:
@@ -104,6 +107,11 @@ def value_text(value: Any) -> str:
 def shown_curve(run: Run, key: Key) -> Curve:
     """Of a score that clients measured, their mean, each client counting once; else the score itself."""
     return run.curves.get((key[0], f"{key[1]}_client_mean"), run.curves[key])
+
+
+def problem_notes(run: Run) -> list[str]:
+    """What went wrong with a run, in sentences."""
+    return [f"{'Worthless' if problem.worthless else 'Warning'}: {problem.text}." for problem in problems_of(run)]
 
 
 def unfinished(run: Run) -> str:

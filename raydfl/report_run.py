@@ -18,6 +18,7 @@ from raydfl.report_page import (
     Picture,
     Pictures,
     model_label,
+    problem_notes,
     render,
     score_text,
     shown_curve,
@@ -35,7 +36,7 @@ _LISTED = 200
 def single_page(run: Run) -> str:
     """The page as HTML."""
     pictures = Pictures()
-    notes = [unfinished(run), *run.missing]
+    notes = [unfinished(run), *problem_notes(run), *run.missing]
     sentences, commands = about_models(run)
     return render(
         "run.html.j2",

@@ -276,7 +276,7 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
             f"{run_dir} holds rounds of a run, but its run.json is missing; restore it from a copy, give the new run another "
             f"run.name, or remove the folder"
         )
-    site_key = f"{run_dir.name}-{uuid.uuid4().hex[:8]}"
+    site_key = _site_key(run_dir) if config.data.sites else ""
     if config.data.sites:
         population = prepare_sites(config, site_key, run_dir, progress)
     else:
@@ -285,7 +285,18 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
     try_models(config, population)
     for message in population.messages:
         progress.message(message)
-    begin(run_dir, config, population, site_key if config.data.sites else "")
+    begin(run_dir, config, population, site_key)
+
+
+def _site_key(run_dir: Path) -> str:
+    """Return the key under which sites keep their part of the run.
+
+    It is written down before they are asked: the next start overwrites what one that was killed has left at the sites.
+    """
+    path = run_dir / "sites.key"
+    if not path.exists():
+        write_durably(path, f"{run_dir.name}-{uuid.uuid4().hex[:8]}".encode())
+    return path.read_text()
 
 
 def begin(run_dir: Path, config: Config, population: Population, site_key: str = "") -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -23,6 +24,7 @@ from raydfl import ops, record
 from raydfl.access import check_access
 from raydfl.client import wanted_kinds
 from raydfl.config import Config, apply_overrides, make_config
+from raydfl.diagnosis import problems_of
 from raydfl.errors import ResourcesError
 from raydfl.federation import RoundReport
 from raydfl.files import write_durably
@@ -33,6 +35,7 @@ from raydfl.ray_pool import LOST, task_cause, why_ended
 from raydfl.remote.mirror import local_run, local_runs, mirror_of
 from raydfl.remote.place import is_uri, parted
 from raydfl.report import write_report
+from raydfl.rundata import read_run
 from raydfl.rundir import (
     check_begun,
     check_same,
@@ -51,6 +54,7 @@ from raydfl.slots import with_share
 from raydfl.stopping import StopSignals
 from raydfl.track import Tracker, make_tracker
 from raydfl.trust import remember_code
+from raydfl.types import Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,13 @@ class Outcome:
     """Whether all configured rounds are done; else it was stopped and can be resumed."""
     scores: dict[str, float] = field(default_factory=dict)
     """The last evaluation, ``"test plugin/accuracy" -> 0.81``."""
+    problems: tuple[Problem, ...] = ()
+    """What went wrong although rounds are done, the worst first: raydfl.diagnosis."""
+
+    @property
+    def worthless(self) -> str:
+        """Why the run shows nothing; empty when it does."""
+        return "; ".join(problem.text for problem in self.problems if problem.worthless)
 
 
 OnRound = Callable[[RoundReport], bool]
@@ -358,8 +369,7 @@ def execute(run_dir: Path, config: Config, progress: Progress, on_round: OnRound
                 )
             if round_index >= config.train.rounds:
                 progress.message(
-                    f"all {config.train.rounds} rounds are done; for more: "
-                    f"raydfl resume {name} train.rounds={2 * config.train.rounds}"
+                    f"all {round_index} rounds are done; for more: raydfl resume {name} train.rounds={2 * round_index}"
                 )
             tracker = make_tracker(
                 config.track, local_runs(config.run.dir, config.data.cache), run_dir, progress.message
@@ -388,21 +398,23 @@ def execute(run_dir: Path, config: Config, progress: Progress, on_round: OnRound
         record.compact(run_dir)
         for path in export(run_dir, config):
             tracker.log_artifact(path)
+    outcome = dataclasses.replace(outcome, problems=tuple(problems_of(read_run(run_dir))))
     report = write_report([run_dir], run_dir / "report.html")
     for path in (run_dir / "config.yaml", report):
         tracker.log_artifact(path)
-    tracker.finish("FINISHED" if outcome.finished else "KILLED")
+    tracker.finish("KILLED" if not outcome.finished else "FAILED" if outcome.worthless else "FINISHED")
     if mirror is not None:
         mirror.sync()
     progress.finish(
         FinishSummary(
-            status="finished" if outcome.finished else "stopped",
+            status="stopped" if not outcome.finished else "failed" if outcome.worthless else "finished",
             round=outcome.round,
-            total=config.train.rounds,
+            total=max(outcome.round, config.train.rounds),
             seconds=time.monotonic() - started,
             run_dir=run_dir,
             scores=outcome.scores,
             next_step=f"open {_shown(run_dir)}/report.html" if outcome.finished else f"raydfl resume {name}",
+            problems=outcome.problems,
         )
     )
     return outcome
@@ -423,7 +435,7 @@ def _rounds(
     progress: Progress,
     on_round: OnRound | None,
 ) -> Outcome:
-    total = config.train.rounds
+    total = max(round_index, config.train.rounds)  # it may have done more than are now asked for
     progress.start(total, round_index, run_dir.name)
     scores: dict[str, float] = {}
     shown = round_index

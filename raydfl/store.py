@@ -35,7 +35,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from raydfl.errors import ConfigError, RunDirectoryError
-from raydfl.files import plain_name, write_durably
+from raydfl.files import plain_name, remove_parts, write_durably
 from raydfl.lock import FileLock
 from raydfl.private import PrivateIndex, PrivateStore, Records, site_of
 from raydfl.types import State
@@ -44,6 +44,10 @@ _COMMIT = re.compile(r"^(\d{6,})-([0-9a-f]{8})\.safetensors$")
 _PRIVATE = re.compile(r".+\.(seg|index|part)")
 """Files in private/ that are of our own making: only such are removed, wherever that folder may really lie."""
 _SEPARATOR = "|"
+_FORMAT = 2
+"""Of a commit: tensors are named after their key's place in ``keys``. In format 1, which is read too, after the key itself."""
+_PATIENCE = 600.0
+"""Seconds after which an unfinished file beside LATEST is a dead process's: not all that is written there needs the lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +196,14 @@ class RunStore:
     def open_latest(self) -> tuple[Commit | None, list[str]]:
         """The newest commit that is whole, and warnings about damaged ones that were passed over.
 
-        What a crash left behind (commits that never counted, segments nobody refers to, rows of rounds that were not committed) is
-        removed. Call it with the lock held.
+        What a crash left behind (commits that never counted, unfinished files, segments nobody refers to) is removed; the rows of
+        rounds that were not committed are raydfl.record's. Call it with the lock held.
 
         Raises:
             RunDirectoryError: there are commits but none is whole.
         """
+        remove_parts(self.folder / "commits")
+        remove_parts(self.folder, _PATIENCE)
         latest = self.latest()
         if latest is None:
             if any(self.rounds()):
@@ -350,10 +356,11 @@ def _unstorable(value: Any, place: str) -> tuple[str, str] | None:
 
 def _encode(state: State, private: PrivateIndex, together: int) -> bytes:
     tensors = {"private": torch.from_numpy(private.recent.table)}
-    for key, group in state.tensors.items():
+    for place, group in enumerate(state.tensors.values()):
         for name, value in group.items():
-            tensors[f"{key}{_SEPARATOR}{name}"] = value.detach().cpu().contiguous()
+            tensors[f"{place}{_SEPARATOR}{name}"] = value.detach().cpu().contiguous()
     about = {
+        "format": _FORMAT,
         "round_index": state.round_index,
         "extra": dict(state.extra),
         "keys": {key: list(group) for key, group in state.tensors.items()},
@@ -376,7 +383,9 @@ def _decode(data: bytes) -> tuple[State, str, Records, int]:
     about = _about(data)
     tensors = safetensors.torch.load(data)
     recent = Records(tuple(about["segments"]), tensors["private"].numpy())
+    first = "format" not in about
     groups = {
-        key: {name: tensors[f"{key}{_SEPARATOR}{name}"] for name in names} for key, names in about["keys"].items()
+        key: {name: tensors[f"{key if first else place}{_SEPARATOR}{name}"] for name in names}
+        for place, (key, names) in enumerate(about["keys"].items())
     }
     return State(int(about["round_index"]), groups, about["extra"]), about["base"], recent, int(about["together"])

@@ -37,6 +37,11 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 MIRRORED = "raydfl.mirrored_round"
 """The MLflow tag that holds the last round whose metrics are in MLflow."""
 
+WORK = "work"
+"""What the split ``"server"`` is called in MLflow, whose pages order charts by the part of their names before the last slash: the
+scores (``test/...``, ``train``, ``validation/...``) shall come before bytes and seconds."""
+_SERVER = "server"
+
 _METRICS_PER_CALL = 1000  # MLflow's limits for one log_batch
 _PARAMS_PER_CALL = 100
 _PARAM_LENGTH = 6000
@@ -84,13 +89,18 @@ def without_password(text: str) -> str:
     return re.sub(r"(?<=://)[^/@\s]+@", "***@", text)
 
 
-def metric_name(row: Row) -> str:
+def metric_name(row: Row, work: str = WORK) -> str:
     """The name of a row's metric in MLflow: ``split/metric``, after the phase where that is not train or evaluate.
 
     Characters that MLflow refuses become ``_``, with a short hash at the end so that different names stay different.
+
+    Args:
+        row: of the record.
+        work: what the split ``"server"`` is called.
     """
     phase = "" if row.phase in ("train", "evaluate") else row.phase
-    name = "/".join(part for part in (phase, row.split, row.metric) if part)
+    split = work if row.split == _SERVER else row.split
+    name = "/".join(part for part in (phase, split, row.metric) if part)
     allowed = re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)
     allowed = "/".join("_" if part in ("", ".", "..") else part for part in allowed.split("/"))
     if allowed == name and len(name) <= _KEY_LENGTH:
@@ -170,6 +180,7 @@ class MlflowTracker:
         self._uri = settings.uri or f"sqlite:///{self._runs_dir}/mlflow.db"
         self._client: MlflowClient | None = None
         self._run_id = ""
+        self._work = WORK
         self._mirrored = -1  # the last round that is in MLflow as a whole; -1: none
         self._behind = False  # whether MLflow may lack, or hold a part of, rounds after that one
         self._artifacts: list[Path] = []  # those that could not be stored yet
@@ -321,6 +332,8 @@ class MlflowTracker:
         if earlier is not None:
             self._run_id = earlier.info.run_id
             self._mirrored = int(earlier.data.tags.get(MIRRORED, -1))
+            if any(name.startswith(f"{_SERVER}/") for name in earlier.data.metrics):
+                self._work = _SERVER  # an earlier version began it: its curves go on under their names
             self._behind = True
             client.update_run(self._run_id, status="RUNNING")
             for key, value in tags.items():
@@ -370,7 +383,7 @@ class MlflowTracker:
             if row.round > self._mirrored:
                 last = max(last, row.round)
                 if not row.client and row.array is None:
-                    name = metric_name(row)
+                    name = metric_name(row, self._work)
                     numbers[name, row.round] = Metric(name, row.value, now, row.round)
         metrics = [number for key, number in numbers.items() if key not in present]
         for start in range(0, len(metrics), _METRICS_PER_CALL):

@@ -120,3 +120,14 @@ class Batch:
         if self.weight is None:
             return values.mean()
         return (values * self.weight).sum() / self.weight.sum().clamp_min(1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What went wrong with a run although its rounds are done; raydfl.diagnosis has the rules."""
+
+    kind: str
+    """``"diverged"``, ``"one class"`` or ``"missing classes"``."""
+    text: str
+    worthless: bool
+    """Whether the run shows nothing; else it is a warning."""

@@ -36,7 +36,7 @@ class TrialRecord:
     """The metric after each of them, as recorded; NaN where it was none."""
     status: Status = "running"
     reason: str = ""
-    """Why it failed, or which rule stopped it."""
+    """Why it failed, which rule stopped it, or why it is worthless although it is finished."""
 
     @property
     def reported(self) -> int:
@@ -47,6 +47,11 @@ class TrialRecord:
     def score(self) -> float:
         """The last one; NaN: none."""
         return self.scores[-1] if self.scores else math.nan
+
+    @property
+    def worthless(self) -> bool:
+        """Whether all rounds are done and show nothing: raydfl.diagnosis."""
+        return self.status == "finished" and bool(self.reason)
 
     @property
     def over(self) -> bool:

@@ -51,7 +51,7 @@ def write_page(results: SearchResults) -> Path:
         learning=_curves(results, pictures),
         headings=columns(results),
         rows=[{"cells": line, "page": (search.folder / line[0] / "report.html").exists()} for line in lines(results)],
-        failures=[[trial_name(r.number), r.reason] for r in results.records if r.status == "failed"],
+        failures=[[trial_name(r.number), r.reason] for r in results.records if r.status == "failed" or r.worthless],
     )
     out = search.output("search.html")
     write_durably(out, page.encode())
@@ -64,7 +64,9 @@ def _unit(results: SearchResults) -> str:
 
 
 def _best_text(results: SearchResults, best: TrialRecord) -> str:
-    state = f"{best.reported} rounds" + ("" if best.status == "finished" else ", not finished")
+    state = f"{best.reported} rounds" + (
+        ", worthless" if best.worthless else "" if best.status == "finished" else ", not finished"
+    )
     return f"{trial_name(best.number)}: {_unit(results)} {results.shown(best.score)} after {state}."
 
 

@@ -32,7 +32,8 @@ class SearchResults:
     records: tuple[TrialRecord, ...]
     """Every trial that was begun, by number."""
     ranked: tuple[TrialRecord, ...]
-    """Those with a score, the best first: finished ones before stopped and unfinished ones, which had fewer rounds."""
+    """Those with a score, the best first: finished ones before stopped and unfinished ones, which had fewer rounds; worthless ones
+    last."""
     importance: dict[str, float]
     """The share of each setting; empty: too few trials to say."""
 
@@ -53,7 +54,8 @@ def collect(search: Search, journal: Journal) -> SearchResults:
     known = [record for record in records if math.isfinite(record.score)]
     full = search.rounds
     ranked = sorted(
-        known, key=lambda r: (not (r.status == "finished" and r.reported >= full), -sign * r.score, r.number)
+        known,
+        key=lambda r: (r.worthless, not (r.status == "finished" and r.reported >= full), -sign * r.score, r.number),
     )
     return SearchResults(search, tuple(records), tuple(ranked), importances(search, records))
 
@@ -71,7 +73,7 @@ def lines(results: SearchResults) -> list[list[str]]:
     found = []
     for record in (*results.ranked, *rest):
         state = f"stopped ({record.reason})" if record.status == "stopped" else record.status
-        state = "not finished" if record.status == "running" else state
+        state = "not finished" if record.status == "running" else "worthless" if record.worthless else state
         line = [trial_name(record.number), state, str(record.reported), results.shown(record.score)]
         line += [label_of(record.values[key]) for key in results.search.settings.space]
         if "from" in columns(results):

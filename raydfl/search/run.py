@@ -254,7 +254,10 @@ class _Lines:
         score = f"{metric.title} {metric.scale * record.score:.2f}"
         done = sum(each.over for each in self._journal.trials.values())
         where = "" if record.status == "finished" else f" after round {record.reported} ({record.reason})"
-        self._progress.message(f"{record.status}: {name}{where}, {score} ({done} of {self._search.trials} are over)")
+        worthless = f"; worthless: {record.reason}" if record.worthless else ""
+        self._progress.message(
+            f"{record.status}: {name}{where}, {score} ({done} of {self._search.trials} are over){worthless}"
+        )
 
 
 @contextlib.contextmanager

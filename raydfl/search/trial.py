@@ -155,7 +155,7 @@ class _RunThread:
         if not outcome.finished:
             return _Said("interrupted", self._last)
         last = recorded(folder, self._total - 1).get(self._total, {})
-        return _Said("finished", self._total, self._find(last))
+        return _Said("finished", self._total, self._find(last), outcome.worthless)
 
     def _on_round(self, report: RoundReport) -> bool:
         """After each round: whether the run shall stop."""

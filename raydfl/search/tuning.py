@@ -67,7 +67,7 @@ class JudgeScheduler(FIFOScheduler):
         if status == "running":
             self._judge.ended(number, "stopped", self._judge.rule_of(number))
         elif status == "finished":
-            self._judge.ended(number, "finished", round_index=result[ROUND], score=result[SCORE])
+            self._judge.ended(number, "finished", result[REASON], round_index=result[ROUND], score=result[SCORE])
         else:
             self._judge.ended(number, "failed", result[REASON])
         for observer in self._observers:

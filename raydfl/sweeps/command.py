@@ -54,6 +54,11 @@ def do_sweep(sweep: Sweep, progress: Progress, parallel: int | None = None, tabl
         progress.message(
             f"what failed is told in full in {_shown(sweep.folder / 'logs')}; the same command tries it again"
         )
+    worthless = [row for row in results.runs if row.get("worthless")]
+    for row in worthless[:_NAMED]:
+        progress.message(f"worthless: {row['run']}: {row['problems']}")
+    if len(worthless) > _NAMED:
+        progress.message(f"and {len(worthless) - _NAMED} more are worthless")
     if outcome.stopped:
         progress.message(f"{len(outcome.stopped)} runs are not finished; the same command goes on with them")
     progress.message(f"tables: {', '.join(_shown(path) for path in written)}")

@@ -48,6 +48,7 @@ class Ended:
 
     status: Literal["finished", "stopped", "failed"]
     reason: str = ""
+    """Why it failed, or why a finished one is worthless; empty when it is not."""
 
 
 # -- one run, wherever it runs ---------------------------------------------------------------------------------------
@@ -69,7 +70,7 @@ def do_run(order: Order) -> Ended:
                 outcome = run(make_config(order.config, order.name), Progress("quiet"))
             finally:
                 ended.set()
-        return Ended("finished" if outcome.finished else "stopped")
+        return Ended("finished", outcome.worthless) if outcome.finished else Ended("stopped")
     except KeyboardInterrupt:
         return Ended("stopped")
     except Exception as error:  # noqa: BLE001  (a failing run must not stop the others; it is told at the end)

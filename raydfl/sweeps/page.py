@@ -57,6 +57,8 @@ def write_page(results: Results) -> Path:
 
 def _run_line(row: dict[str, object], results: Results) -> dict[str, object]:
     state = "finished" if row["finished"] else (f"round {row['rounds']}" if row["rounds"] else "missing")
+    if row.get("worthless"):
+        state += f", worthless: {row['problems']}"
     labels = [str(row[name]) for name in results.sweep.axes]
     return {"labels": labels, "repeat": row["repeat"], "state": state, "folder": row["run"], "page": row["finished"]}
 

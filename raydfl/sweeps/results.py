@@ -17,6 +17,7 @@ import pyarrow.parquet
 from raydfl.config import Config
 from raydfl.data.features import FeatureSettings
 from raydfl.data.from_file import FileFeatures
+from raydfl.diagnosis import problems_of
 from raydfl.files import write_durably
 from raydfl.metrics import HIGHER_IS_BETTER, base_name
 from raydfl.rundata import Curve, Key, Run, read_run
@@ -73,6 +74,8 @@ class CellResult:
     """The headline over the rounds, of every finished run, in the table's unit."""
     rounds: tuple[int, ...]
     """Rounds done of the runs that are not finished."""
+    worthless: int = 0
+    """Of the finished runs, those that diverged or could not learn: they count like others, and are named."""
     paper: tuple[float, float | None] | None = None
     """The paper's mean and spread."""
     drop: float | None = None
@@ -127,6 +130,7 @@ def collect(sweep: Sweep) -> Results:
         values: dict[tuple[str, str], list[float]] = {}
         curves: list[Curve] = []
         unfinished: list[int] = []
+        worthless = 0
         for each in runs:
             row: dict[str, Any] = {**dict(zip(sweep.axes, labels, strict=True)), "repeat": each.repeat}
             rows.append(row | {"run": each.run_dir.name, "rounds": rounds_done(each), "finished": is_finished(each)})
@@ -135,6 +139,10 @@ def collect(sweep: Sweep) -> Results:
                 continue
             if each.identity not in read:
                 read[each.identity] = read_run(each.run_dir)
+            found = problems_of(read[each.identity])
+            rows[-1]["problems"] = "; ".join(problem.text for problem in found)
+            rows[-1]["worthless"] = any(problem.worthless for problem in found)
+            worthless += rows[-1]["worthless"]
             for place, metric in enumerate(metrics):
                 curve = curve_of(read[each.identity], each.config, metric)
                 if curve is None:
@@ -150,7 +158,7 @@ def collect(sweep: Sweep) -> Results:
             for summary in SUMMARIES
         }
         cells[labels] = CellResult(
-            labels, metrics, scores, len(runs), len(runs) - len(unfinished), tuple(curves), tuple(unfinished)
+            labels, metrics, scores, len(runs), len(runs) - len(unfinished), tuple(curves), tuple(unfinished), worthless
         )
     return Results(sweep, tuple(_compared(sweep, cells)), tuple(rows), tuple(_notes(sweep)))
 
@@ -272,7 +280,7 @@ def lines(results: Results) -> list[list[str]]:
     found = []
     for cell in results.cells:
         line = [*cell.labels, *([cell.metrics[0].title] if results.several_metrics else [])]
-        line += [str(cell.score(settings.summary)), cell.state or str(cell.done)]
+        line += [str(cell.score(settings.summary)), (cell.state or str(cell.done)) + _worthless_text(cell)]
         line += [shown(cell.drop)] if settings.reference else []
         line += [str(cell.score(other)) for other in SUMMARIES if other != settings.summary]
         line += [str(cell.score(settings.summary, place)) for place in range(1, len(cell.metrics))]
@@ -280,6 +288,10 @@ def lines(results: Results) -> list[list[str]]:
             line += [paper_text(cell), *([shown(cell.paper_drop)] if settings.reference else [])]
         found.append(line)
     return found
+
+
+def _worthless_text(cell: CellResult) -> str:
+    return f" ({cell.worthless} worthless)" if cell.worthless else ""
 
 
 def paper_text(cell: CellResult) -> str:
@@ -307,7 +319,7 @@ def pivot(results: Results) -> tuple[list[str], list[list[str]]]:
 
 
 def _pivot_cell(cell: CellResult, summary: str) -> str:
-    parts = [str(cell.score(summary)) if cell.done else cell.state]
+    parts = [(str(cell.score(summary)) if cell.done else cell.state) + _worthless_text(cell)]
     parts += [f"({cell.done} of {cell.wanted} runs)"] if cell.done and cell.done < cell.wanted else []
     parts += [f"(drop {shown(cell.drop)})"] if cell.drop is not None else []
     parts += [f"[paper {shown(cell.paper[0])}]"] if cell.paper is not None else []
@@ -320,7 +332,7 @@ def records(results: Results) -> list[dict[str, Any]]:
     for cell in results.cells:
         row: dict[str, Any] = dict(zip(results.sweep.axes, cell.labels, strict=True))
         row |= {"score": cell.metrics[0].title, "summary": results.sweep.settings.summary}
-        row |= {"runs": cell.done, "wanted": cell.wanted}
+        row |= {"runs": cell.done, "wanted": cell.wanted, "worthless": cell.worthless}
         headline = cell.score(results.sweep.settings.summary)
         row |= {"mean": headline.mean, "std": headline.std, "drop": _nan(cell.drop)}
         paper = cell.paper or (None, None)

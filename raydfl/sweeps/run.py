@@ -234,7 +234,8 @@ class _Loop:
             self._outcome.finished.append(each.name)
             took = duration(time.monotonic() - self._started[each.name])
             done = len(self._outcome.finished) + len(self._outcome.failed)
-            self._progress.message(f"finished: {each.name}, {took} ({done} of {self._count})")
+            worthless = f"; worthless: {ended.reason}" if ended.reason else ""
+            self._progress.message(f"finished: {each.name}, {took} ({done} of {self._count}){worthless}")
         elif ended.status == "stopped":
             self._outcome.stopped.append(each.name)
         else:

@@ -103,6 +103,13 @@ def test_a_setting_written_as_an_option_is_shown_as_it_should_be(
     raydfl(*arguments).refuses(rf"no option --.* as key=value: {settings}\n$")
 
 
+def test_an_error_cannot_steer_the_terminal(raydfl: Raydfl) -> None:
+    said = raydfl("report", "no\x1b[2Jsuch")
+    assert said.code == 2
+    assert r"no\x1b[2Jsuch" in said.err
+    assert "\x1b" not in said.err
+
+
 def test_a_mistake_of_the_program_is_exit_code_1_and_shows_where(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import json
 import signal
 import threading
+from typing import Any
 
 import pytest
 
-from raydfl.progress import Progress
+from raydfl.progress import Mode, Progress
 from raydfl.stopping import StopSignals
 
 
@@ -39,6 +42,38 @@ def test_the_first_signal_asks_and_the_second_ends(number: signal.Signals, said:
             signal.raise_signal(number)
     assert told.messages == [said]
     assert signal.getsignal(number) is before
+
+
+class Pipe(io.RawIOBase):
+    """Ctrl-C comes in the middle of the first write."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.interrupted = False
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if not self.interrupted:
+            self.interrupted = True
+            signal.raise_signal(signal.SIGINT)
+        self.text += bytes(data).decode()
+        return len(bytes(data))
+
+
+@pytest.mark.parametrize("mode", ["json", "lines", "bar"])
+def test_a_signal_in_the_middle_of_a_line_is_told_after_it(mode: Mode) -> None:
+    pipe = Pipe()
+    with io.TextIOWrapper(io.BufferedWriter(pipe)) as stream, Progress(mode, stream) as progress:
+        with StopSignals(progress, "stopping") as stop:
+            progress.message("one")
+            assert stop.asked
+            progress.message("two")
+        told = pipe.text.splitlines()
+    if mode == "json":
+        told = [json.loads(line)["text"] for line in told]
+    assert told == ["one", "stopping (press Ctrl-C again to stop at once)", "two"]
 
 
 def test_what_is_done_can_be_chosen() -> None:

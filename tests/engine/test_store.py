@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import multiprocessing
+import os
 import re
+import time
+import zlib
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 import raydfl.private
@@ -164,6 +169,42 @@ def test_a_state_as_stored_is_what_a_commit_gives_back(tmp_path: Path, extra: di
 def test_what_a_commit_cannot_hold_is_refused_with_its_place(state: State, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         as_stored(state)
+
+
+def test_keys_and_names_may_hold_any_characters(tmp_path: Path) -> None:
+    groups = {"a|b": {"x": torch.zeros(2)}, "a": {"b|x": torch.ones(3)}, "0": {"1|x": torch.full((1,), 2.0)}, "": {}}
+    store = RunStore(tmp_path)
+    state = store.load(store.commit(State(1, groups), PrivateIndex())).state
+    assert {key: {name: tensor.tolist() for name, tensor in group.items()} for key, group in state.tensors.items()} == {
+        "a|b": {"x": [0, 0]},
+        "a": {"b|x": [1, 1, 1]},
+        "0": {"1|x": [2]},
+        "": {},
+    }
+
+
+def test_commits_of_the_first_format_are_read(tmp_path: Path) -> None:
+    about = {
+        "round_index": 7,
+        "extra": {"n": 1},
+        "keys": {"global": ["m/w"], "k|1": ["m/w"]},
+        "base": "",
+        "segments": [],
+    }
+    tensors = {
+        "private": torch.zeros((5, 0), dtype=torch.int64),
+        "global|m/w": torch.ones(2),
+        "k|1|m/w": torch.zeros(3),
+    }
+    data = safetensors.torch.save(tensors, {"raydfl": json.dumps({**about, "together": 4})})
+    name = f"000007-{zlib.crc32(data):08x}.safetensors"
+    write_durably(tmp_path / "commits" / name, data)
+    commit = RunStore(tmp_path).load(name)
+    assert (commit.state.round_index, commit.state.extra, commit.together) == (7, {"n": 1}, 4)
+    assert {key: group["m/w"].tolist() for key, group in commit.state.tensors.items()} == {
+        "global": [1, 1],
+        "k|1": [0, 0, 0],
+    }
 
 
 @pytest.fixture
@@ -433,6 +474,26 @@ def test_what_never_counted_is_removed_when_the_run_is_opened(tmp_path: Path) ->
     assert RunStore(tmp_path).rounds() == [1]
     assert [p.name for p in (tmp_path / "private").iterdir()] == [kept.segment]
     assert torch.equal(PrivateStore(tmp_path / "private").read(commit.private[0])["model:a"], torch.ones(5))
+
+
+@pytest.mark.parametrize("commits", [0, 1])
+def test_unfinished_files_of_a_killed_process_are_removed(tmp_path: Path, commits: int) -> None:
+    for _ in range(commits):
+        RunStore(tmp_path).commit(state_of(1), PrivateIndex())
+    here = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
+    now = time.time()
+    for name, age in {
+        "commits/.000002-00c0ffee.safetensors.0123456789ab.part": 0.0,
+        ".LATEST.0123456789ab.part": 3600.0,
+        ".config.yaml.0123456789ab.part": 0.0,  # perhaps a live process's that waits for the lock
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        os.utime(path, (now - age, now - age))
+    RunStore(tmp_path).open_latest()
+    left = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
+    assert {str(path) for path in left - here - {Path("commits")}} == {".config.yaml.0123456789ab.part"}
 
 
 def test_a_damaged_newest_commit_falls_back_to_the_one_before(tmp_path: Path) -> None:

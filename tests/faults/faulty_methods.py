@@ -27,6 +27,8 @@ def happen(what: str) -> None:
     """Raise, die or hang."""
     if what == "value":
         raise ValueError("a client's own\nmistake")
+    if what == "steer":
+        raise ValueError("\x1b]0;owned\x07\r\n\x9b2J\u202e \udcff")
     if what == "memory":
         raise MemoryError("no more")
     if what == "cuda":

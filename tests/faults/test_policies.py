@@ -112,6 +112,13 @@ def test_sending_what_is_private_drops_the_client_and_nothing_is_sent(tiny: Tiny
     assert all("the update holds tensors that the method's shared() keeps private" in note for *_, note in failed)
 
 
+def test_a_clients_error_is_recorded_without_what_steers_terminals(tiny: Tiny) -> None:
+    config = tiny(faulty("Fails"), "method.what=steer", "train.cohort=1.0", "train.rounds=2", "run.on_error=drop")
+    finish(config)
+    ((*_, note),) = notes(config, "failed")
+    assert note.startswith(r"error: ValueError: \x1b]0;owned\x07 \x9b2J\u202e \udcff (at ")
+
+
 def test_too_many_dropped_clients_stop_the_run(tiny: Tiny) -> None:
     common = [faulty("Fails"), "train.cohort=1.0", "run.on_error=drop"]
     config = tiny(*common, "run.max_failed=0.16", "run.name=many")
@@ -123,6 +130,21 @@ def test_too_many_dropped_clients_stop_the_run(tiny: Tiny) -> None:
         run(config)
     assert final_state(Path(config.run.dir) / "many").round_index == 1
     assert resume(Path(config.run.dir) / "many", ["run.max_failed=0.17"]).finished
+
+
+@pytest.mark.parametrize(("method", "whole"), [("Fails", 1), ("CannotEvaluate", 0)])
+def test_of_a_round_with_too_many_failures_nothing_counts(tiny: Tiny, method: str, whole: int) -> None:
+    """Not in the record either, when a commit follows: a run that stops in order still writes what it has."""
+    config = tiny(faulty(method), "train.cohort=1.0", "run.on_error=drop", "run.max_failed=0", "run.commit_every=9")
+    server = start(config)
+    for _ in range(whole):
+        server.round()
+    with pytest.raises(ClientError, match="1 of 6 clients were rejected"):
+        server.round()
+    server.finish()
+    server.close()
+    assert final_state(Path(config.run.dir) / "tiny").round_index == whole
+    assert {row.round for row in rows_of(config)} == set(range(1, whole + 1))
 
 
 def test_a_stopped_run_may_go_on_without_the_client(tiny: Tiny) -> None:

@@ -50,6 +50,23 @@ def test_agrees_with_torch_and_scikit_learn() -> None:
     assert array(measured["confusion"]).tolist() == confusion_matrix(labels, logits.argmax(1), labels=range(5)).tolist()
 
 
+@pytest.mark.parametrize("size", [0.0, 1.0, 1e17, -1e17, 3e38, 1e300])
+@pytest.mark.parametrize("clips", [None, [0, 0, 1]])
+def test_equal_logits_cost_the_logarithm_of_the_classes_however_large(size: float, clips: list[int] | None) -> None:
+    labels = np.array([3, 3, 1])
+    measured = classification_metrics(np.full((3, 5), size), labels, None if clips is None else np.array(clips), 5)
+    assert ratio(measured["loss"]).value == pytest.approx(np.log(5))
+    if abs(size) < 1e38:
+        logits = torch.full((3, 5), size)
+        assert torch.nn.functional.cross_entropy(logits, torch.tensor(labels)).item() == pytest.approx(np.log(5))
+
+
+def test_a_loss_of_nothing_has_no_sign() -> None:
+    measured = classification_metrics(np.array([[1e9, 0.0]]), np.array([0]), None, 2)
+    assert f"{ratio(measured['loss']).value}" == "0.0"
+    assert f"{ratio(classification_metrics(np.zeros((0, 2)), np.zeros(0), None, 2)['loss']).total}" == "0.0"
+
+
 @given(seed=st.integers(0, 10_000), rows=st.integers(1, 40), classes=st.integers(2, 9))
 def test_summary_agrees_with_scikit_learn(seed: int, rows: int, classes: int) -> None:
     """Also when classes are absent from the truth, from the predictions, or from both."""

@@ -125,6 +125,28 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plain.endswith("run directory: runs/x\nnext: raydfl resume x\n")
 
 
+@pytest.mark.parametrize("mode", ["lines", "bar", "json"])
+def test_what_clients_say_cannot_steer_the_terminal(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor turn letters round, nor be beyond what a stream can encode; JSON stays JSON that says what was said."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    evil = "\x1b]0;owned\x07 \x9b2J \u202eabc \udcff \x7f\r"
+    stream = Terminal() if mode == "bar" else io.StringIO()
+    with Progress(mode, stream) as progress:
+        progress.start(20, 0, "x")
+        progress.message(evil)
+        progress.round(a_round(1, failed=1, reasons={"anna": evil}))
+        progress.finish(finish(Path("x"), scores={f"{evil} accuracy": 0.5}))
+    text = stream.getvalue()
+    text.encode()
+    assert not set(text) & set("\x07\x9b\u202e")
+    assert "\x1b]" not in text
+    if mode == "json":
+        assert [json.loads(line) for line in text.splitlines()][1] == {"event": "message", "text": evil}
+    else:
+        assert text.count(r"\x1b]0;owned\x07 \x9b2J \u202eabc \udcff \x7f\r") >= 2
+
+
 def test_the_terminal_is_given_back_after_an_error() -> None:
     stream = Terminal()
     with contextlib.suppress(KeyboardInterrupt), Progress("bar", stream) as progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Sequence
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 import yaml
 from fake_run import CLASSES, LAYERS, config, make_run
+from matplotlib.axis import Axis
 
 from raydfl import plots
 from raydfl.errors import InputError, RunDirectoryError
 from raydfl.metrics import worst_decile
+from raydfl.plots_time import Work, actors, round_parts
 from raydfl.record import Row, compact, rows_path, write_rows
 from raydfl.report import write_report
 from raydfl.rundata import read_run
@@ -327,6 +330,28 @@ def test_several_runs_of_which_some_are_not_finished(tmp_path: Path) -> None:
     assert rows["fedmlac (bare)"][3] == "1"
 
 
+def test_each_curve_of_a_comparison_looks_like_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it look different in another figure. With more curves than colours, colour and dashes together are unique."""
+    drawn: list[list[plots.Series]] = []
+    curves = plots.curves
+    monkeypatch.setattr(plots, "curves", lambda series, *a, **k: drawn.append(list(series)) or curves(series, *a, **k))
+    for alpha in range(5):
+        rows = make_run(tmp_path / f"{alpha}", config(rounds=5, alpha=alpha))
+        # the shared model is measured on the clients' own hold-out too
+        own = [dataclasses.replace(row, split="validation") for row in rows if row.metric.startswith("plugin/")]
+        write_rows(rows_path(tmp_path / f"{alpha}", 5), [*(row for row in rows if row.round == 5), *own])
+    page(tmp_path, *(tmp_path / f"{alpha}" for alpha in range(5)))
+    assert max(map(len, drawn)) == 10
+    looks: dict[str, tuple[int, int]] = {}
+    for series in drawn:
+        for item in series:
+            look = (item.colour % len(plots.SERIES), item.dash % 4)
+            assert looks.setdefault(item.label, look) == look
+        assert len({looks[item.label] for item in series}) == len(series)
+        if len(series) <= len(plots.SERIES):
+            assert len({looks[item.label][0] for item in series}) == len(series)
+
+
 def test_the_same_run_twice_is_one(tmp_path: Path) -> None:
     make_run(tmp_path / "run", config(rounds=1))
     assert page(tmp_path, tmp_path / "run", tmp_path / "x" / ".." / "run").has("method fedmlac")
@@ -470,6 +495,31 @@ def test_a_large_confusion_matrix_is_readable() -> None:
     svg = plots.to_svg(figure, "f", "d")
     assert len(svg) < 200_000
     assert 'href="data:image/png;base64,' in svg
+
+
+@pytest.mark.parametrize("rounds", [[2], [1, 2], [3, 4, 5], [1, 1000]])
+def test_rounds_are_whole_numbers(rounds: list[int]) -> None:
+    x = np.array(rounds, np.float64)
+    series = plots.Series("a", x, x)
+    works = [Work(1, [(actor, "anna", 0, 0.0, 1.0) for actor in range(len(rounds))])]
+    for figure in (
+        plots.curves([series], "u"),
+        plots.cumulative_bytes([series]),
+        plots.failures([series]),
+        plots.pruned({"conv": (x, x)}),
+        round_parts(x, {"fit": x}),
+    ):
+        ticks = shown_ticks(figure.axes[-1].xaxis)
+        assert ticks
+        assert all(tick == int(tick) for tick in ticks)
+        assert set(ticks) >= set(rounds) or len(rounds) < rounds[-1]
+    ticks = shown_ticks(actors(works).axes[0].yaxis)
+    assert ticks == list(range(len(rounds)))
+
+
+def shown_ticks(axis: Axis) -> list[float]:
+    low, high = sorted(axis.get_view_interval())
+    return [tick for tick in axis.get_majorticklocs().tolist() if low <= tick <= high]
 
 
 @pytest.mark.parametrize("values", [[np.nan, np.nan], [np.inf, 1.0], []])

@@ -395,10 +395,42 @@ def test_stores_that_keep_runs() -> None:
         (Row(1, "evaluate", "", "test", "plugin/accuracy", 0, 1), "test/plugin/accuracy"),
         (Row(1, "distil", "", "train", "loss", 0, 1), "distil/train/loss"),
         (Row(1, "train", "", "", "bytes_up", 0, 1), "bytes_up"),
+        (Row(1, "train", "", "server", "seconds/fit", 0, 1), "work/seconds/fit"),
     ],
 )
 def test_names_in_mlflow(row: Row, name: str) -> None:
     assert metric_name(row) == name
+
+
+def test_the_charts_of_mlflow_begin_with_the_accuracy() -> None:
+    """Its pages sort them by what stands before the last slash of their names, and then by their names."""
+    measured = [
+        ("server", "seconds/round"),
+        ("server", "bytes_up"),
+        ("validation", "model/accuracy"),
+        ("train", "loss"),
+    ]
+    measured += [("test", "model/loss"), ("test", "model/accuracy"), ("triggered", "model/attack_success")]
+    names = [metric_name(Row(1, "evaluate", "", split, metric, 0, 1)) for split, metric in measured]
+    charts = sorted(names, key=lambda name: (name.rpartition("/")[0], name))
+    assert charts[0] == "test/model/accuracy"
+    assert charts[-2:] == ["work/bytes_up", "work/seconds/round"]
+
+
+def test_curves_of_a_run_begun_by_an_earlier_version_go_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(round_index: int) -> list[Row]:
+        return [Row(round_index, "train", "", "server", "seconds/round", round_index / 10, 1.0)]
+
+    tracker = place.tracker()
+    monkeypatch.setattr(tracker, "_work", "server")
+    run_id = tracker.start("run", {}, {})
+    tracker.log_rows(place.commit(seconds(0)))
+    tracker.finish("KILLED")
+    tracker = place.tracker()
+    assert tracker.start("run", {}, {}, run_id) == run_id
+    tracker.log_rows(place.commit(seconds(1)))
+    assert sorted(place.client().get_run(run_id).data.metrics) == ["server/seconds/round"]
+    assert place.history(run_id, "server/seconds/round") == expected(range(2))
 
 
 def test_names_that_mlflow_refuses_become_valid_and_stay_different() -> None:

@@ -54,6 +54,17 @@ def test_the_best_is_the_best_of_those_that_did_all_rounds(search_file: SearchFi
     ]
 
 
+def test_a_diverged_trial_is_never_the_best(search_file: SearchFile) -> None:
+    search = load_search(search_file(samples=6))
+    journal = _journal(search, ROWS)
+    journal.add("trial", 5, values=search.drawn(5))
+    journal.add("end", 5, status="finished", round=4, score=0.01, reason="the training diverged: ...")
+    results = collect(search, journal)
+    assert [record.number for record in results.ranked] == [2, 0, 1, 4, 5]
+    assert lines(results)[4][:3] == ["trial-005", "worthless", "4"]
+    assert "the training diverged: ..." in write_page(results).read_text()
+
+
 def test_tables_and_the_best_configuration_read_back(search_file: SearchFile) -> None:
     search = load_search(search_file(samples=6), ["train.batch_size=4"])
     results = collect(search, _journal(search, ROWS))

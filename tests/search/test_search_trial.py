@@ -59,6 +59,13 @@ def test_each_evaluated_round_is_told_once_with_the_records_score(tiny: Callable
     assert said[-1].status == "finished"
 
 
+def test_a_diverged_trial_is_finished_and_says_so(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    *before, last = _all(_RunThread(_order(tiny("train.rounds=2", "train.optimiser.lr=1e20"), tmp_path)))
+    assert [each.reason for each in before] == [""]
+    assert (last.status, last.round) == ("finished", 2)
+    assert last.reason.startswith("the training diverged: ")
+
+
 def test_a_trial_that_is_stopped_goes_on_to_the_same_bits(tiny: Callable[..., Config], tmp_path: Path) -> None:
     config = tiny("train.rounds=4", "run.name=interrupted")
     expected = finish(tiny("train.rounds=4", "run.name=undisturbed"))

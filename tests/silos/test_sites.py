@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers import differ, same, start, truth
 
-from raydfl import runs
+from raydfl import rundir, runs
 from raydfl.config import Config, make_config
 from raydfl.data.build import build_population
 from raydfl.data.population import Population
@@ -171,6 +171,28 @@ def test_sites_may_be_given_the_same_folder(silos: Silos, tmp_path: Path) -> Non
     runs.run(shared)
     assert apart.digest() == shared.digest()
     same(whole(apart), whole(shared))
+
+
+def test_a_killed_start_leaves_nothing_at_the_sites(silos: Silos, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one takes its place there, whatever it has changed."""
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rundir, "begin", killed)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                create(silos(), Progress("quiet"))
+    for config in (silos("train.batch_size=4"), silos()):
+        create(config, Progress("quiet"))
+        for site in config.data.sites.values():
+            assert len(list((site.folder / "runs").iterdir())) == 1
+    found = []
+    for config in (silos(), silos("run.name=undisturbed")):
+        runs.run(config)
+        found.append(whole(config))
+    same(*found)
 
 
 def test_the_order_of_the_sites_decides_the_numbers(silos: Silos) -> None:

@@ -14,6 +14,7 @@ from commands import Raydfl
 from synthetic import Grid, leave
 
 from raydfl.plots import Bars, bars, heat_map, to_svg
+from raydfl.record import Row, rows_path, write_rows
 from raydfl.sweeps.grid import Sweep, load_sweep
 from raydfl.sweeps.page import write_page
 from raydfl.sweeps.results import Results, Spread, collect, columns, lines, markdown, pivot, records, write_tables
@@ -105,6 +106,31 @@ def test_missing_runs_are_shown_as_such(results: tuple[Results, dict[str, dict[s
     only = table.sweep.cells["wrong", "fast"][0].name
     assert str(cell.score("last")) == f"{100 * scores[only]['test model/accuracy'][-1]:.2f}"
     assert np.isnan(cell.score("last").std)
+
+
+def test_a_diverged_run_is_named_in_every_table(grid: Grid, raydfl: Raydfl) -> None:
+    """It counts in its cell like the others: leaving it out without a word would make a bad setting look better."""
+    sweep = _sweep(grid, also=[], repeat={"run.seed": [1, 2]})
+    scores = _scores(sweep)
+    for run in sweep.runs:
+        leave(run, scores[run.name])
+    labels = list(sweep.cells)[1]
+    diverged = sweep.cells[labels][0]
+    ends = [Row(ROUNDS, "evaluate", "", "test", "model/loss", 1e20, 20.0)]
+    ends += [Row(ROUNDS, "evaluate", "", "test", "model/accuracy", 0.5, 20.0)]
+    ends += [Row(ROUNDS, "evaluate", "", "test", "model/confusion", np.nan, 20.0, np.array([[10.0, 0], [10.0, 0]]))]
+    write_rows(rows_path(diverged.run_dir, ROUNDS), ends)
+    table = collect(sweep)
+    assert {cell.labels: cell.worthless for cell in table.cells if cell.worthless} == {labels: 1}
+    assert table.by_labels[labels].done == 2
+    place = columns(table).index("runs")
+    assert [line[place] for line in lines(table)] == ["2", "2 (1 worthless)", "2", "2", "2", "2"]
+    assert "(1 worthless)" in pivot(table)[1][0][2]
+    assert [row["worthless"] for row in records(table)] == [0, 1, 0, 0, 0, 0]
+    assert "worthless: the training diverged" in write_page(table).read_text()
+    said = raydfl("sweep", sweep.file, "--table", "train.rounds=12")
+    assert said.code == 0
+    assert f"worthless: {diverged.run_dir.name}: the training diverged: the loss on the test data is 1e+20" in said.out
 
 
 def test_a_sweep_without_any_run_is_a_table_of_missing_cells(grid: Grid) -> None:

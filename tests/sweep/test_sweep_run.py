@@ -205,6 +205,13 @@ def test_one_run_is_the_run_that_raydfl_run_would_do(
     assert is_finished(first)
 
 
+def test_a_diverged_run_is_finished_and_says_so(grid: Grid, tmp_path: Path) -> None:
+    run = load_sweep(grid(settings={"train.optimiser.lr": 1e20})).runs[0]
+    ended = do_run(_order(run, tmp_path))
+    assert ended.status == "finished"
+    assert ended.reason.startswith("the training diverged: ")
+
+
 def test_a_failing_run_is_told_and_not_raised(grid: Grid, tmp_path: Path) -> None:
     extra = Path(__file__).parents[1] / "extra_methods.py"
     axes = {"method": {"broken": {"method": {"name": f"{extra}:Failing", "client": "s0"}, "train.cohort": 1.0}}}
