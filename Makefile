@@ -16,7 +16,7 @@ help:
 	@echo 'make test      every test that is not slow (ARGS="tests/data -k name" chooses)'
 	@echo 'make test-all  every test'
 	@echo 'make test-wheel  the blocks of README.md and docs/ with an installed wheel, away from the repository'
-	@echo 'make check     style and types'
+	@echo 'make check     style, types, and which room imports which'
 	@echo 'make bench-peers  what benchmarks/rounds.py compares with: Flower and pfl-research, in .venv-peers'
 
 run: QUICKSTART := $(RUNS)/quickstart-$(shell date +%Y%m%d-%H%M%S)
@@ -29,7 +29,7 @@ run: $(INSTALLED)
 	@echo 'browse in MLflow:     .venv/bin/mlflow ui --backend-store-uri sqlite:///$(abspath $(RUNS))/mlflow.db'
 
 test: $(INSTALLED)
-	.venv/bin/python -m pytest -m 'not slow' $(ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m 'not slow' --numprocesses 2 --dist loadfile $(ARGS)
 
 test-all: $(INSTALLED)
 	.venv/bin/python -m pytest $(ARGS)
@@ -49,6 +49,7 @@ check: $(INSTALLED)
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy --strict -p raydfl
+	.venv/bin/lint-imports --no-logo --no-cache
 
 bench-peers: .venv-peers/.installed
 
@@ -59,7 +60,7 @@ bench-peers: .venv-peers/.installed
 	@touch $@
 
 # PyTorch comes first, for raydfl's operators are compiled against it (and left out where there is no C++ compiler).
-$(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard raydfl/ops/csrc/*)
+$(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard raydfl/core/ops/csrc/*)
 	@test -x .venv/bin/pip || test -n "$(PYTHON)" || { \
 		echo 'raydfl needs Python 3.11 or 3.12: install one, or name it: make PYTHON=/path/to/python3.12 ...' >&2; exit 2; }
 	test -x .venv/bin/pip || $(PYTHON) -m venv .venv

@@ -1,4 +1,4 @@
-"""Builds raydfl/ops/_cpu.so, the operators in C++, if PyTorch and a C++ compiler are there; the package works without it.
+"""Builds raydfl/core/ops/_cpu.so, the operators in C++, if PyTorch and a C++ compiler are there; the package works without it.
 
 Puts the repository's examples into a wheel, as raydfl/examples, for `raydfl init`.
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-FOLDER = Path("raydfl/ops/csrc")
+FOLDER = Path("raydfl/core/ops/csrc")
 
 
 class BuildWithExamples(build_py):
@@ -45,7 +45,7 @@ def operators() -> tuple[list[object], dict[str, type]]:
         sys.stderr.write("raydfl: no PyTorch while building: installing without compiled operators\n")
         return [], {}
     extension = CppExtension(
-        "raydfl.ops._cpu",
+        "raydfl.core.ops._cpu",
         sorted(str(path) for path in FOLDER.glob("*.cpp")),
         depends=sorted(str(path) for path in FOLDER.glob("*.h")),
         extra_compile_args=["-O3", "-g0", "-Wno-psabi"],

@@ -99,9 +99,9 @@ def listening() -> Iterator[Traffic]:
 
 def private_things(config: Any, site_key: str) -> dict[str, list[bytes]]:
     """By kind, pieces of all that must not leave a site: of every client's every training clip, and of every private tensor."""
+    from raydfl.cluster.sites import run_folder
     from raydfl.data.build import list_clips
     from raydfl.data.population import Population
-    from raydfl.sites import run_folder
 
     found: dict[str, list[bytes]] = {
         "waves": [],
@@ -149,7 +149,7 @@ def _middle(values: np.ndarray) -> bytes:
 
 def shared_things(run_dir: Path) -> list[bytes]:
     """Pieces of the tensors that the server sent last: of its state before the last round."""
-    from raydfl.store import RunStore
+    from raydfl.engine.storage.store import RunStore
 
     store = RunStore(run_dir)
     tensors = store.load(store.commits()[-2]).state.tensors["global"]
@@ -165,9 +165,9 @@ def measure(file: Path, overrides: Sequence[str], folder: Path) -> dict[str, Any
     os.environ.pop("RAY_ADDRESS", None)
     from ray.cluster_utils import Cluster
 
-    from raydfl.config import load_config
-    from raydfl.rundir import stored_about
-    from raydfl.runs import run
+    from raydfl.engine.config import load_config
+    from raydfl.engine.storage.folder import stored_about
+    from raydfl.runs.run import run
 
     def configure(name: str, *more: str) -> Any:
         folders = [f"data.sites.{site}.folder={folder / name / site}" for site in sites]
@@ -197,7 +197,7 @@ def measure(file: Path, overrides: Sequence[str], folder: Path) -> dict[str, Any
 
 
 def _latest(run_dir: Path) -> Mapping[str, bytes]:
-    from raydfl.rundir import final_state
+    from raydfl.engine.storage.folder import final_state
 
     groups = final_state(run_dir).tensors
     return {f"{key} {name}": t.numpy().tobytes() for key, tensors in groups.items() for name, t in tensors.items()}

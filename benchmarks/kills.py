@@ -32,13 +32,14 @@ import numpy as np
 from processes import Mark
 from ray.cluster_utils import Cluster
 
-from raydfl import registry, runs
-from raydfl.config import Config, apply_overrides, load_config, make_config
-from raydfl.private import PrivateStore
-from raydfl.progress import Progress, RoundSummary
-from raydfl.rundir import create
-from raydfl.server import Server
-from raydfl.store import RunStore
+from raydfl.cluster.server import Server
+from raydfl.core import registry
+from raydfl.engine.config import Config, apply_overrides, load_config, make_config
+from raydfl.engine.storage.private import PrivateStore
+from raydfl.engine.storage.store import RunStore
+from raydfl.runs import run as runs
+from raydfl.runs.folder import create
+from raydfl.runs.progress import Progress, RoundSummary
 
 ROOT = Path(__file__).parents[1]
 PLAN = ("client actor", "server actor", "client actor", "node", "driver")
@@ -284,7 +285,7 @@ def campaign(methods: Mapping[str, Sequence[str]], seed: int, folder: Path) -> I
         folder: for the runs.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "raydfl.runs"])
+    context.set_forkserver_preload(["torch", "raydfl.runs.run"])
     with contextlib.ExitStack() as opened:
         machines = Machines()
         opened.callback(machines.close)

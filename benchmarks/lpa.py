@@ -18,9 +18,9 @@ import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from raydfl.aggregate import LayerwisePruning, WeightedMean
-from raydfl.tensors import FlatTensors, Layout
-from raydfl.types import Update
+from raydfl.core.tensors import FlatTensors, Layout
+from raydfl.core.types import Update
+from raydfl.rules import LayerwisePruning, WeightedMean
 
 TARGET = 5.0
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raydfl import ops
+from raydfl.core import ops
 from raydfl.models.crnn import ARCHITECTURES, CRNN
 
 BATCH, FRAMES, BANDS, CLASSES = 16, 101, 64, 10

@@ -30,16 +30,18 @@ from peers.work import Work
 from torch import Tensor
 
 from raydfl import make_config
-from raydfl.clients import Clients
-from raydfl.config import Config
+from raydfl.cluster.server import ServerActor
+from raydfl.cluster.session import start_local_ray
+from raydfl.core.seeds import generator
+from raydfl.core.types import State
 from raydfl.data.population import Population
-from raydfl.progress import Progress
-from raydfl.rundir import create, final_state
-from raydfl.runs import _AT_ONCE, start_local_ray
-from raydfl.seeds import generator
-from raydfl.server import ServerActor
-from raydfl.types import State
-from raydfl.worker import build_models
+from raydfl.engine.clients import Clients
+from raydfl.engine.config import Config
+from raydfl.engine.storage.folder import final_state
+from raydfl.engine.worker import build_models
+from raydfl.runs.folder import create
+from raydfl.runs.progress import Progress
+from raydfl.runs.run import _AT_ONCE
 
 PEERS = Path(__file__).parents[1] / ".venv-peers" / "bin" / "python"
 WORKS: Mapping[str, Mapping[str, str]] = {

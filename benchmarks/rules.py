@@ -16,7 +16,7 @@ import torch
 from lpa import make_updates, one_read
 from threadpoolctl import threadpool_limits
 
-from raydfl.aggregate import RULES
+from raydfl.rules import RULES
 
 
 def main() -> None:

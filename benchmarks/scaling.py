@@ -27,20 +27,20 @@ import torch
 from torch import nn
 
 from raydfl import make_config
-from raydfl.clients import Clients
-from raydfl.config import Config
+from raydfl.cluster.server import Server
+from raydfl.core.seeds import generator
+from raydfl.core.types import State
 from raydfl.data.build import build_population
-from raydfl.data.clips import make_manifest
 from raydfl.data.dataset import Dataset
+from raydfl.data.manifest import make_manifest
 from raydfl.data.names import Names
 from raydfl.data.population import Population
-from raydfl.private import PrivateIndex, PrivateRef, PrivateStore
-from raydfl.rundir import begin
-from raydfl.seeds import generator
-from raydfl.server import Server
-from raydfl.store import RunStore
-from raydfl.types import State
-from raydfl.worker import build_models
+from raydfl.engine.clients import Clients
+from raydfl.engine.config import Config
+from raydfl.engine.storage.private import PrivateIndex, PrivateRef, PrivateStore
+from raydfl.engine.storage.store import RunStore
+from raydfl.engine.worker import build_models
+from raydfl.runs.folder import begin
 
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "fedavg": {"name": "fedavg"},

@@ -31,13 +31,15 @@ import torch
 from lpa import make_updates, one_read
 from threadpoolctl import threadpool_limits
 
-from raydfl import ops, record, rows
-from raydfl.aggregate import LayerwisePruning, Rule, WeightedMean
-from raydfl.private import PrivateIndex
-from raydfl.store import RunStore
-from raydfl.tensors import FlatTensors
-from raydfl.types import Ratio, State, Update
-from raydfl.worker import Result
+from raydfl.core import ops
+from raydfl.core.ops import sums as rows
+from raydfl.core.tensors import FlatTensors
+from raydfl.core.types import Ratio, State, Update
+from raydfl.engine.orders import Result
+from raydfl.engine.storage import record
+from raydfl.engine.storage.private import PrivateIndex
+from raydfl.engine.storage.store import RunStore
+from raydfl.rules import LayerwisePruning, Rule, WeightedMean
 
 LAYERS = 20
 

@@ -6,7 +6,7 @@ absolute paths. What is there already is not computed again, so a job that was s
 
 import sys
 
-from raydfl.cli import main
+from raydfl.cli.main import main
 
 if __name__ == "__main__":
     main(["data", "prepare", *sys.argv[1:]])

@@ -6,7 +6,7 @@ Each run of the sweep is a Ray task. All nodes must see the sweep's folder (run.
 
 import sys
 
-from raydfl.cli import main
+from raydfl.cli.main import main
 
 if __name__ == "__main__":
     main(["sweep", *sys.argv[1:]])

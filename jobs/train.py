@@ -6,7 +6,7 @@ such paths or as URIs (docs/jobs.md). With a run.name, submitting the same job a
 
 import sys
 
-from raydfl.cli import main
+from raydfl.cli.main import main
 
 if __name__ == "__main__":
     main(["run", *sys.argv[1:]])

@@ -5,47 +5,47 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from raydfl.core.version import __version__
 
 if TYPE_CHECKING:
-    from raydfl.aggregate import Rule
-    from raydfl.config import Config, load_config, make_config
+    from raydfl.core.errors import RaydflError
+    from raydfl.core.types import Batch, Client, Ratio, State, Task, Update
     from raydfl.data.dataset import Dataset
-    from raydfl.errors import RaydflError
-    from raydfl.method import Method
-    from raydfl.replays import replay
-    from raydfl.runs import Outcome, resume, run
-    from raydfl.step import Step
-    from raydfl.train import fit, predict
-    from raydfl.types import Batch, Client, Ratio, State, Task, Update
-    from raydfl.using.model import load_model
-    from raydfl.using.onnx_file import export_model
-    from raydfl.using.recordings import classify
+    from raydfl.engine.config import Config, load_config, make_config
+    from raydfl.methods._method import Method
+    from raydfl.rules import Rule
+    from raydfl.runs.inference.model import load_model
+    from raydfl.runs.inference.onnx import export_model
+    from raydfl.runs.inference.recordings import classify
+    from raydfl.runs.replay import replay
+    from raydfl.runs.run import Outcome, resume, run
+    from raydfl.training.fit import fit, predict
+    from raydfl.training.step import Step
 
 _WHERE = {
-    "Rule": "raydfl.aggregate",
-    "Config": "raydfl.config",
-    "load_config": "raydfl.config",
-    "make_config": "raydfl.config",
+    "Rule": "raydfl.rules",
+    "Config": "raydfl.engine.config",
+    "load_config": "raydfl.engine.config",
+    "make_config": "raydfl.engine.config",
     "Dataset": "raydfl.data.dataset",
-    "RaydflError": "raydfl.errors",
-    "Method": "raydfl.method",
-    "Outcome": "raydfl.runs",
-    "classify": "raydfl.using.recordings",
-    "export_model": "raydfl.using.onnx_file",
-    "load_model": "raydfl.using.model",
-    "replay": "raydfl.replays",
-    "resume": "raydfl.runs",
-    "run": "raydfl.runs",
-    "Step": "raydfl.step",
-    "fit": "raydfl.train",
-    "predict": "raydfl.train",
-    "Batch": "raydfl.types",
-    "Client": "raydfl.types",
-    "Ratio": "raydfl.types",
-    "State": "raydfl.types",
-    "Task": "raydfl.types",
-    "Update": "raydfl.types",
+    "RaydflError": "raydfl.core.errors",
+    "Method": "raydfl.methods._method",
+    "Outcome": "raydfl.runs.run",
+    "classify": "raydfl.runs.inference.recordings",
+    "export_model": "raydfl.runs.inference.onnx",
+    "load_model": "raydfl.runs.inference.model",
+    "replay": "raydfl.runs.replay",
+    "resume": "raydfl.runs.run",
+    "run": "raydfl.runs.run",
+    "Step": "raydfl.training.step",
+    "fit": "raydfl.training.fit",
+    "predict": "raydfl.training.fit",
+    "Batch": "raydfl.core.types",
+    "Client": "raydfl.core.types",
+    "Ratio": "raydfl.core.types",
+    "State": "raydfl.core.types",
+    "Task": "raydfl.core.types",
+    "Update": "raydfl.core.types",
 }
 
 __all__ = [

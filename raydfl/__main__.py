@@ -1,6 +1,6 @@
 """``python -m raydfl`` is the command ``raydfl``."""
 
-from raydfl.cli import main
+from raydfl.cli.main import main
 
 if __name__ == "__main__":
     main()

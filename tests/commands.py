@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from raydfl.cli import main
-from raydfl.config import Config
-from raydfl.yaml_text import to_yaml
+from raydfl.cli.main import main
+from raydfl.core.yaml import to_yaml
+from raydfl.engine.config import Config
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ os.environ.pop("RAY_ADDRESS", None)
 import hypothesis
 import pytest
 
-from raydfl.config import Config, apply_overrides, make_config
+from raydfl.engine.config import Config, apply_overrides, make_config
 
 TESTS = Path(__file__).parent
 

@@ -15,12 +15,12 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
+from raydfl.core.types import Batch, Client, Metrics, State, Task, Update
 from raydfl.data.examples import Examples
-from raydfl.method import Method
+from raydfl.methods._method import Method
 from raydfl.methods.fedmlac import FedMLAC
-from raydfl.step import Step
-from raydfl.train import fit, predict
-from raydfl.types import Batch, Client, Metrics, State, Task, Update
+from raydfl.training.fit import fit, predict
+from raydfl.training.step import Step
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from raydfl.config import Config
-from raydfl.private import PrivateStore
-from raydfl.progress import Progress
-from raydfl.rundir import create, final_state
-from raydfl.server import Server
-from raydfl.store import RunStore
+from raydfl.cluster.server import Server
+from raydfl.engine.config import Config
+from raydfl.engine.storage.folder import final_state
+from raydfl.engine.storage.private import PrivateStore
+from raydfl.engine.storage.store import RunStore
+from raydfl.runs.folder import create
+from raydfl.runs.progress import Progress
 
 
 def finish(config: Config) -> dict[str, bytes]:

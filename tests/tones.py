@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 from pydantic.dataclasses import dataclass
 
-from raydfl.data.clips import make_manifest
+from raydfl.core.seeds import generator
 from raydfl.data.dataset import Dataset
-from raydfl.seeds import generator
+from raydfl.data.manifest import make_manifest
 
 RATE = 8000
 

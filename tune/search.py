@@ -2,7 +2,7 @@
 
 import sys
 
-from raydfl.cli import main
+from raydfl.cli.main import main
 
 if __name__ == "__main__":
     main(["search", *sys.argv[1:]])

@@ -19,8 +19,8 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from raydfl.attack import Cohort, ColludingAttack
-from raydfl.known import Known
+from raydfl.attacks._attack import Cohort, ColludingAttack
+from raydfl.attacks._statistics import Known
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,10 @@ trigger. It is measured at every evaluation, before and after the attack too.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,12 +22,84 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from raydfl.attack import Cohort, UpdateAttack, class_index, drawn_share
-from raydfl.attacks._boost import boosted
-from raydfl.data.alter import Alteration, Trigger
-from raydfl.data.from_file import FileFeatures, needs_waves
-from raydfl.data.kinds import AnyFeatures
-from raydfl.errors import ConfigError
+from raydfl.attacks._attack import Cohort, UpdateAttack, class_index, drawn_share
+from raydfl.attacks.scaling import boosted
+from raydfl.core.errors import ConfigError, DataError
+from raydfl.data.audio import read_audio
+from raydfl.data.features.alteration import Alteration
+from raydfl.data.features.extractor import FeatureExtractor
+from raydfl.data.features.file import FileFeatures, needs_waves
+from raydfl.data.features.kinds import AnyFeatures
+
+_FADE_S = 0.005
+"""Seconds over which a built-in sound swells and fades: without, it would begin and end with a click."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trigger(Alteration):
+    """A short sound mixed into the wave, the same in every clip."""
+
+    sound: Literal["tone", "chirp"]
+    """A sine of ``hz``, or one that rises from ``hz`` to twice that. Not used with ``file``."""
+    hz: float
+    seconds: float
+    """Length of the sound; a file's is cut to it."""
+    loudness_db: float
+    """Root mean square of the sound over that of the whole clip, in decibels; over 1 where the clip is silent."""
+    position: float | None
+    """Where it lies: 0.0: at the beginning, 1.0: at the end; ``None``: somewhere else in each clip."""
+    file: str | None = dataclasses.field(default=None, repr=False)
+    """A recording to use as the sound."""
+    content: str = ""
+    """The file's digest, which stands for its content in the cache's key."""
+
+    @classmethod
+    def of_file(cls, path: Path, seconds: float, loudness_db: float, position: float | None) -> Trigger:
+        """A trigger whose sound is a recording.
+
+        Raises:
+            DataError: the file cannot be read, or is silent as far as it is used.
+        """
+        try:
+            samples, rate = read_audio(path)
+        except DataError as error:
+            raise DataError(f"attack.file: the trigger sound cannot be used: {error}") from error
+        if not samples[: max(1, round(seconds * rate))].any():
+            raise DataError(
+                f"attack.file: the trigger sound {path} is silent in its first {seconds:g} s; choose another"
+            )
+        content = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+        return cls("tone", 0.0, seconds, loudness_db, position, str(path), content)
+
+    def __call__(self, wave: np.ndarray, extractor: FeatureExtractor, seed: int) -> np.ndarray:
+        """See :class:`Alteration`. A sound longer than the wave is cut."""
+        sound = self.waveform(extractor)[: len(wave)]
+        position = np.random.default_rng(seed).random() if self.position is None else self.position
+        start = round(position * (len(wave) - len(sound)))
+        loudness = float(np.sqrt(np.mean(np.square(wave, dtype=np.float64)))) or 1.0
+        result = wave.astype(np.float64)
+        result[start : start + len(sound)] += sound * (loudness * 10 ** (self.loudness_db / 20))
+        return result.astype(np.float32)
+
+    def waveform(self, extractor: FeatureExtractor) -> np.ndarray:
+        """The sound alone: float64 [samples] at the extractor's rate, with a root mean square of 1."""
+        rate = extractor.settings.sample_rate
+        samples = max(1, round(self.seconds * rate))
+        if self.file is not None:
+            wave = extractor.wave(*_read(self.file))[:samples].astype(np.float64)
+        else:
+            time = np.arange(samples) / rate
+            # The frequency of a chirp is the derivative of its phase: hz (1 + t / seconds).
+            cycles = time if self.sound == "tone" else time + np.square(time) / (2 * self.seconds)
+            edge = np.minimum(np.arange(samples) + 1, samples - np.arange(samples)) / (_FADE_S * rate)
+            wave = np.sin(2 * np.pi * self.hz * cycles) * np.minimum(edge, 1.0)
+        sound: np.ndarray = wave / (np.sqrt(np.mean(np.square(wave))) or 1.0)
+        return sound
+
+
+@lru_cache(maxsize=4)
+def _read(file: str) -> tuple[np.ndarray, int]:
+    return read_audio(file)
 
 
 @dataclass(frozen=True, kw_only=True)

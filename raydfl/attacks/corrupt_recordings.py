@@ -6,14 +6,44 @@ one.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from raydfl.attack import Attack, drawn_share
-from raydfl.data.alter import Alteration, Damage
+from raydfl.attacks._attack import Attack, drawn_share
+from raydfl.data.corruption import add_noise
+from raydfl.data.features.alteration import Alteration
+from raydfl.data.features.extractor import FeatureExtractor
+
+
+@dataclasses.dataclass(frozen=True)
+class Damage(Alteration):
+    """Recordings that are of little use."""
+
+    kind: Literal["noise", "silence", "clipping"]
+    snr_db: float
+    """noise: power of the clip over the power of white noise, in decibels."""
+    silent: float
+    """silence: share of the clip, in one piece that lies somewhere else in each clip, that is silent. 0 to 1."""
+    ceiling: float
+    """clipping: share of the clip's largest amplitude beyond which it is cut off. 0 to 1."""
+
+    def __call__(self, wave: np.ndarray, extractor: FeatureExtractor, seed: int) -> np.ndarray:
+        """See :class:`Alteration`."""
+        if self.kind == "noise":
+            return add_noise(wave, self.snr_db, seed)
+        if self.kind == "clipping":
+            limit = self.ceiling * float(np.abs(wave).max(initial=0.0))
+            clipped: np.ndarray = np.clip(wave, -limit, limit).astype(np.float32)
+            return clipped
+        result = wave.copy()
+        samples = round(self.silent * len(wave))
+        start = int(np.random.default_rng(seed).integers(len(wave) - samples + 1))
+        result[start : start + samples] = 0.0
+        return result
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,19 +6,17 @@ and disguised ones with noise. Here the noise has one standard deviation for all
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import numpy as np
 import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from raydfl.attack import Cohort, UpdateAttack
-
-if TYPE_CHECKING:
-    from raydfl.method import Method
-    from raydfl.step import Step
-    from raydfl.types import Update
+from raydfl.attacks._attack import Cohort, UpdateAttack
+from raydfl.core.types import Update
+from raydfl.methods._method import Method
+from raydfl.training.step import Step
 
 
 @dataclass(frozen=True, kw_only=True)

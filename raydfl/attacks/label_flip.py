@@ -15,9 +15,9 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from raydfl.attack import Attack, class_index
-from raydfl.data.kinds import AnyFeatures
-from raydfl.errors import ConfigError
+from raydfl.attacks._attack import Attack, class_index
+from raydfl.core.errors import ConfigError
+from raydfl.data.features.kinds import AnyFeatures
 
 
 @dataclass(frozen=True, kw_only=True)

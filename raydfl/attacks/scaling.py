@@ -14,8 +14,7 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from raydfl.attack import Cohort, UpdateAttack
-from raydfl.attacks._boost import boosted
+from raydfl.attacks._attack import Cohort, UpdateAttack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,3 +33,9 @@ class Scaling(UpdateAttack):
     def change(self, change: np.ndarray, cohort: Cohort, rng: np.random.Generator) -> np.ndarray:
         """See :class:`UpdateAttack`."""
         return boosted(change, self.boost, cohort)
+
+
+def boosted(change: np.ndarray, boost: float | None, cohort: Cohort) -> np.ndarray:
+    """``boost`` times the change (float64 [elements]); ``None``: as much as makes up for the others' weight in the mean."""
+    factor = 1 / cohort.share if boost is None else boost
+    return change if factor == 1 else factor * change

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from raydfl.attack import Cohort, UpdateAttack
+from raydfl.attacks._attack import Cohort, UpdateAttack
 
 
 @dataclass(frozen=True, kw_only=True)

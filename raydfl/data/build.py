@@ -4,33 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raydfl.data.alter import Alteration
-from raydfl.data.cache import FeatureStore, prepare
-from raydfl.data.chunks import RunChunks
-from raydfl.data.clips import remarks_of
-from raydfl.data.corrupt import choose_clients, wrong_labels
+from raydfl.core.errors import DataError
+from raydfl.core.progress import Progress
+from raydfl.core.seeds import generator
+from raydfl.data.corruption import choose_clients, wrong_labels
+from raydfl.data.features.alteration import Alteration
+from raydfl.data.features.cache import FeatureStore, prepare
+from raydfl.data.features.extraction import RunChunks
+from raydfl.data.features.statistics import group_numbers, normalise_groups, statistics_of
 from raydfl.data.listing import deal_ungrouped, kept_labels
+from raydfl.data.manifest import remarks_of
 from raydfl.data.names import Names
 from raydfl.data.partition import Partition, natural_order, partition_clips
-from raydfl.data.poison import alterations_for, noise_of_some, poison
+from raydfl.data.poisoning import Poisoner, alterations_for, noise_of_some, poison
 from raydfl.data.population import CLEAN, NOISY, Population
+from raydfl.data.remote import fetch_recordings
 from raydfl.data.segment import SegmentSettings, segments
 from raydfl.data.settings import DataSettings
 from raydfl.data.split import Split, hold_out, split_clips
-from raydfl.data.statistics import group_numbers, normalise_groups, statistics_of
-from raydfl.data.steps import Progress
-from raydfl.errors import DataError
-from raydfl.remote.recordings import fetch_recordings
-from raydfl.seeds import generator
-
-if TYPE_CHECKING:
-    from raydfl.attack import Attack
 
 
 def build_population(
@@ -38,7 +35,7 @@ def build_population(
     seed: int,
     progress: Progress | None = None,
     run_chunks: RunChunks | None = None,
-    attack: Attack | None = None,
+    attack: Poisoner | None = None,
     classes: Sequence[str] | None = None,
 ) -> Population:
     """Lists the clips, divides them, and makes sure that their features are in the cache.
@@ -204,7 +201,7 @@ def _assemble(
     run_chunks: RunChunks | None,
     skipped: Sequence[tuple[str, str]],
     messages: Sequence[str],
-    attack: Attack | None,
+    attack: Poisoner | None,
 ) -> Population:
     partition, held_out = division.partition, division.held_out
     ids = Names.of(partition.ids)
@@ -360,7 +357,7 @@ class _Training:
 
 
 def _attacked(
-    attack: Attack,
+    attack: Poisoner,
     training: _Training,
     division: Division,
     ids: Names,

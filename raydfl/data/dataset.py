@@ -24,8 +24,8 @@ import numpy.typing as npt
 import pyarrow as pa
 from pydantic.dataclasses import dataclass
 
-from raydfl import registry
-from raydfl.data.clips import read_audio
+from raydfl.core import registry
+from raydfl.data.audio import read_audio
 
 PACKAGE = "raydfl.data.sets"
 
@@ -53,7 +53,7 @@ class Dataset:
     card: ClassVar[Card] = Card("a data set of your own")
 
     def manifest(self) -> pa.Table:
-        """All clips of the set, as :func:`raydfl.data.clips.make_manifest` returns them.
+        """All clips of the set, as :func:`raydfl.data.manifest.make_manifest` returns them.
 
         Their order depends on nothing but the set and the options.
 

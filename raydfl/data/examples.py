@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from raydfl.data.cache import FeatureStore
-from raydfl.types import Batch
+from raydfl.core.types import Batch
+from raydfl.data.features.cache import FeatureStore
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pyarrow as pa
 
+from raydfl.core.errors import DataError, nearest
+from raydfl.core.seeds import generator
 from raydfl.data.partition import natural_order
-from raydfl.errors import DataError, nearest
-from raydfl.seeds import generator
 
 
 def kept_labels(labels: Sequence[str], left_out: Iterable[str]) -> list[str]:

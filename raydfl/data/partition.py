@@ -25,9 +25,17 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field, model_validator
 
-from raydfl.errors import DataError, nearest
-from raydfl.seeds import generator
-from raydfl.settings import Settings
+from raydfl.core.errors import DataError, nearest
+from raydfl.core.seeds import generator
+from raydfl.core.settings import Settings
+
+
+def sizes_text(sizes: np.ndarray) -> str:
+    """``18 to 24 clips each, median 21``."""
+    if sizes.min() == sizes.max():
+        return f"{sizes.min():,} clips each"
+    return f"{sizes.min():,} to {sizes.max():,} clips each, median {np.median(sizes):g}"
+
 
 _WORK = 30_000_000
 """Numbers drawn, about, before a random partition counts as impossible: some seconds, for small data many draws."""

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from raydfl.data.cache import FeatureStore, open_store
+from raydfl.core.errors import DataError, RunDirectoryError, nearest
+from raydfl.core.files import RESUME, write_atomically, writing
 from raydfl.data.examples import ClientData, Examples
+from raydfl.data.features.cache import FeatureStore, open_store
 from raydfl.data.names import Names
-from raydfl.errors import DataError, RunDirectoryError, nearest
-from raydfl.files import RESUME, write_atomically, writing
 
 FORMAT = 1
 POPULATION_FILE = "population.safetensors"
@@ -48,7 +48,7 @@ class Site:
 
 
 class Population:
-    """Clients and held-out data. Made by raydfl.data.build, raydfl.data.sites, or :meth:`load`.
+    """Clients and held-out data. Made by raydfl.data.build, raydfl.cluster.sites, or :meth:`load`.
 
     Args:
         classes: names of the classes; a label is an index into it.
@@ -60,7 +60,7 @@ class Population:
             With an attack also the parts attack (what clients train on when they attack, parallel to train) and triggered (test
             clips that carry the attack's trigger), and ``altered`` (bool [clients]: the features of its attack are in the last
             store). With features normalised by group ``statistics/values`` (float64 [2, groups + 1, bands], those of
-            raydfl.data.statistics) and ``statistics/of`` (int32 [clients], the client's place in them).
+            raydfl.data.features.statistics) and ``statistics/of`` (int32 [clients], the client's place in them).
         skipped: clips that were left out because they cannot be read, with the reasons.
         messages: what the user should know about how this population came about.
         bands: features of a frame; ``None``: those of the stores.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
-from raydfl.errors import RaydflError
+from raydfl.core.errors import RaydflError
 
 T = TypeVar("T")
 R = TypeVar("R")

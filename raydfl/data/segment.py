@@ -7,7 +7,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from raydfl.settings import Settings
+from raydfl.core.settings import Settings
 
 
 class SegmentSettings(Settings):

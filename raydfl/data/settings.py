@@ -10,20 +10,20 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from raydfl.data.chunks import Source
-from raydfl.data.corrupt import CorruptSettings
+from raydfl.core.errors import ConfigError
+from raydfl.core.options import path_options, unknown_key
+from raydfl.core.remote import check_uri, is_uri
+from raydfl.core.settings import Settings
+from raydfl.data.corruption import CorruptSettings
 from raydfl.data.dataset import find_dataset
-from raydfl.data.features import FeatureSettings
-from raydfl.data.from_file import FileFeatures
-from raydfl.data.kinds import AnyFeatures, kind_of, make_features
+from raydfl.data.features.extraction import Source
+from raydfl.data.features.file import FileFeatures
+from raydfl.data.features.kinds import AnyFeatures, kind_of, make_features
+from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.partition import PartitionSettings
+from raydfl.data.remote import local_copy
 from raydfl.data.segment import SegmentSettings
 from raydfl.data.split import SplitSettings
-from raydfl.errors import ConfigError
-from raydfl.options import path_options, unknown_key
-from raydfl.remote.place import check_uri, is_uri
-from raydfl.remote.recordings import local_copy
-from raydfl.settings import Settings
 
 
 class SiteSettings(Settings):

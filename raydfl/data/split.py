@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field, model_validator
 
+from raydfl.core.errors import DataError, nearest
+from raydfl.core.seeds import generator
+from raydfl.core.settings import Settings
 from raydfl.data.partition import without_groups
-from raydfl.errors import DataError, nearest
-from raydfl.seeds import generator
-from raydfl.settings import Settings
 
 _NO_CHOICE = ("clip", "path", "label", "split", "seconds")
 """Columns by which nobody would hold out."""

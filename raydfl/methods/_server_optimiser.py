@@ -18,8 +18,8 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from raydfl.method import Method
-from raydfl.types import Client, Metrics, State, Update
+from raydfl.core.types import Client, Metrics, State, Update
+from raydfl.methods._method import Method
 
 _STEPS = "server_steps"
 

@@ -5,7 +5,7 @@ Decentralized Data, AISTATS 2017, algorithm 1:
 
     w_{t+1} = sum_{k in S_t} (n_k / sum_{j in S_t} n_j) w_{t+1}^k
 
-It is what :class:`raydfl.method.Method` does by default, so nothing is overridden. Floating buffers are averaged like parameters,
+It is what :class:`raydfl.Method` does by default, so nothing is overridden. Floating buffers are averaged like parameters,
 integer buffers stay behind (the paper's networks have neither).
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from pydantic.dataclasses import dataclass
 
-from raydfl.method import Method
+from raydfl.methods._method import Method
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,14 +40,14 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
+from raydfl.core.errors import ConfigError
+from raydfl.core.metrics import classification_metrics
+from raydfl.core.seeds import generator
+from raydfl.core.types import Batch, Client, Metrics, State, Update
 from raydfl.data.examples import Examples
-from raydfl.errors import ConfigError
-from raydfl.method import Method
-from raydfl.metrics import classification_metrics
-from raydfl.seeds import generator
-from raydfl.step import Step
-from raydfl.train import fit, predict
-from raydfl.types import Batch, Client, Metrics, State, Update
+from raydfl.methods._method import Method
+from raydfl.training.fit import fit, predict
+from raydfl.training.step import Step
 
 MEANS, COUNTS = "prototypes/means", "prototypes/counts"
 """float32 [classes, size] and [classes]. At a client: of its training data. At the server: K, and the mean number of examples of

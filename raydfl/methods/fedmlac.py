@@ -5,7 +5,7 @@ FedMLAC: Mutual Learning Driven Heterogeneous Federated Audio Classification, eq
     (6)     CE of the local model
     (7, 8)  L_local = alpha CE(F_k(x), y) + (1 - alpha) KL(p_g || p_k)
     (9)     L_plug  = KL(p_k || p_g)
-    (10-14) layer-wise pruning aggregation (LPA): raydfl.aggregate.LayerwisePruning
+    (10-14) layer-wise pruning aggregation (LPA): raydfl.rules.LayerwisePruning
 
 p_k and p_g are the softmax outputs of the client's local model and of its plug-in copy; KL(a || b) = sum_c a_c (log a_c - log b_c),
 mean over the batch; in each loss the other model's output is a constant. The local model never leaves the client and may have any
@@ -39,11 +39,11 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from raydfl.aggregate import LayerwisePruning, Rule, WeightedMean
-from raydfl.method import Method
-from raydfl.step import Step
-from raydfl.train import fit
-from raydfl.types import Batch, Update
+from raydfl.core.types import Batch, Update
+from raydfl.methods._method import Method
+from raydfl.rules import LayerwisePruning, Rule, WeightedMean
+from raydfl.training.fit import fit
+from raydfl.training.step import Step
 
 FORMS: Mapping[str, float] = {"literal": 0.0, "supervised": 1.0}
 """Weight of the cross-entropy in the plug-in's loss, by form."""

@@ -22,8 +22,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from raydfl.aggregate import Rule, UniformMean
 from raydfl.methods._server_optimiser import ServerOptimiser
+from raydfl.rules import Rule, UniformMean
 
 
 @dataclass(frozen=True, kw_only=True)

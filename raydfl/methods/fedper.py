@@ -17,9 +17,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import nn
 
-from raydfl.errors import ConfigError
-from raydfl.method import Method
-from raydfl.types import Client, State
+from raydfl.core.errors import ConfigError
+from raydfl.core.types import Client, State
+from raydfl.methods._method import Method
 
 
 @dataclass(frozen=True, kw_only=True)

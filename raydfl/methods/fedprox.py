@@ -22,9 +22,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from raydfl.method import Method
-from raydfl.step import Step
-from raydfl.types import Batch
+from raydfl.core.types import Batch
+from raydfl.methods._method import Method
+from raydfl.training.step import Step
 
 
 @dataclass(frozen=True, kw_only=True)

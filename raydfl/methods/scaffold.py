@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, cast
+from typing import Annotated, ClassVar, cast
 
 import numpy as np
 import torch
@@ -26,15 +26,13 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from raydfl.aggregate import Rule, UniformMean
-from raydfl.errors import ConfigError
-from raydfl.method import Method
-from raydfl.step import Step
-from raydfl.train import fit
-from raydfl.types import Batch, Client, Metrics, Ratio, State, Update
-
-if TYPE_CHECKING:
-    from raydfl.groups import TrainSettings
+from raydfl.core.errors import ConfigError
+from raydfl.core.types import Batch, Client, Metrics, Ratio, State, Update
+from raydfl.methods._method import Method
+from raydfl.rules import Rule, UniformMean
+from raydfl.training.fit import fit
+from raydfl.training.settings import TrainSettings
+from raydfl.training.step import Step
 
 CONTROL = "control/"
 

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 from pydantic import Field
 from torch import Tensor, nn
 
-from raydfl.errors import ConfigError, DataError
-from raydfl.ops import GRU, Conv1d, Dropout, mean_over_time
+from raydfl.core.errors import ConfigError, DataError
+from raydfl.core.ops import GRU, Conv1d, Dropout, mean_over_time
 
 Count = Annotated[int, Field(ge=1)]
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from torch import Tensor, nn
 
-from raydfl.ops import mean_over_time
+from raydfl.core.ops import mean_over_time
 
 
 class MeanLinear(nn.Module):

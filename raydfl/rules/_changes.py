@@ -8,10 +8,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from raydfl.rows import Rows
+from raydfl.core.ops.sums import Rows
+from raydfl.core.tensors import FlatTensors, Layout
+from raydfl.core.types import Tensors, Update
 from raydfl.rules._weights import absent, check_shapes, flat
-from raydfl.tensors import FlatTensors, Layout
-from raydfl.types import Tensors, Update
 
 
 class Base:

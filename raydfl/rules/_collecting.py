@@ -11,11 +11,11 @@ from pydantic.dataclasses import dataclass
 from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
+from raydfl.core.tensors import FlatTensors, Layout
+from raydfl.core.types import Ratio, Tensors, Update
 from raydfl.rules._group import Group
 from raydfl.rules._rule import Aggregate, Rule, over_current
 from raydfl.rules._weights import check_shapes
-from raydfl.tensors import FlatTensors, Layout
-from raydfl.types import Ratio, Tensors, Update
 
 
 @dataclass(frozen=True)

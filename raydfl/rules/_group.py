@@ -10,11 +10,11 @@ from typing import Literal, cast
 
 import numpy as np
 
-from raydfl.errors import RaydflError
-from raydfl.rows import Parts, Rows, Weight, compiled
+from raydfl.core.errors import RaydflError
+from raydfl.core.ops.sums import Parts, Rows, Weight, compiled
+from raydfl.core.tensors import Layout
+from raydfl.core.types import Ratio, Tensors, Update
 from raydfl.rules._weights import absent, divided, flat, total_of, weight_of
-from raydfl.tensors import Layout
-from raydfl.types import Ratio, Tensors, Update
 
 
 @dataclasses.dataclass
@@ -108,7 +108,7 @@ class Group:
     def squared_deviations(self, names: Sequence[str]) -> np.ndarray:
         """How far each client's values of some tensors, taken as one vector, are from the uniform mean of all clients.
 
-        The rows are read where they lie; see :meth:`raydfl.rows.Rows.squared_deviations` for the precision.
+        The rows are read where they lie; see :meth:`raydfl.core.ops.sums.Rows.squared_deviations` for the precision.
 
         Returns:
             The squared Euclidean distances: float64 [clients].
@@ -160,12 +160,12 @@ class Group:
     def pairwise(self) -> np.ndarray:
         """The squared Euclidean distances between all clients: float64 [clients, clients].
 
-        See :meth:`raydfl.rows.Rows.pairwise` for the precision.
+        See :meth:`raydfl.core.ops.sums.Rows.pairwise` for the precision.
         """
         return self._rows.pairwise()
 
     def ordered(self, chosen: Sequence[int] | None = None) -> Iterator[tuple[int, int, np.ndarray]]:
-        """The values of each element in ascending order, some elements at a time: see :meth:`raydfl.rows.Rows.ordered`."""
+        """The values of each element in ascending order, some elements at a time: see :meth:`raydfl.core.ops.sums.Rows.ordered`."""
         return self._rows.ordered(range(len(self.rows)) if chosen is None else chosen)
 
     def average(

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from raydfl.types import Metrics, Ratio, Tensors, Update
+from raydfl.core.types import Metrics, Ratio, Tensors, Update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Rule(ABC):
 
     relative: ClassVar[bool] = False
     """Whether updates are measured from the server's tensors. Such a rule is refused for a method whose clients send changes of
-    something besides (:attr:`raydfl.method.Method.changes`): those are not near the server's tensors."""
+    something besides (:attr:`raydfl.Method.changes`): those are not near the server's tensors."""
 
     @abstractmethod
     def __call__(

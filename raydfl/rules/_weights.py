@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from raydfl.errors import RaydflError
-from raydfl.rows import Weight
-from raydfl.tensors import Layout
-from raydfl.types import Tensors, Update
+from raydfl.core.errors import RaydflError
+from raydfl.core.ops.sums import Weight
+from raydfl.core.tensors import Layout
+from raydfl.core.types import Tensors, Update
 
 
 def total_of(weights: Sequence[Any], start: Any = 0.0) -> Any:

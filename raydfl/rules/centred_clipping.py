@@ -13,9 +13,9 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from raydfl.core.types import Ratio
 from raydfl.rules._group import Group
 from raydfl.rules._robust import RobustRule
-from raydfl.types import Ratio
 
 
 def shortening(lengths: np.ndarray, limit: float) -> np.ndarray:

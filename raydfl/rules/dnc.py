@@ -16,9 +16,9 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from raydfl.core.types import Ratio
 from raydfl.rules._group import Group
 from raydfl.rules._robust import Byzantine, RobustRule, count_of
-from raydfl.types import Ratio
 
 
 def outlier_scores(sample: np.ndarray) -> np.ndarray:

@@ -20,14 +20,14 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from raydfl.errors import RaydflError
+from raydfl.core.errors import RaydflError
+from raydfl.core.tensors import FlatTensors, Layout
+from raydfl.core.types import Tensors, Update
 from raydfl.rules._changes import Base
 from raydfl.rules._collecting import one_thread
 from raydfl.rules._rule import Aggregate, Rule
 from raydfl.rules._weights import absent, check_shapes
 from raydfl.rules.weighted_mean import WeightedMean
-from raydfl.tensors import FlatTensors, Layout
-from raydfl.types import Tensors, Update
 
 MEMORY = "foolsgold/"
 """The key of the server's state that holds what is remembered of the clients of ``key`` is ``foolsgold/key``: by client id."""

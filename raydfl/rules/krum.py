@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 from pydantic.dataclasses import dataclass
 
+from raydfl.core.types import Ratio
 from raydfl.rules._group import Group
 from raydfl.rules._robust import Byzantine, RobustRule, count_of
-from raydfl.types import Ratio
 
 
 def scores(squares: np.ndarray, byzantine: int) -> np.ndarray:

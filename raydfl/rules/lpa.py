@@ -9,9 +9,9 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from raydfl.core.types import Ratio
 from raydfl.rules._collecting import CollectingRule
 from raydfl.rules._group import Group
-from raydfl.types import Ratio
 
 
 @dataclass(frozen=True)

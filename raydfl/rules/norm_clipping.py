@@ -15,11 +15,11 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from raydfl.core.types import Ratio, Tensors, Update
 from raydfl.rules._changes import Base
 from raydfl.rules._rule import Aggregate
 from raydfl.rules.centred_clipping import shortening
 from raydfl.rules.weighted_mean import WeightedMean
-from raydfl.types import Ratio, Tensors, Update
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from raydfl.rows import Rows, Weight
+from raydfl.core.ops.sums import Rows, Weight
+from raydfl.core.tensors import FlatTensors, Layout
+from raydfl.core.types import Tensors, Update
 from raydfl.rules._rule import Aggregate, Rule, over_current
 from raydfl.rules._weights import check_shapes, divided, total_of, weight_of
-from raydfl.tensors import FlatTensors, Layout
-from raydfl.types import Tensors, Update
 
 _TOGETHER = 4  # updates that a running mean adds at once: each then costs little more than reading it
 

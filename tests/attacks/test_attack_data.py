@@ -11,15 +11,17 @@ import pytest
 import soundfile
 from tones import Tones
 
-from raydfl import registry
-from raydfl.attack import Attack
-from raydfl.config import Config
-from raydfl.data.alter import Damage, Trigger
+from raydfl.attacks._attack import Attack
+from raydfl.attacks.backdoor import Trigger
+from raydfl.attacks.corrupt_recordings import Damage
+from raydfl.core import registry
+from raydfl.core.errors import ConfigError, DataError
 from raydfl.data.build import build_population
-from raydfl.data.corrupt import add_noise, noise_for
-from raydfl.data.features import FeatureExtractor, FeatureSettings
+from raydfl.data.corruption import add_noise, noise_for
+from raydfl.data.features.extractor import FeatureExtractor
+from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.population import Population
-from raydfl.errors import ConfigError, DataError
+from raydfl.engine.config import Config
 
 Tiny = Callable[..., Config]
 EXTRACTOR = FeatureExtractor(FeatureSettings(sample_rate=8000, bands=16))

@@ -10,9 +10,8 @@ import pytest
 import torch
 from scipy import optimize, stats
 
-from raydfl.aggregate import WeightedMean
-from raydfl.attack import Attack, Cohort, ColludingAttack
-from raydfl.attackers import Attackers
+from raydfl.attacks._attack import Attack, Cohort, ColludingAttack
+from raydfl.attacks._statistics import Known
 from raydfl.attacks.alie import ALIE, largest_z
 from raydfl.attacks.backdoor import Backdoor
 from raydfl.attacks.free_rider import FreeRider
@@ -23,9 +22,10 @@ from raydfl.attacks.min_max import MinMax
 from raydfl.attacks.min_sum import MinSum
 from raydfl.attacks.scaling import Scaling
 from raydfl.attacks.sign_flip import SignFlip
+from raydfl.core.types import Update
 from raydfl.data.names import Names
-from raydfl.known import Known
-from raydfl.types import Update
+from raydfl.engine.adversary import Attackers
+from raydfl.rules import WeightedMean
 
 NONE = np.random.default_rng(0)
 COHORT = Cohort(clients=10, attackers=3, share=0.25)

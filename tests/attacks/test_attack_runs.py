@@ -12,22 +12,25 @@ import pytest
 import torch
 from helpers import differ, finish, same, start, truth
 
-from raydfl import record, registry
-from raydfl.config import Config
+from raydfl.core import registry
+from raydfl.core.metrics import attack_success
+from raydfl.core.tensors import FlatTensors
+from raydfl.core.types import ModelSpec, Ratio
 from raydfl.data.population import Population
-from raydfl.federation import Federation
-from raydfl.metrics import attack_success
-from raydfl.models import build_model
-from raydfl.pool import SerialPool
-from raydfl.private import PrivateStore
-from raydfl.progress import Progress
-from raydfl.replays import replay
-from raydfl.rundir import create, final_state
-from raydfl.runs import run
-from raydfl.store import RunStore
-from raydfl.tensors import FlatTensors
-from raydfl.types import ModelSpec, Ratio
-from raydfl.worker import Order, Result, Worker, in_groups
+from raydfl.engine.config import Config
+from raydfl.engine.federation import Federation
+from raydfl.engine.orders import Order, Result, in_groups
+from raydfl.engine.pool import SerialPool
+from raydfl.engine.storage import record
+from raydfl.engine.storage.folder import final_state
+from raydfl.engine.storage.private import PrivateStore
+from raydfl.engine.storage.store import RunStore
+from raydfl.engine.worker import Worker
+from raydfl.models._build import build_model
+from raydfl.runs.folder import create
+from raydfl.runs.progress import Progress
+from raydfl.runs.replay import replay
+from raydfl.runs.run import run
 
 Tiny = Callable[..., Config]
 OPTIONS = {"backdoor": ", target: tone0, hz: 900"}

@@ -10,13 +10,13 @@ import pytest
 
 from raydfl.attacks.backdoor import Backdoor
 from raydfl.attacks.sign_flip import SignFlip
-from raydfl.config import Config, make_config
+from raydfl.cli.explain import explain_config, explain_methods
+from raydfl.core.errors import ConfigError, DataError
+from raydfl.core.yaml import parse_yaml
 from raydfl.data.names import Names
-from raydfl.errors import ConfigError, DataError
-from raydfl.explain import explain_config, explain_methods
-from raydfl.progress import Progress
-from raydfl.rundir import create
-from raydfl.yaml_text import parse_yaml
+from raydfl.engine.config import Config, make_config
+from raydfl.runs.folder import create
+from raydfl.runs.progress import Progress
 
 Tiny = Callable[..., Config]
 IDS = Names.of(f"c{i}" for i in range(20))
@@ -61,7 +61,7 @@ def test_own_attack(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import numpy as np\n"
         "from pydantic.dataclasses import dataclass\n"
-        "from raydfl.attack import UpdateAttack\n"
+        "from raydfl.attacks._attack import UpdateAttack\n"
         "@dataclass(frozen=True, kw_only=True)\n"
         "class Zero(UpdateAttack):\n"
         "    def change(self, change, cohort, rng):\n"

@@ -8,7 +8,7 @@ import pytest
 from commands import Raydfl
 from helpers import finish
 
-from raydfl.config import Config
+from raydfl.engine.config import Config
 
 _KNOWN: dict[tuple[int, str], dict[str, bytes]] = {}
 
@@ -33,4 +33,4 @@ def undisturbed(tiny: Callable[..., Config]) -> Callable[..., dict[str, bytes]]:
 @pytest.fixture(autouse=True)
 def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most of a tiny run's time would be the drawing of its report's pictures."""
-    monkeypatch.setattr("raydfl.plots.to_svg", lambda *_: "")
+    monkeypatch.setattr("raydfl.runs.report.figures.to_svg", lambda *_: "")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from commands import Raydfl, written
 
-from raydfl.config import Config, load_config
-from raydfl.yaml_text import parse_yaml, to_yaml
+from raydfl.core.yaml import parse_yaml, to_yaml
+from raydfl.engine.config import Config, load_config
 
 Tiny = Callable[..., Config]
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,8 +12,8 @@ import pytest
 from commands import Raydfl, written
 from helpers import same, truth
 
-from raydfl.config import Config
-from raydfl.runs import run
+from raydfl.engine.config import Config
+from raydfl.runs.run import run
 
 Tiny = Callable[..., Config]
 Undisturbed = Callable[..., dict[str, bytes]]
@@ -76,7 +76,7 @@ def test_a_disk_that_fills_up_while_features_are_made(
     disk = small_disk(300_000)
     file = written(tiny(f"data.cache={disk}"), tmp_path)
     with monkeypatch.context() as patch:  # there seemed to be room
-        patch.setattr("raydfl.data.cache.free_bytes", lambda _: 10**9)
+        patch.setattr("raydfl.data.features.cache.free_bytes", lambda _: 10**9)
         said = raydfl("data", "prepare", file)
     said.refuses(rf"the disk of {disk} is full: it has [\d,]+ bytes free and the features .*need about 539,136")
     small_disk(4_000_000)

@@ -15,8 +15,8 @@ import torch
 from commands import Raydfl, Said
 from safetensors.torch import load_file
 
-from raydfl.config import Config
-from raydfl.yaml_text import to_yaml
+from raydfl.core.yaml import to_yaml
+from raydfl.engine.config import Config
 
 Tiny = Callable[..., Config]
 RATE = 8000

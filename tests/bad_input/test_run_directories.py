@@ -14,14 +14,15 @@ import pytest
 from commands import Raydfl, written
 from helpers import finish, same, truth
 
-from raydfl import record, rundir
-from raydfl.config import Config, apply_overrides
-from raydfl.errors import RunDirectoryError
-from raydfl.lock import FileLock
-from raydfl.private import PrivateStore
-from raydfl.runs import run
-from raydfl.store import RunStore
-from raydfl.yaml_text import parse_yaml, to_yaml
+from raydfl.core.errors import RunDirectoryError
+from raydfl.core.lock import FileLock
+from raydfl.core.yaml import parse_yaml, to_yaml
+from raydfl.engine.config import Config, apply_overrides
+from raydfl.engine.storage import record
+from raydfl.engine.storage.private import PrivateStore
+from raydfl.engine.storage.store import RunStore
+from raydfl.runs import folder as rundir
+from raydfl.runs.run import run
 
 Tiny = Callable[..., Config]
 Undisturbed = Callable[..., dict[str, bytes]]

@@ -13,13 +13,13 @@ import soundfile
 from commands import Raydfl, written
 from helpers import same, truth
 
-from raydfl.config import Config
-from raydfl.data.cache import FORMAT, open_store
-from raydfl.data.kinds import make_features
-from raydfl.errors import DataError
-from raydfl.runs import run
-from raydfl.trust import code_digest
-from raydfl.yaml_text import parse_yaml, to_yaml
+from raydfl.core.errors import DataError
+from raydfl.core.yaml import parse_yaml, to_yaml
+from raydfl.data.features.cache import FORMAT, open_store
+from raydfl.data.features.kinds import make_features
+from raydfl.engine.config import Config
+from raydfl.engine.storage.trust import code_digest
+from raydfl.runs.run import run
 
 Tiny = Callable[..., Config]
 

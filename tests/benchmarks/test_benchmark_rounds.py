@@ -14,9 +14,10 @@ from peers.bare import FedAvg, FedMLAC
 from peers.turns import Process
 from peers.work import Work
 
-from raydfl.progress import Progress
-from raydfl.rundir import create, final_state
-from raydfl.server import Server
+from raydfl.cluster.server import Server
+from raydfl.engine.storage.folder import final_state
+from raydfl.runs.folder import create
+from raydfl.runs.progress import Progress
 
 ROUNDS = 2
 

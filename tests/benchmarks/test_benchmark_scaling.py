@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import scaling
 
+from raydfl.cluster.server import Server
 from raydfl.data.build import build_population
 from raydfl.data.population import Population
-from raydfl.rundir import begin
-from raydfl.server import Server
-from raydfl.store import RunStore
+from raydfl.engine.storage.store import RunStore
+from raydfl.runs.folder import begin
 
 SMALL = scaling.Variant("small", clients=8, cohort=3, examples=7, model={"name": "mlp"}, aged=True)
 

@@ -14,4 +14,4 @@ def raydfl(capfd: pytest.CaptureFixture[str]) -> Raydfl:
 @pytest.fixture
 def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most of a tiny run's time would be the drawing of its report's pictures."""
-    monkeypatch.setattr("raydfl.plots.to_svg", lambda *_: "")
+    monkeypatch.setattr("raydfl.runs.report.figures.to_svg", lambda *_: "")

@@ -16,11 +16,11 @@ from commands import Raydfl, written
 from helpers import same, truth
 
 import raydfl as package
-from raydfl import registry
-from raydfl.config import Config, load_config
+from raydfl.core import registry
 from raydfl.data.dataset import dataset_names, find_dataset
-from raydfl.replays import replay
-from raydfl.runs import run
+from raydfl.engine.config import Config, load_config
+from raydfl.runs.replay import replay
+from raydfl.runs.run import run
 
 Tiny = Callable[..., Config]
 pytestmark = pytest.mark.usefixtures("without_pictures")
@@ -44,7 +44,7 @@ COMMANDS = [
 
 def test_help_waits_for_no_heavy_library() -> None:
     code = (
-        "import sys\nfrom raydfl.cli import main\n"
+        "import sys\nfrom raydfl.cli.main import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert not end.code\n"
         "print('loaded:', [name for name in ('torch', 'ray', 'numpy', 'pyarrow', 'mlflow', 'matplotlib') if name in sys.modules])"
     )
@@ -113,7 +113,7 @@ def test_an_error_cannot_steer_the_terminal(raydfl: Raydfl) -> None:
 def test_a_mistake_of_the_program_is_exit_code_1_and_shows_where(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raydfl.runs.run", lambda *_: 1 / 0)
+    monkeypatch.setattr("raydfl.runs.run.run", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # Python itself then prints the traceback and ends with 1
         raydfl("run", written(tiny(), tmp_path))
 
@@ -124,7 +124,7 @@ def test_control_c_outside_a_round_is_exit_code_1_without_traceback(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("raydfl.runs.run", interrupted)
+    monkeypatch.setattr("raydfl.runs.run.run", interrupted)
     said = raydfl("run", written(tiny(), tmp_path))
     assert (said.code, said.out, said.err) == (1, "", "stopped\n")
 
@@ -246,7 +246,7 @@ def test_what_is_in_the_data_is_told_without_reading_a_clip(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tones: 6 speakers x 3 classes x (2 test takes + 6, 7, 8, 6, 7, 8 training takes)."""
-    monkeypatch.setattr("raydfl.data.chunks.compute_chunk", None)
+    monkeypatch.setattr("raydfl.data.features.extraction.compute_chunk", None)
     said = raydfl("data", "info", written(tiny(f"data.cache={tmp_path / 'no'}"), tmp_path))
     assert said.code == 0
     rows = [" ".join(line.split()) for line in said.out.splitlines()]
@@ -400,7 +400,7 @@ def test_a_run_says_that_operators_are_not_compiled(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = written(tiny("train.rounds=1"), tmp_path)
-    monkeypatch.setattr("raydfl.ops.compiled", lambda: False)
+    monkeypatch.setattr("raydfl.core.ops.compiled", lambda: False)
     said = raydfl("run", file)
     assert said.code == 0
     assert "operators are not compiled here" in said.out + said.err

@@ -80,7 +80,7 @@ def test_a_wheel_and_a_source_distribution_hold_the_examples(tmp_path: Path) -> 
         archive.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     assert _contents(unpacked) == _contents(ROOT)
-    for name in ("setup.py", "raydfl/ops/csrc/operators.cpp", "raydfl/ops/csrc/kernels.h"):
+    for name in ("setup.py", "raydfl/core/ops/csrc/operators.cpp", "raydfl/core/ops/csrc/kernels.h"):
         assert (unpacked / name).is_file(), name
 
     with zipfile.ZipFile(built("wheel", unpacked)) as archive:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from commands import Raydfl
 
-from raydfl.config import Config
-from raydfl.runs import run
+from raydfl.engine.config import Config
+from raydfl.runs.run import run
 
 Tiny = Callable[..., Config]
 

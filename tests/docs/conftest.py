@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pages import RECORDINGS
 
-from raydfl.example_jobs import write_examples
+from raydfl.cli.example_jobs import write_examples
 
 
 @pytest.fixture(scope="session")

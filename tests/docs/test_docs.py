@@ -22,18 +22,19 @@ import pytest
 from commands import Raydfl
 from pages import PAGES, RECORDINGS, ROOT, Block, anchor, blocks, headings, links, option_tables
 
-from raydfl import registry, runs
-from raydfl.aggregate import RULES
-from raydfl.attack import Attack
-from raydfl.config import Config, load_config, make_config
+from raydfl.attacks._attack import Attack
+from raydfl.core import registry
+from raydfl.core.options import options_of, plain
+from raydfl.core.settings import Settings
+from raydfl.core.types import ModelSpec
+from raydfl.core.yaml import parse_yaml
 from raydfl.data.dataset import dataset_names, find_dataset
-from raydfl.method import Method
-from raydfl.models import architectures, build_model, model_options
-from raydfl.options import options_of, plain
-from raydfl.settings import Settings
-from raydfl.step import Step
-from raydfl.types import ModelSpec
-from raydfl.yaml_text import parse_yaml
+from raydfl.engine.config import Config, load_config, make_config
+from raydfl.methods._method import Method
+from raydfl.models._build import architectures, build_model, model_options
+from raydfl.rules import RULES
+from raydfl.runs import run as runs
+from raydfl.training.step import Step
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 RUNNABLE = [block for block in BLOCKS if block.language in ("bash", "python", "yaml")]
@@ -309,7 +310,7 @@ def test_no_path_of_a_certain_machine(page: Path) -> None:
 
 
 def test_jobs_are_valid() -> None:
-    """All but the sweeps, whose every cell tests/sweep checks, and the clusters, which tests/clusters checks."""
+    """All but the sweeps, whose every cell tests/experiments/sweep checks, and the clusters, which tests/cluster checks."""
     files = [
         file
         for file in sorted((ROOT / "jobs").rglob("*.yaml"))

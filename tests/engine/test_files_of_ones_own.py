@@ -11,10 +11,10 @@ import pytest
 from commands import Raydfl, written
 from helpers import same, truth
 
-from raydfl.config import Config, apply_overrides, make_config
-from raydfl.errors import ConfigError
-from raydfl.registry import load_object
-from raydfl.runs import run
+from raydfl.core.errors import ConfigError
+from raydfl.core.registry import load_object
+from raydfl.engine.config import Config, apply_overrides, make_config
+from raydfl.runs.run import run
 
 Tiny = Callable[..., Config]
 

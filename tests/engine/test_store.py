@@ -19,14 +19,13 @@ import pytest
 import safetensors.torch
 import torch
 
-import raydfl.private
-import raydfl.store
-from raydfl.errors import ConfigError, ResourcesError, RunDirectoryError
-from raydfl.files import plain_name, write_durably
-from raydfl.ledger import Ledger
-from raydfl.private import PrivateIndex, PrivateRef, PrivateStore
-from raydfl.store import RunStore, as_stored
-from raydfl.types import State
+import raydfl.engine.storage.private
+import raydfl.engine.storage.store
+from raydfl.core.errors import ConfigError, ResourcesError, RunDirectoryError
+from raydfl.core.files import plain_name, write_durably
+from raydfl.core.types import State
+from raydfl.engine.storage.private import Ledger, PrivateIndex, PrivateRef, PrivateStore
+from raydfl.engine.storage.store import RunStore, as_stored
 
 LOOP: list[Any] = []
 LOOP.append(LOOP)
@@ -210,8 +209,8 @@ def test_commits_of_the_first_format_are_read(tmp_path: Path) -> None:
 @pytest.fixture
 def small_base(monkeypatch: pytest.MonkeyPatch) -> None:
     """Indexes that take into their base what is more than eight recent records and more than half of it."""
-    monkeypatch.setattr(raydfl.private, "_RECENT", 8)
-    monkeypatch.setattr(raydfl.private, "_PART", 2)
+    monkeypatch.setattr(raydfl.engine.storage.private, "_RECENT", 8)
+    monkeypatch.setattr(raydfl.engine.storage.private, "_PART", 2)
 
 
 def random_refs(rng: np.random.Generator, round_index: int) -> dict[int, PrivateRef]:
@@ -369,7 +368,7 @@ def test_a_base_is_durable_before_the_commit_that_names_it(tmp_path: Path, monke
         written.append(path.name)
         write_durably(path, data)
 
-    monkeypatch.setattr(raydfl.store, "write_durably", write)
+    monkeypatch.setattr(raydfl.engine.storage.store, "write_durably", write)
     writer = Writer(tmp_path, keep=2)
     writer.train(range(9))
     writer.commit()
@@ -591,7 +590,7 @@ def test_segments_are_durable_with_their_names(tmp_path: Path, monkeypatch: pyte
     private = PrivateStore(tmp_path)
     ref = private.append(1, tensors_of(1))
     synced: list[Path] = []
-    monkeypatch.setattr("raydfl.private.sync", synced.append)
+    monkeypatch.setattr("raydfl.engine.storage.private.sync", synced.append)
     private.sync([ref.segment])
     assert synced == [tmp_path / ref.segment, tmp_path]
     synced.clear()

@@ -14,13 +14,13 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl import Method
+from raydfl.core.types import Batch, Client, Metrics, Ratio, State, Task, Update
 from raydfl.data.examples import Examples
 from raydfl.methods.fedadam import FedAdam
 from raydfl.methods.fedmlac import FedMLAC
-from raydfl.randomness import fit_seed, seed_of_step, step_randomness
-from raydfl.step import Step
-from raydfl.train import fit, make_optimiser
-from raydfl.types import Batch, Client, Metrics, Ratio, State, Task, Update
+from raydfl.training.fit import fit, make_optimiser
+from raydfl.training.randomness import fit_seed, seed_of_step, step_randomness
+from raydfl.training.step import Step
 
 
 def happen(what: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from kills import PLAN, Kill, campaign, configured, known, table, undisturbed
 
-from raydfl import registry
+from raydfl.core import registry
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("espeakng_loader") is None, reason="the package espeakng-loader is not installed"

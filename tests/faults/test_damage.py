@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import raydfl.private
-from raydfl.errors import RunDirectoryError
-from raydfl.private import PrivateIndex, PrivateStore
-from raydfl.store import RunStore
-from raydfl.types import State
+import raydfl.engine.storage.private
+from raydfl.core.errors import RunDirectoryError
+from raydfl.core.types import State
+from raydfl.engine.storage.private import PrivateIndex, PrivateStore
+from raydfl.engine.storage.store import RunStore
 
 
 def state_of(round_index: int) -> State:
@@ -23,7 +23,7 @@ def state_of(round_index: int) -> State:
 @pytest.fixture
 def damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
     """A run's folder after two rounds, afresh at every call; the second commit refers to an index, the first does not."""
-    monkeypatch.setattr(raydfl.private, "_RECENT", 2)
+    monkeypatch.setattr(raydfl.engine.storage.private, "_RECENT", 2)
     whole, copy = tmp_path / "whole", tmp_path / "copy"
     store, private = RunStore(whole), PrivateStore(whole / "private")
     index = PrivateIndex()

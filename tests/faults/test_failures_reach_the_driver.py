@@ -15,16 +15,17 @@ import pytest
 from helpers import finish, same, truth
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
-from raydfl import record, runs
-from raydfl.config import Config
-from raydfl.errors import ClientError, ConfigError, ResourcesError
-from raydfl.federation import Federation
+from raydfl.cluster.server import ServerActor
+from raydfl.core.errors import ClientError, ConfigError, ResourcesError
+from raydfl.engine.config import Config
+from raydfl.engine.federation import Federation
+from raydfl.engine.storage import record
+from raydfl.engine.storage.folder import final_state
+from raydfl.engine.storage.record import Row
 from raydfl.methods.fedavg import FedAvg
-from raydfl.progress import FinishSummary, Progress
-from raydfl.record import Row
-from raydfl.rundir import final_state
-from raydfl.runs import resume, run
-from raydfl.server import ServerActor
+from raydfl.runs import run as runs
+from raydfl.runs.progress import FinishSummary, Progress
+from raydfl.runs.run import resume, run
 
 Tiny = Callable[..., Config]
 FAULTY = Path(__file__).parent / "faulty_methods.py"
@@ -65,7 +66,7 @@ CALLS = ("open", "rounds", "finish", "close")
 def as_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver reaches its server as an actor, which does several rounds in a call, however long they take."""
     monkeypatch.setattr(runs, "_Local", InThisProcess)
-    monkeypatch.setattr("raydfl.server.hide_gpus", lambda: None)  # this process goes on after the test
+    monkeypatch.setattr("raydfl.cluster.server.hide_gpus", lambda: None)  # this process goes on after the test
     monkeypatch.setattr("sys.setswitchinterval", lambda _: None)
     monkeypatch.setattr(runs, "_AT_ONCE", 60.0)
     monkeypatch.setattr("ray.wait", lambda references, **_: (references, []))

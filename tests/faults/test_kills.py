@@ -16,7 +16,7 @@ import yaml
 from helpers import finish, same, truth
 from marked import Marked
 
-from raydfl.config import Config
+from raydfl.engine.config import Config
 
 Tiny = Callable[..., Config]
 TESTS = Path(__file__).parent.parent

@@ -13,10 +13,10 @@ import pytest
 import ray
 from helpers import finish, same
 
-from raydfl import record
-from raydfl.config import Config
-from raydfl.errors import ClientError, ResourcesError
-from raydfl.rundir import final_state
+from raydfl.core.errors import ClientError, ResourcesError
+from raydfl.engine.config import Config
+from raydfl.engine.storage import record
+from raydfl.engine.storage.folder import final_state
 
 Tiny = Callable[..., Config]
 FAULTY = Path(__file__).parent / "faulty_methods.py"

@@ -15,16 +15,16 @@ import pytest
 import torch
 from helpers import finish, same, truth
 
-from raydfl import record
-from raydfl.config import Config
-from raydfl.errors import ClientError, RaydflError
-from raydfl.record import Row
-from raydfl.replays import replay
-from raydfl.rundir import final_state
-from raydfl.runs import resume, run
-from raydfl.tensors import FlatTensors
-from raydfl.types import Ratio, Update
-from raydfl.validation import Kinds, UpdateChecker, check_form, check_weights, checked_metrics, is_finite
+from raydfl.core.errors import ClientError, RaydflError
+from raydfl.core.tensors import FlatTensors
+from raydfl.core.types import Ratio, Update
+from raydfl.engine.config import Config
+from raydfl.engine.storage import record
+from raydfl.engine.storage.folder import final_state
+from raydfl.engine.storage.record import Row
+from raydfl.engine.validation import Kinds, UpdateChecker, check_form, check_weights, checked_metrics, is_finite
+from raydfl.runs.replay import replay
+from raydfl.runs.run import resume, run
 
 Tiny = Callable[..., Config]
 FAULTY = Path(__file__).parent / "faulty_methods.py"

@@ -18,16 +18,19 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import differ, finish, same, start, truth
 
-from raydfl import deadline, record, train
-from raydfl.config import Config
-from raydfl.deadline import Clock, LateError, Patience
-from raydfl.errors import ClientError, ConfigError
-from raydfl.optimiser import Optimiser
-from raydfl.progress import Progress, RoundSummary
-from raydfl.record import Row
-from raydfl.replays import replay
-from raydfl.rundir import final_state
-from raydfl.runs import resume, run
+from raydfl.cluster.faults import Patience
+from raydfl.core.errors import ClientError, ConfigError
+from raydfl.engine.config import Config
+from raydfl.engine.storage import record
+from raydfl.engine.storage.folder import final_state
+from raydfl.engine.storage.record import Row
+from raydfl.runs.progress import Progress, RoundSummary
+from raydfl.runs.replay import replay
+from raydfl.runs.run import resume, run
+from raydfl.training import clock as deadline
+from raydfl.training import fit as train
+from raydfl.training.clock import Clock, LateError
+from raydfl.training.optimiser import Optimiser
 
 Tiny = Callable[..., Config]
 FAULTY = Path(__file__).parent / "faulty_methods.py"
@@ -299,7 +302,7 @@ def test_without_a_single_step_a_client_is_left_out(
             seconds_of_steps.now += 10
         return real(step, *losses, **options)
 
-    monkeypatch.setattr("raydfl.method.fit", slow)
+    monkeypatch.setattr("raydfl.methods._method.fit", slow)
     absent = final_state_of(tiny(faulty("Absent"), "method.round=1", "train.cohort=1.0", "train.rounds=1"))
     for together in (1, 6):
         config = tiny("train.cohort=1.0", "train.rounds=1", "train.deadline=5", f"train.together={together}")

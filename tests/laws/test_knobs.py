@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 from helpers import differ, finish, same
 
-from raydfl import registry
-from raydfl.config import Config
-from raydfl.method import Method
+from raydfl.core import registry
+from raydfl.engine.config import Config
+from raydfl.methods._method import Method
 
 Tiny = Callable[..., Config]
 

@@ -12,22 +12,26 @@ import pytest
 import torch
 from helpers import differ, finish, raw, same, start, truth
 
-from raydfl import record, registry, worker
-from raydfl.clients import Clients
-from raydfl.config import Config
+from raydfl.cluster.server import Server
+from raydfl.core import registry
+from raydfl.core.errors import ClientError, ConfigError, InputError, RunDirectoryError
+from raydfl.core.tensors import FlatTensors
 from raydfl.data.population import Population
-from raydfl.errors import ClientError, ConfigError, InputError, RunDirectoryError
-from raydfl.federation import Federation
-from raydfl.pool import SerialPool
-from raydfl.private import PrivateRef, PrivateStore
-from raydfl.progress import Progress
-from raydfl.replays import replay
-from raydfl.rundir import create, final_state
-from raydfl.runs import resume, run
-from raydfl.server import Server
-from raydfl.store import RunStore
-from raydfl.tensors import FlatTensors
-from raydfl.worker import Order, Result, Worker, in_groups
+from raydfl.engine import worker
+from raydfl.engine.clients import Clients
+from raydfl.engine.config import Config
+from raydfl.engine.federation import Federation
+from raydfl.engine.orders import Order, Result, in_groups
+from raydfl.engine.pool import SerialPool
+from raydfl.engine.storage import record
+from raydfl.engine.storage.folder import final_state
+from raydfl.engine.storage.private import PrivateRef, PrivateStore
+from raydfl.engine.storage.store import RunStore
+from raydfl.engine.worker import Worker
+from raydfl.runs.folder import create
+from raydfl.runs.progress import Progress
+from raydfl.runs.replay import replay
+from raydfl.runs.run import resume, run
 
 Tiny = Callable[..., Config]
 EXTRA = Path(__file__).parent.parent / "extra_methods.py"
@@ -165,8 +169,8 @@ def test_law_2_dying_anywhere_in_a_round_leaves_it_undone(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """Each place at which a process could be lost is cut in the second round; what is on the disk then is all there is."""
-    import raydfl.committer
-    import raydfl.store
+    import raydfl.engine.storage.committer
+    import raydfl.engine.storage.store
     from raydfl.methods.fedmlac import FedMLAC
 
     undisturbed = finish(tiny("run.name=undisturbed", method="fedmlac"))
@@ -203,16 +207,16 @@ def test_law_2_dying_anywhere_in_a_round_leaves_it_undone(
         elif step == "aggregate":
             patch.setattr(FedMLAC, "aggregate", die)
         elif step == "rows":
-            patch.setattr(raydfl.committer.record, "write_rows", die)
+            patch.setattr(raydfl.engine.storage.committer.record, "write_rows", die)
         else:
-            original_write = raydfl.store.write_durably
+            original_write = raydfl.engine.storage.store.write_durably
 
             def write(path: Path, data: bytes) -> None:
                 if (path.name == "LATEST") == (step == "LATEST"):
                     raise Dead
                 original_write(path, data)
 
-            patch.setattr(raydfl.store, "write_durably", write)
+            patch.setattr(raydfl.engine.storage.store, "write_durably", write)
         with pytest.raises(Dead):
             committed_round(server)
     server.close()
@@ -263,7 +267,7 @@ def test_law_2_nothing_counts_of_a_round_that_fails(tiny: Tiny, monkeypatch: pyt
 
 
 def test_law_2_rows_are_recorded_once_each(tiny: Tiny) -> None:
-    from raydfl import record
+    from raydfl.engine.storage import record
 
     config = tiny("train.rounds=4", "run.commit_every=2", "run.name=rows")
     server = start(config)
@@ -447,7 +451,7 @@ def test_a_failing_method_stops_the_run_with_place_and_replay_line(tiny: Tiny) -
 
 
 def test_an_update_that_is_not_finite_is_rejected_and_recorded(tiny: Tiny) -> None:
-    from raydfl import record
+    from raydfl.engine.storage import record
 
     config = tiny(
         f"method.name={EXTRA}:Diverging", "method.bad=[s1]", "train.cohort=1.0", "train.rounds=1", "run.name=bad"

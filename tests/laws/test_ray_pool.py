@@ -12,15 +12,15 @@ import pytest
 import ray
 from helpers import finish, same, truth
 
-from raydfl.config import Config
+from raydfl.cluster.pool import RayPool
+from raydfl.core.errors import ClientError, ResourcesError
 from raydfl.data.population import Population
-from raydfl.errors import ClientError, ResourcesError
-from raydfl.federation import Federation
-from raydfl.progress import Progress
-from raydfl.ray_pool import RayPool
-from raydfl.rundir import create
-from raydfl.runs import resume, run
-from raydfl.store import RunStore
+from raydfl.engine.config import Config
+from raydfl.engine.federation import Federation
+from raydfl.engine.storage.store import RunStore
+from raydfl.runs.folder import create
+from raydfl.runs.progress import Progress
+from raydfl.runs.run import resume, run
 
 Tiny = Callable[..., Config]
 EXTRA = Path(__file__).parent.parent / "extra_methods.py"
@@ -98,7 +98,7 @@ class Dying(RayPool):
 
 
 def test_killed_client_actors_change_nothing(tiny: Tiny) -> None:
-    from raydfl.client import start_client_actor
+    from raydfl.cluster.client import start_client_actor
 
     reference = finish(tiny("run.name=serial", "train.cohort=1.0", method="fedmlac"))
     config = tiny("run.name=dying", "train.cohort=1.0", "ray.actors=2", method="fedmlac")

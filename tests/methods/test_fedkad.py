@@ -14,24 +14,24 @@ from helpers import differ, finish, same
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from raydfl import record
-from raydfl.aggregate import CollectingRule, Group
-from raydfl.config import Config
-from raydfl.data.cache import FeatureStore
+from raydfl.core.errors import ConfigError
+from raydfl.core.types import Client, ModelSpec, Ratio, State, Update
 from raydfl.data.examples import ClientData, Examples
-from raydfl.errors import ConfigError
-from raydfl.groups import OptimiserSettings, TrainSettings
-from raydfl.method import Method
+from raydfl.data.features.cache import FeatureStore
+from raydfl.engine.config import Config
+from raydfl.engine.storage import record
+from raydfl.engine.storage.folder import final_state
+from raydfl.engine.storage.private import PrivateStore
+from raydfl.engine.storage.store import RunStore
+from raydfl.methods._method import Method
 from raydfl.methods.fedavg import FedAvg
 from raydfl.methods.fedkad import COUNTS, MEANS, FedKAD, _projection
 from raydfl.models.crnn import CRNN
 from raydfl.models.dense import MeanMLP
-from raydfl.private import PrivateStore
-from raydfl.rundir import final_state
-from raydfl.runs import run
-from raydfl.step import Step
-from raydfl.store import RunStore
-from raydfl.types import Client, ModelSpec, Ratio, State, Update
+from raydfl.rules import CollectingRule, Group
+from raydfl.runs.run import run
+from raydfl.training.settings import OptimiserSettings, TrainSettings
+from raydfl.training.step import Step
 
 Tiny = Callable[..., Config]
 CLASSES, BANDS, FRAMES, WIDTH, SIZE = 4, 3, 8, 5, 6

@@ -13,16 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raydfl.errors import ConfigError
-from raydfl.groups import OptimiserSettings, TrainSettings
-from raydfl.method import Method
+from raydfl.core.errors import ConfigError
+from raydfl.core.types import Batch, Client, Ratio, State, Update
+from raydfl.methods._method import Method
 from raydfl.methods.fedavg import FedAvg
 from raydfl.methods.fedmlac import FedMLAC
 from raydfl.methods.fedper import FedPer
 from raydfl.methods.fedprox import FedProx
 from raydfl.methods.scaffold import Scaffold
-from raydfl.step import Step
-from raydfl.types import Batch, Client, Ratio, State, Update
+from raydfl.training.settings import OptimiserSettings, TrainSettings
+from raydfl.training.step import Step
 
 CLASSES, BANDS = 3, 4
 
@@ -320,7 +320,7 @@ def test_fedper_keeps_what_it_names_and_refuses_names_of_nothing() -> None:
     ],
 )
 def test_learning_rates_decay_and_may_differ_by_model(settings: dict[str, Any], expected: float) -> None:
-    from raydfl.train import make_optimiser
+    from raydfl.training.fit import make_optimiser
 
     step = make_step(FedAvg(), make_models("model"))
     step.training = TrainSettings(optimiser=OptimiserSettings(**settings))

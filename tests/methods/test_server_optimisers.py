@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from raydfl.core.types import Client, State, Update
 from raydfl.methods._server_optimiser import ServerOptimiser
 from raydfl.methods.fedadagrad import FedAdagrad
 from raydfl.methods.fedadam import FedAdam
@@ -18,7 +19,6 @@ from raydfl.methods.fedavg import FedAvg
 from raydfl.methods.fedavgm import FedAvgM
 from raydfl.methods.fedopt import FedOpt
 from raydfl.methods.fedyogi import FedYogi
-from raydfl.types import Client, State, Update
 
 CLIENTS = [Client("a", 0, 10), Client("b", 1, 30)]
 RNG = np.random.default_rng

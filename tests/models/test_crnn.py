@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from raydfl.errors import ConfigError, DataError
+from raydfl.core.errors import ConfigError, DataError
 from raydfl.models.crnn import ARCHITECTURES, CRNN
 
 SIZES = ("crnn_tiny", "crnn_lite", "crnn_mid", "crnn_base", "crnn_deep")

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from raydfl.errors import ConfigError
-from raydfl.models import architectures, build_model
+from raydfl.core.errors import ConfigError
+from raydfl.core.types import ModelSpec
+from raydfl.models._build import architectures, build_model
 from raydfl.models.crnn import CRNN
-from raydfl.types import ModelSpec
 
 
 def spec(architecture: str, **options: Any) -> ModelSpec:

@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from raydfl.data.clips import AUDIO_SUFFIXES, FFMPEG_SUFFIXES, shown_name
+from raydfl.core.errors import DataError
+from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card
-from raydfl.errors import DataError
+from raydfl.data.manifest import FFMPEG_SUFFIXES, shown_name
 
 _NAMED = 3
 """Files that a message names."""

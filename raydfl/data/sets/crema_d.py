@@ -18,8 +18,9 @@ import pyarrow as pa
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from raydfl.data.clips import make_manifest
+from raydfl.core.errors import DataError
 from raydfl.data.dataset import Card, Dataset
+from raydfl.data.manifest import make_manifest
 from raydfl.data.sets._files import (
     check_test_folds,
     find_root,
@@ -29,7 +30,6 @@ from raydfl.data.sets._files import (
     read_rows,
     wrong_layout,
 )
-from raydfl.errors import DataError
 
 _NAME = re.compile(
     r"(?P<actor>\d{4})_(?P<sentence>[A-Z]{3})_(?P<emotion>ANG|DIS|FEA|HAP|NEU|SAD)_(?P<level>[A-Z]{1,2})\.wav"

@@ -14,8 +14,9 @@ import pyarrow as pa
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from raydfl.data.clips import make_manifest
+from raydfl.core.errors import DataError
 from raydfl.data.dataset import Card, Dataset
+from raydfl.data.manifest import make_manifest
 from raydfl.data.sets._files import (
     check_test_folds,
     find_root,
@@ -25,7 +26,6 @@ from raydfl.data.sets._files import (
     read_rows,
     wrong_layout,
 )
-from raydfl.errors import DataError
 
 _FOLDER = re.compile(r"\d{3} - (?P<label>.+)")
 _NAME = re.compile(r"(?P<fold>\d)-(?P<recording>\d+)-(?P<take>[A-Z])\.(?:ogg|wav)")

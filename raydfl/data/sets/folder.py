@@ -15,11 +15,12 @@ import pyarrow as pa
 from pydantic import Field, field_validator
 from pydantic.dataclasses import dataclass
 
-from raydfl.data.clips import AUDIO_SUFFIXES, make_manifest
+from raydfl.core.errors import DataError
+from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card, Dataset
+from raydfl.data.manifest import make_manifest
 from raydfl.data.sets._files import check_name, find_root, list_recordings, wrong_layout
 from raydfl.data.sets._splits import SPLIT_OF
-from raydfl.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,10 @@ import pyarrow as pa
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from raydfl.data.clips import make_manifest
+from raydfl.core.errors import DataError
 from raydfl.data.dataset import Card, Dataset
+from raydfl.data.manifest import make_manifest
 from raydfl.data.sets._files import check_test_folds, find_root, fold_split, wrong_layout
-from raydfl.errors import DataError
 
 _TURN = re.compile(
     r"\[(?P<start>[\d.]+) - (?P<end>[\d.]+)\]\s+"

@@ -21,11 +21,12 @@ import pyarrow.parquet
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from raydfl.data.clips import make_manifest, read_audio
+from raydfl.core.errors import DataError, nearest
+from raydfl.data.audio import read_audio
 from raydfl.data.dataset import Card, Dataset
+from raydfl.data.manifest import make_manifest
 from raydfl.data.sets._files import absolute
 from raydfl.data.sets._splits import SPLIT_OF
-from raydfl.errors import DataError, nearest
 
 _PART = ("start", "stop")
 _RESERVED = ("clip", "path", "label", "group", "split", *_PART)

@@ -24,10 +24,11 @@ import pyarrow as pa
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from raydfl.data.clips import audio_seconds, make_manifest, read_audio
+from raydfl.core.errors import DataError, nearest
+from raydfl.data.audio import audio_seconds, read_audio
 from raydfl.data.dataset import Card, Dataset
+from raydfl.data.manifest import make_manifest
 from raydfl.data.sets._files import find_root, list_audio, match_name, wrong_layout
-from raydfl.errors import DataError, nearest
 
 KEYWORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
 """The ten commands of the 12-class task."""

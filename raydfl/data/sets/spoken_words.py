@@ -21,12 +21,12 @@ import pyarrow as pa
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from raydfl.data import espeak
-from raydfl.data.clips import make_manifest
+from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.seeds import generator
 from raydfl.data.dataset import Card, Dataset
+from raydfl.data.manifest import make_manifest
+from raydfl.data.sets import _espeak as espeak
 from raydfl.data.sets.speech_commands import KEYWORDS, WORDS
-from raydfl.errors import ConfigError, nearest
-from raydfl.seeds import generator
 
 _WORD_LISTS = {"speech_commands_10": KEYWORDS, "speech_commands_35": WORDS}
 

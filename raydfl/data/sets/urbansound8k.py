@@ -14,10 +14,11 @@ import pyarrow as pa
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from raydfl.data.clips import audio_seconds, make_manifest
+from raydfl.core.errors import DataError
+from raydfl.data.audio import audio_seconds
 from raydfl.data.dataset import Card, Dataset
+from raydfl.data.manifest import make_manifest
 from raydfl.data.sets._files import check_test_folds, find_root, fold_split, read_rows, wrong_layout
-from raydfl.errors import DataError
 
 _TABLE = "metadata/UrbanSound8K.csv"
 _COLUMNS = ("slice_file_name", "fsID", "fold", "classID")

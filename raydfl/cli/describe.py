@@ -1,0 +1,151 @@
+"""What a data set is and what a configuration makes of it, in lines of text; no recording is opened for it."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from raydfl.core.options import options_of
+from raydfl.data.build import Division, divide, list_clips
+from raydfl.data.dataset import find_dataset
+from raydfl.data.manifest import remarks_of
+from raydfl.data.partition import PartitionSettings, natural_order, sizes_text
+from raydfl.data.settings import DataSettings
+
+_WIDTH = 110
+_LABEL = 18
+_MOST_NAMES = 60
+"""Classes and groups that are listed one by one."""
+_KEPT = "\u00a0"
+"""A space at which no line is broken."""
+_STANDARD = ("clip", "path", "label", "group", "split", "seconds")
+
+
+def describe_dataset(name: str) -> list[str]:
+    """What there is to know about a data set before it is opened: what it is, its layout and licence, its options.
+
+    Args:
+        name: a built-in set, or ``my_file.py:Class``.
+
+    Raises:
+        ConfigError: there is none; the nearest name is given.
+    """
+    cls = find_dataset(name)
+    card = cls.card
+    lines = [f"{name}: {card.title}"]
+    classes = "as many as the recordings have" if card.classes is None else f"{card.classes} by default"
+    facts = {"layout": card.layout, "licence": card.licence, "source": card.url, "classes": classes}
+    for label, text in facts.items():
+        lines += _entry(label, text) if text else []
+    lines += ["", "options, in the group data of a configuration:"]
+    for option in options_of(cls):
+        default = "(required)" if option.required else f"= {json.dumps(option.default)}"
+        lines += textwrap.wrap(
+            f"{option.name} {default}: {option.meaning}", _WIDTH, initial_indent="  ", subsequent_indent="      "
+        )
+    required = "".join(f", {option.name}: ..." for option in options_of(cls) if option.required)
+    return [*lines, "", f"for instance: data: {{name: {name}{required}}}"]
+
+
+def describe_data(data: DataSettings, seed: int) -> Iterator[str]:
+    """What is in the configured recordings and who gets what, from their list alone: no clip is read.
+
+    Args:
+        data: the configuration.
+        seed: the run's: it decides split and partition.
+
+    Raises:
+        DataError: the recordings are not there; or, after the lines about them, the split or the partition cannot be had.
+    """
+    manifest, classes = list_clips(data, seed)
+    dataset = data.source.open()
+    yield f"{data.name}: {dataset.card.title}"
+    root = getattr(dataset, "root", None)
+    if root is not None:
+        yield from _entry("root", str(root))
+    yield from _entry("clips", f"{manifest.num_rows:,}")
+    yield from _entry("length", _length(manifest))
+    yield from _entry(f"classes ({len(classes):,})", _counts(manifest, "label", classes))
+    yield from _entry(*_groups(manifest))
+    yield from _entry("official split", _counts(manifest, "split", ("train", "validation", "test")) or "none")
+    extra = [name for name in manifest.column_names if name not in _STANDARD]
+    if extra:
+        yield from _entry("other columns", ", ".join(extra))
+    yield from remarks_of(manifest)
+    division = divide(manifest, classes, data, seed)
+    yield ""
+    if data.sites:
+        yield f"Without its sites; each of them ({', '.join(data.sites)}) divides clips of its own:"
+    else:
+        yield "With this configuration:"
+    yield from _entry(f"clients ({len(division.partition.ids):,})", _clients(division, data.partition))
+    yield from _entry("test set", _part(division, division.split.test, len(classes)))
+    if len(division.split.validation):
+        yield from _entry("server validation", _part(division, division.split.validation, len(classes)))
+    used = sum(map(len, (division.partition.rows, division.split.test, division.split.validation)))
+    if used < manifest.num_rows:
+        yield from _entry("left out", f"{manifest.num_rows - used:,} clips")
+    yield ""
+    yield "Clips that cannot be read are found by: raydfl data prepare FILE"
+
+
+def _entry(label: str, text: str) -> list[str]:
+    """``label    text``, the text wrapped beside its label."""
+    start, other = f"  {label:<{_LABEL}}", " " * (_LABEL + 2)
+    lines = textwrap.wrap(text, _WIDTH, initial_indent=start, subsequent_indent=other, break_on_hyphens=False)
+    return [line.replace(_KEPT, " ") for line in lines]
+
+
+def _length(manifest: pa.Table) -> str:
+    seconds = manifest.column("seconds").drop_null().to_numpy()
+    if not len(seconds):
+        return "not in the list; raydfl data prepare reads it"
+    of = "" if len(seconds) == manifest.num_rows else f", known of {len(seconds):,} clips"
+    total = f"{seconds.sum() / 3600:.1f} h" if seconds.sum() >= 3600 else f"{seconds.sum() / 60:.1f} min"
+    if seconds.min() == seconds.max():
+        return f"{seconds.min():.2f} s each, {total} in all{of}"
+    return f"{seconds.min():.2f} to {seconds.max():.2f} s, median {np.median(seconds):.2f} s, {total} in all{of}"
+
+
+def _occurrences(manifest: pa.Table, column: str) -> Mapping[str, int]:
+    """How often each value of a column occurs; clips without one do not count."""
+    pairs = manifest.column(column).drop_null().value_counts().to_pylist()
+    return {pair["values"]: pair["counts"] for pair in pairs}
+
+
+def _counts(manifest: pa.Table, column: str, order: Sequence[str]) -> str:
+    """``yes (300), no (295)``; of many values only how much they differ."""
+    occurrences = _occurrences(manifest, column)
+    if len(occurrences) <= _MOST_NAMES:
+        shown = (f"{name} ({occurrences[name]:,})" for name in order if name in occurrences)
+        return ", ".join(text.replace(" ", _KEPT) for text in shown)
+    return sizes_text(np.array(list(occurrences.values())))
+
+
+def _groups(manifest: pa.Table) -> tuple[str, str]:
+    """Label and text of the line about groups."""
+    occurrences = _occurrences(manifest, "group")
+    if not occurrences:
+        return "groups (0)", "the list does not say whose clips they are"
+    without = manifest.column("group").null_count
+    text = _counts(manifest, "group", natural_order(list(occurrences)))
+    return f"groups ({len(occurrences):,})", text + (f"; {without:,} clips have no group" if without else "")
+
+
+def _clients(division: Division, settings: PartitionSettings) -> str:
+    sizes = np.diff(division.partition.offsets)
+    how = f"by {settings.column or 'group'}" if settings.by == "group" else settings.by
+    how += f", {settings.shards} shards each" if settings.shards > 1 else ""
+    held_out = int(division.held_out.sum())
+    validation = f"; {held_out:,} of them for the clients' own validation" if held_out else ""
+    return f"{how}: {sizes_text(sizes)}, {int(sizes.sum()):,} in all{validation}"
+
+
+def _part(division: Division, rows: np.ndarray, classes: int) -> str:
+    if not len(rows):
+        return "none"
+    return f"{len(rows):,} clips of {len(np.unique(division.labels[rows]))} of the {classes} classes"

@@ -1,0 +1,61 @@
+"""The example jobs, searches and cluster file that come with raydfl, for ``raydfl init``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from raydfl.core.errors import InputError
+
+_NAMES = ("cluster.yaml", "jobs", "tune")
+"""What is copied, as named in the repository. ``setup.py`` puts the same into a wheel, as ``raydfl/examples``."""
+
+
+def write_examples(folder: Path) -> list[Path]:
+    """Copy the examples into a folder; files that are there with the same content are left alone.
+
+    Returns:
+        What was written, relative to ``folder``.
+
+    Raises:
+        InputError: a file is there with other content (nothing is written then), or the folder cannot be written.
+    """
+    examples = _examples()
+    source = _source()
+    new = [path for path in examples if not (folder / path).exists()]
+    changed = [path for path in examples if path not in new and not _same(source / path, folder / path)]
+    if changed:
+        raise InputError(
+            f"{folder} has other files of these names: {', '.join(map(str, changed))}; nothing was written: "
+            "move them away, or name another folder: raydfl init FOLDER"
+        )
+    try:
+        for path in new:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            with (folder / path).open("xb") as file:
+                file.write((source / path).read_bytes())
+    except OSError as error:
+        raise InputError(
+            f"{error.filename or folder} cannot be written: {error.strerror or error}; name another folder: raydfl init FOLDER"
+        ) from error
+    return new
+
+
+def _source() -> Path:
+    """Return the folder with the examples: the wheel's own, or the repository around an editable install."""
+    package = Path(__file__).parents[1]
+    return package / "examples" if (package / "examples").is_dir() else package.parent
+
+
+def _examples() -> list[Path]:
+    source = _source()
+    found = [path for name in _NAMES for path in (source / name, *(source / name).rglob("*"))]
+    files = sorted(path.relative_to(source) for path in found if path.is_file() and "__pycache__" not in path.parts)
+    if not files:
+        raise InputError(
+            f"this installation of raydfl, in {Path(__file__).parent}, has no examples; install it from its wheel"
+        )
+    return files
+
+
+def _same(source: Path, target: Path) -> bool:
+    return target.is_file() and target.read_bytes() == source.read_bytes()

@@ -1,0 +1,199 @@
+"""What can be configured, in words: a resolved configuration as commented YAML, and the methods, rules and networks there are."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args
+
+from raydfl.attacks._attack import Attack
+from raydfl.core import registry
+from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.options import Option, describe_field, options_of, plain
+from raydfl.core.settings import Settings
+from raydfl.core.yaml import to_yaml
+from raydfl.data.settings import DataSettings
+from raydfl.engine.config import Config
+from raydfl.methods._method import Method
+from raydfl.models._build import architectures, model_options
+from raydfl.rules import RULES
+
+_WIDTH = 110
+
+
+def explain_config(config: Config) -> str:
+    """YAML that ``raydfl run`` accepts, with every option that was not given; comments say meaning, unit and range."""
+    lines = [
+        "# The whole configuration: what was given, and the defaults of everything else. `raydfl run` takes it as it is.",
+        "",
+    ]
+    for name, field in Config.model_fields.items():
+        if name == "method":
+            built = config.build_method()
+            lines += _comment(str(field.description), 0)
+            lines += ["method:", *_comment("which method; `raydfl methods` lists them", 1)]
+            lines += [f"  name: {to_yaml(config.method['name'])}", *_options(options_of(type(built)), plain(built), 1)]
+        elif name == "attack":
+            attack = config.build_attack()
+            lines += _comment(f"{field.description}; `raydfl methods` lists the attacks", 0)
+            if config.attack is None or attack is None:
+                lines.append("attack: null")
+            else:
+                lines += ["attack:", f"  name: {to_yaml(config.attack['name'])}"]
+                lines += _options(options_of(type(attack)), plain(attack), 1)
+        elif name == "models":
+            known = ", ".join(architectures())
+            lines += _comment(f"{field.description}. Built in: {known}. Your own class: my_file.py:Class", 0)
+            lines.append("models:")
+            for model, choices in config.model_choices().items():
+                lines.append(f"  {model}: {to_yaml(_as_written(choices))}")
+        else:
+            lines += _group(name, getattr(config, name), 0)
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _as_written(choices: Sequence[tuple[str, Mapping[str, Any]]]) -> Any:
+    """The architectures of a model as short as a configuration may have them."""
+    items = [{"name": name, **options} if options else name for name, options in choices]
+    return items[0] if len(items) == 1 else items
+
+
+def _group(name: str, settings: Settings, depth: int) -> list[str]:
+    """A group of settings with the groups in it. ``depth`` counts the groups around it."""
+    indent = "  " * depth
+    lines = [*_comment((type(settings).__doc__ or "").partition("\n")[0], depth), f"{indent}{name}:"]
+    schema = type(settings).model_json_schema()["properties"]
+    for key, field in type(settings).model_fields.items():
+        value = getattr(settings, key)
+        if isinstance(value, Settings):
+            lines += _group(key, value, depth + 1)
+            continue
+        about = describe_field(schema[key])
+        inner = [kind for kind in get_args(field.annotation) if isinstance(kind, type) and issubclass(kind, Settings)]
+        if inner:
+            about += f" Its settings: {', '.join(inner[0].model_fields)}."
+        lines += [*_comment(about, depth + 1), f"{indent}  {key}: {to_yaml(plain(value))}"]
+        if isinstance(settings, DataSettings) and key == "name":
+            data_set = settings.source.open()
+            lines += _options(options_of(type(data_set)), plain(data_set) | settings.uris, depth + 1)
+    return lines
+
+
+def _options(options: Iterable[Option], values: Mapping[str, Any], depth: int) -> list[str]:
+    lines = []
+    for option in options:
+        lines += [*_comment(option.meaning, depth), f"{'  ' * depth}{option.name}: {to_yaml(values[option.name])}"]
+    return lines
+
+
+def _comment(text: str, depth: int) -> list[str]:
+    indent = "  " * depth + "# "
+    return textwrap.wrap(text.strip().replace("``", "`"), _WIDTH, initial_indent=indent, subsequent_indent=indent)
+
+
+# -- what there is ---------------------------------------------------------------------------------------------------
+
+
+def methods_as_data(only: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the built-in methods, rules, attacks and networks with their options, as plain data.
+
+    Args:
+        only: names; empty: all.
+
+    Raises:
+        ConfigError: nothing of such a name is built in.
+    """
+    methods = {
+        name: registry.find("raydfl.methods", name, Method, "method") for name in registry.names("raydfl.methods")
+    }
+    attacks = {
+        name: registry.find("raydfl.attacks", name, Attack, "attack") for name in registry.names("raydfl.attacks")
+    }
+    everything: dict[str, dict[str, Any]] = {
+        "methods": {
+            name: {"about": _first_line(cls), "models": dict(cls.models), "options": _options_as_data(cls)}
+            for name, cls in methods.items()
+        },
+        "rules": {
+            name: {"about": _first_line(cls), "options": _options_as_data(cls)} for name, cls in sorted(RULES.items())
+        },
+        "attacks": {
+            name: {"about": _first_line(cls), "options": _options_as_data(cls)} for name, cls in attacks.items()
+        },
+        "models": {name: {"options": _plain_options(model_options(name))} for name in architectures()},
+    }
+    known = {name for kind in everything.values() for name in kind}
+    for name in only:
+        if name not in known:
+            hint = nearest(name, known)
+            raise ConfigError(f"no method, rule, attack or architecture {name!r} is built in; {hint}")
+    return {
+        kind: {name: about for name, about in entries.items() if not only or name in only}
+        for kind, entries in everything.items()
+    }
+
+
+def _plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: plain(value) for name, value in options.items()}
+
+
+def _first_line(cls: type) -> str:
+    return (cls.__doc__ or "").strip().partition("\n")[0]
+
+
+def _options_as_data(cls: type) -> dict[str, Any]:
+    return {
+        option.name: {"default": option.default, "required": option.required, "meaning": option.meaning}
+        for option in options_of(cls)
+    }
+
+
+_TITLES = {
+    "methods": "Methods (method: {name: ...})",
+    "rules": "Aggregation rules (method.rule)",
+    "attacks": "Attacks (attack: {name: ...}), simulated",
+    "models": "Architectures (models)",
+}
+
+
+def explain_methods(width: int, only: Sequence[str] = ()) -> str:
+    """Return what :func:`methods_as_data` returns, to be read, in lines of ``width`` characters."""
+    return "\n\n\n".join(
+        "\n".join([_TITLES[kind], *(_architectures(entries, width) if kind == "models" else _classes(entries, width))])
+        for kind, entries in methods_as_data(only).items()
+        if entries
+    )
+
+
+def _classes(entries: Mapping[str, Mapping[str, Any]], width: int) -> list[str]:
+    lines = []
+    for name, about in entries.items():
+        lines += ["", *_wrapped(f"{name}: {about['about']}", 0, width)]
+        if "models" in about:
+            models = ", ".join(f"{model} ({architecture})" for model, architecture in about["models"].items())
+            lines += _wrapped(f"models, with their default architectures: {models}", 1, width)
+        lines += _option_lines(about["options"], width)
+    return lines
+
+
+def _architectures(entries: Mapping[str, Mapping[str, Any]], width: int) -> list[str]:
+    lines = [""]
+    for name, about in entries.items():
+        options = ", ".join(f"{key}: {json.dumps(value)}" for key, value in about["options"].items())
+        lines += _wrapped(f"{name}{': ' if options else ''}{options}", 0, width)
+    return lines
+
+
+def _option_lines(options: Mapping[str, Mapping[str, Any]], width: int) -> list[str]:
+    lines = []
+    for name, option in options.items():
+        default = "(required)" if option["required"] else f"= {json.dumps(option['default'])}"
+        lines += _wrapped(f"{name} {default}: {option['meaning']}", 1, width)
+    return lines
+
+
+def _wrapped(text: str, depth: int, width: int) -> list[str]:
+    indent = "  " * depth
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent + "    ")

@@ -1,0 +1,552 @@
+"""The command line. Exit codes: 0 done, 2 bad configuration or input, also where only the end shows it, 1 anything else."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import os
+import shlex
+import shutil
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperCommand
+
+from raydfl.cluster.job import check_no_token, in_a_job
+from raydfl.core.errors import ClientError, ConfigError, DataError, InputError, RaydflError, printable
+from raydfl.core.version import __version__
+
+if TYPE_CHECKING:
+    from raydfl.runs.progress import Progress
+    from raydfl.runs.run import Outcome
+
+app = typer.Typer(
+    help="Federated learning for audio on Ray clusters. Start with: raydfl init, then raydfl run jobs/quickstart.yaml",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+data_app = typer.Typer(help="Data sets: which there are, what is in them, who gets what.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+cluster_app = typer.Typer(help="Clusters: is the description of one whole, and do jobs fit it?", no_args_is_help=True)
+app.add_typer(cluster_app, name="cluster")
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="the configuration, a YAML file", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="settings to change, e.g. train.rounds=50", show_default=False),
+]
+
+
+class _TakesSettings(TyperCommand):
+    """A command with KEY=VALUE arguments, which says so to users who write a setting as an option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words behind the command."""
+        options = [name for parameter in self.params for name in parameter.opts] + ["--help"]
+        for word in args:
+            name, equals, value = word.partition("=")
+            written = name.startswith("--") and name not in options and (equals or "." in name)
+            if written and not difflib.get_close_matches(name, options):
+                setting = f"{name.removeprefix('--')}={value or 'VALUE'}"
+                raise ConfigError(
+                    f"there is no option {name}; settings are given without dashes, as key=value: {setting}"
+                )
+        return super().parse_args(ctx, args)
+
+
+def _run_dir(text: str) -> Path:
+    """A run's folder as it was given; one behind a URI is fetched first."""
+    if "://" not in text:
+        return Path(text)
+    from raydfl.engine.storage.mirror import local_run
+
+    return local_run(text)
+
+
+RunDir = Annotated[
+    Path, typer.Argument(metavar="DIR", help="a run directory, or its URI", show_default=False, parser=_run_dir)
+]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="run code that came with the folder, or has changed since the run began")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print errors only")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object a line, for machines")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"raydfl {__version__}")  # noqa: T201
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """What stands before a command."""
+    if in_a_job():
+        from raydfl.cluster.session import current_token  # takes gRPC
+
+        check_no_token(current_token()[0])
+
+
+@contextlib.contextmanager
+def _progress(quiet: bool, as_json: bool) -> Iterator[Progress]:
+    from raydfl.runs.progress import Progress
+
+    if not as_json:
+        with Progress("quiet" if quiet else "auto") as progress:
+            yield progress
+        return
+    # Standard output is for our events alone: what libraries and Ray's processes print goes to standard error.
+    sys.stdout.flush()
+    output = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with os.fdopen(os.dup(output), "w") as events, Progress("json", events) as progress:
+            yield progress
+    finally:
+        sys.stdout.flush()
+        os.dup2(output, 1)
+        os.close(output)
+
+
+def _end(outcome: Outcome, quiet: bool) -> None:
+    """End with the code of a run: 1 if it was stopped; that of bad input if it is worthless, as it would be once more."""
+    if outcome.worthless and quiet:
+        raise InputError(outcome.worthless)
+    if outcome.worthless:
+        raise typer.Exit(InputError.exit_code)
+    if not outcome.finished:
+        raise typer.Exit(1)
+
+
+@app.command("init")
+def init_command(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="where to; default: here", show_default=False)
+    ] = Path(),
+) -> None:
+    """Write example jobs, searches and a cluster file into FOLDER.
+
+    They are what the documentation's commands use. No file that is there is changed.
+    """
+    from raydfl.cli.example_jobs import write_examples
+
+    written = write_examples(folder)
+    print(f"files written into {folder.resolve()}: {len(written)}{'' if written else ' (all were there)'}")  # noqa: T201
+    before = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
+    print(f"start with: {before}raydfl run jobs/quickstart.yaml")  # noqa: T201
+    print("in seconds, without Ray: raydfl run jobs/tiny.yaml")  # noqa: T201
+
+
+@app.command("run", cls=_TakesSettings)
+def run_command(file: File, overrides: Overrides = None, quiet: Quiet = False, as_json: Json = False) -> None:
+    """Train as FILE says.
+
+    With a run.name whose folder exists already, go on with that run. Ctrl-C stops after the round.
+    """
+    from raydfl.engine.config import load_config
+    from raydfl.runs.run import run
+
+    config = load_config(file, overrides or [])
+    with _progress(quiet, as_json) as progress:
+        outcome = run(config, progress)
+    _end(outcome, quiet)
+
+
+@app.command("resume", cls=_TakesSettings)
+def resume_command(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="a run directory, or its URI", show_default=False)],
+    overrides: Overrides = None,
+    trust: Trust = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Go on with the run in DIR after its last commit.
+
+    Settings that do not decide the numbers may be changed: train.rounds, ray.*, run.commit_every, track.* ...
+    """
+    from raydfl.runs.run import resume
+
+    with _progress(quiet, as_json) as progress:
+        outcome = resume(directory, overrides or [], progress, trust)
+    _end(outcome, quiet)
+
+
+@app.command("replay")
+def replay_command(
+    directory: RunDir,
+    round_number: Annotated[int, typer.Option("--round", min=1, help="the round, counted from 1")],
+    client: Annotated[str, typer.Option("--client", help="the client's id")],
+    save: Annotated[Path | None, typer.Option("--save", help="write the update to this safetensors file")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="open the debugger where the method's code fails")] = False,
+    trust: Trust = False,
+) -> None:
+    """Do one client's work of one round again.
+
+    It is done in this process, from what the run has kept; the run is not changed.
+    """
+    from raydfl.runs.replay import replay
+
+    try:
+        replayed = replay(directory, round_number, client, trust)
+    except ClientError as error:
+        cause = error.__cause__
+        if cause is not None:
+            traceback.print_exception(cause)
+            if debug:
+                import pdb  # noqa: T100  (asked for)
+
+                pdb.post_mortem(cause.__traceback__)
+        raise
+    console = Console(highlight=False)
+    who = replayed.client
+    models = ", ".join(f"{spec.name}={spec.architecture}" for spec in who.models)
+    console.print(f"client {who.id!r}: {who.num_examples} examples, {models}", markup=False)
+    console.print(f"round {replayed.round}, phase {replayed.phase!r}", markup=False)
+    for name, value in replayed.metrics.items():
+        console.print(f"{name}: {value:.6g}", markup=False)
+    if replayed.rejected:
+        console.print(f"the update was rejected: {printable(replayed.rejected)}", markup=False)
+    if replayed.update is None:
+        return
+    table = Table("tensor", "shape", "norm", "change")
+    for name, tensor in replayed.update.tensors.items():
+        before = next((group[name] for group in replayed.received.values() if name in group), None)
+        change = "" if before is None else f"{float((tensor - before).norm()):.6g}"
+        table.add_row(name, str(tuple(tensor.shape)), f"{float(tensor.norm()):.6g}", change)
+    console.print(table)
+    if save is not None:
+        import safetensors.torch
+
+        tensors = {name: tensor.contiguous() for name, tensor in replayed.update.tensors.items()}
+        with _writing(save):
+            save.write_bytes(safetensors.torch.save(tensors))
+        console.print(f"update written to {save}", markup=False)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turns a file that cannot be written into an error that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror or error}; name another file") from error
+
+
+@app.command("report")
+def report_command(
+    directories: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="run directories, or their URIs", show_default=False, parser=_run_dir),
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="the page to write; default: report.html in the one DIR, or here")
+    ] = None,
+) -> None:
+    """Write one HTML page about a run, or one that compares several."""
+    from raydfl.runs.report import write_report
+
+    if out is None:
+        out = directories[0] / "report.html" if len(directories) == 1 else Path("report.html")
+    print(write_report(directories, out))  # noqa: T201
+
+
+ModelName = Annotated[
+    str | None, typer.Option("--model", help="which model; default: the shared one, or what --client keeps for itself")
+]
+ClientId = Annotated[str | None, typer.Option("--client", help="the model of this client, with its private part")]
+
+
+@app.command("predict")
+def predict_command(
+    directory: RunDir,
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="recordings, or folders of them", show_default=False)
+    ],
+    model: ModelName = None,
+    client: ClientId = None,
+    top: Annotated[int, typer.Option("--top", min=1, help="how many classes to show for each recording")] = 1,
+    as_csv: Annotated[bool, typer.Option("--csv", help="print comma-separated values")] = False,
+    as_json: Json = False,
+    trust: Trust = False,
+) -> None:
+    """Classify recordings with a model of the run in DIR.
+
+    They go through the run's own front end: wav, flac, ogg, opus, mp3, aiff and others, any rate and number of channels. Those that
+    cannot be read are named at the end, with exit code 2; all others are classified.
+    """
+    from raydfl.cli.predictions import Form, show
+    from raydfl.runs.inference.model import load_model
+    from raydfl.runs.inference.recordings import predictions
+
+    if as_csv and as_json:
+        raise InputError("--csv and --json: choose one")
+    loaded = load_model(directory, model, client, trust)
+    form: Form = "csv" if as_csv else "json" if as_json else "table"
+    show(predictions(loaded, files), min(top, len(loaded.classes)), form, loaded.description)
+
+
+@app.command("export")
+def export_command(
+    directory: RunDir,
+    model: ModelName = None,
+    client: ClientId = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="the .onnx file; default: DIR/export/MODEL.onnx", show_default=False)
+    ] = None,
+    trust: Trust = False,
+) -> None:
+    """Write a model of the run in DIR as ONNX, with its front end described in a JSON file beside it.
+
+    The file is compared with PyTorch before it is written.
+    """
+    from raydfl.runs.inference.onnx import export_model
+
+    exported = export_model(directory, out, model=model, client=client, trust=trust)
+    print(exported.path)  # noqa: T201
+    print(exported.description_path)  # noqa: T201
+    print(f"largest difference to PyTorch: {exported.difference:.1e} (logits)")  # noqa: T201
+
+
+@app.command("sweep", cls=_TakesSettings)
+def sweep_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="the sweep, a YAML file", show_default=False)],
+    overrides: Overrides = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="AXIS=LABEL,LABEL: leave out the other cells of this axis")
+    ] = None,
+    parallel: Annotated[
+        int | None, typer.Option("--parallel", min=1, help="runs at a time; default: what the CPUs and GPUs allow")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="check all configurations, without any recording")] = False,
+    table: Annotated[bool, typer.Option("--table", help="write the tables and the page of what is there")] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Do all runs of a grid side by side, and put what came of them into one table and one page.
+
+    Finished runs are never repeated. Ctrl-C lets running ones stop after their round; the same command goes on with them.
+    """
+    from raydfl.cli.sweep import describe, do_sweep
+    from raydfl.experiments.sweep.grid import load_sweep
+
+    sweep = load_sweep(file, overrides or [], only or [])
+    if check:
+        print(describe(sweep))  # noqa: T201
+        return
+    with _progress(quiet, as_json) as progress:
+        code = do_sweep(sweep, progress, parallel, table_only=table)
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command("search", cls=_TakesSettings)
+def search_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="the search, a YAML file", show_default=False)],
+    overrides: Overrides = None,
+    check: Annotated[bool, typer.Option("--check", help="check the space, without any recording")] = False,
+    table: Annotated[bool, typer.Option("--table", help="write the tables and the page of what is there")] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Search good settings: many federations with Ray Tune, and one page with the best settings and what mattered.
+
+    KEY=VALUE also changes the search's own settings (samples=20). Trials that are over are never repeated. Ctrl-C lets running ones
+    stop after their round; the same command goes on with them.
+    """
+    from raydfl.cli.search import describe, do_search
+    from raydfl.experiments.search.plan import load_search
+
+    search = load_search(file, overrides or [])
+    if check:
+        print(describe(search))  # noqa: T201
+        return
+    with _progress(quiet, as_json) as progress:
+        code = do_search(search, progress, table_only=table)
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command("methods")
+def methods_command(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME", help="these methods, rules, attacks or architectures; default: all", show_default=False
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """All methods, aggregation rules, attacks and architectures, with options, ranges and defaults."""
+    from raydfl.cli.explain import explain_methods, methods_as_data
+
+    if as_json:
+        print(json.dumps(methods_as_data(names or [])))  # noqa: T201
+    else:
+        print(explain_methods(min(120, shutil.get_terminal_size((110, 1)).columns), names or []))  # noqa: T201
+
+
+@app.command("config", cls=_TakesSettings)
+def config_command(file: File, overrides: Overrides = None) -> None:
+    """The resolved configuration, every field explained.
+
+    It is FILE with all defaults; comments say meaning, unit and range of each field.
+    """
+    from raydfl.cli.explain import explain_config
+    from raydfl.engine.config import load_config
+
+    print(explain_config(load_config(file, overrides or [])))  # noqa: T201
+
+
+@data_app.command("list")
+def data_list() -> None:
+    """The data sets that raydfl can read."""
+    from raydfl.data.dataset import dataset_names, find_dataset
+
+    table = Table("name", "what", "licence", box=None, pad_edge=False)
+    for name in dataset_names():
+        cls = find_dataset(name)
+        table.add_row(name, cls.card.title, cls.card.licence)
+    Console(highlight=False).print(table)
+    print("\nMore about one: raydfl data info NAME")  # noqa: T201
+
+
+@data_app.command("info", cls=_TakesSettings)
+def data_info(
+    what: Annotated[
+        str, typer.Argument(metavar="NAME|FILE", help="a data set's name, or a configuration", show_default=False)
+    ],
+    overrides: Overrides = None,
+) -> None:
+    """A data set's layout and options, or who gets what.
+
+    With NAME: layout, licence and options of that data set. With FILE: clips, classes, groups and clients of that configuration,
+    and a split, a partition and settings to begin with.
+    """
+    from raydfl.cli.describe import describe_data, describe_dataset
+
+    if Path(what).suffix in (".yaml", ".yml") or Path(what).is_file():
+        from raydfl.cli.proposal import propose
+        from raydfl.engine.config import load_config
+
+        config = load_config(Path(what), overrides or [])
+        unfit = None
+        try:
+            for line in describe_data(config.data, config.run.seed):
+                print(line)  # noqa: T201
+        except DataError as error:
+            unfit = error
+        for line in () if config.data.sites else propose(config, [what, *(overrides or [])]):
+            print(line)  # noqa: T201
+        if unfit is not None:
+            raise unfit
+    elif overrides:
+        raise ConfigError(f"{overrides[0]!r}: settings go with a configuration file, and {what!r} is none")
+    else:
+        print("\n".join(describe_dataset(what)))  # noqa: T201
+
+
+@data_app.command("prepare", cls=_TakesSettings)
+def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, as_json: Json = False) -> None:
+    """Compute the features that FILE needs.
+
+    In parallel, into the cache that all runs share: by this machine, or by the Ray cluster that ray.address or RAY_ADDRESS names.
+    It may be interrupted: the next call goes on.
+    """
+    from raydfl.cluster.job import check_kept
+    from raydfl.core.files import default_cache
+    from raydfl.data.build import build_population
+    from raydfl.engine.config import load_config
+
+    config = load_config(file, overrides or [])
+    check_kept({"data.cache": config.data.cache or default_cache()})
+    with _progress(quiet, as_json) as progress, contextlib.ExitStack() as stack:
+        run_chunks = None
+        if config.ray.address or os.environ.get("RAY_ADDRESS"):
+            from raydfl.cluster.features import on_the_cluster
+            from raydfl.cluster.session import connected
+
+            stack.enter_context(connected(config.ray.address, quiet=True))
+            run_chunks = on_the_cluster
+        population = build_population(config.data, config.run.seed, progress, run_chunks, config.build_attack())
+        for message in population.messages:
+            progress.message(message)
+        progress.message(
+            f"features are ready: {len(population)} clients, {len(population.test)} test examples, "
+            f"{len(population.classes)} classes, {len(population.skipped)} clips left out"
+        )
+
+
+@data_app.command("plot", cls=_TakesSettings)
+def data_plot(
+    file: File,
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option("--out", help="the PNG, SVG or PDF to write")] = Path("partition.png"),
+) -> None:
+    """Draw which client has how much of which class."""
+    from raydfl.data.build import build_population
+    from raydfl.engine.config import load_config
+    from raydfl.runs.report.partition import plot_partition
+
+    config = load_config(file, overrides or [])
+    if out.suffix not in (".png", ".svg", ".pdf"):
+        raise InputError(f"--out {out}: the name must end in .png, .svg or .pdf")
+    with _progress(quiet=False, as_json=False) as progress:
+        population = build_population(config.data, config.run.seed, progress)
+    with _writing(out):
+        plot_partition(population, out)
+    print(out)  # noqa: T201
+
+
+@cluster_app.callback()
+def _cluster() -> None:
+    """What stands before a command about clusters."""
+
+
+@cluster_app.command("check")
+def cluster_check(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="for ray up, or a RayJob of KubeRay", show_default=False)
+    ],
+    jobs: Annotated[
+        list[Path] | None, typer.Argument(metavar="JOB...", help="configurations of runs", show_default=False)
+    ] = None,
+) -> None:
+    """Check the description of a cluster, without contacting anything.
+
+    Whether Ray takes it, a token is asked for, the dashboard is not open, nodes come and go, and each JOB's client actors fit.
+    """
+    from raydfl.cluster.clusterfile import check
+
+    print("\n".join(check(file, jobs or [])))  # noqa: T201
+
+
+_INTERRUPTED = 130
+"""The exit code that Typer gives to Ctrl-C."""
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Entry point: turns errors that were raised on purpose into one message and the right exit code."""
+    try:
+        app(arguments, prog_name="raydfl")
+    except RaydflError as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)  # noqa: T201
+        sys.exit(error.exit_code)
+    except SystemExit as end:
+        if end.code != _INTERRUPTED:
+            raise
+        print("stopped", file=sys.stderr)  # noqa: T201
+        sys.exit(1)

@@ -1,0 +1,105 @@
+"""How predictions are printed: a table, CSV, or one JSON object a line."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from raydfl.core.errors import InputError
+from raydfl.data.manifest import shown_name
+from raydfl.runs.inference.recordings import Prediction
+
+Form = Literal["table", "csv", "json"]
+
+_UNFOLDED = 10_000
+"""Columns of a table that is not printed on a terminal."""
+_LISTED = 10
+"""Recordings that could not be classified, named in the error."""
+
+
+def show(found: Iterable[Prediction], top: int, form: Form, heading: str, out: TextIO | None = None) -> None:
+    """Print predictions: JSON and CSV as they come, a table at the end.
+
+    Args:
+        found: the predictions.
+        top: classes to show for each recording, at least 1.
+        form: what is printed.
+        heading: above a table.
+        out: where to; standard output by default.
+
+    Raises:
+        InputError: some of the recordings could not be classified; all others have been printed.
+    """
+    out = out or sys.stdout
+    failed: list[Prediction] = []
+    total = 0
+    write = {"json": _write_json, "csv": _write_csv, "table": _write_table}[form]
+
+    def counted() -> Iterable[Prediction]:
+        nonlocal total
+        for prediction in found:
+            total += 1
+            if prediction.error:
+                failed.append(prediction)
+            yield prediction
+
+    write(counted(), top, heading, out)
+    out.flush()
+    if failed:
+        shown = [f"  {shown_name(prediction.file)}: {prediction.error}" for prediction in failed[:_LISTED]]
+        more = [f"  and {len(failed) - _LISTED} more"] if len(failed) > _LISTED else []
+        raise InputError("\n".join([f"{len(failed)} of {total} could not be classified:", *shown, *more]))
+
+
+def as_data(prediction: Prediction, top: int) -> dict[str, Any]:
+    """A prediction as one JSON object: ``file``, ``label``, ``probability``, ``top``; or ``file`` and ``error``."""
+    if prediction.error:
+        return {"file": shown_name(prediction.file), "error": prediction.error}
+    return {
+        "file": shown_name(prediction.file),
+        "label": prediction.label,
+        "probability": prediction.probability,
+        "top": [{"label": label, "probability": probability} for label, probability in prediction.top(top)],
+    }
+
+
+def _write_json(found: Iterable[Prediction], top: int, _: str, out: TextIO) -> None:
+    out.writelines(json.dumps(as_data(prediction, top)) + "\n" for prediction in found)
+
+
+def _write_csv(found: Iterable[Prediction], top: int, _: str, out: TextIO) -> None:
+    """A column ``label`` and ``probability`` for each rank, then ``error``."""
+    writer = csv.writer(out, lineterminator="\n")
+    ranks = [""] + [f"_{rank}" for rank in range(2, top + 1)]
+    writer.writerow(["file", *(name + rank for rank in ranks for name in ("label", "probability")), "error"])
+    for prediction in found:
+        cells = [cell for pair in _ranked(prediction, top) for cell in pair]
+        writer.writerow([shown_name(prediction.file), *cells, *[""] * (2 * top - len(cells)), prediction.error])
+
+
+def _ranked(prediction: Prediction, top: int) -> Sequence[tuple[str, float]]:
+    return [] if prediction.error else prediction.top(top)
+
+
+def _write_table(found: Iterable[Prediction], top: int, heading: str, out: TextIO) -> None:
+    table = Table("file", "label", "probability", box=None, pad_edge=False)
+    if top > 1:
+        table.add_column("then")
+    table.columns[0].overflow = "fold"
+    for prediction in found:
+        cells = [f"{label} {probability:.3f}" for label, probability in _ranked(prediction, top)[1:]]
+        first = ["-", ""] if prediction.error else [prediction.label, f"{prediction.probability:.3f}"]
+        table.add_row(
+            Text(shown_name(prediction.file)), *map(Text, first), *([Text(", ".join(cells))] if top > 1 else [])
+        )
+    # Long names are folded on a terminal only: elsewhere a line is a recording.
+    console = Console(file=out, highlight=False, width=None if out.isatty() else _UNFOLDED)
+    console.print(heading, markup=False, soft_wrap=True)
+    console.print(table)

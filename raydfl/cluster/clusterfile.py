@@ -1,0 +1,298 @@
+"""``raydfl cluster check``: is the description of a cluster whole and safe, and do jobs' client actors fit its nodes?
+
+Nothing is contacted. Two kinds of file are read: those of Ray's cluster launcher (``ray up``; AWS, Google Cloud, a list of hosts),
+which Ray's own checks go over first, and a RayJob or RayCluster of KubeRay, of which the fields that matter here are looked at.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from raydfl.cluster.resources import ActorKind, actor_kinds, room, wanted_text
+from raydfl.core.errors import ConfigError
+from raydfl.core.yaml import parse_yaml
+from raydfl.engine.config import Config, load_config
+
+
+@dataclass(frozen=True, slots=True)
+class NodeType:
+    """Nodes of one kind that a cluster may have."""
+
+    name: str
+    resources: Mapping[str, float]
+    """``CPU`` and ``GPU`` of one node."""
+    most: int
+    """Nodes of it at the same time."""
+
+
+@dataclass(slots=True)
+class ClusterFile:
+    """What was read of a file, and what is wrong with it."""
+
+    workers: list[NodeType] = field(default_factory=list)
+    most: int = 0
+    """Worker nodes at the same time, of all types together."""
+    problems: list[str] = field(default_factory=list)
+    open: list[str] = field(default_factory=list)
+    """Values that are still to be filled in."""
+
+
+def read_cluster(path: Path) -> ClusterFile:
+    """A cluster's description, checked.
+
+    Raises:
+        ConfigError: the file cannot be read, or is neither for ``ray up`` nor for KubeRay.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"cannot read the cluster file {path}: {error}; give one such as cluster.yaml (raydfl init writes it)"
+        ) from error
+    values = parse_yaml(text, str(path))
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{path} does not describe a cluster; give one such as cluster.yaml or jobs/clusters/kuberay.yaml"
+        )
+    if values.get("kind") in ("RayJob", "RayCluster"):
+        cluster = _kuberay(values)
+    elif "provider" in values or "available_node_types" in values:
+        cluster = _launcher(values)
+    else:
+        raise ConfigError(
+            f"{path} does not describe a cluster: it has neither provider and available_node_types (for ray up) nor kind: RayJob "
+            f"(for KubeRay); give one such as cluster.yaml or jobs/clusters/kuberay.yaml"
+        )
+    cluster.open = sorted({found[0] for line in text.splitlines() for found in _OPEN.finditer(line.split("#")[0])})
+    return cluster
+
+
+_OPEN = re.compile(r"[^\s\"']*REPLACE[^\s\"']*")
+
+
+def fit(cluster: ClusterFile, config: Config) -> tuple[str, list[str]]:
+    """Whether a job's client actors fit: what is wanted and where it goes, and what is wrong.
+
+    Args:
+        cluster: as read.
+        config: the job's; with ``ray.actors: per_client`` only a single actor is looked at, and none where clients are bound to
+            sites.
+    """
+    settings = config.ray
+    if settings.actors == 0:
+        return "no client actors (ray.actors=0)", []
+    if config.data.sites:
+        return f"bound to the nodes of its sites ({', '.join(config.data.sites)}), which are not looked at", []
+    kinds = actor_kinds(settings, 1)
+    wanted = wanted_text(kinds)
+    problems = [
+        f"a client actor with {kind} fits no node type ({_types_text(cluster.workers)}); lower ray.cpus or ray.gpus, or add a type"
+        for kind in dict.fromkeys(kinds)
+        if not any(room([worker.resources], [kind]) for worker in cluster.workers)
+    ]
+    needed = min(settings.min_actors or len(kinds), len(kinds))
+    fitting = _room_at_most(cluster, kinds)
+    if not problems and fitting < needed:
+        problems.append(
+            f"{needed} client actors have to be there, but the largest cluster has room for {fitting}; raise max_workers "
+            f"(maxReplicas), or lower ray.actors or ray.min_actors"
+        )
+    return f"{wanted}: room for {fitting} of {len(kinds)} in the largest cluster", problems
+
+
+def _room_at_most(cluster: ClusterFile, kinds: Sequence[ActorKind]) -> int:
+    """Room in the largest cluster: nodes with a GPU first, where they are wanted."""
+    by_use = sorted(cluster.workers, key=lambda worker: -room([worker.resources], kinds))
+    nodes = [worker.resources for worker in by_use for _ in range(worker.most)]
+    return room(nodes[: cluster.most], kinds)
+
+
+def _types_text(workers: Sequence[NodeType]) -> str:
+    return ", ".join(
+        f"{worker.name} has {worker.resources.get('CPU', 0):g} CPU and {worker.resources.get('GPU', 0):g} GPU"
+        for worker in workers
+    )
+
+
+def check(path: Path, jobs: Sequence[Path]) -> list[str]:
+    """Check a cluster's description and how jobs fit it.
+
+    Returns:
+        Lines that say what was found in order, and what is still to be filled in.
+
+    Raises:
+        ConfigError: with everything that is wrong.
+    """
+    cluster = read_cluster(path)
+    problems = list(cluster.problems)
+    lines = [f"{path}: up to {cluster.most} nodes; {_types_text(cluster.workers)}"]
+    for job in jobs:
+        said, wrong = fit(cluster, load_config(job))
+        lines.append(f"{job}: {said}")
+        problems += [f"{job}: {problem}" for problem in wrong]
+    if problems:
+        raise ConfigError("\n  ".join([f"{path}: {len(problems)} found:", *problems]))
+    if cluster.open:
+        lines.append(f"to be filled in before it is used: {', '.join(cluster.open)}")
+    return lines
+
+
+# -- Ray's cluster launcher --------------------------------------------------------------------------------------------
+
+
+def _merged(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The description with Ray's defaults, which Ray then checks. Ray's own functions are private: used here alone."""
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    try:
+        merged: dict[str, Any] = prepare_config(copy.deepcopy(dict(values)))
+        validate_config(merged)
+    except Exception as error:  # Ray and jsonschema raise many kinds here
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise ConfigError(f"Ray refuses the cluster file: {type(error).__name__}: {first}") from error
+    return merged
+
+
+def _launcher(values: Mapping[str, Any]) -> ClusterFile:
+    merged = _merged(values)
+    types: dict[str, Any] = merged["available_node_types"]
+    head = str(merged["head_node_type"])
+    cluster = ClusterFile(
+        [
+            NodeType(name, _numbers(kind.get("resources") or {}), int(kind.get("max_workers", merged["max_workers"])))
+            for name, kind in types.items()
+            if name != head
+        ],
+        int(merged["max_workers"]),
+    )
+    cluster.problems += _launcher_problems(merged, values, types, head)
+    return cluster
+
+
+def _launcher_problems(
+    merged: Mapping[str, Any], given: Mapping[str, Any], types: Mapping[str, Any], head: str
+) -> Iterator[str]:
+    for what in ("head", "worker"):
+        starts = [text for text in merged[f"{what}_start_ray_commands"] if re.search(r"\bray start\b", text)]
+        if not starts:
+            yield f"{what}_start_ray_commands has no `ray start`; copy it from cluster.yaml"
+        for text in starts:
+            if "RAY_AUTH_MODE=token" not in text:
+                yield (
+                    f"{what}_start_ray_commands starts Ray without a token: anyone who reaches a port could run code; "
+                    f"write RAY_AUTH_MODE=token ray start ..."
+                )
+            host = re.search(r"--dashboard-host[= ](\S+)", text)
+            if what == "head" and (host is None or host[1] not in ("127.0.0.1", "localhost")):
+                found = "Ray's default" if host is None else host[1]
+                yield (
+                    f"head_start_ray_commands: the dashboard must answer on the head itself only, not on {found}; "
+                    f"write --dashboard-host=127.0.0.1 and reach it by `ray dashboard`"
+                )
+    if not any(str(place).endswith("/.ray/auth_token") for place in merged.get("file_mounts") or {}):
+        yield 'file_mounts brings no token to the nodes; write "/home/USER/.ray/auth_token": "~/.ray/auth_token"'
+    if any(_numbers(types[head].get("resources") or {"CPU": 1.0}).values()):
+        yield f'the head ({head}) would get clients, who belong on nodes that come and go; write resources: {{"CPU": 0, "GPU": 0}}'
+    if "idle_timeout_minutes" not in given:
+        yield "idle_timeout_minutes is missing: say after how many minutes a node without clients goes"
+    for name, kind in types.items():
+        if name != head and not kind.get("resources"):
+            yield f"node type {name} says no resources, so nothing can be checked against it; write resources: {{...}}"
+        if name != head and kind.get("min_workers", 0) != 0:
+            yield f"node type {name} keeps {kind['min_workers']} nodes, which cost also when nothing runs; write min_workers: 0"
+
+
+def _numbers(resources: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in resources.items() if name in ("CPU", "GPU")}
+
+
+# -- KubeRay -----------------------------------------------------------------------------------------------------------
+
+
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108  (a place in a pod)
+
+
+def _kuberay(values: Mapping[str, Any]) -> ClusterFile:
+    spec = _at(values, "spec.rayClusterSpec" if values["kind"] == "RayJob" else "spec") or {}
+    head, workers = _at(spec, "headGroupSpec") or {}, _at(spec, "workerGroupSpecs") or []
+    cluster = ClusterFile(
+        [
+            NodeType(str(group.get("groupName")), _pod_resources(group), int(group.get("maxReplicas") or 0))
+            for group in workers
+        ]
+    )
+    cluster.most = sum(worker.most for worker in cluster.workers)
+    cluster.problems += _kuberay_problems(spec, head, workers)
+    for name, group in [("head", head), *((str(group.get("groupName")), group) for group in workers)]:
+        cluster.problems += [f"{name}: {problem}" for problem in _pod_problems(group)]
+    return cluster
+
+
+def _kuberay_problems(
+    spec: Mapping[str, Any], head: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    if _at(spec, "authOptions.mode") != "token":
+        yield "no token: anyone who reaches a port could run code; write authOptions: {mode: token}"
+    if str(spec.get("rayVersion")) != ray.__version__:
+        yield f"rayVersion is {spec.get('rayVersion')!r}, installed is {ray.__version__!r}; they must be the same, as the image's"
+    if _at(head, "serviceType") != "ClusterIP":
+        yield f"headGroupSpec.serviceType is {_at(head, 'serviceType')!r}: the dashboard could face the network; write ClusterIP"
+    if spec.get("enableInTreeAutoscaling") is not True:
+        yield "the cluster does not grow; write enableInTreeAutoscaling: true"
+    if not _at(spec, "autoscalerOptions.idleTimeoutSeconds"):
+        yield "autoscalerOptions.idleTimeoutSeconds is missing: say after how many seconds a pod without clients goes"
+    if any(_at(head, f"rayStartParams.{key}") != "0" for key in ("num-cpus", "num-gpus")):
+        yield 'the head would get clients; write rayStartParams: {num-cpus: "0", num-gpus: "0"}'
+    if not workers:
+        yield "there are no workerGroupSpecs, so no client actor has a place"
+    for group in workers:
+        if group.get("minReplicas") != 0 or group.get("replicas") != 0:
+            yield f"{group.get('groupName')}: pods cost also when nothing runs; write replicas: 0 and minReplicas: 0"
+
+
+def _pod_problems(group: Mapping[str, Any]) -> Iterator[str]:
+    pod = _at(group, "template.spec") or {}
+    if _at(pod, "securityContext.runAsNonRoot") is not True:
+        yield "runs as root; write securityContext: {runAsNonRoot: true}"
+    volumes = {volume.get("name"): volume for volume in pod.get("volumes") or []}
+    for container in pod.get("containers") or []:
+        requests, limits = _at(container, "resources.requests"), _at(container, "resources.limits")
+        if not requests or requests != limits:
+            yield "resources.requests and limits must be the same, for Ray counts on all of what it is told"
+        if ray.__version__ not in str(container.get("image")):
+            yield f"the image {container.get('image')!r} does not name Ray {ray.__version__} in its tag"
+        mounts = container.get("volumeMounts") or []
+        mounted = {mount.get("mountPath"): volumes.get(mount.get("name"), {}) for mount in mounts}
+        if _at(mounted.get(_SHARED_MEMORY, {}), "emptyDir.medium") != "Memory":
+            yield f"{_SHARED_MEMORY} must be an emptyDir with medium: Memory, for Ray's objects lie there"
+        if not any("persistentVolumeClaim" in volume for volume in mounted.values()):
+            yield "no volume that all pods share, for runs and the cache; mount a persistentVolumeClaim"
+
+
+def _pod_resources(group: Mapping[str, Any]) -> dict[str, float]:
+    """What Ray will count of a pod: the limits of its first container."""
+    containers = _at(group, "template.spec.containers") or [{}]
+    limits = _at(containers[0], "resources.limits") or {}
+    return {"CPU": _cpus(limits.get("cpu", 0)), "GPU": float(limits.get("nvidia.com/gpu", 0))}
+
+
+def _cpus(text: Any) -> float:
+    """Kubernetes' CPUs, of which Ray counts whole ones, rounded up."""
+    number = float(str(text)[:-1]) / 1000 if str(text).endswith("m") else float(text)
+    return float(-(-number // 1))
+
+
+def _at(values: Any, path: str) -> Any:
+    """What stands at ``a.b.c``; ``None`` where there is nothing."""
+    for key in path.split("."):
+        if not isinstance(values, Mapping):
+            return None
+        values = values.get(key)
+    return values

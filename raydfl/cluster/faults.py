@@ -1,0 +1,62 @@
+"""What a failure of an actor means, and how long to wait for a late one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
+
+from raydfl.core.errors import RaydflError
+from raydfl.engine.config import Config
+from raydfl.engine.orders import Order, Result
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How a pool treats clients whose actor is lost or does not answer."""
+
+    drop_lost: bool = False
+    """Whether a client whose actor is lost again and again is left out of the round; else the run stops."""
+    deadline: float | None = None
+    """Seconds that a client may train; ``None``: an actor is waited for as long as it lives."""
+    grace: float = 0.0
+    """Seconds beyond the deadline after which an actor that has not answered is ended."""
+
+    @classmethod
+    def of(cls, config: Config) -> Patience:
+        """As configured."""
+        return cls(config.run.on_error == "drop", config.train.deadline, config.ray.grace)
+
+    def limit(self, clients: int) -> float:
+        """Seconds until the answer of an actor is due that trains so many clients, perhaps one after another."""
+        return math.inf if self.deadline is None else clients * self.deadline + self.grace
+
+    def tries(self, retries: int) -> int:
+        """Losses of its actor that a client's work survives.
+
+        Where clients are dropped it is at least one: when an actor is lost whose calls held the work of several clients, each is
+        tried again by itself, so that nobody is left out for what another one did.
+        """
+        return max(1, retries) if self.drop_lost else retries
+
+
+LOST = (RayActorError, OutOfMemoryError, ObjectLostError)
+"""What a lost actor, process, node or result looks like. OutOfMemoryError is no RayActorError."""
+
+
+def task_cause(error: RayTaskError) -> BaseException:
+    """The exception that an actor raised, without Ray's wrapping when it is one of ours."""
+    cause = error.cause
+    return cause if isinstance(cause, RaydflError) else error
+
+
+def _apart(group: list[Order], waiting: list[list[Order]], reason: str) -> Iterator[Result]:
+    """A client is left out; of several that were trained together each is tried by itself first, for it may be another's doing."""
+    if len(group) > 1:
+        waiting.extend([dataclasses.replace(order, group=-1)] for order in group)
+        return
+    order = group[0]
+    yield Result(order.position, order.task.client_id, rejected=reason, private=order.private)

@@ -1,0 +1,28 @@
+"""Features computed by all CPUs of the Ray cluster that this process is connected to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import ray
+from ray.exceptions import RayTaskError
+
+from raydfl.cluster.faults import task_cause
+from raydfl.data.features.extraction import Chunk, ChunkReport
+
+
+def on_the_cluster(function: Callable[[Chunk], ChunkReport], chunks: Sequence[Chunk]) -> Iterator[ChunkReport]:
+    """Each chunk as a Ray task on one CPU; reports in order of completion. A task whose node is lost is done again elsewhere."""
+    task = ray.remote(num_cpus=1)(function)
+    pending = [task.remote(chunk) for chunk in chunks]
+    try:
+        while pending:
+            done, pending = ray.wait(pending)
+            try:
+                report = ray.get(done[0])
+            except RayTaskError as error:
+                raise task_cause(error) from error
+            yield report
+    finally:  # an error in one of them ends the preparation: the others need not go on
+        for reference in pending:
+            ray.cancel(reference)

@@ -1,0 +1,133 @@
+"""Whether a Ray cluster answers and takes our token: asked before Ray itself tries for a long time and then does not say why."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import ray
+
+from raydfl.cluster.resources import check_resources
+from raydfl.core.errors import ResourcesError
+from raydfl.engine.config import Config
+
+_SECONDS = 10
+_METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+"""A question without arguments that every cluster answers to those who may ask."""
+_REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+
+
+def check_access(address: str) -> None:
+    """Asks the cluster at ``host:port`` (or ``ray://host:port``); of any other form of address nothing is known here.
+
+    Raises:
+        OSError: nobody listens there.
+        ResourcesError: the cluster wants a token, and there is none, or it is not the cluster's.
+    """
+    found = re.fullmatch(r"(ray://)?(.+):(\d+)", address)
+    if found is None:
+        return
+    socket.create_connection((found[2].strip("[]"), int(found[3])), timeout=_SECONDS).close()
+    if found[1] is None:
+        _check_token(address)
+
+
+def _check_token(address: str) -> None:
+    token, place = current_token()
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    with grpc.insecure_channel(address) as channel:
+        try:
+            channel.unary_unary(_METHOD)(b"", timeout=_SECONDS, metadata=metadata)
+        except grpc.RpcError as error:
+            if error.code() in _REFUSED:
+                raise ResourcesError(
+                    f"the Ray cluster at {address} refused access: "
+                    + (f"the token in {place} is not the cluster's" if token else f"it wants a token, and {place}")
+                    + "; set RAY_AUTH_TOKEN to its token, or RAY_AUTH_TOKEN_PATH to a file with it, and RAY_AUTH_MODE=token"
+                ) from error
+            # With TLS, or whatever else: Ray itself knows better.
+
+
+def current_token() -> tuple[str, str]:
+    """What Ray would send, empty if nothing, and where it stands or why there is none. The order is Ray's."""
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return "", f"RAY_AUTH_MODE={os.environ['RAY_AUTH_MODE']} sends none"
+    if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
+        return token, "RAY_AUTH_TOKEN"
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        token = ""
+    return token, str(path) if token else f"there is none in {path}"
+
+
+_INLINE = 1 << 20
+"""Bytes up to which what an actor returns comes with its answer; by way of the object store two more processes are asked."""
+
+
+def start_local_ray(**options: Any) -> None:
+    """A Ray of this process alone, which ends with it; options as for ``ray.init``."""
+    os.environ.setdefault(
+        "RAY_max_direct_call_object_size", str(_INLINE)
+    )  # read by every process of Ray when it starts
+    ray.init("local", include_dashboard=False, **options)
+
+
+@contextlib.contextmanager
+def ray_session(config: Config, clients: int, quiet: bool = False) -> Iterator[None]:
+    """Ray for one run: the cluster that this process is in, the one configured, or a local one that ends with the block.
+
+    Raises:
+        ResourcesError: the cluster cannot be reached, or can never hold the configured actors.
+    """
+    if config.ray.actors == 0:
+        yield
+        return
+    own = not (ray.is_initialized() or config.ray.address or os.environ.get("RAY_ADDRESS"))
+    with connected(config.ray.address, quiet):
+        check_resources(config, clients, grows=config.ray.autoscale and not own)
+        yield
+
+
+@contextlib.contextmanager
+def connected(address: str | None, quiet: bool = False) -> Iterator[None]:
+    """The Ray that this process is in, the one at ``address`` or ``$RAY_ADDRESS``, or a local one that ends with the block.
+
+    Raises:
+        ResourcesError: the cluster cannot be reached, or wants another token.
+    """
+    started = False
+    if not ray.is_initialized():
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        address = address or os.environ.get("RAY_ADDRESS")
+        options: dict[str, Any] = {"log_to_driver": not quiet, "logging_level": "ERROR", "namespace": "raydfl"}
+        try:
+            if address:
+                check_access(address)
+                ray.init(address, **options)
+            else:
+                start_local_ray(**options)
+        except ResourcesError:
+            raise
+        except Exception as error:  # Ray raises many kinds here
+            where = f"the Ray cluster at {address}" if address else "a local Ray"
+            first = (str(error).strip().splitlines() or [""])[0]
+            reason = error.strerror or first if isinstance(error, OSError) else f"{type(error).__name__}: {first}"
+            raise ResourcesError(
+                f"cannot reach {where}: {reason}; check the address (ray.address, or RAY_ADDRESS), and that RAY_AUTH_TOKEN or "
+                f"RAY_AUTH_TOKEN_PATH holds the cluster's token, or set ray.actors=0 to run without Ray"
+            ) from error
+        started = True
+    try:
+        yield
+    finally:
+        if started:
+            ray.shutdown()

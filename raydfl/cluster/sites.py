@@ -1,0 +1,281 @@
+"""A federation whose data lie at several sites: what a site tells about its own, and what everybody else knows of it.
+
+A site makes a population of its own clients, which stays there. What it tells is a :class:`SiteReport`: how many clients with how
+many training examples each, and of how many examples its test data are. From those reports alone comes the population of the whole
+federation, in which clients are called by their site and a number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from raydfl.cluster.faults import task_cause
+from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError
+from raydfl.core.files import RESUME, write_atomically, write_durably, writing
+from raydfl.core.progress import Progress
+from raydfl.data.build import build_population, list_clips
+from raydfl.data.listing import kept_labels
+from raydfl.data.names import Names
+from raydfl.data.partition import natural_order
+from raydfl.data.population import POPULATION_FILE, Population, Site
+from raydfl.engine.config import Config
+from raydfl.engine.storage.private import PrivateStore
+from raydfl.engine.worker import Worker
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """All that a site tells about its data, besides the names of its classes. Plain values: it is also written as JSON."""
+
+    site: str
+    examples: tuple[int, ...]
+    """Training examples of each client."""
+    bands: int
+    """Features of a frame."""
+    length: int | None
+    """Frames of every example, ``None`` when they differ."""
+    shards: Mapping[str, Sequence[tuple[int, int]]]
+    """Site.shards."""
+    left_out: int
+    """Clips that cannot be read."""
+    trained: tuple[str, ...]
+    """Names of the classes of which some client has training examples."""
+
+    @classmethod
+    def of(cls, name: str, population: Population) -> SiteReport:
+        """What the site of that name tells about its population."""
+        return cls(
+            name,
+            tuple(population.num_examples(index) for index in range(len(population))),
+            population.bands,
+            population.length,
+            {split: [(int(a), int(b)) for a, b in parts] for split, parts in population.sites[0].shards.items()},
+            len(population.skipped),
+            tuple(np.array(population.classes)[population.label_counts().any(axis=0)].tolist()),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its fields."""
+        return dataclasses.asdict(self)
+
+
+def join(reports: Sequence[SiteReport], classes: Sequence[str]) -> Population:
+    """The population of all sites, in the order given: ids ``site/number``, numbers of examples, and no data."""
+    sites: list[Site] = []
+    for report in reports:
+        first = sites[-1].stop if sites else 0
+        sites.append(Site(report.site, first, first + len(report.examples), report.shards))
+    clients = sites[-1].stop
+    ids = Names.of(f"{report.site}/{number}" for report in reports for number in range(len(report.examples)))
+    examples = np.array([count for report in reports for count in report.examples], np.int64)
+    arrays = {
+        "train/offsets": np.r_[0, np.cumsum(examples)].astype(np.int64),
+        "groups_of": np.full(clients, -1, np.int32),
+        "noisy": np.zeros(clients, bool),
+        "label_errors": np.zeros(clients, bool),
+        **{f"ids/{name}": array for name, array in ids.arrays.items()},
+        **{f"groups/{name}": array for name, array in Names.of(()).arrays.items()},
+    }
+    lengths = {report.length for report in reports}
+    length = lengths.pop() if len(lengths) == 1 else None
+    messages = [
+        f"site {report.site}: {len(report.examples)} clients with {sum(report.examples)} training examples"
+        + (f", {report.left_out} clips cannot be read and are left out" if report.left_out else "")
+        for report in reports
+    ]
+    return Population(classes, length, (), arrays, messages=messages, bands=reports[0].bands, sites=sites)
+
+
+SHARE = 0.001
+"""Of the Ray resource ``site:NAME``, for everything that has to run at that site: a node offers 1 of it."""
+
+
+def resource(site: str) -> str:
+    """The Ray resource that a site's node offers."""
+    return f"site:{site}"
+
+
+def run_folder(config: Config, site: str, key: str) -> Path:
+    """Where a run's data lie on a site's node. Sites may be given the same folder, and may even be on one machine.
+
+    Args:
+        key: of the run, ``run.json``'s ``site_key``.
+    """
+    return config.data.sites[site].folder / "runs" / key / site
+
+
+@dataclass(frozen=True)
+class SentToSite:
+    """What a client actor at a site gets of a run, besides its configuration: it does not see the run's folder."""
+
+    key: str
+    """See :func:`run_folder`."""
+    population: bytes
+    """The file of the federation's population: ids and numbers of examples."""
+
+    @classmethod
+    def of(cls, run_dir: Path, key: str) -> SentToSite:
+        """Of a run."""
+        return cls(key, (run_dir / "population" / POPULATION_FILE).read_bytes())
+
+
+def receive(config: Config, site: str, sent: SentToSite) -> Population:
+    """The federation's population, kept in the site's folder.
+
+    Raises:
+        ResourcesError: the disk is full or the folder cannot be written.
+    """
+    folder = run_folder(config, site, sent.key) / "federation"
+    with writing(folder, len(sent.population), "the population of the federation", RESUME):
+        write_atomically(folder / POPULATION_FILE, lambda path: path.write_bytes(sent.population))
+    return Population.load(folder)
+
+
+def classes_at(config: Config, site: str) -> list[str]:
+    """Names of the classes that a site has clips of, those to be left out too."""
+    data = config.data.at(site).model_copy(update={"leave_out": (), "ungrouped": "keep"})
+    return list_clips(data, config.run.seed)[1]
+
+
+def prepare_at(config: Config, site: str, key: str, classes: list[str]) -> SiteReport:
+    """Make the population of a site, in its folder, with features in its cache.
+
+    Args:
+        classes: of the whole federation.
+
+    Raises:
+        DataError: the site's recordings cannot be used, or not be divided as configured.
+    """
+    population = build_population(config.data.at(site), config.run.seed, classes=classes)
+    population.save(run_folder(config, site, key) / "population")
+    return SiteReport.of(site, population)
+
+
+def open_worker(
+    config: Config,
+    site: str,
+    key: str,
+    run_dir: Path,
+    population: Population,
+    device: str = "cpu",
+    scratch: Path | None = None,
+) -> Worker:
+    """A worker for the clients of one site, which can run only where the site's folder is.
+
+    Args:
+        key: see :func:`run_folder`.
+        population: of the federation.
+        device: on which to compute.
+        scratch: where new private state is written, in place of the site's folder, which is then only read.
+
+    Raises:
+        RunDirectoryError: the site's folder does not hold this run.
+    """
+    folder = run_folder(config, site, key)
+    if not (folder / "population").is_dir():
+        raise RunDirectoryError(
+            f"{folder} does not hold the clients' data of this run on the node of site {site!r}; restore the folder, or start the "
+            f"run again under another run.name (ray.actors=0 and raydfl replay need the folders of all sites on one machine)"
+        )
+    own = Population.load(folder / "population", verify=True, verify_features=True)
+    own.length = population.length
+    first = next(each.first for each in population.sites if each.name == site)
+    kept = folder / "private"
+    private = PrivateStore(kept, site=site) if scratch is None else PrivateStore(scratch, [kept], site)
+    return Worker(run_dir, config, private, device, population, (own, first))
+
+
+def workers_here(
+    run_dir: Path, config: Config, population: Population, key: str, scratch: Path | None = None
+) -> dict[str, Worker]:
+    """A worker in this process for each site, all of whose folders must be on this machine; or one for everybody without sites.
+
+    Args:
+        key: see :func:`run_folder`; empty without sites.
+        scratch: where new private state is written, in place of where it belongs.
+    """
+    if config.data.sites:
+        return {
+            site: open_worker(config, site, key, run_dir, population, scratch=scratch) for site in config.data.sites
+        }
+    kept = run_dir / "private"
+    private = PrivateStore(kept) if scratch is None else PrivateStore(scratch, [kept])
+    return {"": Worker(run_dir, config, private, population=population)}
+
+
+_PATIENCE = 60.0
+"""Seconds after which it is said which site is waited for."""
+
+
+def prepare_sites(config: Config, key: str, run_dir: Path, progress: Progress) -> Population:
+    """Have every site prepare its data, and make the federation's population of what they tell; it is kept in ``sites.json``.
+
+    Raises:
+        ConfigError: an attack is configured, which needs to know everybody's data.
+        ResourcesError: a site's node is not in the cluster.
+        DataError: a site's recordings cannot be used.
+    """
+    if config.attack is not None:
+        raise ConfigError(
+            "attack: simulated attackers need one place that knows all data, which data.sites does not make; leave one of both out"
+        )
+    names = list(config.data.sites)
+    progress.message(f"asking the sites for their clients: {', '.join(names)}")
+    found = _everywhere(config, classes_at, [(name,) for name in names], progress)
+    labels = natural_order(sorted({label for labels in found for label in labels}))
+    classes = kept_labels(labels, config.data.leave_out)
+    reports: list[SiteReport] = _everywhere(config, prepare_at, [(name, key, classes) for name in names], progress)
+    trained = {label for report in reports for label in report.trained}
+    for label in classes:
+        if label not in trained:
+            raise DataError(
+                f"no client of any site has a training clip of label {label!r}; choose data.split or data.partition "
+                f"differently, or leave the label out of the data"
+            )
+    told = {"classes": classes, "sites": [report.as_dict() for report in reports]}
+    write_durably(run_dir / "sites.json", json.dumps(told, indent=2).encode())
+    return join(reports, classes)
+
+
+def _everywhere(
+    config: Config, function: Callable[..., Any], arguments: list[tuple[Any, ...]], progress: Progress
+) -> list[Any]:
+    """What a function of this module gives at each site, with the site's name as its first argument after the configuration."""
+    if config.ray.actors == 0:
+        return [function(config, *each) for each in arguments]
+    there = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    for name, *_ in arguments:
+        if resource(name) not in there:
+            known = ", ".join(sorted(kind for kind in there if kind.startswith("site:"))) or "none"
+            raise ResourcesError(
+                f"no node of the cluster is site {name!r} (the cluster has: {known}); start Ray there with "
+                f"ray start --address=HEAD:6379 --resources='{{\"{resource(name)}\": 1}}'"
+            )
+    task = ray.remote(num_cpus=1)(function)
+    calls = [
+        task.options(resources={resource(each[0]): SHARE}, max_retries=0).remote(config, *each) for each in arguments
+    ]
+    done: list[Any] = []
+    for (name, *_), call in zip(arguments, calls, strict=True):
+        while not ray.wait([call], timeout=_PATIENCE)[0]:
+            progress.message(f"site {name} is still at it, or has no CPU free, or its node has left the cluster")
+        try:
+            done.append(ray.get(call))
+        except RayTaskError as error:
+            raise task_cause(error) from error
+        except RayError as error:
+            first = (str(error).strip().splitlines() or [""])[0]
+            raise ResourcesError(
+                f"site {name!r} was lost while it prepared its data: {type(error).__name__}: {first}; check its node and its "
+                f"memory, then start the run again"
+            ) from error
+    return done

@@ -1,0 +1,240 @@
+"""What is measured of predictions, how it is pooled over clients, and what is derived from the pooled sums.
+
+Everything that a client reports is a sum with its count, or an array of counts: pooling is addition, and a mean of
+means cannot happen. What is not additive (macro-F1, the worst decile of the clients) is derived afterwards, here, from
+what was pooled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from raydfl.core.errors import DataError
+from raydfl.core.types import Metrics, Ratio
+
+HIGHER_IS_BETTER: Mapping[str, bool] = {
+    "accuracy": True,
+    "macro_f1": True,
+    "average_recall": True,
+    "attack_success": False,
+    "loss": False,
+}
+"""The scores that are compared between clients and runs, by the last part of their names, in the order in which they are shown."""
+
+OF_CLIENTS = ("_client_mean", "_client_std", "_worst_decile")
+"""What is appended to a score's name for its summaries over clients."""
+
+SHOWN = ("accuracy", "attack_success")
+"""The scores of a progress line, by the last part of their names."""
+
+
+def base_name(metric: str) -> str:
+    """What a metric measures, without the model that it belongs to.
+
+    >>> base_name("plugin/accuracy")
+    'accuracy'
+    """
+    return metric.rpartition("/")[2]
+
+
+def model_name(metric: str) -> str:
+    """The model that a metric belongs to; empty when it names none.
+
+    >>> model_name("plugin/accuracy")
+    'plugin'
+    """
+    return metric.rpartition("/")[0]
+
+
+def _numpy(values: ArrayLike | Tensor) -> NDArray[Any]:
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+
+
+def classification_metrics(
+    logits: ArrayLike | Tensor, labels: ArrayLike | Tensor, clips: ArrayLike | Tensor | None, classes: int
+) -> dict[str, Ratio | np.ndarray]:
+    """Loss, accuracy and confusion matrix of single-label predictions.
+
+    With ``clips``, several rows are segments of one clip: the clip is one example, its probabilities are the mean of
+    the softmax over its segments (FedMLAC's protocol), and loss and accuracy are those of these probabilities.
+
+    A non-finite logit makes the loss non-finite, which the pooled loss then shows; the predicted class means nothing
+    then.
+
+    Args:
+        logits: float [rows, classes]: unnormalised log-probabilities.
+        labels: int [rows]: class indices, 0 to classes - 1; equal within a clip.
+        clips: int [rows]: which clip a row belongs to, any numbers in any order; ``None``: each row is an example.
+        classes: number of classes.
+
+    Returns:
+        ``loss`` and ``accuracy`` (ratios over the examples) and ``confusion`` (int64 [classes, classes]; row: truth,
+        column: prediction). Equal probabilities are decided for the lower class index.
+
+    Raises:
+        DataError: shapes do not fit, a label is out of range, or one clip has two labels.
+    """
+    scores = _numpy(logits).astype(np.float64)
+    truth = _numpy(labels).astype(np.int64)
+    if scores.shape != (len(truth), classes):
+        raise DataError(
+            f"predictions of shape {list(scores.shape)} do not fit {len(truth)} labels and {classes} classes; "
+            f"the model's output size must be the data's number of classes"
+        )
+    if truth.size and not 0 <= truth.min() <= truth.max() < classes:
+        raise DataError(
+            f"a label is out of range: labels go from {truth.min()} to {truth.max()}, "
+            f"but there are {classes} classes (0 to {classes - 1}); check the manifest's labels"
+        )
+    with np.errstate(invalid="ignore", over="ignore"):  # a diverged model: its loss says so
+        # Largest first taken off: beside logits of 1e17 the logarithm of the number of classes would be rounded away.
+        scores = scores - scores.max(axis=1, keepdims=True, initial=-np.inf)
+        log_probabilities = scores - np.logaddexp.reduce(scores, axis=1, keepdims=True)
+        if clips is not None:
+            log_probabilities, truth = _mean_over_clips(log_probabilities, truth, _numpy(clips))
+        loss = 0.0 - log_probabilities[np.arange(len(truth)), truth].sum()  # 0.0 at best: never -0.0
+    predicted = log_probabilities.argmax(axis=1)
+    confusion = np.bincount(truth * classes + predicted, minlength=classes * classes).reshape(classes, classes)
+    return {
+        "loss": Ratio(float(loss), len(truth)),
+        "accuracy": Ratio(float(np.trace(confusion)), len(truth)),
+        "confusion": confusion.astype(np.int64),
+    }
+
+
+def _mean_over_clips(
+    log_probabilities: NDArray[np.float64], labels: NDArray[np.int64], clips: NDArray[Any]
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """One row a clip: the log of the mean probabilities of its segments, in the order of the clips' numbers."""
+    if clips.shape != labels.shape:
+        raise DataError(
+            f"{len(clips)} clip numbers for {len(labels)} labels; every segment needs the number of its clip"
+        )
+    if not clips.size:
+        return log_probabilities, labels
+    numbers, first, clip_of_row, segments = np.unique(clips, return_index=True, return_inverse=True, return_counts=True)
+    truth = labels[first]
+    if (truth[clip_of_row] != labels).any():
+        wrong = numbers[clip_of_row[(truth[clip_of_row] != labels).argmax()]]
+        raise DataError(f"clip {wrong} has segments with different labels; a clip has one label")
+    mean = np.full((len(numbers), log_probabilities.shape[1]), -np.inf)
+    # The sum is taken of logarithms: a clip whose right class got probability 1e-400 has a large loss, not an infinite
+    # one.
+    np.logaddexp.at(mean, clip_of_row, log_probabilities)
+    return mean - np.log(segments)[:, None], truth
+
+
+def pool(parts: Iterable[Metrics]) -> dict[str, Ratio | np.ndarray]:
+    """The metrics of several clients or batches added up, name by name; a name need not be in all of them.
+
+    Raises:
+        ValueError: one name is a ratio here and an array there, or arrays of different shapes.
+    """
+    pooled: dict[str, Ratio | np.ndarray] = {}
+    for part in parts:
+        for name, value in part.items():
+            so_far = pooled.get(name)
+            if so_far is None:
+                pooled[name] = value
+            elif (isinstance(so_far, Ratio) and isinstance(value, Ratio)) or (
+                isinstance(so_far, np.ndarray) and isinstance(value, np.ndarray) and so_far.shape == value.shape
+            ):
+                pooled[name] = so_far + value
+            else:
+                raise ValueError(f"metric {name!r} cannot be pooled: {_kind(so_far)} here, {_kind(value)} there")
+    return pooled
+
+
+def _kind(value: Ratio | np.ndarray) -> str:
+    return f"array {list(value.shape)}" if isinstance(value, np.ndarray) else "a ratio"
+
+
+def summarise(metrics: Metrics) -> dict[str, Ratio]:
+    """The ratios in ``metrics`` and those that its arrays give.
+
+    From ``<model>/confusion`` (int [classes, classes], row: truth) come
+
+    - ``<model>/macro_f1``: the mean of F1 over the classes that occur in the truth or in the predictions;
+    - ``<model>/average_recall``: the mean of recall over the classes that occur in the truth (unweighted average
+      recall).
+
+    Both are ratios of a sum over classes and the number of these classes: right for the data that the confusion matrix
+    is of, and not to be added up over clients (:func:`pool` the confusion matrices instead).
+    """
+    summary: dict[str, Ratio] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Ratio):
+            summary[name] = value
+        elif base_name(name) == "confusion":
+            prefix = name.removesuffix("confusion")
+            summary[f"{prefix}macro_f1"], summary[f"{prefix}average_recall"] = _from_confusion(value)
+    return summary
+
+
+def _from_confusion(confusion: NDArray[Any]) -> tuple[Ratio, Ratio]:
+    right = np.diag(confusion).astype(np.float64)
+    truth, predicted = confusion.sum(axis=1), confusion.sum(axis=0)
+    occurs = (truth + predicted) > 0
+    f1 = 2 * right[occurs] / (truth + predicted)[occurs]
+    recall = right[truth > 0] / truth[truth > 0]
+    return Ratio(float(f1.sum()), len(f1)), Ratio(float(recall.sum()), len(recall))
+
+
+def attack_success(metrics: Metrics, target: int | None) -> dict[str, Ratio]:
+    """``<model>/attack_success`` from each ``<model>/confusion``: the share of clips that are taken for the class ``target``.
+
+    Args:
+        metrics: of clips with a trigger whose true class is not the target.
+    """
+    found: dict[str, Ratio] = {}
+    for name, value in metrics.items():
+        if base_name(name) == "confusion" and target is not None and isinstance(value, np.ndarray):
+            hits, clips = float(value[:, target].sum()), float(value.sum())
+            found[f"{name.removesuffix('confusion')}attack_success"] = Ratio(hits, clips)
+    return found
+
+
+def worst_decile(values: Sequence[float] | NDArray[np.float64], higher_is_better: bool = True) -> float:
+    """The mean over the tenth of the clients that fare worst (rounded up, so at least one client); NaN of no clients.
+
+    >>> worst_decile([0.9] * 18 + [0.2, 0.4])
+    0.30000000000000004
+    """
+    if not len(values):
+        return float("nan")
+    ordered = np.sort(np.asarray(values, np.float64))
+    if np.isnan(ordered[-1]):
+        return float("nan")  # sorting hides NaN at the end, where the best clients stand
+    size = -(-len(ordered) // 10)
+    return float((ordered[:size] if higher_is_better else ordered[-size:]).mean())
+
+
+def spread(clients: Iterable[Metrics]) -> dict[str, Ratio]:
+    """How the clients differ: each client counts once, however many examples it has.
+
+    For each score of :data:`HIGHER_IS_BETTER` that a client has, given or derived by :func:`summarise`:
+    ``<score>_client_mean``, ``<score>_client_std`` (population standard deviation) and ``<score>_worst_decile``. The
+    count is the number of clients; clients that counted nothing are left out.
+    """
+    values: dict[str, list[float]] = {}
+    for metrics in clients:
+        for name, ratio in summarise(metrics).items():
+            if ratio.count and base_name(name) in HIGHER_IS_BETTER:
+                values.setdefault(name, []).append(ratio.value)
+    result: dict[str, Ratio] = {}
+    for name, numbers in values.items():
+        count = len(numbers)
+        with np.errstate(invalid="ignore"):  # a diverged client's infinite loss
+            summary = {
+                "client_mean": float(np.mean(numbers)),
+                "client_std": float(np.std(numbers)),
+                "worst_decile": worst_decile(numbers, HIGHER_IS_BETTER[base_name(name)]),
+            }
+        for what, value in summary.items():
+            result[f"{name}_{what}"] = Ratio(value * count, count)
+    return result

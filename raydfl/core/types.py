@@ -1,0 +1,133 @@
+"""The values that move between server and clients: small frozen dataclasses, data and no logic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+Tensors = Mapping[str, Tensor]
+"""Tensors by their flat name ``"model/layer.weight"``. Prototypes, masks and counts are tensors too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A metric as a sum and a count, so that pooling over clients never averages averages."""
+
+    total: float
+    count: float
+
+    @property
+    def value(self) -> float:
+        """``total / count``; NaN when nothing was counted."""
+        return self.total / self.count if self.count else float("nan")
+
+    def __add__(self, other: Ratio) -> Ratio:
+        return Ratio(self.total + other.total, self.count + other.count)
+
+
+Metrics = Mapping[str, "Ratio | np.ndarray"]
+"""Metrics by name. A :class:`Ratio` pools by adding sums and counts, an array (a confusion matrix, say) by adding."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Which network a client builds under which name. Hashable: equal specs are equal architectures."""
+
+    name: str
+    """The prefix of its tensors, ``"plugin"`` in ``"plugin/gru.weight_ih_l0"``."""
+    architecture: str
+    """A file name of ``raydfl/models``' registry (``crnn_lite``), or ``module:Class`` or ``file.py:Class`` of the user's."""
+    inputs: int
+    """Feature bands of a frame."""
+    classes: int
+    """Output classes."""
+    options: tuple[tuple[str, Any], ...] = ()
+    """Keyword arguments of the architecture, sorted by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Who a client is. Immutable; the data themselves stay with whoever trains it."""
+
+    id: str
+    index: int
+    """Position in the population: the order in which updates are consumed."""
+    num_examples: int
+    """Training examples."""
+    models: tuple[ModelSpec, ...] = ()
+    profile: Mapping[str, Any] = field(default_factory=dict)
+    """What else is known: speaker, device, site, labelled share, modalities ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One order to one client."""
+
+    client_id: str
+    phase: str = "train"
+    """Named by the method; a method with several stages has several."""
+    receive: tuple[str, ...] = ("global",)
+    """Keys of the server's state to deliver; models load from the first that holds their tensors."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Anything small that the method wants its client code to know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What a client returns."""
+
+    tensors: Tensors
+    weight: float | Mapping[str, float | Tensor]
+    """Weight of this update in a weighted rule: one number, or by tensor name one number or one per element."""
+    metrics: Metrics = field(default_factory=dict)
+    key: str = "global"
+    """The group that it joins: the entry of the server's state that it changes."""
+    client_id: str = ""
+    """Filled in by the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the server knows. With the clients' private state files it is the whole truth of a run."""
+
+    round_index: int
+    """Rounds completed."""
+    tensors: Mapping[str, Tensors]
+    """By key (``"global"``, or one per cluster, task or model)."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Small facts that JSON can hold (names of buffers, counters, cluster membership); tensors go into ``tensors``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Some examples, cut from a client's features by index."""
+
+    x: Tensor
+    """float32 [batch, frames, bands]; frames beyond an example's length are 0."""
+    y: Tensor
+    """int64 [batch]: class indices."""
+    lengths: Tensor | None = None
+    """int64 [batch]: valid frames of each example; ``None`` when all frames count."""
+    weight: Tensor | None = None
+    """float32 [batch]: 0 for padding examples; ``None`` when all count 1."""
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean of one value per example ([batch] -> scalar), padding left out. Every loss ends with it."""
+        if self.weight is None:
+            return values.mean()
+        return (values * self.weight).sum() / self.weight.sum().clamp_min(1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What went wrong with a run although its rounds are done; raydfl.runs.report.diagnosis has the rules."""
+
+    kind: str
+    """``"diverged"``, ``"one class"`` or ``"missing classes"``."""
+    text: str
+    worthless: bool
+    """Whether the run shows nothing; else it is a warning."""

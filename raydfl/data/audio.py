@@ -1,0 +1,142 @@
+"""Reading recordings."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import soundfile
+
+from raydfl.core.errors import DataError
+from raydfl.data.manifest import _SUFFIXES, FFMPEG_SUFFIXES, NO_FILE, _part, is_no_file, shown_name
+
+AUDIO_SUFFIXES = tuple(
+    suffix for kind, suffixes in _SUFFIXES.items() if kind in soundfile.available_formats() for suffix in suffixes
+)
+"""Endings, in lower case, of the recordings that the installed libsndfile decodes."""
+
+# Some recorders write a size that counts their own headers too; fewer missing bytes than that are no lost recording.
+_HEADER_SLACK = 64
+# What programs that write to a pipe put where the size is not known yet: 0x7FFFF000 and above.
+_UNKNOWN_SIZE = 0x7FFFF000
+
+
+def read_audio(
+    path: str | os.PathLike[str], start: float = 0.0, stop: float | None = None
+) -> tuple[npt.NDArray[np.float32], int]:
+    """The samples of an audio file, or of a part of it.
+
+    Args:
+        start: where the part begins, in seconds.
+        stop: where it ends; ``None``: with the file.
+
+    Returns:
+        ``(samples, rate)``: float32 [samples, channels], -1..1 (a file of floats keeps its own scale), and the rate in Hz.
+
+    Raises:
+        DataError: naming the file: it is missing, unreadable, empty, no audio, or truncated; it has no samples, or not the part;
+            or it has samples that are NaN or infinite.
+    """
+    name = os.fspath(path)
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise DataError(f"{shown_name(name)}: the file's name is not UTF-8; rename it") from None
+    try:
+        if is_no_file(Path(name).stat()):  # to open it could take for ever
+            raise DataError(f"{name}: {NO_FILE}")
+        with Path(name).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            _check_size(file, size, name)
+    except FileNotFoundError:
+        raise DataError(f"{name}: there is no such file") from None
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read: {error.strerror}") from error
+    try:
+        with soundfile.SoundFile(name) as sound:
+            rate = int(sound.samplerate)
+            first, last = _part(start, stop, len(sound), rate, name)
+            promised = last - first
+            lead_in = min(first, rate)  # a second: mp3 and opus need what comes before a sample
+            sound.seek(first - lead_in)
+            samples: npt.NDArray[np.float32] = sound.read(lead_in + promised, dtype="float32", always_2d=True)[lead_in:]
+    except (soundfile.SoundFileError, OSError, RuntimeError, TypeError) as error:  # TypeError: a name that ends in .raw
+        if name.lower().endswith(FFMPEG_SUFFIXES):
+            wav = shlex.quote(str(Path(name).with_suffix(".wav")))
+            raise DataError(
+                f"{name}: cannot be read as audio: libsndfile does not decode this kind of file; make a wav file of it with: "
+                f"ffmpeg -i {shlex.quote(name)} {wav}"
+            ) from error
+        raise DataError(f"{name}: cannot be read as audio: {error}") from error
+    if len(samples) < promised:
+        raise DataError(f"{name}: truncated: its header promises {promised} samples and {len(samples)} can be read")
+    check_samples(samples, name)
+    return samples, rate
+
+
+def check_samples(samples: npt.NDArray[np.float32], name: str) -> None:
+    """Refuses a clip that has no samples, or samples that are NaN or infinite.
+
+    Args:
+        samples: float32 [samples, channels].
+        name: what the message calls the clip.
+
+    Raises:
+        DataError: as said.
+    """
+    if samples.size == 0:
+        raise DataError(f"{name}: the clip has no samples (zero length)")
+    finite = np.isfinite(samples)
+    if not finite.all():
+        bad = int(np.argmin(finite.all(axis=1)))
+        raise DataError(
+            f"{name}: {finite.size - int(finite.sum())} of {finite.size} samples are NaN or infinite, the first at sample {bad}"
+        )
+
+
+def audio_seconds(path: str | os.PathLike[str]) -> float:
+    """The duration that a file's header states, in seconds, without decoding it.
+
+    Raises:
+        DataError: the file is missing or is no audio.
+    """
+    name = os.fspath(path)
+    if not Path(name).is_file():
+        raise DataError(f"{name}: there is no such file")
+    try:
+        return float(soundfile.info(name).duration)
+    except (soundfile.SoundFileError, OSError, RuntimeError) as error:
+        raise DataError(f"{name}: cannot be read as audio: {error}") from error
+
+
+def _check_size(file: BinaryIO, size: int, name: str) -> None:
+    """Refuses an empty file, and a wav that says it is longer than it is: libsndfile silently reads what is there.
+
+    Raises:
+        DataError: empty, truncated, or the text that Git LFS leaves in place of a file.
+    """
+    if size == 0:
+        raise DataError(f"{name}: the file is empty (0 bytes)")
+    head = file.read(12)
+    if head.startswith(b"version http"):
+        raise DataError(f"{name}: is a Git LFS pointer, not the recording; run 'git lfs pull' where you cloned the set")
+    if head[:4] != b"RIFF" or head[8:] != b"WAVE":
+        return
+    position = len(head)
+    while len(header := file.read(8)) == 8:
+        position += 8
+        length = int.from_bytes(header[4:], "little")
+        if header[:4] == b"data":
+            missing = position + length - size
+            if missing > _HEADER_SLACK and length < _UNKNOWN_SIZE:
+                raise DataError(
+                    f"{name}: truncated: its header promises {length} bytes of samples and the file holds {size - position}"
+                )
+            return
+        position += length + length % 2  # chunks are padded to an even length
+        file.seek(position)
+    raise DataError(f"{name}: truncated: a wav header without samples behind it ({size} bytes)")

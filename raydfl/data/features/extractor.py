@@ -1,0 +1,137 @@
+"""Features of a wave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from raydfl.core.errors import DataError
+from raydfl.data.features.log_mel import _LARGEST_DENOMINATOR, FeatureSettings
+from raydfl.data.features.model import ModelFeatures
+from raydfl.data.features.wave import z_scored
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class FeatureExtractor:
+    """Computes the features of one clip at a time; keeps the transforms that it built.
+
+    Runs on one thread per call only if the caller has set torch to one: the cache does, for speed and for equal bits everywhere.
+
+    Raises:
+        ConfigError: the model that the settings name cannot be built.
+    """
+
+    def __init__(self, settings: FeatureSettings | ModelFeatures) -> None:
+        self.settings = settings
+        self._matrix: Callable[[np.ndarray], np.ndarray]
+        if isinstance(settings, FeatureSettings):
+            self._matrix = _LogMel(settings)
+        else:
+            from raydfl.data.features.model import NamedModel  # it imports this module
+
+            self._matrix = NamedModel(settings)
+        self._resamplers: dict[int, nn.Module] = {}
+
+    def wave(self, samples: np.ndarray, rate: int) -> np.ndarray:
+        """One channel at the settings' rate: float32 [samples].
+
+        Args:
+            samples: float32 [samples, channels] or [samples], usually -1..1.
+            rate: Hz.
+
+        Raises:
+            DataError: no samples, samples that are not finite, or a rate that is not positive.
+        """
+        import torch
+
+        wave = np.asarray(samples, dtype=np.float32)
+        if wave.size == 0:
+            raise DataError("the clip has no samples")
+        if rate <= 0:
+            raise DataError(f"the clip's sample rate is {rate} Hz")
+        if wave.ndim == 2:
+            wave = wave[:, 0] if self.settings.channel == "first" else wave.mean(axis=1)
+        if wave.ndim != 1:
+            raise DataError(f"the clip's samples have shape {samples.shape}, not [samples, channels]")
+        if not np.isfinite(wave).all():
+            raise DataError(f"{int((~np.isfinite(wave)).sum())} of the clip's {wave.size} samples are NaN or infinite")
+        if rate == self.settings.sample_rate:
+            return np.ascontiguousarray(wave)
+        with torch.no_grad():
+            resampled = self._resampler(rate)(torch.from_numpy(np.array(wave)))
+        result: np.ndarray = resampled.numpy()
+        return result
+
+    def features(self, wave: np.ndarray) -> np.ndarray:
+        """float32 [frames, bands] of a wave of the settings' rate, cut but not padded to the settings' length.
+
+        Normalised when ``normalise`` is ``clip``.
+
+        Raises:
+            DataError: a model of one's own gives something else than features.
+        """
+        matrix = self._matrix(wave[: self.settings.samples])
+        if self.settings.normalise == "clip":
+            matrix = z_scored(matrix)
+        return np.ascontiguousarray(matrix, dtype=np.float32)
+
+    def __call__(self, samples: np.ndarray, rate: int) -> np.ndarray:
+        """float32 [frames, bands] of float32 [samples, channels] at ``rate`` Hz: :meth:`wave`, then :meth:`features`."""
+        return self.features(self.wave(samples, rate))
+
+    def _resampler(self, rate: int) -> nn.Module:
+        from torchaudio.transforms import Resample
+
+        if rate not in self._resamplers:
+            # Resample keeps a filter for every phase of the ratio: gigabytes for two rates with no common divisor. Such odd
+            # rates (11127 Hz, say) get the nearest small ratio, less than one millionth away.
+            ratio = Fraction(self.settings.sample_rate, rate).limit_denominator(_LARGEST_DENOMINATOR)
+            if not ratio:
+                raise DataError(
+                    f"the clip's rate of {rate} Hz is too far above sample_rate {self.settings.sample_rate} Hz"
+                )
+            self._resamplers[rate] = Resample(ratio.denominator, ratio.numerator)
+        return self._resamplers[rate]
+
+
+class _LogMel:
+    """float32 [frames, bands], decibels, of a wave that is cut already: float32 [samples] at the settings' rate."""
+
+    def __init__(self, settings: FeatureSettings) -> None:
+        # Importing torch takes seconds: only who computes features pays for it.
+        from torchaudio.transforms import AmplitudeToDB, MelSpectrogram
+
+        self._hop = settings.hop
+        # The reflection at both ends needs more samples than half a window.
+        self._least = settings.points // 2 + 1
+        self._power = MelSpectrogram(
+            sample_rate=settings.sample_rate,
+            n_fft=settings.points,
+            win_length=settings.window,
+            hop_length=settings.hop,
+            f_min=settings.low_hz,
+            f_max=settings.highest_hz,
+            n_mels=settings.bands,
+            power=2.0,
+            center=True,
+            pad_mode="reflect",
+            norm=None,
+            mel_scale="htk",
+        )
+        self._decibels = AmplitudeToDB("power", top_db=None)
+
+    def __call__(self, wave: np.ndarray) -> np.ndarray:
+        import torch
+
+        frames = 1 + len(wave) // self._hop  # frames of the padding alone are not kept
+        if len(wave) < self._least:
+            wave = np.pad(wave, (0, self._least - len(wave)))
+        with torch.no_grad():
+            decibels = self._decibels(self._power(torch.from_numpy(np.ascontiguousarray(wave))))
+        matrix: np.ndarray = decibels.numpy()[:, :frames].T
+        return matrix

@@ -1,0 +1,57 @@
+"""The kinds of features, and which one a configuration means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.options import explain
+from raydfl.data.features.file import FileFeatures
+from raydfl.data.features.log_mel import FeatureSettings
+from raydfl.data.features.model import ModelFeatures
+
+AnyFeatures = FileFeatures | ModelFeatures | FeatureSettings
+_KINDS: dict[str, type[AnyFeatures]] = {"logmel": FeatureSettings, "file": FileFeatures, "model": ModelFeatures}
+
+
+def kind_of(values: Mapping[str, Any]) -> type[AnyFeatures]:
+    """The settings of the kind that ``values`` name; log-mel where they name none.
+
+    Raises:
+        ConfigError: there is no such kind, or a setting of another kind is among the values.
+    """
+    kind = values.get("kind", "logmel")
+    if kind not in _KINDS:
+        raise ConfigError(f"data.features.kind is {kind!r}; {nearest(str(kind), _KINDS)}")
+    cls = _KINDS[kind]
+    for key in values:
+        others = [name for name, other in _KINDS.items() if key in other.model_fields]
+        if key not in cls.model_fields and others:
+            raise ConfigError(
+                f"data.features: {key!r} is a setting of the kind {' and '.join(others)}, not of {kind}, which has "
+                f"{', '.join(cls.model_fields)}; give the whole group: data.features='{{kind: {kind}, ...}}'"
+            )
+    return cls
+
+
+def make_features(values: Any) -> AnyFeatures:
+    """The settings that ``values`` describe; they may be settings already.
+
+    Raises:
+        ConfigError: unknown kind, wrong type, or value out of range.
+        DataError: a file of features that cannot be opened.
+    """
+    if isinstance(values, AnyFeatures):
+        return values
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"data.features is {values!r}; it must be a group of settings, such as {{kind: logmel, bands: 64}}"
+        )
+    cls = kind_of(values)
+    try:
+        return cls.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain(error, "data.features", values, cls)) from error

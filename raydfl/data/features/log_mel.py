@@ -1,0 +1,161 @@
+"""Features of waves: a wave in, a matrix of frames x bands out, log-mel or what a network of one's own makes of it.
+
+The log-mel front end of the FedAudio protocol (Zhang et al., "FedAudio: A Federated Learning Benchmark for Audio Tasks", ICASSP
+2023), which FedMLAC's log-mel tables use, is expressible exactly: ``sample_rate: 16000, window_ms: 64, fft: 1024, hop_ms: 10,
+bands: 128, normalise: clip``. Steps: choose the channel, resample, (add noise), cut to ``seconds``, power spectrogram with a
+periodic Hann window and centred frames, HTK mel bands without area normalisation, 10 log10 without a floor relative to the
+loudest, z-score.
+
+Deviations from that protocol: a band's standard deviation is the population's (divides by the number of frames); clips shorter
+than half a window are zero-padded for the transform instead of failing.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from raydfl.core.settings import Settings
+from raydfl.data.features.wave import Channel, Dtype, Normalise, SampleRate
+
+_LARGEST_FFT = 16_384
+_LARGEST_DENOMINATOR = 1_000
+
+
+class FeatureSettings(Settings):
+    """How a wave becomes a matrix of frames x bands: log-mel."""
+
+    kind: Annotated[
+        Literal["logmel"],
+        Field(
+            description="logmel: log of the power in mel bands, in decibels. file: features that you made. model: a network of "
+            "your own makes them."
+        ),
+    ] = "logmel"
+    sample_rate: SampleRate = 16_000
+    bands: Annotated[int, Field(ge=1, le=512, description="Mel bands of a frame. 1 to 512.")] = 64
+    window_ms: Annotated[
+        float, Field(gt=0, le=500, description="Length of the Hann window in ms. Above 0, to 500.")
+    ] = 25.0
+    hop_ms: Annotated[
+        float, Field(gt=0, le=500, description="Time from one frame to the next in ms. Above 0, to 500.")
+    ] = 10.0
+    fft: Annotated[
+        int | None,
+        Field(
+            ge=2,
+            le=_LARGEST_FFT,
+            description="Points of the Fourier transform, at least the window's samples. null: the least power of two with which "
+            "no mel band is empty.",
+        ),
+    ] = None
+    low_hz: Annotated[float, Field(ge=0, description="Lower edge of the lowest band in Hz.")] = 0.0
+    high_hz: Annotated[
+        float | None, Field(gt=0, description="Upper edge of the highest band in Hz. null: half the sample rate.")
+    ] = None
+    seconds: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            le=3_600,
+            description="Longer clips are cut at this length, shorter ones get frames of zeros at the end (after normalisation), "
+            "so that all have 1 + seconds / hop frames. null: every clip keeps its length.",
+        ),
+    ] = None
+    channel: Channel = "first"
+    normalise: Annotated[
+        Normalise,
+        Field(
+            description="z-score of each band over the frames of the clip, or over all frames of the training clips of its group "
+            "(speaker), or none: decibels."
+        ),
+    ] = "clip"
+    dtype: Dtype = "float32"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> FeatureSettings:
+        if self.window < 2 or self.hop < 1:
+            raise ValueError(
+                f"window_ms {self.window_ms} and hop_ms {self.hop_ms} are {self.window} and {self.hop} samples at "
+                f"{self.sample_rate} Hz; at least 2 and 1 are needed"
+            )
+        if not self.low_hz < self.highest_hz <= self.sample_rate / 2:
+            raise ValueError(
+                f"low_hz {self.low_hz} < high_hz {self.highest_hz} <= sample_rate / 2 = {self.sample_rate / 2} must hold"
+            )
+        if self.fft is not None and self.fft < self.window:
+            raise ValueError(
+                f"fft {self.fft} is shorter than the window of {self.window} samples ({self.window_ms} ms)"
+            )
+        empty = _empty_bands(self, self.points)
+        if empty:
+            raise ValueError(
+                f"{empty} of {self.bands} mel bands are empty with fft {self.points} at {self.sample_rate} Hz; "
+                "take fewer bands, or a larger fft (null chooses it)"
+            )
+        return self
+
+    @property
+    def window(self) -> int:
+        """Samples of the window."""
+        return round(self.sample_rate * self.window_ms / 1000)
+
+    @property
+    def hop(self) -> int:
+        """Samples from one frame to the next."""
+        return round(self.sample_rate * self.hop_ms / 1000)
+
+    @property
+    def highest_hz(self) -> float:
+        """Upper edge of the highest band in Hz."""
+        return self.sample_rate / 2 if self.high_hz is None else self.high_hz
+
+    @property
+    def points(self) -> int:
+        """Points of the Fourier transform."""
+        if self.fft is not None:
+            return self.fft
+        points = 1 << (self.window - 1).bit_length()
+        while points < _LARGEST_FFT and _empty_bands(self, points):
+            points *= 2
+        return points
+
+    @property
+    def samples(self) -> int | None:
+        """Samples to which waves are cut; ``None`` when clips keep their length."""
+        return None if self.seconds is None else max(1, round(self.seconds * self.sample_rate))
+
+    @property
+    def frames(self) -> int | None:
+        """Frames that every clip has; ``None`` when clips keep their length."""
+        return None if self.samples is None else 1 + self.samples // self.hop
+
+    def frames_of(self, seconds: np.ndarray) -> np.ndarray:
+        """Frames that clips of these lengths occupy in the cache (to within the rounding of resampling): int64, as ``seconds``."""
+        if self.frames is not None:
+            return np.full(seconds.shape, self.frames, np.int64)
+        frames: np.ndarray = 1 + np.ceil(seconds * self.sample_rate).astype(np.int64) // self.hop
+        return frames
+
+    def key(self) -> dict[str, Any]:
+        """All that decides the numbers, for the key of the cache."""
+        return self.model_dump() | {"fft": self.points, "high_hz": self.highest_hz}
+
+
+@functools.lru_cache(maxsize=256)
+def _count_empty(sample_rate: int, low_hz: float, high_hz: float, bands: int, points: int) -> int:
+    low, high = (2595.0 * math.log10(1.0 + hz / 700.0) for hz in (low_hz, high_hz))
+    edges = 700.0 * (10.0 ** (np.linspace(low, high, bands + 2) / 2595.0) - 1.0)
+    bins = np.linspace(0.0, sample_rate / 2, points // 2 + 1)
+    first = np.searchsorted(bins, edges[:-2], side="right")  # first bin inside the band
+    stop = np.searchsorted(bins, edges[2:], side="left")
+    return int((stop <= first).sum())
+
+
+def _empty_bands(settings: FeatureSettings, points: int) -> int:
+    """How many mel bands hold no Fourier bin: they would be a constant, and no information."""
+    return _count_empty(settings.sample_rate, settings.low_hz, settings.highest_hz, settings.bands, points)

@@ -1,0 +1,27 @@
+"""What all kinds of features have in common: sample rate, channel, type, normalisation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+EPSILON = 1e-5
+"""Added to a band's standard deviation (decibels) before dividing by it, so that a silent band gives 0."""
+
+SampleRate = Annotated[
+    int, Field(ge=1_000, le=192_000, description="Hz: every clip is resampled to this rate. 1000 to 192000.")
+]
+Channel = Annotated[Literal["first", "mean"], Field(description="Of several channels take the first, or their mean.")]
+Normalise = Literal["clip", "group", "none"]
+Dtype = Annotated[
+    Literal["float32", "float16"],
+    Field(description="Type in the cache; batches are float32 in any case. float16 halves it."),
+]
+
+
+def z_scored(matrix: np.ndarray) -> np.ndarray:
+    """``matrix`` (float32 [frames, bands]) with mean 0 and deviation 1 in each band."""
+    result: np.ndarray = (matrix - matrix.mean(axis=0)) / (matrix.std(axis=0) + EPSILON)
+    return result

@@ -1,0 +1,95 @@
+"""Recordings behind a URI, copied into the feature cache once and read from there."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TextIO
+
+from raydfl.core.errors import DataError
+from raydfl.core.files import CHOOSE_CACHE, default_cache, write_durably, writing
+from raydfl.core.progress import Progress, Silent
+from raydfl.core.remote import Place, parted
+
+_AT_ONCE = 16
+"""Files that are copied at a time: each of many small ones mostly waits for its answer."""
+_COMPLETE = "complete.json"
+"""There when everything is."""
+
+
+def local_copy(uri: str, cache: Path | None) -> Path:
+    """Where the copy of a folder, or of a file, lies or will lie."""
+    folder = (default_cache() if cache is None else cache).expanduser().absolute()
+    digest = hashlib.blake2b(uri.encode(), digest_size=8).hexdigest()
+    return folder / "recordings" / digest / parted(uri)[1]
+
+
+def fetch_recordings(uri: str, cache: Path | None, progress: Progress | None = None) -> Path:
+    """Copy everything at a URI, unless that has been done; an interrupted copy is gone on with.
+
+    Safe to call from several processes at once: the first copies, the others wait.
+
+    Returns:
+        The local copy.
+
+    Raises:
+        DataError: there is nothing at the URI.
+        ResourcesError: it cannot be read, or the disk is full.
+    """
+    copy = local_copy(uri, cache)
+    complete = copy.parent / _COMPLETE
+    with writing(copy.parent, 0, "the recordings", CHOOSE_CACHE):
+        if complete.exists():
+            return copy
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        lock = (copy.parent / ".lock").open("w")
+    with _locked(lock):
+        if not complete.exists():
+            files = _copy(uri, copy, progress or Silent())
+            write_durably(complete, json.dumps({"uri": uri, "files": files}, indent=1).encode(), CHOOSE_CACHE)
+    return copy
+
+
+def _copy(uri: str, copy: Path, progress: Progress) -> int:
+    """Number of files that are there now."""
+    place = Place(uri, "check the URI and the access to it; what is copied already stays, and the same command goes on")
+    try:
+        if place.is_file():
+            place.download("", copy, CHOOSE_CACHE)
+            return 1
+    except FileNotFoundError:
+        raise DataError(f"there is nothing at {uri}; check the URI") from None
+    there = {name: size for name, size in place.files().items() if size >= 0}
+    if not there:
+        raise DataError(f"there are no files at {uri}; check the URI")
+    missing = [name for name, size in there.items() if not _is_there(copy / name, size)]
+    with progress.steps("copying recordings", len(there)) as advance, ThreadPoolExecutor(_AT_ONCE) as threads:
+        advance(len(there) - len(missing))
+        copies = [threads.submit(partial(place.download, name, copy / name, CHOOSE_CACHE)) for name in missing]
+        try:
+            for one in copies:
+                one.result()
+                advance()
+        except BaseException:
+            for one in copies:
+                one.cancel()
+            raise
+    return len(there)
+
+
+def _is_there(path: Path, size: int) -> bool:
+    return path.exists() and path.stat().st_size == size
+
+
+@contextlib.contextmanager
+def _locked(file: TextIO) -> Iterator[None]:
+    """Holds a lock that ends with the process."""
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

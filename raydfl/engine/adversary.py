@@ -1,0 +1,128 @@
+"""The engine's side of an attack: who attacks in a round, and what the server gets from them in place of honest updates."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from raydfl.attacks._attack import Attack, Cohort, ColludingAttack, UpdateAttack
+from raydfl.attacks._statistics import Known
+from raydfl.core import seeds
+from raydfl.core.tensors import FlatTensors, Layout
+from raydfl.core.types import Tensors, Update
+from raydfl.data.names import Names
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+class Attackers:
+    """The attackers of a federation.
+
+    Args:
+        attack: what they do; ``None``: there are none.
+        changes: prefixes of the tensors that the method sends as changes already.
+        ids: of all clients of the federation.
+        seed: the run's.
+    """
+
+    def __init__(self, attack: Attack | None, changes: tuple[str, ...], ids: Names, seed: int) -> None:
+        self.attack = attack
+        self._changes = changes
+        self._ids = ids
+        self._seed = seed
+        self._drawn: tuple[int, np.ndarray] | None = None
+
+    def attacks(self, client: int, round_index: int) -> bool:
+        """Whether a client (by its index) attacks in the round after ``round_index`` completed ones."""
+        if self.attack is None:
+            return False
+        if self._drawn is None or self._drawn[0] != round_index:
+            self._drawn = round_index, self.attack.attackers(self._ids, self._seed, round_index)
+        return bool(self._drawn[1][client])
+
+    def sent(
+        self,
+        updates: Iterable[Update],
+        examples: Mapping[str, float],
+        attacking: frozenset[str],
+        current: Mapping[str, Tensors],
+        round_index: int,
+    ) -> Iterator[Update]:
+        """The updates of a round, in their order, the attackers' as they send them.
+
+        Where nobody colludes each is passed on before the next is read.
+
+        Args:
+            updates: of the whole cohort, as honestly computed.
+            examples: training examples of each client of the round, by id.
+            attacking: the ids of those that attack.
+            current: what the server has, by key.
+        """
+        attack = self.attack
+        if not attacking or not isinstance(attack, (UpdateAttack, ColludingAttack)):
+            yield from updates
+            return
+        own = sum(examples[client_id] for client_id in sorted(attacking))
+        about = Cohort(len(examples), len(attacking), own / sum(examples.values()) if own else 1.0)
+        references: dict[tuple[str, Layout], np.ndarray] = {}
+
+        def reference(update: Update, layout: Layout) -> np.ndarray:
+            if (update.key, layout) not in references:
+                references[update.key, layout] = self._reference(layout, current.get(update.key, {}))
+            return references[update.key, layout]
+
+        if isinstance(attack, ColludingAttack):
+            yield from _colluding(attack, list(updates), attacking, about, reference)
+            return
+        for update in updates:
+            if update.client_id not in attacking:
+                yield update
+                continue
+            flat = FlatTensors.of(update.tensors)
+            start = reference(update, flat.layout)
+            honest = flat.vector - start.astype(np.float64)
+            rng = seeds.generator(self._seed, round_index, update.client_id, "attack")
+            change = attack.change(honest, about, rng)
+            yield update if change is honest else _with(update, flat.layout, start, change)
+
+    def _reference(self, layout: Layout, current: Tensors) -> np.ndarray:
+        """float32 [layout.size]: what the server has; 0 for what it does not have and for what is sent as a change."""
+        vector = np.zeros(layout.size, np.float32)
+        for name in layout.names:
+            if name in current and not name.startswith(self._changes):
+                vector[layout.columns(name)] = current[name].detach().cpu().numpy().ravel()
+        return vector
+
+
+def _colluding(
+    attack: ColludingAttack,
+    updates: Sequence[Update],
+    attacking: frozenset[str],
+    cohort: Cohort,
+    reference: Callable[[Update, Layout], np.ndarray],
+) -> Iterator[Update]:
+    """The updates with the attackers' replaced: one change for all attackers whose updates have the same key and layout."""
+    flat = [FlatTensors.of(update.tensors) for update in updates]
+    kinds = [(update.key, tensors.layout) for update, tensors in zip(updates, flat, strict=True)]
+    changes: dict[tuple[str, Layout], np.ndarray] = {}
+    for update, tensors, kind in zip(updates, flat, kinds, strict=True):
+        if update.client_id not in attacking:
+            yield update
+            continue
+        start = reference(update, tensors.layout)
+        if kind not in changes:
+            alike = [position for position, other in enumerate(kinds) if other == kind]
+            honest = [position for position in alike if updates[position].client_id not in attacking]
+            seen = honest if attack.knowledge == "all" else []
+            own = [position for position in alike if updates[position].client_id in attacking]
+            known = Known([flat[position].vector for position in seen or own], start)
+            changes[kind] = attack.together(known, cohort)
+        yield _with(update, tensors.layout, start, changes[kind])
+
+
+def _with(update: Update, layout: Layout, reference: np.ndarray, change: np.ndarray) -> Update:
+    """The update with the server's values plus ``change``, as near to it as float32 can say: attackers send finite numbers."""
+    vector = np.clip(reference + change, -_LARGEST, _LARGEST).astype(np.float32)
+    return dataclasses.replace(update, tensors=FlatTensors(layout, vector))

@@ -1,0 +1,89 @@
+"""The population as a sequence of Client values, made on demand: 100,000 clients cost a few arrays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
+
+import numpy as np
+
+from raydfl.core import seeds
+from raydfl.core.types import Client, ModelSpec
+from raydfl.data.population import Population
+from raydfl.engine.config import Config
+
+_REMEMBERED = 4096
+"""Clients that are kept once made: those of a round are asked for several times."""
+
+
+class Clients(Sequence[Client]):
+    """Every client of a population with the architectures that were drawn for it (uniformly, by the run seed)."""
+
+    def __init__(self, population: Population, config: Config) -> None:
+        self._population = population
+        self._specs: list[list[ModelSpec]] = []
+        self._drawn: list[np.ndarray | None] = []
+        for name, choices in config.model_choices().items():
+            self._specs.append(
+                [
+                    ModelSpec(name, architecture, population.bands, len(population.classes), _frozen(options))
+                    for architecture, options in choices
+                ]
+            )
+            rng = seeds.generator(config.run.seed, 0, "", f"architecture/{name}")
+            drawn = rng.integers(len(choices), size=len(population)) if len(choices) > 1 else None
+            self._drawn.append(drawn)
+        self._client = functools.lru_cache(_REMEMBERED)(self._make)
+
+    def __len__(self) -> int:
+        return len(self._population)
+
+    @overload
+    def __getitem__(self, index: int) -> Client: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Client]: ...
+    def __getitem__(self, index: int | slice) -> Client | list[Client]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self._client(range(len(self))[index])
+
+    def _make(self, position: int) -> Client:
+        return Client(
+            id=self._population.ids[position],
+            index=position,
+            num_examples=self._population.num_examples(position),
+            models=self._models(position),
+            profile=self._population.profile(position),
+        )
+
+    def by_id(self, client_id: str) -> Client:
+        """The client of that id.
+
+        Raises:
+            DataError: there is none.
+        """
+        return self[self._population.index(client_id)]
+
+    def index_of(self, client_id: str) -> int:
+        """Position of a client in the population."""
+        return self._population.index(client_id)
+
+    def _models(self, position: int) -> tuple[ModelSpec, ...]:
+        return tuple(
+            specs[0] if drawn is None else specs[int(drawn[position])]
+            for specs, drawn in zip(self._specs, self._drawn, strict=True)
+        )
+
+    def variants(self) -> list[tuple[ModelSpec, ...]]:
+        """Each distinct combination of architectures, in the order of first appearance."""
+        if all(drawn is None for drawn in self._drawn):
+            return [self._models(0)]
+        columns = [np.zeros(len(self), np.int64) if d is None else d for d in self._drawn]
+        _, first = np.unique(np.stack(columns, axis=1), axis=0, return_index=True)
+        return [self._models(int(i)) for i in sorted(first)]
+
+
+def _frozen(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Options as a hashable value: lists become tuples."""
+    return tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in sorted(options.items()))

@@ -1,0 +1,368 @@
+"""The configuration of a run: typed, validated, read from YAML with ``key=value`` overrides.
+
+Options of methods, data sets and models are the fields of their classes, the other groups are in raydfl/training/settings.py,
+raydfl/engine/settings.py and beside what they set. ``raydfl config FILE`` prints the resolved configuration with the meaning, unit
+and range of each field.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import operator
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+
+from raydfl.attacks._attack import Attack
+from raydfl.core import registry
+from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.files import content_digest
+from raydfl.core.options import explain, path_options, plain, unknown_key
+from raydfl.core.remote import check_path, is_uri
+from raydfl.core.settings import Settings
+from raydfl.core.yaml import parse_yaml
+from raydfl.data.dataset import find_dataset
+from raydfl.data.features.file import FileFeatures, needs_waves
+from raydfl.data.features.kinds import kind_of
+from raydfl.data.settings import DataSettings
+from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
+from raydfl.methods._method import Method
+from raydfl.models import model_paths
+from raydfl.models._build import check_model
+from raydfl.rules import find_rule, rule_class
+from raydfl.training.precision import check_device
+from raydfl.training.settings import TrainSettings
+
+ModelChoice = str | dict[str, Any] | list[str | dict[str, Any]]
+
+
+_CAME_LATER: Mapping[tuple[str, ...], Any] = {
+    ("attack",): None,
+    ("data", "sites"): [],
+    ("data", "leave_out"): [],
+    ("data", "ungrouped"): "keep",
+    ("train", "precision"): "float32",
+    ("train", "deadline"): None,
+}
+"""Settings that earlier versions did not have, with the value at which a run is what it was without them. The digest leaves that
+out, and so stays what it was."""
+
+
+class Config(Settings):
+    """Everything that decides a run."""
+
+    method: dict[str, Any] = Field(description="name, and the method's own hyperparameters")
+    models: dict[str, ModelChoice] = Field(
+        default_factory=dict,
+        description="architecture of each model of the method: a name, {name, options ...}, or a list that clients draw from",
+    )
+    data: DataSettings
+    attack: dict[str, Any] | None = Field(
+        None, description="simulated attackers: name, and the attack's own options; null: every client is honest"
+    )
+    train: TrainSettings = TrainSettings()
+    evaluate: EvaluateSettings = EvaluateSettings()
+    ray: RaySettings = RaySettings()
+    run: RunSettings = RunSettings()
+    track: TrackSettings = TrackSettings()
+
+    @field_validator("method", "attack", mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Config:
+        method = self.build_method()
+        method.check(self.train)
+        if self.ray.actors == 0 or self.ray.gpus == 0 or self.ray.cpu_actors:
+            check_device(self.train.precision, torch.device("cpu"))
+        rule = find_rule(method.rule, method.default_rule(), "method.rule")
+        if rule.relative and method.changes:
+            raise ConfigError(
+                f"method.rule: {type(rule).__name__} measures how far clients are from the server's tensors, but the clients of "
+                f"{self.method['name']!r} also send changes, which are not near them; take a rule that compares clients with each "
+                f"other (geometric_median, multi_krum, dnc ...)"
+            )
+        attack = self.build_attack()
+        if isinstance(self.data.features, FileFeatures) and attack is not None and attack.alters:
+            raise needs_waves(f"attack {str((self.attack or {})['name'])!r}")
+        declared = type(method).models
+        for name in self.models:
+            if name not in declared:
+                raise ConfigError(f"models: {self.method['name']} has no model {name!r}; {nearest(name, declared)}")
+        frames = None if self.data.segment is not None else self.data.features.frames
+        for name, choices in self.model_choices().items():
+            for architecture, options in choices:
+                check_model(architecture, options, self.data.features.bands, frames, f"models.{name}")
+        for name in self.train.optimiser.models:
+            if name not in declared:
+                raise ConfigError(
+                    f"train.optimiser.models: {self.method['name']} has no model {name!r}; {nearest(name, declared)}"
+                )
+        return self
+
+    def build_method(self) -> Method:
+        """The method with its hyperparameters.
+
+        Raises:
+            ConfigError: unknown method or hyperparameter, wrong type, value out of range.
+        """
+        options = dict(self.method)
+        if not isinstance(options.get("name"), str):
+            raise ConfigError(f"method: a name is missing; known: {', '.join(registry.names('raydfl.methods'))}")
+        cls = registry.find("raydfl.methods", options.pop("name"), Method, "method")
+        return registry.build(cls, options, "method")
+
+    def build_attack(self) -> Attack | None:
+        """The attack with its options; ``None`` when every client is honest.
+
+        Raises:
+            ConfigError: unknown attack or option, wrong type, value out of range.
+        """
+        if self.attack is None:
+            return None
+        options = dict(self.attack)
+        if not isinstance(options.get("name"), str):
+            raise ConfigError(f"attack: a name is missing; known: {', '.join(registry.names('raydfl.attacks'))}")
+        return registry.build(registry.find("raydfl.attacks", options.pop("name"), Attack, "attack"), options, "attack")
+
+    def model_choices(self) -> dict[str, list[tuple[str, dict[str, Any]]]]:
+        """For every model of the method, in its order: the architectures that clients draw from, with their options."""
+        declared = type(self.build_method()).models
+        chosen: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+        for name, default in declared.items():
+            value = self.models.get(name, default)
+            items = value if isinstance(value, list) else [value]
+            if not items:
+                raise ConfigError(f"models.{name}: the list of architectures is empty")
+            chosen[name] = []
+            for item in items:
+                options = {"name": item} if isinstance(item, str) else dict(item)
+                if not isinstance(options.get("name"), str):
+                    raise ConfigError(f"models.{name}: an architecture's name is missing in {item!r}")
+                chosen[name].append((options.pop("name"), options))
+        return chosen
+
+    def files(self) -> dict[str, tuple[str, str]]:
+        """Return the files that options of method, rule, models and attack name: by their place, path and digest of the content.
+
+        What data and features name is not among them: the population and the features that come of it are kept with the run.
+        """
+        method, attack = self.build_method(), self.build_attack()
+        named = {f"method.{key}": getattr(method, key) for key in path_options(type(method))}
+        if attack is not None:
+            named |= {f"attack.{key}": getattr(attack, key) for key in path_options(type(attack))}
+        if isinstance(method.rule, dict):
+            rule = find_rule(method.rule, method.default_rule())
+            named |= {f"method.rule.{key}": getattr(rule, key) for key in path_options(type(rule))}
+        for name, choices in self.model_choices().items():
+            for number, (architecture, options) in enumerate(choices):
+                place = f"models.{name}" if len(choices) == 1 else f"models.{name}.{number}"
+                for key in model_paths(architecture, place):
+                    named[f"{place}.{key}"] = options.get(key)
+        return {
+            place: (str(path), content_digest(Path(path)))
+            for place, path in named.items()
+            if isinstance(path, str | Path) and not is_uri(path) and Path(path).is_file()
+        }
+
+    def digest(self) -> str:
+        """Identifies what decides the numbers of a run: two configurations with equal digests give the same bits.
+
+        Left out: where and on what the run is computed, how far it goes, and what is measured and tracked.
+        """
+        parts = self.model_dump(mode="json", exclude={"evaluate", "ray", "run", "track"})
+        # With the options that were not given, so that writing a default down changes nothing.
+        parts["method"] = {"name": self.method["name"], **plain(self.build_method())}
+        parts["models"] = self.model_choices()
+        attack = self.build_attack()
+        if attack is not None:
+            parts["attack"] = {"name": (self.attack or {})["name"], **plain(attack)}
+        # Of sites in the order given, in which clients are numbered; a site's folder, like the cache, is only where things lie.
+        parts["data"]["sites"] = [(name, plain(self.data.at(name).source.open())) for name in self.data.sites]
+        if not self.data.sites:
+            parts["data"].update(plain(self.data.source.open()) | self.data.uris)
+        for (*groups, key), neutral in _CAME_LATER.items():
+            group = functools.reduce(operator.getitem, groups, parts)
+            if group[key] == neutral:
+                del group[key]
+        if self.data.features.normalise == "group":
+            parts["data"]["features"]["statistics"] = (
+                "training clips"  # earlier versions took those of held-out clips too
+            )
+        parts["train"].pop("rounds")
+        parts["train"].pop("tape")  # the bits are the same
+        if self.train.deadline is None:
+            del parts["train"]["late"]  # nobody is
+        parts["data"].pop("cache", None)  # where features lie; what they are decides the numbers
+        parts["seed"] = self.run.seed
+        parts["threads"] = self.ray.threads
+        text = json.dumps(parts, sort_keys=True, default=str)
+        for path, content in self.files().values():
+            text = text.replace(json.dumps(path), json.dumps(content))  # wherever the file lies
+        text = re.sub(
+            r'"[^"]*/([^"/]+\.py:\w+)"', r'"\1"', text
+        )  # a job's copy of one's own file lies elsewhere each time
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """``values`` with each ``a.b.c=value`` set; values are read as YAML.
+
+    Raises:
+        ConfigError: an override without ``=``, or one that goes through a value that is not a group.
+    """
+    result: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals or not path:
+            raise ConfigError(f"override {override!r} is not of the form key=value (for instance train.rounds=50)")
+        group = result
+        keys = path.split(".")
+        if "" in keys:
+            raise ConfigError(f"override {override!r}: a name is missing in {path!r}, which must be like train.rounds")
+        for depth, key in enumerate(keys[:-1]):
+            place = ".".join(keys[: depth + 1])
+            if isinstance(group.get(key), str) and (place in _NAMED or keys[0] == "models"):
+                group[key] = {"name": group[key]}
+            inner = group.setdefault(key, {})
+            if inner is None:
+                inner = group[key] = {}
+            if not isinstance(inner, dict):
+                raise ConfigError(f"override {override!r}: {place} is {inner!r}, not a group of settings")
+            group = inner
+        group[keys[-1]] = parse_yaml(text, f"override {override!r}")
+    return result
+
+
+_NAMED = ("method", "method.rule", "data", "attack")
+"""Groups that may be given by their name alone."""
+
+
+def _check_keys(values: Mapping[str, Any], model: type[BaseModel], where: str) -> None:
+    """Unknown keys are named together with the nearest known one, which pydantic's own message does not do."""
+    for key, value in values.items():
+        if key not in model.model_fields:
+            raise unknown_key(str(key), model.model_fields, where, Config)
+        inner = model.model_fields[key].annotation
+        if inner is DataSettings:
+            continue  # checks its own keys
+        if isinstance(value, Mapping) and isinstance(inner, type) and issubclass(inner, Settings):
+            _check_keys(value, inner, f"{where}.{key}" if where else key)
+
+
+def make_config(values: Any, where: str = "configuration") -> Config:
+    """A checked configuration from plain data.
+
+    Raises:
+        ConfigError: anything that is not as it should be, with its place, the value and what to do.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"{where} is {'empty' if values is None else f'{str(values)[:60]!r}'}; it must hold the groups "
+            f"{', '.join(Config.model_fields)}, of which method and data are needed"
+        )
+    _check_keys(values, Config, "")
+    try:
+        checked = _absolute(values)
+        return Config.model_validate(checked)
+    except ValidationError as error:
+        raise ConfigError(explain(error, "", checked, Config)) from error
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in a YAML file, with overrides.
+
+    Raises:
+        ConfigError: the file is missing, unreadable or not a valid configuration.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        missing = isinstance(error, (FileNotFoundError, IsADirectoryError))
+        advice = _instead_of(path) if missing else "give a text file that you may read, such as jobs/quickstart.yaml"
+        raise ConfigError(f"cannot read the configuration {path}: {reason}; {advice}") from error
+    values = parse_yaml(text, str(path))
+    return make_config(apply_overrides(values, overrides) if isinstance(values, dict) else values, str(path))
+
+
+def _instead_of(path: Path) -> str:
+    """What to do about a configuration that is not there."""
+    if (path / "config.yaml").exists():
+        return f"it is a run directory, to go on with it: raydfl resume {path}"
+    if "=" in path.name:
+        return "the first argument must be the file, settings come after it"
+    there = [file.name for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    hint = nearest(path.name, there) if there else ""
+    return (
+        hint
+        if hint.startswith("did you mean")
+        else "give a YAML file, such as jobs/quickstart.yaml (raydfl init writes it)"
+    )
+
+
+def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Paths made absolute, so that a run can be resumed from any folder."""
+    result: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    run = result.setdefault("run", {})
+    if isinstance(run, dict):
+        run.setdefault("dir", "runs")
+        _resolve(run, ["dir"])
+    for group in ("method", "models", "data", "attack"):
+        if group in result:
+            result[group] = _references_resolved(result[group])
+    method = result.get("method")
+    if isinstance(method, dict) and isinstance(method.get("name"), str):
+        _resolve(method, path_options(registry.find("raydfl.methods", method["name"], Method, "method")))
+        rule = method.get("rule")
+        if isinstance(rule, dict) and isinstance(rule.get("name"), str):
+            _resolve(rule, path_options(rule_class(rule["name"], "method.rule")))
+    for name, choices in result["models"].items() if isinstance(result.get("models"), dict) else ():
+        for choice in choices if isinstance(choices, list) else [choices]:
+            if isinstance(choice, dict) and isinstance(choice.get("name"), str):
+                _resolve(choice, model_paths(choice["name"], f"models.{name}"))
+    attack = result.get("attack")
+    if isinstance(attack, dict) and isinstance(attack.get("name"), str):
+        _resolve(attack, path_options(registry.find("raydfl.attacks", attack["name"], Attack, "attack")))
+    data = result.get("data")
+    if isinstance(data, dict) and isinstance(data.get("name"), str):
+        _resolve(data, ["cache", *path_options(find_dataset(data["name"]))])
+    if isinstance(data, dict) and isinstance(data.get("features"), dict):
+        _resolve(data["features"], path_options(kind_of(data["features"])))
+    return result
+
+
+def _resolve(group: dict[str, Any], keys: Iterable[str]) -> None:
+    for key in keys:
+        if isinstance(group.get(key), str):
+            group[key] = _resolved(group[key])
+
+
+def _resolved(text: str) -> str:
+    check_path(text)
+    try:
+        return text if is_uri(text) else str(Path(os.path.expandvars(text)).expanduser().resolve())
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, ~NAME of nobody, a null character
+        raise ConfigError(f"the path {text!r} cannot be found: {error}") from error
+
+
+def _references_resolved(value: Any) -> Any:
+    """``value`` with every ``my_file.py:Class`` in it made absolute."""
+    if isinstance(value, dict):
+        return {key: _references_resolved(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_references_resolved(inner) for inner in value]
+    if isinstance(value, str) and re.fullmatch(r".+\.py:\w+", value):
+        place, _, name = value.rpartition(":")
+        return f"{_resolved(place)}:{name}"
+    return value

@@ -1,0 +1,103 @@
+"""One batch through every network before the first round, so that one that cannot be used is refused while nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from raydfl.core.errors import ConfigError, RaydflError
+from raydfl.core.types import Batch, ModelSpec
+from raydfl.data.population import Population
+from raydfl.engine.clients import Clients
+from raydfl.engine.config import Config
+from raydfl.engine.worker import build_models
+from raydfl.methods._method import Method
+from raydfl.training.randomness import preserved
+from raydfl.training.users_code import place_of
+
+_FRAMES = 96
+"""Of the noise that stands for recordings which are at sites, where their lengths differ."""
+
+
+def try_models(config: Config, population: Population) -> None:
+    """Build each combination of architectures once more, compute a batch in evaluation mode, and look at what comes out.
+
+    Raises:
+        ConfigError: a network cannot be built or fails, or gives something else than a finite number for each example and class.
+    """
+    method = config.build_method()
+    batch, real = _batch(population)
+    with preserved(), torch.no_grad():
+        for specs in Clients(population, config).variants():
+            models = _built(method, specs, config.run.seed)
+            for name in models:
+                _try(method, models, name, specs, batch, real)
+
+
+def _batch(population: Population) -> tuple[Batch, bool]:
+    """Two training examples; where they are at sites, noise of their size."""
+    examples = population.first_examples(2)
+    if examples is not None:
+        return next(examples.batches(len(examples), None)), True
+    x = torch.randn(2, population.length or _FRAMES, population.bands, generator=torch.Generator().manual_seed(0))
+    lengths = None if population.length else torch.tensor([x.shape[1], x.shape[1] // 2])
+    return Batch(x, torch.zeros(2, dtype=torch.int64), lengths), False
+
+
+def _built(method: Method, specs: Sequence[ModelSpec], seed: int) -> Mapping[str, nn.Module]:
+    where = f"{type(method).__name__}.build()"
+    try:
+        models: Any = build_models(method, specs, seed)
+    except RaydflError:
+        raise
+    except Exception as error:  # whatever a user's code raises
+        raise ConfigError(f"{where} fails: {type(error).__name__}: {error} (at {place_of(error)})") from error
+    if not isinstance(models, dict) or not all(isinstance(model, nn.Module) for model in models.values()):
+        raise ConfigError(f"{where} returns {_what(models)}; it must be a dict of networks (torch.nn.Module) by name")
+    return {name: model.eval() for name, model in models.items()}
+
+
+def _try(
+    method: Method, models: Mapping[str, nn.Module], name: str, specs: Sequence[ModelSpec], batch: Batch, real: bool
+) -> None:
+    network, classes = models[name], specs[0].classes
+    what = next((spec.architecture for spec in specs if spec.name == name), type(network).__name__)
+    where = f"models.{name}: {what}"
+    defined = getattr(type(network).forward, "__code__", type(method).build.__code__)
+    place = f"{defined.co_filename}:{defined.co_firstlineno}"
+    lazy = [key for key, tensor in network.state_dict(keep_vars=True).items() if is_lazy(tensor)]
+    if lazy:
+        raise ConfigError(
+            f"{where}: the shape of {lazy[0]!r} is not known before the network computes something (a lazy layer), but what is "
+            f"sent and kept needs it from the start; use the layer that is told its size ({place})"
+        )
+    try:
+        logits: Any = method.logits(models, name, batch)
+    except RaydflError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except Exception as error:  # whatever a user's code raises
+        raise ConfigError(
+            f"{where} cannot compute a batch of x {list(batch.x.shape)}: {type(error).__name__}: {error} (at "
+            f"{place_of(error, place)}); it is called as forward(x, lengths), where lengths may be None"
+        ) from error
+    if logits is None:
+        return
+    if not isinstance(logits, Tensor) or logits.shape != (len(batch.y), classes):
+        given = f"a tensor of shape {list(logits.shape)}" if isinstance(logits, Tensor) else _what(logits)
+        raise ConfigError(
+            f"{where}: forward() returns {given} for {len(batch.y)} examples ({place}); it must be logits, "
+            f"[{len(batch.y)}, {classes}] here: one number for each example and class. Where this network is only a part of one, "
+            f"say in the method's logits() what is to be looked at"
+        )
+    if real and not bool(torch.isfinite(logits).all()):
+        raise ConfigError(
+            f"{where}: forward() returns logits that are not finite, for real examples, before it has learnt anything ({place})"
+        )
+
+
+def _what(value: object) -> str:
+    return f"a {type(value).__name__}"

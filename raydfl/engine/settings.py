@@ -1,0 +1,185 @@
+"""The groups of a configuration that the engine reads: evaluate, ray, run and track."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from raydfl.core.remote import check_uri, is_uri
+from raydfl.core.settings import Settings
+from raydfl.training.settings import _LONGEST_NAME
+
+
+class EvaluateSettings(Settings):
+    """What is measured, when, and on which data."""
+
+    every: int = Field(5, ge=1, description="rounds between evaluations; the last round is always evaluated")
+    server: bool = Field(True, description="measure the shared models on the held-out test data")
+    clients: Literal["none", "cohort", "all"] = Field(
+        "cohort",
+        description="whose own hold-out is measured: nobody's, that of the clients of the round, or everybody's",
+    )
+    client_test_clips: int = Field(
+        200,
+        ge=0,
+        description="held-out test clips that each evaluated client's private models are measured on; 0: none",
+    )
+    batch_size: int = Field(64, ge=1, description="examples in an evaluation batch")
+
+
+class RaySettings(Settings):
+    """Where the clients run."""
+
+    actors: int | Literal["per_client"] = Field(
+        2,
+        description="client actors; 0: no Ray, one client after another in this process; per_client: an actor for each client",
+    )
+    cpus: float = Field(1.0, ge=0, description="CPUs that Ray reserves for each client actor")
+    gpus: Annotated[float, Field(ge=0)] | Literal["auto"] = Field(
+        0.0,
+        description="share of a GPU for each client actor, of its memory too; auto: measured on one client's work before the first "
+        "round, such that as many actors share a GPU as fit",
+    )
+    threads: int = Field(1, ge=1, description="PyTorch threads of each client actor, and of the server")
+    address: str | None = Field(None, description="address of a running cluster; null: $RAY_ADDRESS, else a local one")
+    ready_timeout: float = Field(
+        120.0, gt=0, description="seconds to wait for the actors to start, and for nodes that are missing"
+    )
+    min_actors: int | None = Field(
+        None,
+        ge=1,
+        description="client actors with which rounds begin, and without which they wait, at most ready_timeout; the others come "
+        "and go with their nodes; null: rounds begin with all",
+    )
+    autoscale: bool = Field(
+        False, description="the cluster grows when actors are asked for: nodes that are not there yet are waited for"
+    )
+    cpu_actors: int = Field(
+        0, ge=0, description="further client actors without a share of a GPU, beside those with one"
+    )
+    retries: int = Field(
+        3, ge=0, description="times a client's work is given to another actor after its actor was lost"
+    )
+    grace: float = Field(
+        30.0,
+        ge=0,
+        description="seconds beyond train.deadline after which an actor that has not answered is ended and its client left out",
+    )
+
+    @property
+    def gpu_share(self) -> float:
+        """The share of a GPU; a whole one while it is not measured."""
+        return 1.0 if self.gpus == "auto" else self.gpus
+
+    @field_validator("actors")
+    @classmethod
+    def _not_negative(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 0:
+            raise ValueError("the number of actors must be at least 0")
+        return value
+
+    @model_validator(mode="after")
+    def _actors_fit(self) -> RaySettings:
+        if isinstance(self.actors, str) and (self.min_actors is not None or self.cpu_actors):
+            raise ValueError("ray.min_actors and ray.cpu_actors need a number of actors, not per_client")
+        if self.actors == 0 and self.cpu_actors:
+            raise ValueError(
+                "ray.actors=0 trains in this process, without Ray; set ray.cpu_actors=0 too, or ray.actors to at least 1"
+            )
+        if self.actors == 0 and self.min_actors is not None:
+            raise ValueError(
+                "ray.actors=0 trains in this process, without Ray; leave ray.min_actors out, or set ray.actors"
+            )
+        if isinstance(self.actors, int) and self.min_actors is not None:
+            there = self.actors + self.cpu_actors
+            if self.min_actors > there:
+                raise ValueError(
+                    f"ray.min_actors={self.min_actors} is more than the {there} client actors there will be"
+                )
+        return self
+
+
+class RunSettings(Settings):
+    """Where the run lives and what decides its random numbers."""
+
+    seed: int = Field(
+        1, ge=0, description="the one seed: cohorts, batches, dropout, partition, corruption and initial weights"
+    )
+    dir: str = Field(
+        "runs", description="folder of all runs; or a URI (s3://bucket/runs) that each commit is copied to"
+    )
+    name: str | None = Field(
+        None, coerce_numbers_to_str=True, description="folder of this run; null: method, data set and time of day"
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _one_folder(cls, value: str | None) -> str | None:
+        if value is not None and (value in ("", ".", "..") or "/" in value):
+            raise ValueError("a run's name is the name of one folder in run.dir: without / and not . or ..")
+        if value is not None and (len(value.encode()) > _LONGEST_NAME or not value.isprintable()):
+            raise ValueError(
+                f"a run's name is the name of a folder: at most {_LONGEST_NAME} bytes, this has {len(value.encode())}, "
+                "and no control characters"
+            )
+        return value
+
+    commit_every: int = Field(
+        1, ge=1, description="rounds between commits; after a crash a run goes on from the last one"
+    )
+    keep: int = Field(3, ge=1, description="commits that are kept, for replay and in case the newest is damaged")
+    max_failed: float = Field(
+        0.5, ge=0, le=1, description="largest share of a cohort that may be left out of a round before the run stops"
+    )
+    on_error: Literal["stop", "drop"] = Field(
+        "stop",
+        description="when a client's code raises or its actor is lost too often: the run stops, or the round goes on without it",
+    )
+
+    @field_validator("dir")
+    @classmethod
+    def _known_uri(cls, value: str) -> str:
+        if is_uri(value):
+            check_uri(value, "run.dir")
+        return value
+
+
+class TrackSettings(Settings):
+    """Where runs are mirrored."""
+
+    mlflow: bool = Field(True, description="mirror parameters, metrics and artifacts of the run in MLflow")
+    uri: str | None = Field(
+        None,
+        description="MLflow tracking server (http://host:5000) or database (sqlite:////absolute/path.db); "
+        "null: the database mlflow.db in the folder of all runs",
+    )
+    experiment: str = Field(
+        "raydfl", min_length=1, max_length=500, description="MLflow experiment that the runs belong to"
+    )
+
+    @field_validator("uri")
+    @classmethod
+    def _keeps_runs(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        if "://" not in value or value.startswith("file:"):
+            raise ValueError(
+                "MLflow no longer keeps runs in plain folders; give a server (http://host:5000), "
+                "a database (sqlite:////absolute/path.db), or null"
+            )
+        if value.startswith("sqlite:") and not value.startswith("sqlite:////"):
+            raise ValueError(
+                "a relative database path is lost with the job's temporary folder; write sqlite:////absolute/path.db (four slashes)"
+            )
+        return value
+
+
+def without_password(text: str) -> str:
+    """``text`` with user names and passwords in addresses replaced by ``***``.
+
+    >>> without_password("https://anna:secret@host/path")
+    'https://***@host/path'
+    """
+    return re.sub(r"(?<=://)[^/@\s]+@", "***@", text)

@@ -1,0 +1,367 @@
+"""Clients' private state on the disk, and the index that says where each client's newest record lies."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import uuid
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from raydfl.core.errors import ResourcesError, RunDirectoryError
+from raydfl.core.files import RESUME, plain_name, sync, writing
+
+_RECENT = 4096
+"""Records that an index may hold beside its base, however small that is."""
+_PART = 16
+"""An index takes its recent records into its base when they are more than one in so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateRef:
+    """Where one client's private state lies: a record in a segment file."""
+
+    segment: str
+    offset: int
+    length: int
+    checksum: int
+
+
+def site_of(segment: str) -> str:
+    """Name of the site in whose own folder a segment lies; empty: it is in the run's.
+
+    >>> site_of("000003-clinic_a@1f2e3d4c.seg")
+    'clinic_a'
+    """
+    return segment.partition("-")[2].rpartition("@")[0]
+
+
+class Records:
+    """Where the records of some clients lie. It never changes.
+
+    Args:
+        segments: names of the segment files, each of which holds at least one of the records.
+        table: int64 [5, clients], by rising client index: client index, position in ``segments``, offset, length, checksum.
+    """
+
+    def __init__(self, segments: tuple[str, ...] = (), table: np.ndarray | None = None) -> None:
+        self.segments = segments
+        self.table = np.zeros((5, 0), np.int64) if table is None else table
+
+    @classmethod
+    def of(cls, refs: Mapping[int, PrivateRef]) -> Records:
+        """Those of a mapping by client index."""
+        number = {segment: i for i, segment in enumerate(dict.fromkeys(ref.segment for ref in refs.values()))}
+        rows = [(i, number[r.segment], r.offset, r.length, r.checksum) for i, r in sorted(refs.items())]
+        return cls(tuple(number), np.ascontiguousarray(np.array(rows, np.int64).reshape(-1, 5).T))
+
+    def __len__(self) -> int:
+        return int(self.table.shape[1])
+
+    def get(self, client: int) -> PrivateRef | None:
+        """One client's record, if it is here."""
+        place = int(np.searchsorted(self.table[0], client))
+        if place == len(self) or self.table[0, place] != client:
+            return None
+        _, segment, offset, length, checksum = self.table[:, place].tolist()
+        return PrivateRef(self.segments[segment], offset, length, checksum)
+
+    def find(self, clients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For each of these clients (int64, rising), its column or the one to insert it before, and whether it is here."""
+        places = np.searchsorted(self.table[0], clients)
+        known = np.zeros(len(clients), bool)
+        inside = places < len(self)
+        known[inside] = self.table[0, places[inside]] == clients[inside]
+        return places, known
+
+    def updated(self, newer: Records) -> Records:
+        """These and ``newer`` ones; of a client in both, the newer one."""
+        number = {segment: i for i, segment in enumerate(dict.fromkeys((*self.segments, *newer.segments)))}
+        columns = newer.table.copy()
+        columns[1] = np.array([number[segment] for segment in newer.segments], np.int64)[columns[1]]
+        places, known = self.find(columns[0])
+        table = self.table.copy()
+        table[:, places[known]] = columns[:, known]
+        table = np.insert(table, places[~known], columns[:, ~known], axis=1)
+        used = np.bincount(table[1], minlength=len(number)) > 0
+        table[1] = (np.cumsum(used) - 1)[table[1]]
+        return Records(tuple(s for s, in_use in zip(number, used.tolist(), strict=True) if in_use), table)
+
+    @cached_property
+    def file_name(self) -> str:
+        """What :meth:`encode` is stored as, which is a checksum of what it says; empty if there are no records."""
+        if not len(self):
+            return ""
+        digest = hashlib.blake2b("\n".join(self.segments).encode(), digest_size=8)
+        digest.update(self.table.tobytes())
+        return f"{digest.hexdigest()}.index"
+
+    def encode(self) -> bytes:
+        """As a safetensors file."""
+        about = {"segments": "\n".join(self.segments)}
+        return safetensors.torch.save({"private": torch.from_numpy(self.table)}, metadata=about)
+
+    @classmethod
+    def read(cls, path: Path) -> Records:
+        """From a file.
+
+        Raises:
+            RunDirectoryError: it is missing or damaged.
+        """
+        if not path.exists():
+            raise RunDirectoryError(f"{path} is missing: it says where clients' private state lies")
+        try:
+            with safetensors.safe_open(path, "numpy") as file:
+                segments = tuple(plain_name(name) for name in file.metadata()["segments"].split("\n"))
+                records = cls(segments, file.get_tensor("private"))
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise RunDirectoryError(f"{path}, which says where private state lies, cannot be read: {error}") from error
+        if records.file_name != path.name:
+            raise RunDirectoryError(
+                f"{path}, which says where private state lies, is damaged: its checksum does not fit"
+            )
+        return records
+
+
+class PrivateIndex(Mapping[int, PrivateRef]):
+    """Where the newest record of every client that ever took part lies, by client index. It never changes: see :meth:`changed`.
+
+    It is a base, which stays what it is for many rounds, and what has changed since: a round and a commit handle only the latter,
+    so that their time does not grow with the number of clients.
+
+    Args:
+        base: the older records; some of them may be superseded by ``recent``.
+        recent: the newer ones.
+    """
+
+    def __init__(self, base: Records | None = None, recent: Records | None = None) -> None:
+        self.base = Records() if base is None else base
+        self.recent = Records() if recent is None else recent
+
+    def changed(self, refs: Mapping[int, PrivateRef]) -> PrivateIndex:
+        """The index with these records in place of their clients' former ones."""
+        if not refs:
+            return self
+        recent = self.recent.updated(Records.of(refs))
+        if len(recent) > max(_RECENT, len(self.base) // _PART):
+            return PrivateIndex(self.base.updated(recent))
+        return PrivateIndex(self.base, recent)
+
+    def bytes_by_segment(self) -> dict[str, int]:
+        """Length of the records in each segment that holds any. This looks at all records."""
+        records = self.base.updated(self.recent)
+        lengths = np.bincount(records.table[1], weights=records.table[3], minlength=len(records.segments))
+        return dict(zip(records.segments, lengths.astype(np.int64).tolist(), strict=True))
+
+    def files(self) -> set[str]:
+        """Names of the segments and of the index file that it refers to. This looks at all records."""
+        return {*self.bytes_by_segment(), *([self.base.file_name] if len(self.base) else [])}
+
+    def within(self, segments: Collection[str]) -> PrivateIndex:
+        """The records that lie in some segments. This looks at all records."""
+        records = self.base.updated(self.recent)
+        chosen = np.array([segment in segments for segment in records.segments], bool)[records.table[1]]
+        return PrivateIndex(recent=Records().updated(Records(records.segments, records.table[:, chosen])))
+
+    def __getitem__(self, client: int) -> PrivateRef:
+        ref = self.recent.get(client) or self.base.get(client)
+        if ref is None:
+            raise KeyError(client)
+        return ref
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.union1d(self.base.table[0], self.recent.table[0]).tolist())
+
+    def __len__(self) -> int:
+        _, known = self.base.find(self.recent.table[0])
+        return len(self.base) + int(np.count_nonzero(~known))
+
+
+class PrivateStore:
+    """Clients' private state, in append-only segment files that any process of the run can read.
+
+    A record is written once and never changed, so a crash can lose only records that no commit refers to yet. Each process appends
+    to a segment of its own, one per round.
+    """
+
+    def __init__(self, folder: Path, also_read: Sequence[Path] = (), site: str = "") -> None:
+        """Open it.
+
+        Args:
+            folder: where segments are written, and read first.
+            also_read: further folders to read from (a replay reads a run's segments but writes elsewhere).
+            site: whose folder it is. Who commits cannot reach it, so each record is made durable when it is written.
+        """
+        self._site = site
+        self.folder = folder
+        self._folders = (folder, *also_read)
+        self._writer = f"{site}@{uuid.uuid4().hex[:8]}" if site else uuid.uuid4().hex[:8]
+        self._segment = ""
+        self._file: IO[bytes] | None = None
+
+    def append(self, round_index: int, tensors: Mapping[str, Tensor]) -> PrivateRef:
+        """Write one client's tensors; they survive this process at once, and a power cut after the next commit.
+
+        Raises:
+            ResourcesError: the disk is full.
+        """
+        data = safetensors.torch.save({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
+        segment = f"{round_index:06d}-{self._writer}.seg"
+        return self._write(segment, data)
+
+    def _write(self, segment: str, data: bytes) -> PrivateRef:
+        with writing(self.folder, len(data), "private state", RESUME):
+            if segment != self._segment or self._file is None:
+                if self._file is not None:
+                    self._file.close()
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._file = (self.folder / segment).open("ab", buffering=0)
+                self._segment = segment
+                if self._site:
+                    sync(self.folder)  # a new file is on the disk only when the folder is
+            offset = self._file.seek(0, os.SEEK_END)
+            written = 0
+            while written < len(data):
+                written += self._file.write(data[written:])
+            if self._site:
+                os.fsync(self._file.fileno())
+        return PrivateRef(segment, offset, len(data), zlib.crc32(data))
+
+    def read(self, ref: PrivateRef) -> dict[str, Tensor]:
+        """The tensors of one record, by rising names.
+
+        Raises:
+            RunDirectoryError: the segment is missing or the record damaged.
+        """
+        # safetensors gives them in another order in each process, and what a method adds up along it would differ in its last bits.
+        return dict(sorted(safetensors.torch.load(self._read_bytes(ref)).items()))
+
+    def read_ahead(self, ref: PrivateRef) -> None:
+        """Ask the kernel to fetch one record from the disk, without waiting for it. That it is missing is left to :meth:`read`."""
+        path = self._path(ref.segment)
+        if path is not None:
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), ref.offset, ref.length, os.POSIX_FADV_WILLNEED)
+
+    def _path(self, segment: str) -> Path | None:
+        return next((path for folder in self._folders if (path := folder / segment).exists()), None)
+
+    def _read_bytes(self, ref: PrivateRef) -> bytes:
+        path = self._path(ref.segment)
+        if path is None:
+            raise RunDirectoryError(f"{self.folder / ref.segment} is missing: a client's private state was in it")
+        with path.open("rb") as file:
+            file.seek(ref.offset)
+            data = file.read(ref.length)
+        if len(data) != ref.length or zlib.crc32(data) != ref.checksum:
+            raise RunDirectoryError(
+                f"{path} is damaged at byte {ref.offset}: a client's private state cannot be read; "
+                f"restore the file from a copy or start the run afresh"
+            )
+        return data
+
+    def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
+        """Copy records into a segment of their own; returns where they lie now.
+
+        Raises:
+            RunDirectoryError: one of them is missing or damaged.
+            ResourcesError: the disk is full.
+        """
+        segment = f"{round_index:06d}-{self._writer}-compact.seg"
+        return {client: self._write(segment, self._read_bytes(ref)) for client, ref in refs.items()}
+
+    def remove(self, segments: Iterable[str]) -> None:
+        """Remove segments that nothing refers to any more."""
+        for segment in segments:
+            (self.folder / segment).unlink(missing_ok=True)
+
+    def retain(self, segments: Collection[str]) -> None:
+        """Remove all segments but these: what calls wrote whose results were lost."""
+        if self.folder.exists():
+            self.remove(path.name for path in list(self.folder.glob("*.seg")) if path.name not in segments)
+
+    def close(self) -> None:
+        """Close the segment that is written to; a later record opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def sync(self, segments: Iterable[str]) -> None:
+        """Make the segments durable; the caller then may refer to them in a commit.
+
+        Raises:
+            ResourcesError: the disk is full, which some file systems tell only now; or one was written on another machine, into a
+                folder that this one does not share.
+        """
+        paths = [self.folder / segment for segment in segments]
+        for path in paths:
+            if not path.exists():
+                raise ResourcesError(
+                    f"{path}, which a client actor has written, is not to be seen by the server: all nodes must share that folder; "
+                    f"use a file system that they share, or place everything on one node"
+                )
+            with writing(self.folder, path.stat().st_size, "private state", RESUME):
+                sync(path)
+        if paths:
+            with writing(self.folder, 0, "private state", RESUME):
+                sync(self.folder)  # a new file is on the disk only when the folder is
+
+
+class Ledger:
+    """Of every segment that holds a client's newest record, its bytes and those of them that still count.
+
+    A round changes a few entries; nobody needs to look at all segments to know what has become worth moving or removing.
+    """
+
+    def __init__(self, index: PrivateIndex, sizes: Mapping[str, int]) -> None:
+        """Begin with what a commit says.
+
+        Args:
+            index: where everybody's newest record lies.
+            sizes: bytes of the segments, by name. Those of others (a replay leaves them where they are) count as all needed.
+        """
+        self._live = index.bytes_by_segment()
+        self._sizes = {segment: max(live, sizes.get(segment, 0)) for segment, live in self._live.items()}
+        self.live = sum(self._live.values())
+        """Bytes of all clients' newest records."""
+        self.bytes = sum(self._sizes.values())
+        """Bytes of the segments that they are in."""
+        self._written: set[str] = set()
+        self._emptied: set[str] = set()
+
+    def move(self, former: PrivateRef | None, ref: PrivateRef) -> None:
+        """A client's newest record is now ``ref``."""
+        self._written.add(ref.segment)
+        self._emptied.discard(ref.segment)
+        self._live[ref.segment] = self._live.get(ref.segment, 0) + ref.length
+        self._sizes[ref.segment] = self._sizes.get(ref.segment, 0) + ref.length
+        self.live += ref.length
+        self.bytes += ref.length
+        if former is None:
+            return
+        self.live -= former.length
+        self._live[former.segment] -= former.length
+        if not self._live[former.segment]:
+            del self._live[former.segment]
+            self.bytes -= self._sizes.pop(former.segment)
+            self._emptied.add(former.segment)
+
+    def sparse(self) -> set[str]:
+        """Segments of which less than half still counts. This looks at all of them."""
+        return {segment for segment, live in self._live.items() if 2 * live < self._sizes[segment]}
+
+    def take(self) -> tuple[set[str], set[str]]:
+        """Since this was last asked: the segments that were written, and those that no longer hold anything that counts."""
+        taken = self._written - self._emptied, self._emptied
+        self._written, self._emptied = set(), set()
+        return taken

@@ -1,0 +1,392 @@
+"""The run directory: immutable files, and one pointer that makes them true.
+
+    config.yaml             the resolved configuration
+    run.json                what the run is: method, data, classes, models
+    population/             who has which clips (raydfl.data.population)
+    private/*.seg           clients' private state: records of many clients, appended by the process that trained them
+    private/*.index         where each client's private state lay after some round; the name is a checksum
+    commits/RRRRRR-crc.safetensors   the server's state after round R, the name of an index and what has changed since it was made
+    rows/RRRRRR.parquet     what was measured up to that commit
+    LATEST                  the name of the commit that counts
+
+A commit first makes everything durable that it refers to, then moves LATEST by a rename. Until then nothing of it counts; what a
+crash leaves behind is removed when the run is opened again. A commit's file name carries its checksum.
+
+An index is made anew only when much has changed (raydfl.engine.storage.private.PrivateIndex), and a file in private/ is removed
+when the last kept commit that refers to it is: what a commit costs depends on what was trained since the last, and not on how many
+clients there are.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import zlib
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from raydfl.core.errors import ConfigError, RunDirectoryError
+from raydfl.core.files import plain_name, remove_parts, write_durably
+from raydfl.core.lock import FileLock
+from raydfl.core.types import State
+from raydfl.engine.storage.private import PrivateIndex, PrivateStore, Records, site_of
+
+_COMMIT = re.compile(r"^(\d{6,})-([0-9a-f]{8})\.safetensors$")
+_PRIVATE = re.compile(r".+\.(seg|index|part)")
+"""Files in private/ that are of our own making: only such are removed, wherever that folder may really lie."""
+_SEPARATOR = "|"
+_FORMAT = 2
+"""Of a commit: tensors are named after their key's place in ``keys``. In format 1, which is read too, after the key itself."""
+_PATIENCE = 600.0
+"""Seconds after which an unfinished file beside LATEST is a dead process's: not all that is written there needs the lock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A committed round: the server's state and where each client's private state lies (by client index)."""
+
+    state: State
+    private: PrivateIndex
+    together: int
+    name: str
+
+
+class RunStore:
+    """One run directory, opened by one process at a time."""
+
+    def __init__(self, folder: Path, keep: int = 3) -> None:
+        self.folder = folder
+        self.keep = keep
+        self.private_folder = folder / "private"
+        self.together = 1
+        """Clients trained in one computation: a fact of the run, which every commit carries."""
+        self._lock = FileLock(folder / ".lock")
+        self._base = ""
+        self._forgotten: list[str] = []
+        self.at_sites: frozenset[str] = frozenset()
+        """Segments in the sites' own folders that kept commits referred to when the run was opened."""
+        self._superseded: deque[tuple[int, list[str]]] = deque()
+        """Files in private/ to which commits of that round and later do not refer, by rising round."""
+
+    def lock(self, wait: float = 20.0) -> None:
+        """Become the one process that may commit; the lock ends with the process.
+
+        Raises:
+            RunDirectoryError: another process holds it for longer than ``wait`` seconds.
+        """
+        self._lock.acquire(wait)
+
+    def unlock(self) -> None:
+        """Let another process open the run."""
+        self._lock.release()
+
+    def commit(
+        self,
+        state: State,
+        private: PrivateIndex,
+        new_segments: Iterable[str] = (),
+        superseded_segments: Iterable[str] = (),
+    ) -> str:
+        """Make ``state`` the truth of the run; returns the commit's name.
+
+        Args:
+            private: of every client that ever took part, its newest record.
+            new_segments: segments written since the last commit, to be made durable first.
+            superseded_segments: segments to which this commit no longer refers. They are removed when none that is kept does.
+
+        Raises:
+            ResourcesError: the disk is full; the last commit still counts.
+        """
+        PrivateStore(self.private_folder).sync(segment for segment in new_segments if not site_of(segment))
+        base = private.base.file_name
+        if base and not (self.private_folder / base).exists():
+            write_durably(self.private_folder / base, private.base.encode())
+        data = _encode(state, private, self.together)
+        name = f"{state.round_index:06d}-{zlib.crc32(data):08x}.safetensors"
+        folder = self.folder / "commits"
+        write_durably(folder / name, data)
+        write_durably(self.folder / "LATEST", name.encode())
+        superseded = [*superseded_segments, *([self._base] if self._base not in ("", base) else [])]
+        self._superseded.append((state.round_index, superseded))
+        self._base = base
+        self._forget(name)
+        return name
+
+    def _forget(self, newest: str) -> None:
+        """Remove commits beyond the kept ones, and what none of the kept ones refers to."""
+        names = self.commits()
+        names = names[: names.index(newest) + 1]
+        for name in names[: -self.keep]:
+            (self.folder / "commits" / name).unlink(missing_ok=True)
+        oldest = _round_of(names[-self.keep :][0])
+        while self._superseded and self._superseded[0][0] <= oldest:
+            for name in self._superseded.popleft()[1]:
+                if site_of(name):
+                    self._forgotten.append(name)
+                else:
+                    (self.private_folder / name).unlink(missing_ok=True)
+
+    def take_forgotten(self) -> list[str]:
+        """Segments in the sites' own folders to which, since this was last asked, no kept commit refers any more."""
+        forgotten, self._forgotten = self._forgotten, []
+        return forgotten
+
+    def commits(self) -> list[str]:
+        """Names of the commit files, oldest first."""
+        folder = self.folder / "commits"
+        if not folder.exists():
+            return []
+        return sorted((p.name for p in folder.iterdir() if _COMMIT.match(p.name)), key=lambda n: (_round_of(n), n))
+
+    def rounds(self) -> list[int]:
+        """Rounds after which a commit is kept, ascending."""
+        return [_round_of(name) for name in self.commits()]
+
+    def latest(self) -> str | None:
+        """Name of the commit that counts; ``None`` before the first.
+
+        Raises:
+            RunDirectoryError: LATEST does not name a commit.
+        """
+        path = self.folder / "LATEST"
+        if not path.exists():
+            return None
+        name = path.read_text(errors="replace").strip()
+        if not _COMMIT.match(name):
+            raise RunDirectoryError(
+                f"{path} does not name a commit but holds {name[:60]!r}; write the newest name in commits/ into it"
+            )
+        return name
+
+    def load(self, name: str) -> Commit:
+        """A commit by its name.
+
+        Raises:
+            RunDirectoryError: it is missing or damaged.
+        """
+        path = self.folder / "commits" / name
+        match = _COMMIT.match(name)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise RunDirectoryError(f"commit {path} cannot be read: {error.strerror}") from error
+        if match is None or zlib.crc32(data) != int(match.group(2), 16):
+            raise RunDirectoryError(f"commit {path} is damaged: its checksum does not fit its content")
+        try:
+            state, base, recent, together = _decode(data)
+            for file in (*recent.segments, *([base] if base else [])):
+                plain_name(file)
+        except (SafetensorError, KeyError, ValueError) as error:
+            raise RunDirectoryError(f"commit {path} cannot be decoded: {error}") from error
+        try:
+            private = PrivateIndex(Records.read(self.private_folder / base) if base else None, recent)
+        except RunDirectoryError as error:
+            raise RunDirectoryError(f"commit {path} cannot be used: {error}") from error
+        return Commit(state, private, together, name)
+
+    def open_latest(self) -> tuple[Commit | None, list[str]]:
+        """The newest commit that is whole, and warnings about damaged ones that were passed over.
+
+        What a crash left behind (commits that never counted, unfinished files, segments nobody refers to) is removed; the rows of
+        rounds that were not committed are raydfl.engine.storage.record's. Call it with the lock held.
+
+        Raises:
+            RunDirectoryError: there are commits but none is whole.
+        """
+        remove_parts(self.folder / "commits")
+        remove_parts(self.folder, _PATIENCE)
+        latest = self.latest()
+        if latest is None:
+            if any(self.rounds()):
+                raise RunDirectoryError(
+                    f"{self.folder / 'LATEST'} is missing, but commits/ holds rounds; write the newest name in commits/ into it"
+                )
+            return None, []
+        warnings = []
+        names = self.commits()
+        counted = [n for n in names if _round_of(n) < _round_of(latest)] + [latest]
+        for name in reversed(counted):
+            try:
+                commit = self.load(name)
+                break
+            except RunDirectoryError as error:
+                warnings.append(str(error))
+        else:
+            raise RunDirectoryError("; ".join(warnings) + "; no earlier commit is whole: start the run afresh")
+        if warnings:
+            write_durably(self.folder / "LATEST", name.encode())
+        self._clean(commit)
+        return commit, warnings
+
+    def _clean(self, commit: Commit) -> None:
+        """Remove what no commit up to this one refers to, and find out until when the rest is needed."""
+        for other in self.commits():
+            if _round_of(other) >= commit.state.round_index and other != commit.name:
+                (self.folder / "commits" / other).unlink(missing_ok=True)
+        last_needed: dict[str, int] = {}
+        # An index only grows: without private state in this commit there is none in those before it.
+        for name in self.commits() if commit.private else ():
+            try:
+                private = commit.private if name == commit.name else self.load(name).private
+            except RunDirectoryError:
+                continue  # nobody can go back to it
+            last_needed.update(dict.fromkeys(private.files(), _round_of(name)))
+        for entry in self._private_files():
+            if entry.name not in last_needed and _PRIVATE.fullmatch(entry.name):
+                Path(entry).unlink(missing_ok=True)
+        self.at_sites = frozenset(name for name in last_needed if site_of(name))
+        superseded: dict[int, list[str]] = {}
+        for name, round_index in last_needed.items():
+            if round_index < commit.state.round_index:
+                superseded.setdefault(round_index + 1, []).append(name)
+        self._superseded = deque(sorted(superseded.items()))
+        self._base = commit.private.base.file_name
+
+    def sizes_of_segments(self) -> dict[str, int]:
+        """Bytes of all private segments on the disk, by name."""
+        return {entry.name: entry.stat().st_size for entry in self._private_files() if entry.name.endswith(".seg")}
+
+    def _private_files(self) -> list[os.DirEntry[str]]:
+        if not self.private_folder.exists():
+            return []
+        with os.scandir(self.private_folder) as entries:  # there are many: Path objects take longer
+            return list(entries)
+
+
+def _round_of(name: str) -> int:
+    return int(name.partition("-")[0])
+
+
+def as_stored(state: State) -> State:
+    """A state as it will be read back from a commit, so that a run which goes on sees what one that is resumed sees.
+
+    Its ``extra`` is what JSON makes of it (tuples are lists, all keys texts); no two tensors lie in the same memory.
+
+    Raises:
+        ConfigError: something in it cannot be stored; says what and where.
+    """
+    groups: dict[str, dict[str, Tensor]] = {}
+    for key, group in state.tensors.items():
+        groups[key] = {name: _storable(value, key, name) for name, value in group.items()}
+    ends = 0
+    lying = [(value.data_ptr(), key, name) for key, group in groups.items() for name, value in group.items()]
+    for start, key, name in sorted(lying):
+        if start < ends:
+            groups[key][name] = groups[key][name].clone()
+        ends = max(ends, start + groups[key][name].nbytes)
+    return State(state.round_index, groups, _plain(state.extra))
+
+
+def _storable(value: object, key: object, name: object) -> Tensor:
+    """A tensor of a state as it is stored."""
+    where = f"the method's State.tensors[{key!r}][{name!r}]"
+    if not (isinstance(key, str) and isinstance(name, str)):
+        raise ConfigError(f"{where}: the keys and names of a state's tensors are texts")
+    if not isinstance(value, Tensor):
+        raise ConfigError(
+            f"{where} is a {type(value).__name__}, not a tensor; small facts that JSON can hold go into State.extra"
+        )
+    if value.layout is not torch.strided or not _has_a_format(value.dtype):
+        raise ConfigError(
+            f"{where} is a {value.layout} tensor of {value.dtype}, which a commit cannot hold; use float32"
+        )
+    plain = type(value) is Tensor and not value.requires_grad
+    return (value if plain else value.detach()).cpu().contiguous()
+
+
+@functools.cache
+def _has_a_format(dtype: torch.dtype) -> bool:
+    """Whether safetensors can hold it."""
+    try:
+        safetensors.torch.save({"": torch.empty(0, dtype=dtype)})
+    except (SafetensorError, KeyError, RuntimeError, ValueError, TypeError):
+        return False
+    return True
+
+
+def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What JSON makes of ``State.extra``."""
+
+    def of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        plain = dict(pairs)
+        if len(plain) < len(pairs):
+            twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+            raise ConfigError(
+                f"the method's State.extra has a dict with the key {twice!r} twice, as a text and as something else; all keys "
+                f"become texts"
+            )
+        return plain
+
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(dict(extra)), object_pairs_hook=of_pairs)
+    except (TypeError, ValueError, RecursionError) as error:
+        found = _unstorable(extra, "") if isinstance(error, TypeError) else None
+        place, what = found or ("", f"cannot be stored: {error}")
+        raise ConfigError(
+            f"the method's State.extra{place} {what}; it holds what JSON can: texts, numbers of Python, lists and dicts of them; "
+            f"tensors go into State.tensors"
+        ) from error
+    return plain
+
+
+def _unstorable(value: Any, place: str) -> tuple[str, str] | None:
+    """Where JSON cannot hold a value, and why."""
+    items: Iterable[tuple[object, object]] = ()
+    if isinstance(value, dict) or not place:
+        wrong = [key for key in value if not isinstance(key, (str, int, float, bool, type(None)))]
+        if wrong:
+            return place, f"has the key {wrong[0]!r} of type {type(wrong[0]).__name__}"
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    elif not isinstance(value, (str, int, float, bool, type(None))):
+        return place, f"is of type {type(value).__name__}"
+    found = (_unstorable(inner, f"{place}[{key!r}]") for key, inner in items)
+    return next(filter(None, found), None)
+
+
+def _encode(state: State, private: PrivateIndex, together: int) -> bytes:
+    tensors = {"private": torch.from_numpy(private.recent.table)}
+    for place, group in enumerate(state.tensors.values()):
+        for name, value in group.items():
+            tensors[f"{place}{_SEPARATOR}{name}"] = value.detach().cpu().contiguous()
+    about = {
+        "format": _FORMAT,
+        "round_index": state.round_index,
+        "extra": dict(state.extra),
+        "keys": {key: list(group) for key, group in state.tensors.items()},
+        "base": private.base.file_name,
+        "segments": private.recent.segments,
+        "together": together,
+    }
+    return safetensors.torch.save(tensors, metadata={"raydfl": json.dumps(about)})
+
+
+def _about(data: bytes) -> dict[str, Any]:
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    about: dict[str, Any] = json.loads(header["__metadata__"]["raydfl"])
+    return about
+
+
+def _decode(data: bytes) -> tuple[State, str, Records, int]:
+    """State, name of the index file, what has changed since, clients trained together."""
+    about = _about(data)
+    tensors = safetensors.torch.load(data)
+    recent = Records(tuple(about["segments"]), tensors["private"].numpy())
+    first = "format" not in about
+    groups = {
+        key: {name: tensors[f"{key if first else place}{_SEPARATOR}{name}"] for name in names}
+        for place, (key, names) in enumerate(about["keys"].items())
+    }
+    return State(int(about["round_index"]), groups, about["extra"]), about["base"], recent, int(about["together"])

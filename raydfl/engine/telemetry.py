@@ -1,0 +1,143 @@
+"""Where the time of a round goes, and the same as metrics of Ray.
+
+All times are differences of one process's clock, and travel with results that are sent anyway: an actor says how long after the
+arrival of a call a client's work began and how long it took, the server knows when it sent the call and when it had the answer.
+What is left between the two is transfer. So clocks of two nodes are never compared, and no time is negative.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from raydfl.core.types import Ratio
+from raydfl.engine.orders import Result, Span
+from raydfl.engine.storage import record
+
+
+@dataclass(slots=True)
+class RoundReport:
+    """What a round did: for the progress line, the record and the trackers."""
+
+    round: int
+    """Rounds completed."""
+    clients: int = 0
+    loss: float = float("nan")
+    """Mean training loss per example, before aggregation."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """What was evaluated after the round, pooled: ``"test plugin/accuracy"``."""
+    rejected: dict[str, str] = field(default_factory=dict)
+    """Why clients were left out of the round, by client id."""
+    cut: dict[str, int] = field(default_factory=dict)
+    """Optimiser steps by client id, of clients whose training ``train.deadline`` ended early and whose update counts."""
+    unmeasured: dict[str, str] = field(default_factory=dict)
+    """Why clients could not be evaluated, by client id."""
+    apart: str = ""
+    """Why clients that were to be trained together could not be."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall-clock by part: ``train_and_aggregate`` (and in it ``plan``, ``clients`` and ``aggregate``), ``evaluate`` and ``round``
+    (since the last); ``commit``: of the last commit that is done, which ran beside a round; ``commit_wait``: for which a round
+    had to wait for it."""
+    work: dict[str, Ratio] = field(default_factory=dict)
+    """Seconds of the actors in the round's training: ``fit``, ``transfer``, ``wait`` and ``queue``, see docs/observability.md."""
+    retried: int = 0
+    """Times that a client's training was given to another actor."""
+    bytes_down: int = 0
+    bytes_up: int = 0
+    rows: list[record.Row] = field(default_factory=list)
+    """What has become durable since the last report: rows of rounds before this one, as a rule."""
+
+
+TIMELINE = "timeline"
+"""The array of the record that says which actor worked on which client when."""
+
+WALL = ("plan", "clients", "aggregate", "evaluate", "commit_wait")
+"""Parts of a round's wall-clock time that exclude each other; what is left of the round lies between rounds."""
+
+
+def placed(results: Sequence[Result], actor: int, sent: float, answered: float) -> list[Result]:
+    """The results of one call with their spans.
+
+    Args:
+        results: with ``waited`` and ``seconds`` as the actor measured them.
+        actor: who did it.
+        sent: when the call went out, on the server's clock.
+        answered: when the answer was there, on the same clock.
+    """
+    inside = max((result.waited + result.seconds for result in results), default=0.0)
+    arrived = sent + max(0.0, answered - sent - inside) / 2
+    found = []
+    for result in results:
+        begin = min(arrived + result.waited, answered)
+        end = min(begin + result.seconds, answered)
+        found.append(dataclasses.replace(result, span=Span(actor, sent, begin, end, answered)))
+    return found
+
+
+class Watch(Iterator["Result"]):
+    """The results of a pool's run, watched as they come."""
+
+    def __init__(self, results: Iterator[Result]) -> None:
+        self._results = results
+        self.seconds = 0.0
+        """For which whoever asked for results was kept waiting."""
+        self.spans: list[tuple[str, Span]] = []
+        """By client id, in order of arrival; without those that a pool gave none."""
+        self.queued = 0.0
+        """Seconds that orders lay at an actor before work on them began, added up."""
+        self.retried: dict[str, int] = {}
+        """Times that a client's work was given to another actor, by client id."""
+
+    def __next__(self) -> Result:
+        asked = time.perf_counter()
+        try:
+            result = next(self._results)
+        finally:
+            self.seconds += time.perf_counter() - asked
+        if result.span is not None:
+            self.spans.append((result.client_id, result.span))
+        self.queued += result.waited
+        if result.retried:
+            self.retried[result.client_id] = result.retried
+        return result
+
+    def work(self, actors: int) -> dict[str, Ratio]:
+        """How the actors spent the time from the first order sent to the last answer, in seconds of actors.
+
+        Args:
+            actors: how many there are; those of the spans count in any case.
+
+        Returns:
+            ``transfer`` (something was on its way to or from an actor that computed nothing; a mean over clients), ``wait`` (an
+            actor had nothing to do; a mean over actors) and ``queue`` (orders lay at an actor that worked on others; over
+            clients). The totals of transfer and wait, with the time of the spans themselves, are ``actors`` times the whole.
+        """
+        if not self.spans:
+            return {}
+        spans = [span for _, span in self.spans]
+        began, ended = min(span.sent for span in spans), max(span.answered for span in spans)
+        computed = sum(span.end - span.begin for span in spans)
+        busy, until = 0.0, dict.fromkeys((span.actor for span in spans), began)
+        for span in sorted(spans, key=lambda span: span.sent):
+            busy += max(0.0, span.answered - max(span.sent, until[span.actor]))
+            until[span.actor] = max(span.answered, until[span.actor])
+        actors = max(actors, len(until))
+        return {
+            "transfer": Ratio(max(0.0, busy - computed), len(spans)),
+            "wait": Ratio(max(0.0, actors * (ended - began) - busy), actors),
+            "queue": Ratio(self.queued, len(spans)),
+        }
+
+    def timeline(self, began: float, index: Mapping[str, int]) -> np.ndarray:
+        """float64 [clients, 4], by begin of work: index of the client, number of the actor, begin and end in seconds.
+
+        Args:
+            began: when the round began, which becomes 0.
+            index: of each client, by id.
+        """
+        rows = [(index[client], span.actor, span.begin - began, span.end - began) for client, span in self.spans]
+        return np.array(sorted(rows, key=lambda row: row[2]), np.float64).reshape(-1, 4)

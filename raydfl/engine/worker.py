@@ -1,0 +1,402 @@
+"""Worker: carries out tasks for any client, one after another, in one process.
+
+A client is an id plus a record in the private store, so a worker serves as many clients as there are; it keeps one built
+network for each combination of architectures and re-loads it in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import shlex
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from raydfl.core import seeds
+from raydfl.core.errors import ClientError, RaydflError
+from raydfl.core.files import default_cache
+from raydfl.core.metrics import attack_success
+from raydfl.core.tensors import FlatTensors, OwnTensors
+from raydfl.core.types import Client, Metrics, ModelSpec
+from raydfl.data.examples import ClientData, Examples
+from raydfl.data.population import Population
+from raydfl.engine.autotune import best_width, remembered
+from raydfl.engine.clients import Clients
+from raydfl.engine.config import Config
+from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Result, in_groups
+from raydfl.engine.storage.private import PrivateRef, PrivateStore
+from raydfl.engine.validation import check_form, check_weights, checked_metrics
+from raydfl.methods._method import Method
+from raydfl.training.clock import Clock, LateError
+from raydfl.training.precision import check_device
+from raydfl.training.replica import Built
+from raydfl.training.step import Step
+from raydfl.training.together import lockstep as together
+from raydfl.training.users_code import place_of
+
+_REASON = 500
+"""Characters that are kept of why a client was left out."""
+
+
+def reason_of(text: str) -> str:
+    """Return why a client was left out as it is recorded, in one line."""
+    return " ".join(text.split())[:_REASON]
+
+
+KEPT_MODEL, KEPT_STATE = "model:", "state:"
+"""Prefixes in a private record: tensors of models that are not shared, and what the method keeps in step.state."""
+
+
+def _without(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin with a prefix, by the rest of the name."""
+    return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _named(error: Exception) -> str:
+    """An exception with the place that raised it."""
+    return f"{type(error).__name__}: {error} (at {place_of(error)})"
+
+
+@contextlib.contextmanager
+def _malformed(order: Order) -> Iterator[None]:
+    """Turn what a check finds wrong with something that a method's code has made into a failure of that code."""
+    try:
+        yield
+    except RaydflError as error:
+        raise ClientError(f"round {_round_of(order)}, {error}") from None
+
+
+def _subject(order: Order) -> str:
+    """Whom an order is about, for a message."""
+    return f"client {order.task.client_id!r}" if order.task.client_id else "the evaluation on the server's data"
+
+
+def _round_of(order: Order) -> int:
+    """The round of an order, as printed; what is measured is the state after a round."""
+    return order.round_index + (order.measure is None)
+
+
+def _whose(order: Order) -> str:
+    """Whom an order is about and in which round, for a message."""
+    return f"{_subject(order)}, round {_round_of(order)}"
+
+
+def seed_torch(seed: int, device: torch.device) -> None:
+    """Seed what dropout draws from. ``torch.manual_seed`` would also queue calls for devices that are not there, for ever."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
+def build_models(method: Method, models: Sequence[ModelSpec], run_seed: int) -> dict[str, nn.Module]:
+    """Freshly initialised models; equal architectures start from equal weights at every client."""
+    with torch.random.fork_rng(devices=[]):
+        seed_torch(seeds.seed_for(run_seed, 0, "", "init"), torch.device("cpu"))
+        return method.build(models)
+
+
+class Worker:
+    """Carries out orders. Owns nothing: any worker of a run can serve any client at any time."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Config,
+        private: PrivateStore,
+        device: str = "cpu",
+        population: Population | None = None,
+        held: tuple[Population, int] | None = None,
+    ) -> None:
+        """Open it.
+
+        Args:
+            run_dir: of the run; nothing of it is read if ``population`` is given.
+            config: of the run.
+            private: where clients' private state lies.
+            device: on which to compute.
+            population: of the whole federation; ``None``: the one in ``run_dir``.
+            held: the population of a site, whose clients alone this worker can serve, and the index of the first of them in the
+                federation's; ``None``: ``population`` holds everybody's data.
+        """
+        self.run_dir = run_dir
+        self.config = config
+        self.private = private
+        self.device = torch.device(device)
+        self.method = config.build_method()
+        self.population = Population.load(run_dir / "population") if population is None else population
+        self.clients = Clients(self.population, config)
+        self._held, self._first = (self.population, 0) if held is None else held
+        self.attack = config.build_attack()
+        self._built: dict[tuple[tuple[ModelSpec, ...], int], Built] = {}
+        self._samples: dict[tuple[str, int], Examples] = {}
+
+    def carry_out(
+        self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors], arrived: float | None = None
+    ) -> list[Result]:
+        """Train or evaluate some clients: those of a group together, groups one after another.
+
+        Args:
+            orders: what to do.
+            broadcast: the server's tensors by key, at least those that the tasks receive; only read.
+            arrived: when the orders came, on time.perf_counter; ``None``: now.
+
+        Raises:
+            ClientError: the method's code failed, and ``run.on_error`` is ``stop``; says client, round, phase and how to replay it.
+        """
+        if torch.get_num_threads() != self.config.ray.threads:
+            torch.set_num_threads(self.config.ray.threads)  # it holds for one thread of the process only
+        since = time.perf_counter() if arrived is None else arrived
+        return [result for group in in_groups(orders) for result in self._carry_out_group(group, broadcast, since)]
+
+    def read_ahead(self, orders: Sequence[Order]) -> None:
+        """Have what these orders need fetched from the disk, while this worker still works on others."""
+        for order in orders:
+            if order.task.client_id != SERVER and order.measure is None:
+                index = self.clients.index_of(order.task.client_id)
+                self._held.data(index - self._first, order.attacking).train.read_ahead()
+            if order.private is not None:
+                self.private.read_ahead(order.private)
+
+    def _carry_out_group(
+        self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors], arrived: float
+    ) -> list[Result]:
+        started = time.perf_counter()
+        work = [functools.partial(self._carry_out, order, broadcast, place) for place, order in enumerate(orders)]
+        results = []
+        for outcome in together.carry_out(work) if len(work) > 1 else [work[0]()]:
+            if isinstance(outcome, Exception):
+                raise outcome
+            results.append(outcome)
+        seconds = (time.perf_counter() - started) / len(orders)
+        return [
+            dataclasses.replace(result, seconds=seconds, waited=started - arrived + number * seconds)
+            for number, result in enumerate(results)
+        ]
+
+    def _carry_out(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Result:
+        do = self._train if order.measure is None else self._evaluate
+        try:
+            return do(order, broadcast, place)
+        except LateError as error:
+            return self._left_out(order, broadcast, str(error))
+        except ClientError as error:
+            if not self._may_drop(order):
+                raise
+            return self._left_out(order, broadcast, f"error: {error}")
+        except RaydflError:
+            raise  # the folder, the disk or the configuration: not this client's
+        except Exception as error:  # whatever a method's code raises
+            if not self._may_drop(order):
+                raise ClientError(self._describe(order, error)) from error
+            if isinstance(error, torch.OutOfMemoryError):
+                torch.cuda.empty_cache()
+            return self._left_out(order, broadcast, f"error: {_named(error)}")
+
+    def _may_drop(self, order: Order) -> bool:
+        """Whether a failure of this order leaves its client out; what fails on the server's own data always stops the run."""
+        return self.config.run.on_error == "drop" and order.task.client_id != SERVER
+
+    def _left_out(self, order: Order, broadcast: Mapping[str, FlatTensors], reason: str) -> Result:
+        """The client's private state stays what it was. The reason is made one line, for the record."""
+        sent = sum(broadcast[key].vector.nbytes for key in order.task.receive)
+        return Result(
+            order.position,
+            order.task.client_id,
+            rejected=reason_of(reason),
+            private=order.private,
+            bytes_down=sent,
+        )
+
+    def width(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> int:
+        """How many of these clients to train at once on this worker's device.
+
+        On the CPU always 1: there the operations are fused and one client after another is fastest, and a measurement, which is
+        never the same twice, would make equal runs differ. On a GPU it is measured, once for a model and a device.
+        """
+        if self.device.type == "cpu" or len(orders) < 2:
+            return 1
+        first = self.clients.by_id(orders[0].task.client_id)
+        train = self.config.train
+        device = torch.cuda.get_device_name(self.device), torch.cuda.get_device_properties(self.device).total_memory
+        work = (self.method, first.models, train.batch_size, train.optimiser, train.precision)
+        kind = (*work, self.config.ray.gpus, device)
+        path = (self.config.data.cache or default_cache()) / "widths.json"
+        return remembered(path, (kind, torch.__version__), lambda: self.measured_width(orders, broadcast))
+
+    def measured_width(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> int:
+        """See :meth:`width`; nothing that the clients do while it is measured is kept."""
+        orders = sorted(orders, key=lambda order: -order.cost)
+        private = self.private
+
+        def seconds(width: int) -> float:
+            group = [dataclasses.replace(order, group=0) for order in orders[:width]]
+            return min(self.carry_out(group, broadcast)[0].seconds for _ in range(3))  # the first warms up
+
+        with tempfile.TemporaryDirectory(prefix="raydfl-width-") as scratch:
+            self.private = PrivateStore(Path(scratch), also_read=[private.folder])
+            try:
+                return best_width(seconds, len(orders))
+            finally:
+                self.private.close()
+                self.private = private
+                self._built.clear()
+
+    def _describe(self, order: Order, error: Exception) -> str:
+        task = order.task
+        round_ = _round_of(order)
+        text = f"{_subject(order)} failed in round {round_}, phase {task.phase!r}: {_named(error)}"
+        if task.client_id and order.measure is None:
+            client = shlex.quote(task.client_id)
+            text += (
+                f"\nlook at it with: raydfl replay {shlex.quote(str(self.run_dir))} --round {round_} --client {client}"
+            )
+        return text
+
+    def prepare(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int = 0) -> Step:
+        """A step ready for the method's code: data opened, models loaded, generators seeded.
+
+        Args:
+            place: which of the built networks it gets; clients that are worked on at the same time have different ones.
+        """
+        task, training = order.task, self.config.train
+        check_device(training.precision, self.device)
+        client, data = self._who(order)
+        purpose = task.phase if order.measure is None else f"evaluate/{task.phase}"
+        seed_torch(seeds.seed_for(self.config.run.seed, order.round_index, client.id, f"torch/{purpose}"), self.device)
+        sent = {key: broadcast[key] for key in task.receive}
+        kept = self.private.read(order.private) if order.private is not None else {}
+        built = self._build(client.models, place)
+        built.start(sent, _without(KEPT_MODEL, kept), self.method.shared, _whose(order))
+        return Step(
+            client=client,
+            models=dict(built.models),
+            # A copy: whatever a method does to what it received, the next client gets what the server sent.
+            received={key: OwnTensors(tensors, self.device) for key, tensors in sent.items()},
+            data=data,
+            state={name: tensor.to(self.device) for name, tensor in _without(KEPT_STATE, kept).items()},
+            rng=seeds.generator(self.config.run.seed, order.round_index, client.id, purpose),
+            device=self.device,
+            training=training,
+            phase=task.phase,
+            round_index=order.round_index,
+            options=task.options,
+            shared=self.method.shared,
+            clock=Clock()
+            if order.measure is not None
+            else Clock(training.deadline, training.late == "partial", self.device),
+        )
+
+    def _who(self, order: Order) -> tuple[Client, ClientData]:
+        if order.task.client_id == SERVER:
+            nothing = self._held.test.take(np.zeros(0, np.int64))
+            client = Client(SERVER, -1, 0, order.server_models)
+            return client, ClientData(train=nothing, validation=nothing, test=self._held.test)
+        client = self.clients.by_id(order.task.client_id)
+        return client, self._held.data(client.index - self._first, order.attacking)
+
+    def _build(self, specs: tuple[ModelSpec, ...], place: int) -> Built:
+        key = (specs, place)
+        built = self._built.get(key)
+        if built is None or not built.whole:
+            models = build_models(self.method, specs, self.config.run.seed)
+            for model in models.values():
+                model.to(self.device)
+            built = self._built[key] = Built(models)
+        return built
+
+    def _train(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Result:
+        step = self.prepare(order, broadcast, place)
+        bytes_down = sum(broadcast[key].vector.nbytes for key in order.task.receive)
+        step.clock.start()
+        attack = self.attack if order.attacking else None
+        update = self.method.local(step) if attack is None else attack.local(self.method, step)
+        with _malformed(order):
+            check_form(update, _subject(order))
+            metrics = checked_metrics(update.metrics, _subject(order))
+        hidden = [name for name in update.tensors if not self.method.shared(name)]
+        if hidden:
+            raise ClientError(
+                f"client {step.client.id!r}, round {order.round_index + 1}: the update holds tensors that the method's shared() "
+                f"keeps private: {', '.join(hidden[:5])}; leave them out of step.update(tensors=...)"
+            )
+        flat = FlatTensors.of(update.tensors)
+        update = dataclasses.replace(update, tensors=flat, client_id=step.client.id, metrics={})
+        result = Result(
+            order.position,
+            step.client.id,
+            private=order.private,
+            bytes_down=bytes_down,
+            together=step.together,
+            apart=step.apart,
+            cut=step.clock.steps if step.clock.cut else None,
+        )
+        lowest, highest = float(flat.vector.min(initial=0)), float(flat.vector.max(initial=0))  # a NaN is both
+        if not (math.isfinite(lowest) and math.isfinite(highest)):
+            bad = [name for name, tensor in flat.items() if not bool(torch.isfinite(tensor).all())]
+            return dataclasses.replace(
+                result, rejected=f"not finite: {', '.join(bad[:3])}{' ...' if len(bad) > 3 else ''}"
+            )
+        with _malformed(order):
+            check_weights(update, flat.layout)
+        weights = update.weight.values() if isinstance(update.weight, Mapping) else ()
+        return dataclasses.replace(
+            result,
+            update=update,
+            largest=max(-lowest, highest),
+            measured={"train": metrics},
+            private=self._keep(order, step),
+            bytes_up=flat.vector.nbytes + sum(w.nbytes if isinstance(w, Tensor) else 8 for w in weights),
+        )
+
+    def _keep(self, order: Order, step: Step) -> PrivateRef | None:
+        """Write what stays with the client: private tensors of its models, and the method's state."""
+        kept = {KEPT_MODEL + n: t for n, t in step.floating_state().items() if not self.method.shared(n)}
+        kept.update({KEPT_STATE + n: t for n, t in step.state.items()})
+        return self.private.append(order.round_index + 1, kept) if kept else None
+
+    def _evaluate(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Result:
+        step = self.prepare(order, broadcast, place)
+        models = step.models
+        measured: dict[str, Metrics] = {}
+        for measurement in order.measure or ():
+            step.models = {name: models[name] for name in measurement.models if name in models}
+            examples = self._examples(step, measurement)
+            if len(examples) and step.models:
+                found = self.method.evaluate(step, examples, self.config.evaluate.batch_size)
+                with _malformed(order):
+                    metrics = checked_metrics(found, _subject(order))
+                if measurement.split == TRIGGERED and self.attack is not None:
+                    metrics = attack_success(metrics, self.attack.target_class(self.population.classes))
+                measured[measurement.split] = metrics
+        bytes_down = sum(broadcast[key].vector.nbytes for key in order.task.receive)
+        return Result(order.position, step.client.id, private=order.private, measured=measured, bytes_down=bytes_down)
+
+    def _examples(self, step: Step, measurement: Measurement) -> Examples:
+        if measurement.split == "validation":
+            return step.data.validation
+        if measurement.sample is not None:
+            return self._sample(measurement.split, measurement.sample)
+        test = self._test(measurement.split)
+        stop = len(test) if measurement.stop is None else measurement.stop
+        return test.take(np.arange(measurement.start, stop))
+
+    def _test(self, split: str) -> Examples:
+        return self._held.triggered if split == TRIGGERED else self._held.test
+
+    def _sample(self, split: str, count: int) -> Examples:
+        """Some of the server's test clips, drawn by the run seed, with all their segments."""
+        if (split, count) not in self._samples:
+            test = self._test(split)
+            clips = np.unique(test.clips)
+            rng = seeds.generator(self.config.run.seed, 0, "", "test sample")
+            drawn = rng.permutation(clips)[:count]
+            self._samples[split, count] = test.take(np.flatnonzero(np.isin(test.clips, drawn)))
+        return self._samples[split, count]

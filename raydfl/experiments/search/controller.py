@@ -1,0 +1,308 @@
+"""Who decides in a search: which settings come next and which trials stop, by Ray Tune's own rules.
+
+Ray Tune does not keep a scheduler's state, so a search that it restores forgets what it had compared. Here every event is in the
+journal before anything is done because of it, and a search that goes on tells its scheduler and searcher all of them again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from raydfl.core.errors import InputError
+from raydfl.experiments.search.journal import Journal, plain_score
+from raydfl.experiments.search.pbt import members_of
+from raydfl.experiments.search.plan import Search, Trial, Values
+from raydfl.experiments.search.settings import AshaScheduler, MedianScheduler, PopulationScheduler
+from raydfl.experiments.search.space import Domain
+
+_WORST = 1e9
+"""Stands for a score that is no number: worse than any other, and finite, so that medians can be taken."""
+_SCORE, _ROUND = "score", "round"
+_STOP = "STOP"
+
+Decision = Literal["CONTINUE", "STOP"]
+
+
+@dataclass(frozen=True)
+class _Named:
+    """What Ray Tune's schedulers need of a trial."""
+
+    trial_id: str
+
+
+class _NobodyWaits:
+    """The controller as the median rule sees it: it shall never pause a trial in favour of a waiting one."""
+
+    def get_live_trials(self) -> list[Any]:
+        return []
+
+
+class Source(Protocol):
+    """Where trials' values come from."""
+
+    def suggest(self, number: int) -> Values:
+        """The values of the next trial."""
+
+    def result(self, number: int, round_index: int, score: float) -> None:
+        """A score of a trial that goes on."""
+
+    def complete(self, number: int, round_index: int, score: float) -> None:
+        """The last score of a trial that is over."""
+
+
+class Drawn:
+    """Random draws, or every combination: what has been learned changes nothing."""
+
+    def __init__(self, search: Search) -> None:
+        self._search = search
+
+    def suggest(self, number: int) -> Values:
+        """See :meth:`Search.drawn`."""
+        return self._search.drawn(number)
+
+    def result(self, number: int, round_index: int, score: float) -> None:
+        """Changes nothing."""
+
+    def complete(self, number: int, round_index: int, score: float) -> None:
+        """Changes nothing."""
+
+
+class FromOptuna:
+    """Optuna's tree-structured Parzen estimator, by way of Ray Tune."""
+
+    def __init__(self, space: Mapping[str, Domain], mode: str, seed: int) -> None:
+        """Begin a study in memory.
+
+        Raises:
+            InputError: Optuna is not installed.
+        """
+        try:
+            import optuna
+        except ImportError as error:
+            raise InputError(
+                "searcher: optuna needs the package optuna; install it with pip install 'raydfl[optuna]', or take searcher: random"
+            ) from error
+        from ray.tune.search.optuna import OptunaSearch
+
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self._space = space
+        distributions = {key: domain.distribution() for key, domain in space.items()}
+        self._search = OptunaSearch(distributions, metric=_SCORE, mode=mode, seed=seed)
+
+    def suggest(self, number: int) -> Values:
+        """Optuna's next suggestion."""
+        found = self._search.suggest(str(number)) or {}
+        return {key: domain.from_optuna(found[key]) for key, domain in self._space.items()}
+
+    def result(self, number: int, round_index: int, score: float) -> None:
+        """Told to the study."""
+        self._search.on_trial_result(str(number), {_SCORE: score, "training_iteration": round_index})
+
+    def complete(self, number: int, round_index: int, score: float) -> None:
+        """Told to the study."""
+        self._search.on_trial_complete(str(number), {_SCORE: score, "training_iteration": round_index})
+
+
+def make_source(search: Search) -> Source:
+    """What the file's ``searcher`` names.
+
+    Raises:
+        InputError: a package that it needs is missing.
+    """
+    settings = search.settings
+    if settings.searcher == "optuna":
+        return FromOptuna(settings.space, settings.metric.best, settings.seed)
+    return Drawn(search)
+
+
+class Judge:
+    """Decides, and writes down what it decides."""
+
+    def __init__(self, search: Search, journal: Journal) -> None:
+        """Brings scheduler and searcher to where they were.
+
+        Raises:
+            InputError: a package that the searcher needs is missing.
+        """
+        self.search = search
+        self.journal = journal
+        self._scheduler = _make_scheduler(search)
+        self._source = make_source(search)
+        for event in journal.events:
+            self._tell(event)
+        for record in journal.trials.values():
+            last = next((e for e in reversed(journal.events) if e["trial"] == record.number), None)
+            if last is not None and last["event"] == "round" and last["decision"] == _STOP:
+                self.ended(record.number, "stopped", str(last.get("rule", "")))
+        self._waiting: list[Trial] = []
+        self._turn = -1
+
+    def _tell(self, event: Mapping[str, Any]) -> None:
+        """An event of the journal, to scheduler and searcher."""
+        number = event["trial"]
+        if event["event"] == "trial":
+            self._begin(number)
+            self._source.suggest(number)
+        elif event["event"] == "round":
+            self._score(number, event["round"], event["score"])
+            if event["decision"] != _STOP:
+                self._source.result(number, event["round"], self._comparable(event["score"]))
+        elif event["status"] != "failed":
+            self._complete(number, event["round"], event["score"])
+
+    # -- what comes next ---------------------------------------------------------------------------------------------
+
+    def open_turn(self, turn: int) -> bool:
+        """Make the trials of a turn ready, those that are not over first; without pbt there is one turn, 0.
+
+        Returns:
+            Whether the turn before is finished, as it must be.
+        """
+        trials, members = self.journal.trials, self.search.samples
+        self._turn = turn
+        if not self._in_turns:
+            self._waiting = [self.search.trial(r.number, r.values) for r in trials.values() if not r.over]
+            return True
+        before = [trials[number] for number in range((turn - 1) * members, turn * members) if turn and number in trials]
+        if turn and (len(before) < members or not all(record.status == "finished" for record in before)):
+            return False
+        self._waiting = [
+            trial
+            for trial in members_of(self.search, turn, before)
+            if trial.number not in trials or not trials[trial.number].over
+        ]
+        return True
+
+    @property
+    def left(self) -> int:
+        """Trials of this turn that are still to be done or to be finished."""
+        return len(self._waiting) + (0 if self._in_turns else max(0, self.search.samples - len(self.journal.trials)))
+
+    @property
+    def _in_turns(self) -> bool:
+        return isinstance(self.search.settings.scheduler, PopulationScheduler)
+
+    def suggest(self) -> Trial | None:
+        """The next trial: those that are not over come first; ``None``: there is none.
+
+        Raises:
+            ConfigError: the values that the searcher suggests do not make a valid configuration.
+        """
+        if self._waiting:
+            trial = self._waiting.pop(0)
+        elif not self._in_turns and len(self.journal.trials) < self.search.samples:
+            number = len(self.journal.trials)
+            trial = self.search.trial(number, self._source.suggest(number))
+        else:
+            return None
+        if trial.number not in self.journal.trials:
+            self._begin(trial.number)
+            self.journal.add("trial", trial.number, values=trial.values, parent=trial.parent)
+        return trial
+
+    # -- what came of it ---------------------------------------------------------------------------------------------
+
+    def result(self, number: int, round_index: int, score: float) -> Decision:
+        """What becomes of a trial after an evaluation; what is known already changes nothing."""
+        record = self.journal.trials[number]
+        if round_index <= record.reported:
+            return "CONTINUE"
+        decision, rule = self._score(number, round_index, score), ""
+        if decision == _STOP:
+            rule = self.search.settings.scheduler.name
+        elif self._without_progress([*record.scores, score]):
+            decision, rule = "STOP", "patience"
+        self.journal.add(
+            "round",
+            number,
+            round=round_index,
+            score=plain_score(score),
+            decision=decision,
+            **({"rule": rule} if rule else {}),
+        )
+        if decision != _STOP:
+            self._source.result(number, round_index, self._comparable(score))
+        return decision
+
+    def ended(
+        self, number: int, status: Literal["finished", "stopped", "failed"], reason: str = "",
+        round_index: int | None = None, score: float = math.nan,
+    ) -> None:  # fmt: skip
+        """A trial is over.
+
+        Args:
+            round_index: the last round, when it was not reported before; with its ``score``.
+        """
+        record = self.journal.trials[number]
+        if record.over:
+            return
+        if round_index is None:
+            round_index, score = record.reported, record.score
+        if status != "failed":
+            self._complete(number, round_index, score)
+        self.journal.add("end", number, status=status, reason=reason, round=round_index, score=plain_score(score))
+
+    def rule_of(self, number: int) -> str:
+        """Which rule stopped a trial."""
+        last = next(e for e in reversed(self.journal.events) if e["trial"] == number and e["event"] == "round")
+        return str(last.get("rule", ""))
+
+    def _without_progress(self, scores: list[float]) -> bool:
+        patience = self.search.settings.patience
+        if patience is None:
+            return False
+        sign = 1.0 if self.search.settings.metric.best == "max" else -1.0
+        values = [sign * self._comparable(score) for score in scores]
+        return len(values) - 1 - values.index(max(values)) >= patience
+
+    # -- Ray Tune's part ---------------------------------------------------------------------------------------------
+
+    def _comparable(self, score: float | None) -> float:
+        if score is not None and math.isfinite(score):
+            return score
+        return -_WORST if self.search.settings.metric.best == "max" else _WORST
+
+    def _begin(self, number: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.on_trial_add(_NobodyWaits(), _Named(str(number)))
+
+    def _score(self, number: int, round_index: int, score: float | None) -> Decision:
+        if self._scheduler is None:
+            return "CONTINUE"
+        result = {_ROUND: round_index, _SCORE: self._comparable(score)}
+        decision = self._scheduler.on_trial_result(_NobodyWaits(), _Named(str(number)), result)
+        return "STOP" if decision == _STOP else "CONTINUE"
+
+    def _complete(self, number: int, round_index: int, score: float | None) -> None:
+        if self._scheduler is not None:
+            result = {_ROUND: round_index, _SCORE: self._comparable(score)}
+            self._scheduler.on_trial_complete(_NobodyWaits(), _Named(str(number)), result)
+        self._source.complete(number, round_index, self._comparable(score))
+
+
+def _make_scheduler(search: Search) -> Any:
+    """Ray Tune's scheduler; ``None``: nothing is stopped early."""
+    from ray.tune.schedulers import AsyncHyperBandScheduler, MedianStoppingRule
+
+    settings, mode = search.settings.scheduler, search.settings.metric.best
+    if isinstance(settings, AshaScheduler):
+        return AsyncHyperBandScheduler(
+            time_attr=_ROUND,
+            metric=_SCORE,
+            mode=mode,
+            max_t=search.rounds,
+            grace_period=min(settings.grace, search.rounds),
+            reduction_factor=settings.factor,
+        )
+    if isinstance(settings, MedianScheduler):
+        return MedianStoppingRule(
+            time_attr=_ROUND,
+            metric=_SCORE,
+            mode=mode,
+            grace_period=settings.grace,
+            min_samples_required=settings.trials,
+        )
+    return None

@@ -1,0 +1,64 @@
+"""Population based training in turns: between two turns the worst members become changed copies of the best.
+
+M. Jaderberg and others, Population Based Training of Neural Networks, 2017: truncation selection, and perturbation or a new
+draw of each setting. Members go in step: a turn begins when all have done the rounds of the last one. So a turn is a function
+of the file and of the scores, whatever the number of trials at a time, and each trial's state is a copy of a run folder that
+nobody is writing to. Each member of each turn is a trial of its own: number = turn * members + member.
+"""
+
+from __future__ import annotations
+
+import math
+
+from raydfl.core import seeds
+from raydfl.experiments.search.journal import TrialRecord
+from raydfl.experiments.search.plan import Search, Trial, Values
+from raydfl.experiments.search.settings import PopulationScheduler
+
+
+def members_of(search: Search, turn: int, before: list[TrialRecord]) -> list[Trial]:
+    """The trials of a turn.
+
+    Args:
+        turn: counted from 0.
+        before: those of the turn before, all finished, by member; empty for the first turn.
+    """
+    rounds = search.turns[turn]
+    if turn == 0:
+        return [search.trial(member, search.drawn(member), rounds=rounds) for member in range(search.samples)]
+    parents = _copied(search, before)
+    trials = []
+    for member, record in enumerate(before):
+        parent = parents.get(member, record)
+        values = record.values if parent is record else _explored(search, turn, member, parent.values)
+        trials.append(search.trial(turn * search.samples + member, values, parent.number, rounds))
+    return trials
+
+
+def _copied(search: Search, before: list[TrialRecord]) -> dict[int, TrialRecord]:
+    """By member among the worst, the one among the best that takes its place: the worst gets the best, and so on."""
+    scheduler = search.settings.scheduler
+    share = scheduler.share if isinstance(scheduler, PopulationScheduler) else 0.0
+    sign = 1.0 if search.settings.metric.best == "max" else -1.0
+    ranked = sorted(
+        range(len(before)),
+        key=lambda member: -sign * before[member].score if math.isfinite(before[member].score) else math.inf,
+    )
+    count = max(1, math.floor(share * len(before)))
+    return {worst: before[best] for best, worst in zip(ranked[:count], reversed(ranked), strict=False)}
+
+
+def _explored(search: Search, turn: int, member: int, values: Values) -> Values:
+    """The values of a copy: each one drawn anew, or moved up or down."""
+    scheduler = search.settings.scheduler
+    resample, factor = (
+        (scheduler.resample, scheduler.factor) if isinstance(scheduler, PopulationScheduler) else (0.0, 1.0)
+    )
+    changed = {}
+    for key, domain in search.settings.space.items():
+        rng = seeds.generator(search.settings.seed, turn, str(member), f"search explore {key}")
+        if rng.random() < resample:
+            changed[key] = domain.draw(rng)
+        else:
+            changed[key] = domain.neighbour(values[key], factor, up=bool(rng.random() < 0.5))
+    return changed

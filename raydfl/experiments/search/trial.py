@@ -1,0 +1,248 @@
+"""One trial: a whole federation as a trainable of Ray Tune, in a run folder whose commits are its checkpoints.
+
+The run goes on in a thread that waits after each evaluation until it is told whether to go on. What the folder has recorded
+already is reported again without training, so a trial that is started again anywhere goes on where its last commit was, to the
+same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import queue
+import shutil
+import threading
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ray import tune
+
+from raydfl.engine.config import Config
+from raydfl.engine.telemetry import RoundReport
+
+NAME, ROUND, SCORE, STATUS, REASON = "name", "round", "score", "status", "reason"
+"""Keys of what a trial reports to Ray Tune."""
+
+TrialStatus = Literal["running", "finished", "interrupted", "failed"]
+_LEFT_BEHIND = (".lock", ".driver.lock", "report.html")
+"""Files of a run folder that a copy does without, beside the exported models."""
+
+
+@dataclass(frozen=True)
+class TrialOrder:
+    """A trial as it is given to another process."""
+
+    number: int
+    config: Mapping[str, Any]
+    keys: tuple[tuple[str, str], ...]
+    """(split, metric) that the score may stand under in the record, the one that counts first."""
+    stop: str
+    """When this file appears, the trial stops after its round."""
+    log: str
+    """Where a failure is told in full."""
+    reported: int = 0
+    """The last round whose score is known already."""
+    parent: str | None = None
+    """The run folder that it begins as a copy of."""
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What the run's thread tells."""
+
+    status: TrialStatus
+    round: int = 0
+    score: float = math.nan
+    reason: str = ""
+
+
+class FederationTrial(tune.Trainable):
+    """Ray Tune's view of a trial; ``config`` holds ``order``, a :class:`TrialOrder`.
+
+    Each step ends with the next evaluated round. Failures and interruptions are reported like results: Ray Tune's own handling of
+    errors is left to processes and nodes that are lost.
+    """
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Nothing is loaded before the first step."""
+        self._run = _RunThread(config["order"])
+
+    def step(self) -> dict[str, Any]:
+        """Go on to the next evaluated round that is not known yet."""
+        said = self._run.next()
+        return {
+            ROUND: said.round,
+            SCORE: said.score,
+            STATUS: said.status,
+            REASON: said.reason,
+            "done": said.status != "running",
+        }
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """The process takes over another trial: what it has loaded need not be loaded again."""
+        self.cleanup()
+        self.setup(new_config)
+        return True
+
+    def cleanup(self) -> None:
+        """The trial was stopped: its run ends as one that is stopped by hand, with its last round committed."""
+        self._run.stop()
+
+
+class _RunThread:
+    """A run that is told after each evaluation whether to go on."""
+
+    def __init__(self, order: TrialOrder) -> None:
+        self._order = order
+        self._said: queue.SimpleQueue[_Said] = queue.SimpleQueue()
+        self._more = threading.Semaphore(0)
+        self._stopping = False
+        self._last = order.reported
+        self._final = _Said("finished")
+        self._thread: threading.Thread | None = None
+
+    def next(self) -> _Said:
+        """What it says next; the thread begins with the first call."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._main, name=f"trial {self._order.number}", daemon=True)
+            self._thread.start()
+        else:
+            self._more.release()
+        return self._said.get()
+
+    def stop(self) -> None:
+        """Have the run stop where it is, and wait for it."""
+        self._stopping = True
+        self._more.release()
+        if self._thread is not None:
+            self._thread.join()
+
+    # -- in the thread -----------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            self._said.put(self._do())
+        except BaseException as error:  # noqa: BLE001  (whatever it is, the other trials go on; it is told at the end)
+            from raydfl.core.errors import RaydflError
+
+            log = Path(self._order.log)
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("a", encoding="utf-8") as file:
+                file.write(f"trial {self._order.number}\n\n{traceback.format_exc()}\n")
+            kind = "" if isinstance(error, RaydflError) else f"{type(error).__name__}: "
+            self._said.put(_Said("failed", self._last, reason=f"{kind}{error}"))
+
+    def _do(self) -> _Said:
+        from raydfl.engine.config import make_config
+        from raydfl.runs.progress import Progress
+        from raydfl.runs.run import run
+
+        if self._interrupted():
+            return _Said("interrupted", self._last)
+        config = make_config(self._order.config, f"trial {self._order.number}")
+        folder = Path(config.run.dir) / str(config.run.name)
+        if self._order.parent is not None:
+            branch(Path(self._order.parent), folder, config)
+        self._total, self._every = config.train.rounds, config.evaluate.every
+        for round_index, scores in recorded(folder, self._last).items():
+            if round_index < self._total and not self._report(round_index, scores):
+                return _Said("interrupted", self._last)
+        outcome = run(config, Progress("quiet"), self._on_round)
+        if not outcome.finished:
+            return _Said("interrupted", self._last)
+        last = recorded(folder, self._total - 1).get(self._total, {})
+        return _Said("finished", self._total, self._find(last), outcome.worthless)
+
+    def _on_round(self, report: RoundReport) -> bool:
+        """After each round: whether the run shall stop."""
+        evaluated = report.round % self._every == 0
+        if evaluated and self._last < report.round < self._total:
+            return not self._report(report.round, {_key(name): value for name, value in report.scores.items()})
+        return self._interrupted()
+
+    def _report(self, round_index: int, scores: Mapping[tuple[str, str], float]) -> bool:
+        """Tell a score and wait; whether the run shall go on."""
+        self._said.put(_Said("running", round_index, self._find(scores)))
+        self._last = round_index
+        self._more.acquire()
+        return not self._interrupted()
+
+    def _interrupted(self) -> bool:
+        return self._stopping or Path(self._order.stop).exists()
+
+    def _find(self, scores: Mapping[tuple[str, str], float]) -> float:
+        """The score.
+
+        Raises:
+            InputError: it is not among what was measured.
+        """
+        from raydfl.core.errors import InputError
+
+        for key in self._order.keys:
+            if key in scores:
+                return scores[key]
+        known = sorted({f"{split} {metric}" for split, metric in scores if "/" in metric or metric == "loss"})
+        raise InputError(
+            f"metric: {' '.join(self._order.keys[-1])} is not measured; what is: {', '.join(known)}; correct metric, or evaluate.*"
+        )
+
+
+def _key(name: str) -> tuple[str, str]:
+    split, _, metric = name.partition(" ")
+    return split, metric
+
+
+def recorded(folder: Path, after: int) -> dict[int, dict[tuple[str, str], float]]:
+    """The pooled numbers of evaluated rounds later than ``after`` that a run folder has committed: by round, (split, metric)."""
+    import pyarrow.compute as pc
+
+    from raydfl.engine.storage.record import read_rows
+    from raydfl.engine.storage.store import RunStore
+
+    if not (folder / "run.json").exists():
+        return {}
+    latest = RunStore(folder).latest()
+    if latest is None:
+        return {}
+    where = (pc.field("client") == "") & (pc.field("round") > after)
+    found: dict[int, dict[tuple[str, str], float]] = {}
+    columns = ("round", "phase", "split", "metric", "value")
+    for row in read_rows(folder, int(latest.partition("-")[0]), where=where, columns=columns).to_pylist():
+        if row["phase"] == "evaluate":
+            found.setdefault(row["round"], {})[row["split"], row["metric"]] = row["value"]
+    return dict(sorted(found.items()))
+
+
+def branch(parent: Path, folder: Path, config: Config) -> None:
+    """Begin a run as a copy of another one's newest commit, with a configuration of its own; a begun copy is left as it is.
+
+    ``run.json`` says under ``branches`` which runs it was before, each with its digest and the rounds that it had done then:
+    they decide the copy's numbers together with its own configuration.
+
+    Args:
+        parent: a run folder that no process is writing to.
+        folder: the new run's.
+        config: must fit the state: it may differ in rates, not in models or data.
+    """
+    from raydfl.core.files import write_durably
+    from raydfl.engine.storage.folder import stored_about, write_config
+    from raydfl.engine.storage.store import RunStore
+
+    if (folder / "run.json").exists():
+        return
+    temporary = folder.with_name(f".{folder.name}.part")
+    for remains in (temporary, folder):
+        shutil.rmtree(remains, ignore_errors=True)
+    shutil.copytree(parent, temporary, ignore=shutil.ignore_patterns(*_LEFT_BEHIND, "model*.safetensors", "export"))
+    about = stored_about(parent)
+    done = int(str(RunStore(parent).latest()).partition("-")[0])
+    before = {"run": about["id"], "digest": about["digest"], "round": done}
+    about |= {"id": folder.name, "digest": config.digest(), "config": config.model_dump(mode="json")}
+    about |= {"branches": [*about.get("branches", []), before]}
+    about.pop("mlflow_run_id", None)
+    write_config(temporary, config)
+    write_durably(temporary / "run.json", json.dumps(about, indent=2).encode())
+    temporary.rename(folder)

@@ -1,0 +1,395 @@
+"""What came of a sweep: mean and spread of each cell, drop from the reference, the paper's numbers; CSV, Parquet, Markdown."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+
+from raydfl.core.files import write_durably
+from raydfl.core.metrics import HIGHER_IS_BETTER, base_name
+from raydfl.data.features.file import FileFeatures
+from raydfl.data.features.log_mel import FeatureSettings
+from raydfl.engine.config import Config
+from raydfl.experiments.sweep.grid import Sweep
+from raydfl.experiments.sweep.run import is_finished, rounds_done
+from raydfl.experiments.sweep.settings import MetricSettings
+from raydfl.runs.report.data import Curve, Key, Run, read_run
+from raydfl.runs.report.diagnosis import problems_of
+
+SUMMARIES = {"tail": "mean of last ten", "last": "last", "best": "best"}
+"""What is taken of a run's evaluations."""
+_ADVICE = "make room or make the folder writable, then write the tables again with raydfl sweep FILE --table"
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Some runs' values of one number, in the table's unit."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """NaN of nothing."""
+        return float(np.mean(self.values)) if self.values else float("nan")
+
+    @property
+    def std(self) -> float:
+        """Standard deviation over the runs (of a sample: divided by their number less one); NaN of fewer than two."""
+        return float(np.std(self.values, ddof=1)) if len(self.values) > 1 else float("nan")
+
+    def __str__(self) -> str:
+        if not self.values:
+            return "-"
+        return shown(self.mean) if len(self.values) == 1 else f"{shown(self.mean)} ± {shown(self.std)}"
+
+
+def shown(value: float | None) -> str:
+    """A number of a table; ``-`` when there is none."""
+    return "-" if value is None or np.isnan(value) else f"{value:.2f}"
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """What came of one cell."""
+
+    labels: tuple[str, ...]
+    metrics: tuple[MetricSettings, ...]
+    """The headline first."""
+    scores: Mapping[tuple[str, str], Spread]
+    """By title of the metric and summary (a key of :data:`SUMMARIES`)."""
+    wanted: int
+    """Runs that the cell should have."""
+    done: int
+    """Runs that are finished."""
+    curves: tuple[Curve, ...]
+    """The headline over the rounds, of every finished run, in the table's unit."""
+    rounds: tuple[int, ...]
+    """Rounds done of the runs that are not finished."""
+    worthless: int = 0
+    """Of the finished runs, those that diverged or could not learn: they count like others, and are named."""
+    paper: tuple[float, float | None] | None = None
+    """The paper's mean and spread."""
+    drop: float | None = None
+    """The headline's mean below that of the reference cell."""
+    paper_drop: float | None = None
+    """The same of the paper's numbers."""
+
+    def score(self, summary: str, metric: int = 0) -> Spread:
+        """One number of the cell; by default the headline's."""
+        return self.scores[self.metrics[metric].title, summary]
+
+    @property
+    def state(self) -> str:
+        """What is missing, in words; empty when nothing is."""
+        if self.done == self.wanted:
+            return ""
+        under_way = [rounds for rounds in self.rounds if rounds]
+        text = "missing" if not self.done else f"{self.done} of {self.wanted} runs"
+        return f"{text} (begun: {', '.join(f'round {rounds}' for rounds in under_way)})" if under_way else text
+
+
+@dataclass(frozen=True)
+class Results:
+    """A sweep's table."""
+
+    sweep: Sweep
+    cells: tuple[CellResult, ...]
+    runs: tuple[dict[str, Any], ...]
+    """A row for each run: labels, folder, state and its own numbers."""
+    notes: tuple[str, ...] = field(default=())
+    """What a reader must know: features, spread, paper."""
+
+    @property
+    def by_labels(self) -> dict[tuple[str, ...], CellResult]:
+        """Cells by their labels."""
+        return {cell.labels: cell for cell in self.cells}
+
+    @property
+    def several_metrics(self) -> bool:
+        """Whether cells have different headlines."""
+        return len({cell.metrics[0].title for cell in self.cells}) > 1
+
+
+def collect(sweep: Sweep) -> Results:
+    """Read what the finished runs of a sweep recorded. A run that is not finished counts as missing."""
+    settings = sweep.settings
+    read: dict[str, Run] = {}
+    rows: list[dict[str, Any]] = []
+    cells: dict[tuple[str, ...], CellResult] = {}
+    for labels, runs in sweep.cells.items():
+        metrics = (runs[0].metric, *settings.also)
+        values: dict[tuple[str, str], list[float]] = {}
+        curves: list[Curve] = []
+        unfinished: list[int] = []
+        worthless = 0
+        for each in runs:
+            row: dict[str, Any] = {**dict(zip(sweep.axes, labels, strict=True)), "repeat": each.repeat}
+            rows.append(row | {"run": each.run_dir.name, "rounds": rounds_done(each), "finished": is_finished(each)})
+            if not is_finished(each):
+                unfinished.append(rounds_done(each))
+                continue
+            if each.identity not in read:
+                read[each.identity] = read_run(each.run_dir)
+            found = problems_of(read[each.identity])
+            rows[-1]["problems"] = "; ".join(problem.text for problem in found)
+            rows[-1]["worthless"] = any(problem.worthless for problem in found)
+            worthless += rows[-1]["worthless"]
+            for place, metric in enumerate(metrics):
+                curve = curve_of(read[each.identity], each.config, metric)
+                if curve is None:
+                    continue
+                if not place:
+                    curves.append(curve)
+                for summary, value in summaries(curve, metric).items():
+                    values.setdefault((metric.title, summary), []).append(value)
+                    rows[-1][f"{metric.title}, {SUMMARIES[summary]}"] = value
+        scores = {
+            (metric.title, summary): Spread(tuple(values.get((metric.title, summary), ())))
+            for metric in metrics
+            for summary in SUMMARIES
+        }
+        cells[labels] = CellResult(
+            labels, metrics, scores, len(runs), len(runs) - len(unfinished), tuple(curves), tuple(unfinished), worthless
+        )
+    return Results(sweep, tuple(_compared(sweep, cells)), tuple(rows), tuple(_notes(sweep)))
+
+
+def curve_of(run: Run, config: Config, metric: MetricSettings) -> Curve | None:
+    """A metric over the rounds in the table's unit: of what clients measured their mean; ``None`` when it was not recorded."""
+    for key in keys_of(config, metric):
+        found = run.curves.get(key)
+        if found is not None:
+            return Curve(found.rounds, found.values * metric.scale, found.totals)
+    return None
+
+
+def keys_of(config: Config, metric: MetricSettings) -> list[Key]:
+    """What the record may call a metric, the one that counts first: of what clients measured their mean."""
+    models = [metric.model] if metric.model else list(type(config.build_method()).models)[:1]
+    names = [*(f"{model}/{metric.score}" for model in models), metric.score]
+    return [(metric.split, key) for name in names for key in (f"{name}_client_mean", name)]
+
+
+def summaries(curve: Curve, metric: MetricSettings) -> dict[str, float]:
+    """The numbers of one run, by the keys of :data:`SUMMARIES`."""
+    best = np.nanmax if HIGHER_IS_BETTER.get(base_name(metric.score), True) else np.nanmin
+    some = np.isfinite(curve.values).any()
+    return {"tail": curve.tail, "last": curve.last, "best": float(best(curve.values)) if some else float("nan")}
+
+
+def _compared(sweep: Sweep, cells: Mapping[tuple[str, ...], CellResult]) -> list[CellResult]:
+    """The cells with the paper's numbers and the drops."""
+    settings = sweep.settings
+    published = settings.published()
+    found = []
+    for labels, cell in cells.items():
+        home = tuple(settings.reference.get(name, label) for name, label in zip(sweep.axes, labels, strict=True))
+        paper, paper_home = published.get(labels), published.get(home)
+        drop = paper_drop = None
+        if settings.reference and home != labels:
+            if home in cells:
+                drop = _less(cells[home].score(settings.summary).mean, cell.score(settings.summary).mean)
+            if paper is not None and paper_home is not None:
+                paper_drop = paper_home[0] - paper[0]
+        own = {"paper": paper, "drop": drop, "paper_drop": paper_drop}
+        found.append(CellResult(**{**{name: getattr(cell, name) for name in cell.__dataclass_fields__}, **own}))
+    return found
+
+
+def _less(reference: float, value: float) -> float | None:
+    difference = reference - value
+    return None if np.isnan(difference) else difference
+
+
+def _notes(sweep: Sweep) -> list[str]:
+    settings = sweep.settings
+    repeats = " or ".join(dict.fromkeys(run.repeat.partition("=")[0] for run in sweep.runs))
+    headline = f"of a run's evaluations the {SUMMARIES[settings.summary]}"
+    notes = [f"Headline: {headline}; mean ± standard deviation over {repeats}."]
+    if settings.summary == "best":
+        notes.append("The best evaluation is chosen on the test data.")
+    described: dict[str, list[str]] = {}
+    for labels, runs in sweep.cells.items():
+        cells = described.setdefault(features_text(runs[0].config), [])
+        cells.append(", ".join(labels))
+    axis = _axis_of_features(sweep)
+    for text, cells in described.items():
+        where = "" if len(described) == 1 else f" ({axis[text] if axis else f'{len(cells)} cells, such as {cells[0]}'})"
+        notes.append(f"Features{where}: {text}.")
+    if settings.reference:
+        names = ", ".join(f"{name} {label}" for name, label in settings.reference.items())
+        notes.append(f"Drop: below the mean of the cell with {names}.")
+    if settings.paper is not None:
+        notes.append(f"Paper: {settings.paper.source}.{' ' + settings.paper.note if settings.paper.note else ''}")
+    return notes
+
+
+def _axis_of_features(sweep: Sweep) -> dict[str, str]:
+    """By description of the features, the labels that have them, when one axis alone decides."""
+    for place in range(len(sweep.axes)):
+        by_label: dict[str, set[str]] = {}
+        for labels, runs in sweep.cells.items():
+            by_label.setdefault(labels[place], set()).add(features_text(runs[0].config))
+        if all(len(texts) == 1 for texts in by_label.values()):
+            found: dict[str, list[str]] = {}
+            for label, texts in by_label.items():
+                found.setdefault(next(iter(texts)), []).append(label)
+            return {text: ", ".join(labels) for text, labels in found.items()}
+    return {}
+
+
+def features_text(config: Config) -> str:
+    """What a network sees, in words."""
+    features = config.data.features
+    z_score = {"clip": "z-score by clip", "group": "z-score by speaker", "none": "not normalised"}[features.normalise]
+    if isinstance(features, FileFeatures):
+        return f"{features.path.name}, {features.bands} bands, {z_score}"
+    kind = "log-mel" if isinstance(features, FeatureSettings) else features.title
+    return f"{kind}, {features.bands} bands at {features.sample_rate / 1000:g} kHz, {z_score}"
+
+
+# -- as tables -------------------------------------------------------------------------------------------------------
+
+
+def columns(results: Results) -> list[str]:
+    """The headings of :func:`lines`."""
+    settings = results.sweep.settings
+    headline = "headline" if results.several_metrics else results.cells[0].metrics[0].title
+    names = [*results.sweep.axes, *(["score"] if results.several_metrics else [])]
+    names += [f"{headline}, {SUMMARIES[settings.summary]}", "runs"]
+    names += ["drop"] if settings.reference else []
+    names += [SUMMARIES[other] for other in SUMMARIES if other != settings.summary]
+    names += [metric.title for metric in settings.also]
+    if settings.paper is not None:
+        names += ["paper", *(["paper's drop"] if settings.reference else [])]
+    return names
+
+
+def lines(results: Results) -> list[list[str]]:
+    """The table's cells as text, a line for each cell of the grid."""
+    settings = results.sweep.settings
+    found = []
+    for cell in results.cells:
+        line = [*cell.labels, *([cell.metrics[0].title] if results.several_metrics else [])]
+        line += [str(cell.score(settings.summary)), (cell.state or str(cell.done)) + _worthless_text(cell)]
+        line += [shown(cell.drop)] if settings.reference else []
+        line += [str(cell.score(other)) for other in SUMMARIES if other != settings.summary]
+        line += [str(cell.score(settings.summary, place)) for place in range(1, len(cell.metrics))]
+        if settings.paper is not None:
+            line += [paper_text(cell), *([shown(cell.paper_drop)] if settings.reference else [])]
+        found.append(line)
+    return found
+
+
+def _worthless_text(cell: CellResult) -> str:
+    return f" ({cell.worthless} worthless)" if cell.worthless else ""
+
+
+def paper_text(cell: CellResult) -> str:
+    """The paper's number; ``-`` when it gives none."""
+    if cell.paper is None:
+        return "-"
+    mean, spread = cell.paper
+    return shown(mean) + (f" ± {shown(spread)}" if spread is not None else "")
+
+
+def pivot(results: Results) -> tuple[list[str], list[list[str]]]:
+    """The headline as papers print it: the last axis across, the others down; headings and lines."""
+    settings, by_labels = results.sweep.settings, results.by_labels
+    across = [
+        label for label in settings.axes[results.sweep.axes[-1]] if any(c.labels[-1] == label for c in results.cells)
+    ]
+    found = []
+    for down in dict.fromkeys(cell.labels[:-1] for cell in results.cells):
+        line = list(down)
+        for label in across:
+            cell = by_labels.get((*down, label))
+            line.append("-" if cell is None else _pivot_cell(cell, settings.summary))
+        found.append(line)
+    return [*results.sweep.axes[:-1], *across], found
+
+
+def _pivot_cell(cell: CellResult, summary: str) -> str:
+    parts = [(str(cell.score(summary)) if cell.done else cell.state) + _worthless_text(cell)]
+    parts += [f"({cell.done} of {cell.wanted} runs)"] if cell.done and cell.done < cell.wanted else []
+    parts += [f"(drop {shown(cell.drop)})"] if cell.drop is not None else []
+    parts += [f"[paper {shown(cell.paper[0])}]"] if cell.paper is not None else []
+    return " ".join(parts)
+
+
+def records(results: Results) -> list[dict[str, Any]]:
+    """The table as numbers: a flat record for each cell of the grid; NaN where there is none."""
+    found = []
+    for cell in results.cells:
+        row: dict[str, Any] = dict(zip(results.sweep.axes, cell.labels, strict=True))
+        row |= {"score": cell.metrics[0].title, "summary": results.sweep.settings.summary}
+        row |= {"runs": cell.done, "wanted": cell.wanted, "worthless": cell.worthless}
+        headline = cell.score(results.sweep.settings.summary)
+        row |= {"mean": headline.mean, "std": headline.std, "drop": _nan(cell.drop)}
+        paper = cell.paper or (None, None)
+        row |= {"paper": _nan(paper[0]), "paper_std": _nan(paper[1]), "paper_drop": _nan(cell.paper_drop)}
+        for place, summary in itertools.product(range(len(cell.metrics)), SUMMARIES):
+            name = f"{'headline' if not place else cell.metrics[place].title} {summary}"
+            score = cell.score(summary, place)
+            row |= {f"{name} mean": score.mean, f"{name} std": score.std}
+        found.append(row)
+    return found
+
+
+def _nan(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
+def markdown(results: Results) -> str:
+    """Both tables and the notes."""
+    settings = results.sweep.settings
+    parts = [f"# {settings.title}", *([settings.note] if settings.note else [])]
+    parts += [_markdown_table(*pivot(results)), "\n".join(f"- {note}" for note in results.notes)]
+    parts += [_markdown_table(columns(results), lines(results))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown_table(headings: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    rows = [headings, ["---"] * len(headings), *body]
+    return "\n".join(f"| {' | '.join(text.replace('|', '/') for text in row)} |" for row in rows)
+
+
+def write_tables(results: Results) -> list[Path]:
+    """``.csv``, ``.parquet`` and ``.md`` of the cells and ``-runs.csv`` of the single runs, in the sweep's folder.
+
+    Raises:
+        ResourcesError: the disk is full or the folder cannot be written.
+    """
+    sweep = results.sweep
+    cells = pa.Table.from_pylist(records(results))
+    names = list(dict.fromkeys(name for row in results.runs for name in row))
+    runs = pa.Table.from_pylist([{name: row.get(name) for name in names} for row in results.runs])
+    parquet = io.BytesIO()
+    pa.parquet.write_table(cells, parquet)
+    contents = {
+        ".csv": _csv(cells),
+        ".parquet": parquet.getvalue(),
+        ".md": markdown(results).encode(),
+        "-runs.csv": _csv(runs),
+    }
+    written = []
+    for suffix, content in contents.items():
+        path = sweep.output(suffix)
+        write_durably(path, content, _ADVICE)
+        written.append(path)
+    return written
+
+
+def _csv(table: pa.Table) -> bytes:
+    buffer = io.BytesIO()
+    pa.csv.write_csv(table, buffer)
+    return buffer.getvalue()

@@ -1,0 +1,177 @@
+"""Method: the override points of a federated method and their defaults, which together are FedAvg.
+
+B. McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017.
+
+A method is a frozen dataclass: its fields are its hyperparameters. It holds no state; what the server knows is in
+:class:`~raydfl.core.types.State`, what a client keeps is in ``step.state`` and in the tensors that ``shared`` keeps private.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import torch.nn.functional as F
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from raydfl.core.errors import ConfigError
+from raydfl.core.metrics import classification_metrics
+from raydfl.core.types import Batch, Client, Metrics, ModelSpec, Ratio, State, Task, Tensors, Update
+from raydfl.data.examples import Examples
+from raydfl.models._build import build_model
+from raydfl.rules import Rule, WeightedMean, find_rule
+from raydfl.training.fit import fit, predict
+from raydfl.training.settings import TrainSettings
+from raydfl.training.step import Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """Base of every method. Override what differs from FedAvg and nothing else."""
+
+    rule: Annotated[
+        str | dict[str, Any] | None,
+        Field(description="aggregation rule by name, or {name, options ...}; null: the method's own"),
+    ] = None
+
+    models: ClassVar[Mapping[str, str]] = {"model": "crnn_base"}
+    """Names of the models that a client has, in building order, with the architecture to use when none is configured."""
+
+    changes: ClassVar[tuple[str, ...]] = ()
+    """What names of tensors begin with that clients send as changes to something, and not as new values of what they received."""
+
+    def __init_subclass__(cls) -> None:
+        """Refuse a method that was written when ``build`` still got a client.
+
+        Raises:
+            ConfigError: it was.
+        """
+        build = vars(cls).get("build")
+        if isinstance(build, types.FunctionType) and "client" in inspect.signature(build).parameters:
+            raise ConfigError(
+                f"{cls.__name__}.build(self, client) at {build.__code__.co_filename}:{build.__code__.co_firstlineno} is not called "
+                f"so any more: clients with equal architectures share the networks, so it gets these alone; write "
+                f"def build(self, models) and, in it, models instead of client.models"
+            )
+
+    def check(self, train: TrainSettings) -> None:
+        """Refuse training settings that the method is not defined for, with a ConfigError."""
+
+    def build(self, models: Sequence[ModelSpec]) -> dict[str, nn.Module]:
+        """The models by name, freshly initialised, of clients for which these architectures were chosen.
+
+        All those clients share one built network, re-loaded in place. The engine seeds PyTorch before, equally for all, so equal
+        architectures start from equal weights.
+        """
+        return {spec.name: build_model(spec) for spec in models}
+
+    def logits(self, models: Mapping[str, nn.Module], name: str, batch: Batch) -> Tensor | None:
+        """What is looked at before the first round to see that a model can be used: its logits [batch, classes].
+
+        Override it where a model is not a classifier by itself: compute what it is a part of, or return ``None``.
+
+        Args:
+            models: freshly built, in evaluation mode.
+            name: of the one that is tried.
+            batch: two examples.
+        """
+        logits: Tensor = models[name](batch.x, batch.lengths)
+        return logits
+
+    def shared(self, name: str) -> bool:
+        """Whether the tensor of that flat name may leave the client. What may not is kept for the client between rounds."""
+        return True
+
+    def may_send(self, key: str, name: str) -> bool:
+        """Whether clients may send a tensor of that flat name under that key of the state where the server has none.
+
+        What they send besides is refused: else a client could add to the state what it likes.
+        """
+        return False
+
+    def init(
+        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
+    ) -> State:
+        """The state before the first round.
+
+        Args:
+            clients: the population.
+            models: freshly built models, one set for each distinct ``client.models``.
+            rng: seeded by the run seed.
+
+        Returns:
+            By default one key, ``"global"``, with every shared tensor of any client's models.
+
+        Raises:
+            ConfigError: clients have different architectures for a shared model.
+        """
+        tensors: dict[str, Tensor] = {}
+        for built in models:
+            for model_name, model in built.items():
+                for key, value in model.state_dict().items():
+                    name = f"{model_name}/{key}"
+                    if value.is_floating_point() and self.shared(name):
+                        if name in tensors and tensors[name].shape != value.shape:
+                            raise ConfigError(
+                                f"models.{model_name} is shared between the clients, so all must have one architecture, but "
+                                f"{key} is {tuple(tensors[name].shape)} here and {tuple(value.shape)} there"
+                            )
+                        tensors.setdefault(name, value.detach().clone())
+        return State(round_index=0, tensors={"global": tensors})
+
+    def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
+        """The tasks of the next round; by default ``cohort`` clients drawn uniformly without replacement.
+
+        A client may appear once in a round.
+        """
+        chosen = np.sort(rng.choice(len(clients), size=cohort, replace=False))
+        return [Task(clients[int(index)].id) for index in chosen]
+
+    def loss(self, step: Step, batch: Batch) -> Tensor:
+        """The training loss of a batch, a scalar; by default the mean cross-entropy of the method's first model."""
+        logits = step.forward(next(iter(step.models)), batch)
+        return batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
+
+    def local(self, step: Step) -> Update:
+        """The client's work for one task; by default training on its data with :meth:`loss`."""
+        return step.update(fit(step, self.loss))
+
+    def default_rule(self) -> Rule:
+        """The aggregation rule that is used when the configuration names none."""
+        return WeightedMean()
+
+    def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
+        """The next state from this round's updates, which come one after another in client order.
+
+        Returns:
+            The state (its round is counted by the engine), and what is to be recorded about the aggregation. By default the rule
+            per key and tensor name over those who sent it; what nobody sent keeps its value.
+        """
+        result = find_rule(self.rule, self.default_rule())(updates, state.tensors, rng)
+        return dataclasses.replace(state, tensors=merge(state.tensors, result.tensors)), result.metrics()
+
+    def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:
+        """Which entries of the state the given clients receive when their models are measured; by default ``"global"``."""
+        return [Task(client.id, phase="evaluate") for client in clients]
+
+    def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
+        """What is measured on some examples: for every model in ``step.models`` ``<model>/loss``, ``/accuracy``, ``/confusion``."""
+        measured: dict[str, Ratio | np.ndarray] = {}
+        for name in step.models:
+            logits = predict(step, name, examples, batch_size)
+            labels, clips = examples.labels, examples.clips
+            classes = logits.shape[1]
+            for metric, value in classification_metrics(logits, labels, clips, classes).items():
+                measured[f"{name}/{metric}"] = value
+        return measured
+
+
+def merge(tensors: Mapping[str, Tensors], changed: Mapping[str, Tensors]) -> dict[str, Tensors]:
+    """``tensors`` with those of ``changed`` in their place, key by key and name by name."""
+    return {key: {**tensors.get(key, {}), **changed.get(key, {})} for key in {**tensors, **changed}}

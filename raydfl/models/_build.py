@@ -1,0 +1,129 @@
+"""Finding, checking and building networks by name."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import typing
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from torch import nn
+
+from raydfl.core import registry
+from raydfl.core.errors import ConfigError, DataError, nearest
+from raydfl.core.options import explain
+from raydfl.core.types import ModelSpec
+
+_PACKAGE = "raydfl.models"
+
+Architecture = tuple[type[nn.Module], Mapping[str, Any]]
+
+
+def architectures() -> list[str]:
+    """The names of the built-in architectures, sorted."""
+    return sorted(_built_in())
+
+
+def build_model(spec: ModelSpec) -> nn.Module:
+    """A freshly initialised network, on the CPU, from PyTorch's global generator (which the engine seeds before).
+
+    Raises:
+        ConfigError: no such architecture, an option that it does not have (the nearest is named), a value of the wrong type
+            or out of range, or a user's constructor that fails.
+    """
+    where = f"models.{spec.name}"
+    cls, preset = _find(spec.architecture, where)
+    options = _checked(cls, {**preset, **dict(spec.options)}, f"{where}: {spec.architecture}")
+    try:
+        return cls(spec.inputs, spec.classes, **options)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except Exception as error:  # whatever a user's constructor does
+        raise ConfigError(f"{where}: {spec.architecture} cannot be built: {type(error).__name__}: {error}") from error
+
+
+def check_model(architecture: str, options: Mapping[str, Any], inputs: int, frames: int | None, where: str) -> None:
+    """Refuse an architecture that cannot be built or cannot take the clips, before any client tries to.
+
+    A built-in is built and tried on one clip; of a user's class only the options are checked.
+
+    Args:
+        options: as configured.
+        inputs: feature bands of a frame.
+        frames: of every clip; ``None`` when they differ.
+        where: the place in the configuration, for the messages.
+
+    Raises:
+        ConfigError: see :func:`build_model`; or the clips have too few frames.
+    """
+    cls, preset = _find(architecture, where)
+    _checked(cls, {**preset, **options}, f"{where}: {architecture}")
+    if ":" in architecture:
+        return
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model = build_model(ModelSpec(where.rpartition(".")[2], architecture, inputs, 2, tuple(options.items())))
+        try:
+            if frames is not None:
+                model(torch.zeros(1, frames, inputs))
+        except DataError as error:
+            raise ConfigError(f"{where}: {architecture}: {error}") from error
+
+
+def model_options(architecture: str) -> dict[str, Any]:
+    """The options of a built-in architecture with their defaults."""
+    cls, preset = _find(architecture, "models")
+    parameters = list(inspect.signature(cls).parameters.values())[2:]
+    return {parameter.name: preset.get(parameter.name, parameter.default) for parameter in parameters}
+
+
+@cache
+def _built_in() -> Mapping[str, Architecture]:
+    """All of this package's architectures by name."""
+    found: dict[str, Architecture] = {}
+    for file in registry.names(_PACKAGE):
+        found |= getattr(importlib.import_module(f"{_PACKAGE}.{file}"), "ARCHITECTURES", {})
+    return found
+
+
+def _find(name: str, where: str) -> Architecture:
+    if ":" in name:
+        cls = registry.load_object(name)
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise ConfigError(f"{where}: {name!r} is not a subclass of torch.nn.Module")
+        return cls, {}
+    known = _built_in()
+    if name not in known:
+        raise ConfigError(
+            f"{where}: unknown architecture {name!r}; {nearest(name, known)} Your own class: my_file.py:Class"
+        )
+    return known[name]
+
+
+def _checked(cls: type[nn.Module], options: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The options, each converted to the type and held to the range that the constructor's annotation gives."""
+    parameters = list(inspect.signature(cls).parameters.values())
+    known = [parameter.name for parameter in parameters[2:] if parameter.kind is not parameter.VAR_KEYWORD]
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    annotations = _annotations(cls)
+    checked = {}
+    for key, value in options.items():
+        if key not in known and not anything:
+            hint = nearest(key, known) if known else "it has no options"
+            raise ConfigError(f"{where}: unknown option {key!r}; {hint}")
+        adapter = TypeAdapter(annotations.get(key, Any), config=ConfigDict(arbitrary_types_allowed=True))
+        try:
+            checked[key] = adapter.validate_python(value)
+        except ValidationError as error:
+            raise ConfigError(explain(error, f"{where}.{key}", value)) from error
+    return checked
+
+
+def _annotations(cls: type[nn.Module]) -> Mapping[str, Any]:
+    try:
+        return typing.get_type_hints(cls.__init__, include_extras=True)
+    except NameError:  # a user's annotation that only a type checker can resolve: its options go unchecked
+        return {}

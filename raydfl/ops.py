@@ -1,0 +1,15 @@
+"""Fast operators under their public name; see raydfl/core/ops."""
+
+from raydfl.core.ops import (
+    GRU,
+    Conv1d,
+    Dropout,
+    compiled,
+    conv1d,
+    gru,
+    mean_over_time,
+    random_state,
+    use,
+)
+
+__all__ = ["GRU", "Conv1d", "Dropout", "compiled", "conv1d", "gru", "mean_over_time", "random_state", "use"]

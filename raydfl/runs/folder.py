@@ -1,0 +1,267 @@
+"""What the folder of a run holds besides its commits: made here, read back here, exported from here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import uuid
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from raydfl.cluster.job import check_kept, in_a_job
+from raydfl.cluster.sites import prepare_sites
+from raydfl.core.errors import DataError, RunDirectoryError
+from raydfl.core.files import default_cache, write_durably
+from raydfl.core.lock import FileLock
+from raydfl.core.tensor_file import to_safetensors
+from raydfl.core.types import ModelSpec
+from raydfl.core.version import __version__
+from raydfl.data.build import build_population
+from raydfl.data.population import Population
+from raydfl.engine.clients import Clients
+from raydfl.engine.config import Config
+from raydfl.engine.probe import try_models
+from raydfl.engine.storage.folder import check_same, file_name_of, final_state, stored_about, write_config
+from raydfl.engine.storage.mirror import local_runs, mirror_of
+from raydfl.engine.storage.store import RunStore
+from raydfl.engine.storage.trust import code_of, remember_code
+from raydfl.engine.worker import build_models
+from raydfl.runs.progress import Progress
+
+
+def ensure_features(run_dir: Path, config: Config, progress: Progress) -> None:
+    """Make the features of a run again where the cache that it used has gone or is damaged, or is that of another machine.
+
+    Raises:
+        DataError: the recordings are not there either.
+        RunDirectoryError: they are not those of the run, or its population is damaged.
+    """
+    folder = run_dir / "population"
+    try:
+        Population.load(folder, verify_features=True)
+        return
+    except DataError as error:
+        lost = str(error).partition("; ")[0]
+    progress.message(f"{lost}: they are made again")
+    try:
+        population = build_population(config.data, config.run.seed, progress, attack=config.build_attack())
+    except DataError as error:
+        raise DataError(f"{lost}, and they cannot be made again: {error}") from error
+    if not population.is_saved_in(folder):
+        raise RunDirectoryError(
+            f"the recordings have changed since {run_dir} began, and its features are lost; restore the recordings, or start the "
+            f"run again in a new folder"
+        )
+    population.save(folder)
+
+
+_PATIENCE = 20.0
+"""Seconds for which a process waits for the one that has the run: it may be about to stop."""
+
+
+@contextlib.contextmanager
+def driving(run_dir: Path, progress: Progress) -> Iterator[None]:
+    """Hold a run's folder while this process prepares the run, asks for its rounds and writes what comes after them.
+
+    Who commits (in Ray another process) holds the RunStore's lock besides. A run that ends with an error before its first commit
+    leaves nothing behind, unless its folder was there before.
+
+    Raises:
+        RunDirectoryError: another process holds the folder, or it cannot be written.
+    """
+    missing = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
+    lock = FileLock(run_dir / ".driver.lock")
+    try:
+        try:
+            lock.acquire(wait=0.0)
+        except RunDirectoryError as error:
+            progress.message(f"waiting up to {_PATIENCE:g} s: {error}")
+            lock.acquire(_PATIENCE)
+    except OSError as error:
+        raise RunDirectoryError(f"cannot make the run directory {run_dir}: {error.strerror}") from error
+    try:
+        yield
+    except BaseException:
+        if run_dir in missing and not (run_dir / "LATEST").exists():
+            # First away with it at once: another process may be about to make it again.
+            shutil.rmtree(run_dir.rename(run_dir.with_name(f".{uuid.uuid4().hex}.part")), ignore_errors=True)
+            with contextlib.suppress(OSError):
+                for folder in missing[1:]:
+                    folder.rmdir()
+        raise
+    finally:
+        lock.release()
+
+
+def folder_of(config: Config, progress: Progress) -> Path:
+    """Return the local folder of the configured run, which need not be there; without ``run.name`` a new one at every call.
+
+    Raises:
+        ConfigError: what the run writes would be lost.
+    """
+    check_kept({"run.dir": config.run.dir, "data.cache": config.data.cache or default_cache()})
+    if config.run.name is None and in_a_job():
+        progress.message(
+            "run.name is not set, so the same job submitted again will not go on with this run but start another"
+        )
+    name = (
+        config.run.name
+        or f"{_short(config.method['name'])}-{_short(config.data.name)}-{datetime.now().astimezone():%Y%m%d-%H%M%S-%f}"
+    )
+    return local_runs(config.run.dir, config.data.cache) / name
+
+
+def create(config: Config, progress: Progress) -> Path:
+    """Make the configured run's folder, or see that the one that is there can be gone on with; see :func:`prepare_run`."""
+    run_dir = folder_of(config, progress)
+    with driving(run_dir, progress):
+        prepare_run(run_dir, config, progress)
+    return run_dir
+
+
+def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
+    """Write configuration and population into a run's folder; one of the same configuration is left as it is.
+
+    Args:
+        run_dir: from :func:`folder_of`, held by :func:`driving`.
+
+    Raises:
+        RunDirectoryError: the folder belongs to another configuration.
+    """
+    mirror = mirror_of(config.run.dir, run_dir)
+    if mirror is not None and mirror.fetch():
+        progress.message(f"the run was fetched from {mirror.uri} to {run_dir}")
+    if (run_dir / "run.json").exists() and not _forget_unbegun(run_dir, config):
+        check_same(run_dir, config)
+        write_config(run_dir, config)
+        if remember_code(run_dir, config.model_dump(mode="json")):
+            progress.message("code of your own has changed since the run began; the run goes on with it as it is now")
+        ensure_features(run_dir, config, progress)
+        return
+    if RunStore(run_dir).commits():
+        raise RunDirectoryError(
+            f"{run_dir} holds rounds of a run, but its run.json is missing; restore it from a copy, give the new run another "
+            f"run.name, or remove the folder"
+        )
+    site_key = _site_key(run_dir) if config.data.sites else ""
+    if config.data.sites:
+        population = prepare_sites(config, site_key, run_dir, progress)
+    else:
+        population = build_population(config.data, config.run.seed, progress, attack=config.build_attack())
+    config.train.cohort_size(len(population))
+    try_models(config, population)
+    for message in population.messages:
+        progress.message(message)
+    begin(run_dir, config, population, site_key)
+
+
+def _site_key(run_dir: Path) -> str:
+    """Return the key under which sites keep their part of the run.
+
+    It is written down before they are asked: the next start overwrites what one that was killed has left at the sites.
+    """
+    path = run_dir / "sites.key"
+    if not path.exists():
+        write_durably(path, f"{run_dir.name}-{uuid.uuid4().hex[:8]}".encode())
+    return path.read_text()
+
+
+def begin(run_dir: Path, config: Config, population: Population, site_key: str = "") -> None:
+    """Write what makes a folder the folder of a run that has done no round yet.
+
+    Args:
+        run_dir: an empty folder, or one that is not there yet; its name becomes the run's.
+        site_key: under which sites keep their part of the run (raydfl.cluster.sites); empty: there are none.
+    """
+    population.save(run_dir / "population")
+    write_config(run_dir, config)
+    about = {
+        "id": run_dir.name,
+        "created": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "raydfl": __version__,
+        "digest": config.digest(),
+        "config": config.model_dump(mode="json"),
+        "files": config.files(),
+        "code": code_of(config.model_dump(mode="json")),
+        "method": config.method["name"],
+        "data": config.data.name,
+        "classes": list(population.classes),
+        "models": _describe_models(config, Clients(population, config)),
+        "clients": len(population),
+        "skipped": [{"clip": clip, "reason": reason} for clip, reason in population.skipped],
+    }
+    if config.data.features.normalise == "group":
+        about["statistics"] = "training clips"
+    if site_key:
+        about["site_key"] = site_key
+    write_durably(run_dir / "run.json", json.dumps(about, indent=2).encode())
+
+
+def _forget_unbegun(run_dir: Path, config: Config) -> bool:
+    """Whether the folder held another configuration's run without a single completed round, which is then removed.
+
+    A start that failed (too few CPUs, an option that the method refuses) must not stand in the way of the corrected one.
+    """
+    store = RunStore(run_dir)
+    if any(store.rounds()) or stored_about(run_dir)["digest"] == config.digest():
+        return False
+    store.lock(wait=1.0)
+    try:
+        for name in ("run.json", "LATEST"):  # first what makes it a run
+            (run_dir / name).unlink(missing_ok=True)
+        for name in ("commits", "rows", "private", "population"):
+            shutil.rmtree(run_dir / name, ignore_errors=True)
+    finally:
+        store.unlock()
+    return True
+
+
+def _describe_models(config: Config, clients: Clients) -> dict[str, list[dict[str, Any]]]:
+    """For every model of the method, its architectures with options, number of parameters, and whether all of it is shared."""
+    method = config.build_method()
+    described: dict[str, dict[ModelSpec, dict[str, Any]]] = {}
+    for specs in clients.variants():
+        for name, model in build_models(method, specs, config.run.seed).items():
+            spec = next(spec for spec in specs if spec.name == name)
+            described.setdefault(name, {})[spec] = {
+                "architecture": spec.architecture,
+                **dict(spec.options),
+                "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                "shared": all(method.shared(f"{name}/{key}") for key in model.state_dict()),
+            }
+    return {name: list(kinds.values()) for name, kinds in described.items()}
+
+
+def _short(name: str) -> str:
+    return name.rpartition(":")[2].lower()
+
+
+def export(run_dir: Path, config: Config) -> list[Path]:
+    """The shared models as safetensors: ``model.safetensors``, or ``model-<key>.safetensors`` for each of several keys.
+
+    Tensor names are ``model/layer.weight``; the metadata says architecture, classes, features and round.
+    """
+    state = final_state(run_dir)
+    about = stored_about(run_dir)
+    names = tuple(type(config.build_method()).models)
+    paths = []
+    for key, tensors in state.tensors.items():
+        models = {n: t.contiguous() for n, t in tensors.items() if n.partition("/")[0] in names}
+        if not models:
+            continue
+        path = run_dir / ("model.safetensors" if key == "global" else f"model-{file_name_of(key)}.safetensors")
+        metadata = {
+            "raydfl": about["raydfl"],
+            "key": key,
+            "round": str(state.round_index),
+            "method": json.dumps(config.method),
+            "models": json.dumps(about["models"]),
+            "classes": json.dumps(about["classes"]),
+            "features": config.data.features.model_dump_json(),
+        }
+        write_durably(path, to_safetensors(models, metadata))
+        paths.append(path)
+    return paths

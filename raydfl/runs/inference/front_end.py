@@ -1,0 +1,125 @@
+"""The front end of a run in plain numbers, complete enough to be written again in any language.
+
+``docs/using.md`` has such a reimplementation in NumPy, which a test holds against :mod:`raydfl.data.features.log_mel`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from raydfl.data.features.file import FileFeatures
+from raydfl.data.features.log_mel import _LARGEST_DENOMINATOR, FeatureSettings
+from raydfl.data.features.model import ModelFeatures
+from raydfl.data.features.wave import EPSILON
+from raydfl.data.settings import DataSettings
+
+
+def describe_front_end(data: DataSettings, statistics: np.ndarray | None = None) -> dict[str, Any]:
+    """How a recording becomes the input of a network: one entry for each step, in the order in which they are done.
+
+    Features from a file begin with the matrices in it; what a model of the user's does is told by its name.
+
+    Args:
+        statistics: of ``normalise: group``, float64 [2, bands]: mean and deviation. ``None``: not known, or not needed.
+    """
+    settings = data.features
+    if isinstance(settings, FileFeatures):
+        first = {
+            "file": {"name": settings.path.name, "bands": settings.bands, "frames": settings.frames, "note": _GIVEN}
+        }
+    elif isinstance(settings, ModelFeatures):
+        first = {**_wave(settings), "model": _model(settings)}
+    else:
+        first = {**_wave(settings), **_log_mel(settings)}
+    return {"kind": settings.kind, **first, **_end(data, statistics)}
+
+
+_GIVEN = "features [frames, bands] that were made elsewhere, longer ones cut to frames (null: to nothing)"
+
+
+def _wave(settings: FeatureSettings | ModelFeatures) -> dict[str, Any]:
+    return {
+        "samples": {
+            "range": "-1..1: integer samples divided by 2 ** (bits - 1)",
+            "channel": settings.channel,
+        },
+        "resample": {
+            "to_hz": settings.sample_rate,
+            "method": "sinc interpolation with a Hann window",
+            "zero_crossings": 6,
+            "rolloff": 0.99,
+            "largest_denominator": _LARGEST_DENOMINATOR,
+            "note": "by the ratio to_hz / rate, reduced; one whose denominator is larger is replaced by the nearest ratio",
+        },
+        "cut": {"samples": settings.samples, "note": "longer recordings end there; null: they keep their length"},
+    }
+
+
+def _model(settings: ModelFeatures) -> dict[str, Any]:
+    return {
+        "class": settings.title.partition(" ")[0],
+        "weights": None if settings.weights is None else settings.weights.name,
+        "options": settings.options,
+        "input": "float32 [samples]",
+        "output": "[frames, bands]",
+        "bands": settings.bands,
+        "frames": settings.frames,
+        "note": "a class in Python that the run named; longer outputs are cut to frames (null: to nothing)",
+    }
+
+
+def _log_mel(settings: FeatureSettings) -> dict[str, Any]:
+    return {
+        "spectrogram": {
+            "least_samples": settings.points // 2 + 1,
+            "least_samples_note": "shorter recordings are followed by zeros up to there",
+            "window": "periodic Hann: 0.5 - 0.5 cos(2 pi n / window_samples)",
+            "window_samples": settings.window,
+            "fft": settings.points,
+            "window_place": "in the middle of the fft points, (fft - window_samples) // 2 zeros before it",
+            "hop_samples": settings.hop,
+            "centre": "frame t is centred at sample t * hop_samples; the recording is reflected at both ends by fft // 2 samples",
+            "frames": "1 + samples // hop_samples, of the samples before zeros were put after them",
+            "power": 2,
+        },
+        "mel": {
+            "bands": settings.bands,
+            "scale": "htk: mel = 2595 log10(1 + hz / 700)",
+            "low_hz": settings.low_hz,
+            "high_hz": settings.highest_hz,
+            "edges": "bands + 2 points, equally far apart in mel",
+            "triangles": "1 at the middle edge, 0 at its neighbours, linear in hz; not normalised by area",
+            "highest_bin_hz": settings.sample_rate // 2,
+            "bins": "fft // 2 + 1 points from 0 to highest_bin_hz, equally far apart",
+        },
+        "log": {"formula": "10 log10(max(power, floor))", "floor": 1e-10},
+    }
+
+
+def _end(data: DataSettings, statistics: np.ndarray | None) -> dict[str, Any]:
+    settings, segment = data.features, data.segment
+    mean, deviation = (None, None) if statistics is None else statistics.tolist()
+    return {
+        "normalise": {
+            "over": settings.normalise,
+            "formula": "(x - mean) / (deviation + epsilon) in each band; deviation is the population's",
+            "epsilon": EPSILON,
+            "mean": mean,
+            "deviation": deviation,
+            "note": "clip: over the frames of the recording; group: with the training clips' mean and deviation, as given here "
+            "(null: over all frames of the speaker's recordings); none: not done",
+        },
+        "pad": {"frames": settings.frames, "note": "frames of zeros after it up to there; null: none"},
+        "dtype": settings.dtype,
+        "segments": None
+        if segment is None
+        else {
+            "frames": segment.frames,
+            "stride": segment.test_stride or segment.stride,
+            "keep_last": segment.keep_last,
+            "number": "keep_last: 1 + (T - frames) // stride of T; else max(1, round((T - frames) / stride)), halves to even",
+            "note": "recordings no longer than a segment are one; the recording's probabilities are the mean over its segments",
+        },
+    }

@@ -1,0 +1,250 @@
+"""A trained model of a run, ready for use: a shared one, or a client's own with its private part.
+
+What is loaded is what the engine would evaluate: shared tensors from the last commit, under the key that the model lives under or
+that the client is sent, and private ones from the client's newest record. Neither recordings nor cached features are needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from raydfl.core.errors import InputError, RunDirectoryError, nearest
+from raydfl.core.tensors import FlatTensors
+from raydfl.core.types import ModelSpec, Tensors
+from raydfl.data.features.cache import FeatureStore
+from raydfl.data.population import Population
+from raydfl.data.settings import DataSettings
+from raydfl.engine.clients import Clients
+from raydfl.engine.config import Config
+from raydfl.engine.storage.folder import stored_about, stored_config
+from raydfl.engine.storage.mirror import local_run
+from raydfl.engine.storage.private import PrivateStore
+from raydfl.engine.storage.store import Commit, RunStore
+from raydfl.engine.worker import KEPT_MODEL, build_models
+from raydfl.methods._method import Method
+from raydfl.training.replica import Built
+
+Specs = tuple[ModelSpec, ...]
+
+_LISTED = 5
+"""Clients that a message names."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunModel:
+    """One model of a run, loaded, with what is needed to feed it."""
+
+    run_dir: Path
+    name: str
+    """As in the record of the run: ``plugin``, or ``cluster-0:model`` where the server has several states."""
+    client: str
+    """Whose it is; empty for a shared model of the server's."""
+    round: int
+    """Completed rounds that it was trained for."""
+    network: nn.Module
+    """On the CPU, in evaluation mode; see :meth:`logits`."""
+    spec: ModelSpec
+    classes: tuple[str, ...]
+    """Names of the outputs."""
+    data: DataSettings
+    """Of the run: its ``features`` and ``segment`` say how a recording becomes the network's input."""
+    length: int | None
+    """Frames that every example of the run has; ``None`` when they differ, and the network is told the lengths."""
+    statistics: np.ndarray | None = None
+    """With ``normalise: group``: mean and deviation float64 [2, bands] that a recording is normalised with. ``None``: not known."""
+
+    @property
+    def description(self) -> str:
+        """One line: ``plugin (crnn_lite) of runs/first, round 60, shared by all clients``."""
+        whose = f"of client {self.client!r}" if self.client else "shared by all clients"
+        return f"{self.name} ({self.spec.architecture}) of {self.run_dir}, round {self.round}, {whose}"
+
+    def logits(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        """The network's output float32 [batch, classes].
+
+        Args:
+            x: float32 [batch, frames, bands].
+            lengths: int64 [batch]: frames that count; ``None``: all.
+
+        Raises:
+            InputError: what comes out is not one number for each class.
+        """
+        with torch.no_grad():
+            logits: Tensor = self.network(x, lengths)
+        if logits.shape != (len(x), len(self.classes)):
+            raise InputError(
+                f"model {self.name!r} gives an output of shape {list(logits.shape)} for {len(x)} examples and "
+                f"{len(self.classes)} classes: it does not classify recordings; choose another with --model"
+            )
+        return logits
+
+
+def load_model(
+    run_dir: str | Path, model: str | None = None, client: str | None = None, trust: bool = False
+) -> RunModel:
+    """A model of a run, finished or not, as of its last commit.
+
+    Args:
+        run_dir: the run's folder, or its URI: then it is fetched first.
+        model: its name; by default the shared model, or with ``client`` the one that the client does not share.
+        client: the id of the client whose model it shall be, private parts included; by default the server's.
+        trust: whether code may be run that came with the folder or has changed since the run began.
+
+    Raises:
+        RunDirectoryError: no run directory, a damaged one, or no round is completed yet.
+        InputError: there is no such model or client; the client has no model of its own yet; or nothing is shared as a whole.
+    """
+    run = _Run(local_run(run_dir), trust)
+    return run.shared_model(model) if client is None else run.clients_model(model, client)
+
+
+class _Run:
+    """A run directory, opened to read."""
+
+    def __init__(self, run_dir: Path, trust: bool) -> None:
+        self.run_dir = run_dir
+        self.config: Config = stored_config(run_dir, trust)
+        self.classes = tuple(stored_about(run_dir)["classes"])
+        self.commit = _last_commit(run_dir)
+        self.method: Method = self.config.build_method()
+        self.population = _population_without_features(run_dir / "population", self.config.data.features.bands)
+        self.clients = Clients(self.population, self.config)
+
+    def shared_model(self, model: str | None) -> RunModel:
+        """A model of which the server holds every tensor."""
+        found = self._shared()
+        if model is None and len(found) == 1:
+            model = next(iter(found))
+        if model in found:
+            specs, name, key = found[model]
+            networks, _ = self._load(specs, {key: self.commit.state.tensors[key]}, {}, f"model {model!r}")
+            return self._made(model, "", specs, name, networks[name])
+        if not found or model in type(self.method).models:
+            what = "no model of this run is" if model is None else f"model {model!r} of this run is not"
+            raise InputError(
+                f"{what} shared as a whole, clients keep theirs or parts of them: name one with --client; "
+                f"{self._who_has_models()}"
+            )
+        if model is None:
+            raise InputError(f"this run has several shared models; choose one with --model: {', '.join(found)}")
+        raise InputError(f"this run has no model {model!r}; {nearest(model, [*found, *type(self.method).models])}")
+
+    def clients_model(self, model: str | None, client_id: str) -> RunModel:
+        """A model as one client would use it."""
+        client = self.clients.by_id(client_id)
+        record = self.commit.private.get(client.index)
+        kept = {} if record is None else PrivateStore(self.run_dir / "private").read(record)
+        tasks = self.method.plan_evaluation(self.commit.state, [client])
+        keys = tasks[0].receive if tasks else tuple(self.commit.state.tensors)
+        received = {key: self.commit.state.tensors[key] for key in keys}
+        networks, absent = self._load(client.models, received, kept, f"client {client_id!r}")
+        if model is None:
+            own = [
+                name for name in networks if any(not self.method.shared(tensor) for tensor in _names(networks, name))
+            ]
+            model = (own or list(networks))[0]
+        if model not in networks:
+            raise InputError(f"client {client_id!r} has no model {model!r}; {nearest(model, networks)}")
+        if any(tensor in absent for tensor in _names(networks, model)):
+            raise InputError(
+                f"client {client_id!r} has no model {model!r} of its own yet: it took part in none of the "
+                f"{self.commit.state.round_index} rounds that are done; {self._who_has_models()}"
+            )
+        return self._made(model, client_id, client.models, model, networks[model])
+
+    def _shared(self) -> dict[str, tuple[Specs, str, str]]:
+        """The shared models by the name that the record has for them: the architectures that it is one of, model, key."""
+        found: dict[str, tuple[Specs, str, str]] = {}
+        for specs in self.clients.variants():
+            networks = build_models(self.method, specs, self.config.run.seed)
+            for key, tensors in self.commit.state.tensors.items():
+                for name in networks:
+                    if self._is_whole(networks, name, tensors):
+                        found.setdefault(name if key == "global" else f"{key}:{name}", (specs, name, key))
+        return found
+
+    def _is_whole(self, networks: Mapping[str, nn.Module], name: str, tensors: Tensors) -> bool:
+        own = _names(networks, name)
+        return bool(own) and all(
+            self.method.shared(tensor) and tensor in tensors and tensors[tensor].shape == value.shape
+            for tensor, value in own.items()
+        )
+
+    def _load(
+        self, specs: Specs, received: Mapping[str, Tensors], kept: Tensors, whose: str
+    ) -> tuple[dict[str, nn.Module], set[str]]:
+        """Networks as the engine loads them, and the tensors that nobody has."""
+        networks = build_models(self.method, specs, self.config.run.seed)
+        own = {name.removeprefix(KEPT_MODEL): value for name, value in kept.items() if name.startswith(KEPT_MODEL)}
+        flat = {key: FlatTensors.of(tensors) for key, tensors in received.items()}
+        Built(networks).start(flat, own, self.method.shared, f"{self.run_dir}, {whose}")
+        there = {name for tensors in flat.values() for name in tensors}
+        names = {tensor for name in networks for tensor in _names(networks, name)}
+        return networks, {name for name in names if name not in (there if self.method.shared(name) else own)}
+
+    def _made(self, label: str, client_id: str, specs: Specs, name: str, network: nn.Module) -> RunModel:
+        unnamed = ModelSpec(name, type(network).__name__, self.population.bands, len(self.classes))
+        return RunModel(
+            self.run_dir,
+            label,
+            client_id,
+            self.commit.state.round_index,
+            network.eval(),
+            next((spec for spec in specs if spec.name == name), unnamed),
+            self.classes,
+            self.config.data,
+            self.population.length,
+            self.population.statistics(self.clients.index_of(client_id) if client_id else None),
+        )
+
+    def _who_has_models(self) -> str:
+        ids = [self.clients[index].id for index in itertools.islice(self.commit.private, _LISTED + 1)]
+        if not ids:
+            return "no client has taken part yet"
+        return f"clients that have one: {', '.join(ids[:_LISTED])}{' ...' if len(ids) > _LISTED else ''}"
+
+
+def _names(networks: Mapping[str, nn.Module], name: str) -> dict[str, Tensor]:
+    """A model's floating tensors, live, by their flat names."""
+    return {f"{name}/{key}": v for key, v in networks[name].state_dict().items() if v.is_floating_point()}
+
+
+def _last_commit(run_dir: Path) -> Commit:
+    store = RunStore(run_dir)
+    latest = store.latest()
+    commit = None if latest is None else store.load(latest)
+    if commit is None or commit.state.round_index == 0:
+        raise RunDirectoryError(
+            f"{run_dir} has completed no round yet, so its models know nothing; go on with it: raydfl resume {run_dir}"
+        )
+    return commit
+
+
+def _population_without_features(folder: Path, bands: int) -> Population:
+    """The population of a run, whose examples cannot be read: the features may be on another machine, or gone.
+
+    Raises:
+        RunDirectoryError: the file is missing or damaged.
+    """
+    path = folder / "population.safetensors"
+    try:
+        with safe_open(path, "numpy") as file:
+            facts = json.loads(file.metadata()["raydfl"])
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
+        nothing = FeatureStore(
+            folder, np.zeros((0, bands), np.float32), np.zeros(1, np.int64), np.zeros(0, np.int32), facts["length"], {}
+        )
+        return Population(facts["classes"], facts["length"], [nothing], arrays)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise RunDirectoryError(
+            f"{path} is missing or damaged ({error}); it says who the clients of the run are: restore it from a copy"
+        ) from error

@@ -1,0 +1,257 @@
+"""A network as an ONNX graph, with PyTorch's exporter, and its comparison with the network itself.
+
+raydfl's own operators have no counterpart in ONNX, so PyTorch's are traced (``ops.use("torch")``) and two modules are replaced
+before: a GRU of one layer becomes one ``GRU`` node, which takes lengths too; a convolution with pooling becomes PyTorch's. Batch
+and frames are of any size where the network allows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+from torch import Tensor, nn
+
+from raydfl.core.errors import InputError
+from raydfl.core.ops import Conv1d, use
+from raydfl.runs.inference.model import RunModel
+
+OPSET = 18
+"""Version of the ONNX operators."""
+TOLERANCE = 1e-4
+"""Largest difference of a logit, relative to the largest logit or to 1, up to which two implementations agree."""
+_BATCH, _FRAMES = 3, 96
+"""Size of the example that the network is traced with; neither is 1, which the exporter would take for a constant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """An ONNX model in memory."""
+
+    content: bytes
+    frames: int | None
+    """Frames that it takes; ``None``: any number."""
+    lengths: bool
+    """Whether it has the input ``lengths``."""
+    difference: float
+    """Largest difference to PyTorch of a logit."""
+
+
+def to_onnx(model: RunModel) -> Graph:
+    """The network with the inputs ``x`` and (where lengths differ) ``lengths`` and the outputs ``logits`` and ``probabilities``.
+
+    Raises:
+        InputError: the network contains what cannot be exported, or the graph gives other results than the network.
+    """
+    with_lengths = model.length is None
+    reasons = []
+    # With a fixed number of frames only where all recordings have it.
+    for frames in (None, model.length)[: 1 if with_lengths else 2]:
+        try:
+            network = _Outputs(_replaced(model.network)).eval()
+            content = _traced(network, model, frames, with_lengths)
+            return Graph(content, frames, with_lengths, _checked(content, model, frames, with_lengths))
+        except InputError:
+            raise
+        except Exception as error:  # noqa: BLE001  (whatever copying, tracing or calling a user's network raises)
+            reasons.append(_reason(error))
+    raise InputError(
+        f"model {model.name!r} ({model.spec.architecture}) cannot be exported to ONNX: {reasons[0]}. Its "
+        f"forward(x, lengths) must be traceable by torch.export: no branch on a tensor's value, and sizes taken from x.shape; and "
+        f"copy.deepcopy must be able to copy the network"
+    )
+
+
+class _Outputs(nn.Module):
+    """Logits and their softmax."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        logits = self.network(x, lengths)
+        return logits, logits.softmax(dim=1)
+
+
+class _Convolution(nn.Module):
+    """raydfl.ops.Conv1d in PyTorch's own operations."""
+
+    def __init__(self, convolution: Conv1d) -> None:
+        super().__init__()
+        self.convolution = convolution
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.Conv1d.forward(self.convolution, x)
+
+    def pooled(self, x: Tensor, pool: int, lengths: Tensor | None = None) -> Tensor:
+        if lengths is not None:
+            outside = torch.arange(x.shape[1], device=x.device) >= lengths.unsqueeze(1)
+            x = x.masked_fill(outside.unsqueeze(2), 0.0)
+        # Pooling over two dimensions, of which one is 1: torch.export takes the frames of max_pool1d for a constant.
+        maps = self(x.transpose(1, 2)).relu().unsqueeze(2)
+        return nn.functional.max_pool2d(maps, (1, pool)).squeeze(2).transpose(1, 2)
+
+
+class _Recurrence(nn.Module):
+    """A GRU of one layer as the node of that name, whose gates are in another order: update, reset, candidate."""
+
+    weights: Tensor
+    recurrent_weights: Tensor
+    biases: Tensor | None
+
+    def __init__(self, gru: nn.GRU) -> None:
+        super().__init__()
+        self.attributes: dict[str, Any] = {
+            "direction": "bidirectional" if gru.bidirectional else "forward",
+            "hidden_size": gru.hidden_size,
+            "linear_before_reset": 1,
+        }
+        ways = ("", "_reverse") if gru.bidirectional else ("",)
+        self.register_buffer("weights", _stacked(gru, "weight_ih_l0", ways))
+        self.register_buffer("recurrent_weights", _stacked(gru, "weight_hh_l0", ways))
+        biases = [_stacked(gru, name, ways) for name in ("bias_ih_l0", "bias_hh_l0")] if gru.bias else []
+        self.register_buffer("biases", torch.cat(biases, dim=1) if biases else None)
+        self.directions, self.hidden = len(ways), gru.hidden_size
+
+    def forward(self, x: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if hx is not None:
+            raise InputError("a GRU that starts from a given state cannot be exported")
+        return self._node(x, None)
+
+    def outputs(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        return self._node(x, lengths)[0]
+
+    def _node(self, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        frames_first = x.transpose(0, 1)
+        frames, batch = frames_first.shape[:2]
+        counts = None if lengths is None else lengths.to(torch.int32)
+        outputs, last = torch.onnx.ops.symbolic_multi_out(
+            "GRU",
+            (frames_first, self.weights, self.recurrent_weights, self.biases, counts),
+            attrs=self.attributes,
+            dtypes=(x.dtype, x.dtype),
+            shapes=((frames, self.directions, batch, self.hidden), (self.directions, batch, self.hidden)),
+        )
+        return outputs.permute(2, 0, 1, 3).flatten(2), last
+
+
+def _stacked(gru: nn.GRU, name: str, ways: Sequence[str]) -> Tensor:
+    """A weight or bias of each direction, [directions, 3 * hidden, ...]."""
+    return torch.stack([_reordered(getattr(gru, name + way).detach()) for way in ways])
+
+
+def _reordered(gates: Tensor) -> Tensor:
+    """PyTorch's reset, update, candidate as ONNX's update, reset, candidate."""
+    reset, update, candidate = gates.chunk(3)
+    return torch.cat([update, reset, candidate])
+
+
+def _replaced(network: nn.Module) -> nn.Module:
+    """A copy of the network with the modules that need it replaced."""
+    network = copy.deepcopy(network)
+    holder = nn.ModuleDict({"network": network})
+    for parent in list(holder.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Conv1d):
+                setattr(parent, name, _Convolution(child))
+            elif isinstance(child, nn.GRU) and child.num_layers == 1 and child.batch_first:
+                setattr(parent, name, _Recurrence(child))
+    return holder["network"]
+
+
+def _traced(network: nn.Module, model: RunModel, frames: int | None, with_lengths: bool) -> bytes:
+    x, lengths = _example(model, _BATCH, frames or _FRAMES, with_lengths)
+    any_size = {0: "batch"} if frames else {0: "batch", 1: "frames"}
+    sizes = (any_size, {0: "batch"}) if with_lengths else (any_size,)
+    with _quiet(), use("torch"), torch.no_grad():
+        program: Any = torch.onnx.export(
+            network,
+            (x, lengths) if with_lengths else (x,),
+            dynamo=True,
+            dynamic_shapes=sizes,
+            input_names=["x", "lengths"][: len(sizes)],
+            output_names=["logits", "probabilities"],
+            opset_version=OPSET,
+            verbose=False,
+        )
+    content: bytes = program.model_proto.SerializeToString()
+    return content
+
+
+def _example(model: RunModel, batch: int, frames: int, with_lengths: bool) -> tuple[Tensor, Tensor | None]:
+    """Random input of that size; of several lengths the first is the longest, as in every batch."""
+    random = torch.Generator().manual_seed(batch * 10_000 + frames)
+    x = torch.randn(batch, frames, model.spec.inputs, generator=random)
+    if not with_lengths:
+        return x, None
+    lengths = torch.randint(1, frames + 1, (batch,), generator=random)
+    lengths[0] = frames
+    outside = torch.arange(frames) >= lengths.unsqueeze(1)
+    return x.masked_fill(outside.unsqueeze(2), 0.0), lengths
+
+
+def _checked(content: bytes, model: RunModel, frames: int | None, with_lengths: bool) -> float:
+    """The largest difference of a logit to PyTorch's, over batches of several sizes.
+
+    Raises:
+        InputError: the two do not agree.
+    """
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    worst = 0.0
+    for batch, length in _sizes(frames):
+        x, lengths = _example(model, batch, length, with_lengths)
+        expected = model.logits(x, lengths).numpy()
+        given = {"x": x.numpy()} if lengths is None else {"x": x.numpy(), "lengths": lengths.numpy()}
+        found, probabilities = session.run(["logits", "probabilities"], given)
+        difference = float(np.abs(found - expected).max())
+        limit = TOLERANCE * max(1.0, float(np.abs(expected).max()))
+        shares = np.exp(expected - expected.max(axis=1, keepdims=True))
+        shares /= shares.sum(axis=1, keepdims=True)
+        if not difference <= limit or not np.abs(probabilities - shares).max() <= limit:
+            raise InputError(
+                f"the ONNX graph of model {model.name!r} ({model.spec.architecture}) differs from PyTorch by {difference:.1e} in a "
+                f"logit (batch {batch}, {length} frames); nothing was written: use the model with raydfl predict"
+            )
+        worst = max(worst, difference)
+    return worst
+
+
+def _sizes(frames: int | None) -> Sequence[tuple[int, int]]:
+    """(batch, frames) of the batches that are compared."""
+    return [(batch, frames or length) for batch, length in ((1, 64), (2, 101), (5, 230))]
+
+
+def _reason(error: Exception) -> str:
+    """The innermost cause of an exporter's error in one line."""
+    while error.__cause__ is not None and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    lines = [line.strip(" -") for line in str(error).splitlines() if line.strip(" -")]
+    return f"{type(error).__name__}: {' '.join(lines[:2])[:300].rstrip('.')}"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep back the exporter's remarks about its own work, which where it fails are pages of its intermediate code."""
+    logs = [logging.getLogger(name) for name in ("torch.onnx", "torch.fx", "onnxscript", "onnx_ir")]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)

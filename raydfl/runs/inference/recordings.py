@@ -1,0 +1,216 @@
+"""Classifying recordings with a model of a run: the run's own front end, one label with a probability for each recording.
+
+A recording goes the way of a test clip: choose the channel, resample, log-mel or the run's own model, normalise, pad
+(raydfl.data.features), cut into segments if the run does (raydfl.data.segment), softmax, mean over the segments. What differs:
+
+- ``normalise: group`` takes the statistics of all training clips, with ``client`` those of the client's group; where a run does
+  not know them (its data lie at sites, or an earlier version made it), the recordings of one folder count as one speaker's;
+- what a data set's class of one's own does in ``read`` is not done: files are read as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from raydfl.core.errors import DataError, InputError, RaydflError
+from raydfl.data.audio import read_audio
+from raydfl.data.examples import Examples
+from raydfl.data.features.cache import FeatureStore
+from raydfl.data.features.extractor import FeatureExtractor
+from raydfl.data.features.file import FileFeatures
+from raydfl.data.features.statistics import z_scores
+from raydfl.data.manifest import shown_name
+from raydfl.data.segment import segments
+from raydfl.data.sets._files import list_recordings
+from raydfl.runs.inference.model import RunModel, load_model
+
+Given = TypeVar("Given")
+
+_log = logging.getLogger(__name__)
+
+_BATCH = 64
+LEAST_FRAMES = 64
+"""Examples whose lengths the network is told are padded to that many frames: a short one then passes any pooling."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a model says about one recording."""
+
+    file: Path
+    classes: tuple[str, ...]
+    probabilities: np.ndarray
+    """float64 [classes], adding up to 1; empty when the recording cannot be classified."""
+    error: str = ""
+    """Why it cannot."""
+
+    @property
+    def label(self) -> str:
+        """The most probable class, the first of equals; empty when there is none."""
+        return self.top(1)[0][0] if not self.error else ""
+
+    @property
+    def probability(self) -> float:
+        """Of :attr:`label`; NaN when there is none."""
+        return self.top(1)[0][1] if not self.error else float("nan")
+
+    def top(self, count: int) -> list[tuple[str, float]]:
+        """The ``count`` most probable classes with their probabilities, most probable first."""
+        order = np.argsort(-self.probabilities, kind="stable")[:count]
+        return [(self.classes[index], float(self.probabilities[index])) for index in order.tolist()]
+
+
+def classify(
+    run_dir: str | Path,
+    files: Iterable[str | Path],
+    *,
+    model: str | None = None,
+    client: str | None = None,
+    trust: bool = False,
+) -> list[Prediction]:
+    """Classify recordings with a trained model of a run; one result for each file, also for those that cannot be read.
+
+    Args:
+        run_dir: the run's folder.
+        files: recordings of any kind that libsndfile decodes (wav, flac, ogg, opus, mp3, aiff ...), of any rate and number of
+            channels, and folders of them.
+        model: by default the shared one, or with ``client`` the one that the client does not share.
+        client: whose model; by default the server's.
+        trust: whether code may be run that came with the folder or has changed since the run began.
+
+    Raises:
+        RunDirectoryError: no run directory, or no round is completed yet.
+        InputError: no such model or client.
+    """
+    loaded = load_model(run_dir, model, client, trust)
+    return list(predictions(loaded, [Path(file) for file in files]))
+
+
+def predictions(model: RunModel, files: Sequence[Path]) -> Iterator[Prediction]:
+    """The predictions for these recordings and those in these folders, one after another in the order given.
+
+    With ``normalise: group`` and no statistics known, folder by folder.
+    """
+    front_end = _FrontEnd(model)
+    listed, failures = recordings(files)
+    for file, reason in failures.items():
+        yield Prediction(file, model.classes, np.zeros(0), reason)
+    if model.data.features.normalise == "group" and model.statistics is None:
+        folders: dict[Path, list[Path]] = {}
+        for file in listed:
+            folders.setdefault(file.absolute().parent, []).append(file)
+        parts = list(folders.values())
+    else:
+        parts = [[file] for file in listed]
+    for part in parts:
+        matrices = front_end.normalised({file: _attempt(front_end.matrix, file, file) for file in part})
+        for file, matrix in matrices.items():
+            found = matrix if isinstance(matrix, str) else _attempt(front_end.probabilities, matrix, file)
+            if isinstance(found, str):
+                yield Prediction(file, model.classes, np.zeros(0), found)
+            else:
+                yield Prediction(file, model.classes, found)
+
+
+def recordings(files: Iterable[Path]) -> tuple[list[Path], dict[Path, str]]:
+    """The recordings that are meant, folders searched at any depth, each once; and folders without any, with the reason.
+
+    A warning says which other files there are in the folders.
+    """
+    listed: dict[Path, None] = {}
+    failures: dict[Path, str] = {}
+    for file in files:
+        if not os.path.isdir(file):  # noqa: PTH112  (pathlib's raises below a folder that cannot be opened)
+            listed[file] = None
+            continue
+        try:
+            inside, left_out = list_recordings(file)
+        except DataError as error:
+            failures[file] = str(error)
+            continue
+        if left_out:
+            _log.warning(left_out)
+        if not inside:
+            failures[file] = "there is no recording of a kind that is read in this folder"
+        listed.update(dict.fromkeys(file / name for name in inside))
+    return list(listed), failures
+
+
+class _FrontEnd:
+    """From a file to the probabilities of the classes."""
+
+    def __init__(self, model: RunModel) -> None:
+        self._model = model
+        if isinstance(model.data.features, FileFeatures):
+            raise InputError(
+                f"{model.run_dir} was trained on features from a file ({model.data.features.path.name}): nothing in it can make "
+                "features of recordings; use raydfl export, and give the network features that were made in the same way"
+            )
+        self._settings = model.data.features
+        self._extractor = FeatureExtractor(self._settings)
+
+    def matrix(self, file: Path) -> np.ndarray:
+        """Features float32 [frames, bands], not padded; normalised unless that takes the group."""
+        return self._extractor(*read_audio(file))
+
+    def normalised(self, matrices: dict[Path, np.ndarray | str]) -> dict[Path, np.ndarray | str]:
+        """With ``normalise: group``, the z-score with the run's statistics, else with those of the recordings given."""
+        known = [matrix for matrix in matrices.values() if not isinstance(matrix, str)]
+        if self._settings.normalise != "group" or not known:
+            return matrices
+        statistics = self._model.statistics
+        if statistics is None:
+            frames = np.concatenate(known).astype(np.float64)
+            statistics = np.stack([frames.mean(axis=0), frames.std(axis=0)])
+        return {
+            file: matrix if isinstance(matrix, str) else z_scores(matrix, statistics)
+            for file, matrix in matrices.items()
+        }
+
+    def probabilities(self, matrix: np.ndarray) -> np.ndarray:
+        """float64 [classes]: the mean over the segments of the softmax."""
+        examples = self._examples(matrix)
+        parts = []
+        for batch in examples.batches(_BATCH, None):
+            x = batch.x
+            if batch.lengths is not None and x.shape[1] < LEAST_FRAMES:
+                x = torch.nn.functional.pad(x, (0, 0, 0, LEAST_FRAMES - x.shape[1]))
+            parts.append(self._model.logits(x, batch.lengths).double())
+        found: np.ndarray = torch.cat(parts).softmax(dim=1).mean(dim=0).numpy()
+        if not np.isfinite(found).all():
+            raise RaydflError("the model's output is not finite: its training diverged")
+        return found
+
+    def _examples(self, matrix: np.ndarray) -> Examples:
+        """The recording's segments, stored and padded as those of the run's test clips are."""
+        settings, segment = self._settings, self._model.data.segment
+        padded = matrix
+        if settings.frames is not None:
+            padded = np.zeros((settings.frames, matrix.shape[1]), np.float32)
+            padded[: len(matrix)] = matrix
+        frames = padded.astype(settings.dtype)
+        stride = None if segment is None else segment.test_stride
+        _, starts, counts = segments(np.array([len(frames)]), segment, stride)
+        length = self._model.length
+        if length is not None and (counts != length).any():
+            length = None  # the run's clips all had that many frames, this one has not
+        offsets, lengths = np.array([0, len(frames)]), np.array([len(matrix)], np.int32)
+        store = FeatureStore(self._model.run_dir, frames, offsets, lengths, settings.frames, {})
+        nothing = np.zeros(len(starts), np.int64)
+        return Examples(store, starts, counts, nothing, nothing, length)
+
+
+def _attempt(function: Callable[[Given], np.ndarray], given: Given, file: Path) -> np.ndarray | str:
+    """What the function gives for a recording, or why it cannot."""
+    try:
+        return function(given)
+    except RaydflError as error:
+        return str(error).removeprefix(f"{shown_name(file)}: ")

@@ -1,0 +1,372 @@
+"""What a command shows while it works: a bar on a terminal, a line a round in a log, JSON for machines, or nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TextIO
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn
+from rich.progress import Progress as RichProgress
+from rich.text import Text
+
+from raydfl.core.errors import printable
+from raydfl.core.metrics import SHOWN, base_name
+from raydfl.core.types import Problem
+
+Mode = Literal["auto", "bar", "lines", "quiet", "json"]
+Advance = Callable[..., None]
+"""``advance()`` or ``advance(count)``: so many more steps are done."""
+
+_REASON = 80  # characters of why a client failed in the line of its round
+_STEP_SECONDS = 10.0  # between two lines of one long preparation
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSummary:
+    """What is shown of one round."""
+
+    round: int
+    """Rounds completed."""
+    total: int
+    """Rounds that the run will have."""
+    loss: float
+    """Mean training loss of the round's clients; NaN when none was measured."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """Those evaluated after this round: ``"plugin/accuracy" -> 0.81``. Empty in rounds without evaluation."""
+    clients: int = 0
+    """Clients whose updates were used."""
+    seconds: float = 0.0
+    """Wall-clock time of the round's training and aggregation."""
+    failed: int = 0
+    """Clients that were left out of the round."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Why, by client id; of some of them where there are many."""
+    late: int = 0
+    """Clients whose training a deadline ended early, and whose updates were used."""
+    bytes_down: float = 0
+    """Sent to the clients."""
+    bytes_up: float = 0
+    """Sent by the clients."""
+    retried: int = 0
+    """Times that a client's work was given to another actor, because its actor was lost."""
+    times: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by part of the round: those that the record calls ``seconds/<part>``."""
+
+    @property
+    def clients_per_second(self) -> float:
+        """Clients trained in a second of the round; NaN when its time is not known."""
+        return self.clients / self.seconds if self.seconds > 0 else float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class FinishSummary:
+    """What is shown when a command ends."""
+
+    status: Literal["finished", "stopped", "failed"]
+    """``"stopped"``: by the user or a stop rule; it can be resumed. ``"failed"``: what it did is worthless, see ``problems``."""
+    round: int
+    """Rounds completed."""
+    total: int
+    """Rounds that were asked for."""
+    seconds: float
+    """Wall-clock time of this command."""
+    run_dir: Path
+    """Where everything is."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """The last that were evaluated."""
+    next_step: str = ""
+    """What to do now: ``"raydfl resume runs/x"``."""
+    problems: Sequence[Problem] = ()
+    """What went wrong although rounds are done."""
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words; ``?`` when they are not known.
+
+    >>> duration(5), duration(200), duration(7300)
+    ('5 s', '3 min 20 s', '2 h 1 min')
+    """
+    if not math.isfinite(seconds):
+        return "?"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def size(number_of_bytes: float) -> str:
+    """Bytes in words, in powers of 1000.
+
+    >>> size(999), size(1500), size(2.5e9)
+    ('999 B', '1.5 kB', '2.5 GB')
+    """
+    if number_of_bytes < 1000:
+        return f"{number_of_bytes:.0f} B"
+    value = number_of_bytes
+    for unit in ("kB", "MB", "GB"):
+        value /= 1000
+        if value < 999.95:
+            return f"{value:.1f} {unit}"
+    return f"{value / 1000:.1f} TB"
+
+
+def scores_text(scores: Mapping[str, float]) -> str:
+    """The accuracies (and a backdoor's success) in one line, or the first scores when there is none.
+
+    >>> scores_text({"test plugin/loss": 1.2, "test plugin/accuracy": 0.8125})
+    'test plugin/accuracy 0.812'
+    """
+    accuracies = [item for item in scores.items() if base_name(item[0]) in SHOWN]
+    return "  ".join(f"{name} {value:.3f}" for name, value in (accuracies or list(scores.items()))[:4])
+
+
+class _Bars(RichProgress):
+    """Bars with a line of text below them, which may be longer than a terminal is wide."""
+
+    below = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        if self.below:
+            yield Text(f"  {self.below}")
+
+
+class Progress:
+    """Shows how a command gets on. A context manager: leaving it gives the terminal back, whatever happened.
+
+    Args:
+        mode: ``"auto"`` is ``"bar"`` on a terminal and ``"lines"`` elsewhere; ``"json"`` prints one object a line with
+            an ``event`` (start, round, steps, message, finish); ``"quiet"`` prints nothing.
+        stream: where to; by default the standard output.
+        clock: seconds, for the time left.
+    """
+
+    def __init__(
+        self, mode: Mode = "auto", stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stream = stream or sys.stdout
+        if mode == "auto":
+            mode = "bar" if self._stream.isatty() else "lines"
+        self.mode: Mode = mode
+        self._clock = clock
+        self._times: deque[tuple[float, int]] = deque(maxlen=21)  # (when, rounds completed) of the last rounds
+        self._bar: _Bars | None = None
+        self._task: TaskID | None = None
+        self._scores: Mapping[str, float] = {}
+        self._lock = threading.RLock()
+        self._waiting: deque[str] = deque()
+        self._writing = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+            self._task = None
+
+    def start(self, total_rounds: int, done_rounds: int, description: str) -> None:
+        """The rounds begin, or go on after ``done_rounds`` of them."""
+        self._times.clear()
+        self._times.append((self._clock(), done_rounds))
+        if self.mode == "json":
+            self._event("start", description=description, total_rounds=total_rounds, done_rounds=done_rounds)
+        elif self.mode == "bar":
+            self._task = self._show_bar().add_task(description, total=total_rounds, completed=done_rounds, status="")
+        else:
+            after = f", {done_rounds} of them done" if done_rounds else ""
+            self._line(f"{description}: {total_rounds} rounds{after}")
+
+    def round(self, summary: RoundSummary) -> None:
+        """One more round is completed."""
+        self._times.append((self._clock(), summary.round))
+        left = self._seconds_left(summary)
+        if summary.scores:
+            self._scores = summary.scores
+        if self.mode == "json":
+            self._event("round", **asdict(summary), clients_per_second=summary.clients_per_second, seconds_left=left)
+        elif self.mode == "bar" and self._task is not None:
+            parts = [_loss_text(summary.loss), scores_text(self._scores), *_work(summary)]
+            bar = self._show_bar()
+            bar.below = printable("  ".join(part for part in parts if part))
+            status = f"round {summary.round}/{summary.total}  {duration(left)} left"
+            bar.update(self._task, completed=summary.round, status=status)
+        else:
+            self._line(self._round_line(summary, left))
+
+    def message(self, text: str) -> None:
+        """One sentence about what happens; nothing in quiet mode."""
+        if self.mode == "json":
+            self._event("message", text=text)
+        else:
+            self._line(text)
+
+    def finish(self, summary: FinishSummary) -> None:
+        """The command ends."""
+        self.close()
+        if self.mode == "json":
+            self._event("finish", **{**asdict(summary), "run_dir": str(summary.run_dir)})
+            return
+        scores = f": {scores_text(summary.scores)}" if summary.scores else ""
+        self._line(
+            f"{summary.status} after {summary.round} of {summary.total} rounds, {duration(summary.seconds)}{scores}"
+        )
+        for problem in summary.problems:
+            self._line(f"{'worthless' if problem.worthless else 'warning'}: {problem.text}")
+        self._line(f"run directory: {summary.run_dir}")
+        if summary.next_step:
+            self._line(f"next: {summary.next_step}")
+
+    @contextmanager
+    def steps(self, description: str, total: int | None) -> Iterator[Advance]:
+        """Show the progress of something with countable steps, such as preparing features.
+
+        Args:
+            description: what is done, ``"features"``.
+            total: number of steps; ``None``: not known.
+
+        Yields:
+            ``advance(count=1)``, to be called from this thread whenever steps are done.
+        """
+        if self.mode == "bar":
+            with self._bar_steps(description, total) as advance:
+                yield advance
+            return
+        done, shown, shown_at = 0, -1, self._clock()
+
+        def show() -> None:
+            nonlocal shown, shown_at
+            shown, shown_at = done, self._clock()
+            if self.mode == "json":
+                self._event("steps", description=description, done=done, total=total)
+            else:
+                self._line(f"{description}: {done}" + ("" if total is None else f" of {total}"))
+
+        def advance_lines(count: int = 1) -> None:
+            nonlocal done
+            done += count
+            if self._clock() - shown_at >= _STEP_SECONDS:
+                show()
+
+        yield advance_lines
+        if done != shown:
+            show()
+
+    @contextmanager
+    def _bar_steps(self, description: str, total: int | None) -> Iterator[Advance]:
+        alone = self._bar is None
+        bar = self._show_bar()
+        task = bar.add_task(description, total=total, status="")
+        done = 0
+
+        def advance(count: int = 1) -> None:
+            nonlocal done
+            done += count
+            bar.update(task, completed=done, status=str(done) if total is None else f"{done}/{total}")
+
+        try:
+            yield advance
+        finally:
+            if alone:
+                self.close()
+            else:
+                bar.remove_task(task)
+
+    def _show_bar(self) -> _Bars:
+        """The live display; only one may exist on a terminal, so rounds and steps share it."""
+        if self._bar is None:
+            self._bar = _Bars(
+                SpinnerColumn(),
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=20),
+                TextColumn("{task.fields[status]}", markup=False),
+                console=Console(file=self._stream, force_terminal=True),
+            )
+            self._bar.start()
+        return self._bar
+
+    def _seconds_left(self, summary: RoundSummary) -> float:
+        """From the pace of the last rounds, evaluation and commits included."""
+        (first_time, first_round), (last_time, last_round) = self._times[0], self._times[-1]
+        if last_round <= first_round:
+            return float("nan")
+        return (last_time - first_time) / (last_round - first_round) * (summary.total - summary.round)
+
+    @staticmethod
+    def _round_line(summary: RoundSummary, left: float) -> str:
+        width = len(str(summary.total))
+        parts = [
+            f"round {summary.round:{width}d}/{summary.total}",
+            _loss_text(summary.loss),
+            scores_text(summary.scores),
+        ]
+        parts += [f"{summary.clients} clients", *_work(summary)]
+        parts += [f"{size(summary.bytes_down)} down", f"{size(summary.bytes_up)} up", f"{duration(left)} left"]
+        return "  ".join(part for part in parts if part)
+
+    def _line(self, text: str) -> None:
+        self._show(printable(text))
+
+    def _show(self, text: str) -> None:
+        """Write a line; one from a signal's handler that comes in the middle of another, which streams refuse, follows after it."""
+        with self._lock:
+            self._waiting.append(text)
+            while self._waiting and not self._writing:
+                self._writing = True
+                try:
+                    self._write(self._waiting.popleft())
+                finally:
+                    self._writing = False
+
+    def _write(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        elif self.mode != "quiet":
+            print(text, file=self._stream, flush=True)
+
+    def _event(self, event: str, **values: Any) -> None:
+        self._show(json.dumps({"event": event, **_plain(values)}, allow_nan=False))
+
+
+def _loss_text(loss: float) -> str:
+    return f"loss {loss:.4f}" if not abs(loss) >= 1e6 else f"loss {loss:.4g}"
+
+
+def _work(summary: RoundSummary) -> list[str]:
+    """Speed, where it is known, and failures, where there are any."""
+    parts = [f"{summary.clients_per_second:.1f} clients/s"] if summary.seconds > 0 else []
+    if summary.late:
+        parts.append(f"{summary.late} late")
+    if summary.failed:
+        named = next((f" ({client}: {reason[:_REASON]})" for client, reason in summary.reasons.items()), "")
+        parts.append(f"{summary.failed} failed{named}")
+    return parts
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with NaN and infinities, which JSON does not have, as null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return value

@@ -1,0 +1,43 @@
+"""One HTML page about a run, or about several runs side by side. Self-contained: no scripts, nothing fetched from a network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from raydfl.core.errors import InputError
+from raydfl.core.files import write_atomically
+from raydfl.runs.report.compare import comparison_page
+from raydfl.runs.report.data import read_run
+from raydfl.runs.report.page import Picture, Pictures, render
+from raydfl.runs.report.run import single_page
+
+__all__ = ["Picture", "Pictures", "render", "write_report"]
+
+
+def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
+    """Write one HTML page: about a run, or comparing several.
+
+    Args:
+        run_dirs: run directories; unfinished ones too. Runs whose configurations differ in nothing but the seed and
+            where they ran are shown as one, with mean and range.
+        out: the file to write, replaced when it is there; or a folder, for ``report.html`` in it.
+
+    Returns:
+        The file.
+
+    Raises:
+        InputError: no run directory given, or ``out`` cannot be written.
+        RunDirectoryError: a folder is missing, is no run directory, or holds a damaged file.
+    """
+    folders = list(dict.fromkeys(folder.resolve() for folder in run_dirs))
+    if not folders:
+        raise InputError("no run directory is given; name at least one, such as runs/<name>")
+    runs = [read_run(folder) for folder in folders]
+    page = single_page(runs[0]) if len(runs) == 1 else comparison_page(runs)
+    out = out / "report.html" if out.is_dir() else out
+    try:
+        write_atomically(out, lambda path: path.write_text(page, encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"the report {out} cannot be written: {error.strerror}; name another file") from error
+    return out

@@ -1,0 +1,298 @@
+"""A run directory as data: its curves, confusion matrices and clients' scores, for reports and for one's own analysis."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+import yaml
+from numpy.typing import NDArray
+
+from raydfl.core.errors import RunDirectoryError
+from raydfl.core.metrics import HIGHER_IS_BETTER, base_name, model_name
+from raydfl.engine.storage.folder import check_about, decisive_changes, flat
+from raydfl.engine.storage.record import Row, read_rows, to_rows, unrecorded
+from raydfl.engine.storage.store import RunStore
+from raydfl.engine.telemetry import TIMELINE
+
+SPLITS = {
+    "test": "test data",
+    "triggered": "test data with the trigger",
+    "server": "server's data",
+    "validation": "clients' own hold-out",
+    "train": "training data",
+}
+"""What the splits of the record are called in a report, in the order in which it shows them."""
+_LAST = 10  # measurements behind a tail
+_TIMELINES = 3  # rounds whose timelines are read
+
+Key = tuple[str, str]
+"""(split, metric)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One metric over the rounds."""
+
+    rounds: NDArray[np.float64]
+    values: NDArray[np.float64]
+    totals: NDArray[np.float64]
+    """``value * count``, added up over the phases of a round."""
+
+    @property
+    def last(self) -> float:
+        """The newest value."""
+        return float(self.values[-1])
+
+    @property
+    def tail(self) -> float:
+        """The mean of the last ten values."""
+        return float(self.values[-_LAST:].mean())
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run directory, read."""
+
+    folder: Path
+    about: Mapping[str, Any]
+    """run.json; empty when it is missing."""
+    config: Mapping[str, Any]
+    """config.yaml; empty when it is missing."""
+    curves: Mapping[Key, Curve]
+    """The server's and pooled metrics."""
+    confusions: Mapping[Key, tuple[int, NDArray[np.float64]]]
+    """The last confusion matrix of each model and split, with its round."""
+    clients: Mapping[Key, tuple[int, NDArray[np.float64]]]
+    """Each client's accuracy at the last measurement, with its round."""
+    timelines: Mapping[int, NDArray[np.float64]] = field(default_factory=dict)
+    """Of the last rounds: Watch.timeline of raydfl.engine.telemetry, float64 [clients, 4]."""
+    missing: Sequence[str] = field(default_factory=list)
+    """What could not be shown, in sentences."""
+    befallen: Sequence[tuple[int, str, str, str, str]] = ()
+    """Round, phase, client, "failed" or "late", and why: of clients that were left out of a round or stopped early."""
+
+    @property
+    def id(self) -> str:
+        """The run's name."""
+        return str(self.about.get("id", self.folder.name))
+
+    @property
+    def method(self) -> str:
+        """The method's name; empty when neither file tells."""
+        name = dig(self.config, "method.name") or self.about.get("method", "")
+        return str(name.get("name", "") if isinstance(name, Mapping) else name)
+
+    @property
+    def data(self) -> str:
+        """The data set's name; empty when neither file tells."""
+        name = dig(self.config, "data.name") or self.about.get("data", "")
+        return str(name.get("name", "") if isinstance(name, Mapping) else name)
+
+    @property
+    def done(self) -> int:
+        """Rounds completed, as far as recorded."""
+        return int(max((curve.rounds[-1] for curve in self.curves.values()), default=0))
+
+    @property
+    def total(self) -> int:
+        """Rounds that were asked for; 0 when not known."""
+        return int(dig(self.config, "train.rounds") or 0)
+
+    @property
+    def models(self) -> list[str]:
+        """Names of models in the order of run.json, then those that only the record knows."""
+        declared = self.about.get("models")
+        names = list(declared) if isinstance(declared, Mapping) else []
+        return list(dict.fromkeys([*names, *sorted(model_name(metric) for _, metric in self.scores())]))
+
+    def scores(self, *bases: str) -> list[Key]:
+        """(split, metric) of the scores that were measured; all of them, or those of the given base names."""
+        return [key for key in self.curves if base_name(key[1]) in (bases or HIGHER_IS_BETTER)]
+
+    def ordered(self, *bases: str) -> list[Key]:
+        """:meth:`scores` as a page shows them: by data, then model, then score."""
+        splits, scores, models = list(SPLITS), list(HIGHER_IS_BETTER), self.models
+        return sorted(
+            self.scores(*bases),
+            key=lambda key: (place(key[0], splits), models.index(model_name(key[1])), scores.index(base_name(key[1]))),
+        )
+
+    def total_of(self, metric: str) -> float | None:
+        """The sum of a metric's totals over all rounds; ``None`` when it was not recorded."""
+        found = [curve.totals.sum() for (_, name), curve in self.curves.items() if name == metric]
+        return float(sum(found)) if found else None
+
+
+def read_run(folder: Path) -> Run:
+    """Read what a report needs of a run directory. What is not there yet is left out and named in ``missing``.
+
+    Raises:
+        RunDirectoryError: the folder is missing, is no run directory, or holds a damaged file.
+    """
+    if not folder.is_dir():
+        raise RunDirectoryError(f"there is no run directory {folder}; give the folder that `raydfl run` printed")
+    if not any((folder / name).exists() for name in ("config.yaml", "run.json", "rows")):
+        raise RunDirectoryError(
+            f"{folder} is not a run directory: it has neither config.yaml nor run.json nor rows/; "
+            f"give the folder that `raydfl run` printed"
+        )
+    missing = []
+    config, about = _read_config(folder / "config.yaml"), _read_about(folder / "run.json")
+    if not config:
+        missing.append("config.yaml is missing: the configuration is not shown.")
+    if not about:
+        missing.append("run.json is missing: names of classes and models are not known.")
+    began = about.get("config")
+    if began and config:
+        known = flat(began)
+        changes = decisive_changes(began, {key: value for key, value in flat(config).items() if key in known})
+        if changes:
+            missing.append(
+                f"config.yaml was changed since the run began ({'; '.join(changes)}): what is shown as its configuration is not "
+                f"what was trained."
+            )
+    latest = RunStore(folder).latest()
+    until = None if latest is None else int(latest.split("-")[0])
+    of_server = pc.field("client") == ""
+    pooled = to_rows(read_rows(folder, until, where=of_server & (pc.field("metric") != TIMELINE)))
+    points: dict[Key, dict[int, tuple[float, float]]] = {}
+    confusions: dict[Key, tuple[int, NDArray[np.float64]]] = {}
+    for row in pooled:
+        key = (row.split, row.metric)
+        if row.array is None:
+            curve = points.setdefault(key, {})
+            _, total = curve.get(row.round, (0.0, 0.0))
+            curve[row.round] = (row.value, total + row.value * row.count)
+        elif base_name(row.metric) == "confusion":
+            confusions[key] = (row.round, row.array)
+    curves = {key: _curve(rounds) for key, rounds in points.items()}
+    lost = unrecorded((row.round for row in pooled), until or 0)
+    if lost:
+        missing.append(f"the files in rows/ of rounds {lost} are missing: what was measured in them is not shown.")
+    clients = _client_scores(folder, until, curves)
+    timelines = _timelines(folder, until, pooled)
+    return Run(folder, about, config, curves, confusions, clients, timelines, missing, _befallen(folder, until))
+
+
+def _befallen(folder: Path, until: int | None) -> list[tuple[int, str, str, str, str]]:
+    """What the rows say in words of single clients."""
+    columns = ("round", "phase", "client", "metric", "note")
+    found = read_rows(folder, until, where=pc.field("note").is_valid(), columns=columns).to_pylist()
+    return [(row["round"], row["phase"], row["client"], row["metric"], row["note"]) for row in found]
+
+
+def _timelines(folder: Path, until: int | None, pooled: Sequence[Row]) -> dict[int, NDArray[np.float64]]:
+    """Of the last rounds that are recorded."""
+    last = max((row.round for row in pooled), default=0)
+    where = (pc.field("metric") == TIMELINE) & (pc.field("round") > last - _TIMELINES)
+    return {row.round: row.array for row in to_rows(read_rows(folder, until, where=where)) if row.array is not None}
+
+
+def _curve(points: Mapping[int, tuple[float, float]]) -> Curve:
+    rounds = sorted(points)
+    return Curve(
+        np.array(rounds, np.float64),
+        np.array([points[r][0] for r in rounds], np.float64),
+        np.array([points[r][1] for r in rounds], np.float64),
+    )
+
+
+def _client_scores(
+    folder: Path, until: int | None, curves: Mapping[Key, Curve]
+) -> dict[Key, tuple[int, NDArray[np.float64]]]:
+    """Each client's accuracy at the last measurement of each model and split; only those rows are read."""
+    last = {key: int(curve.rounds[-1]) for key, curve in curves.items() if base_name(key[1]) == "accuracy"}
+    if not last:
+        return {}
+    where = (
+        (pc.field("client") != "")
+        & pc.field("round").isin(sorted(set(last.values())))
+        & pc.field("metric").isin(sorted({metric for _, metric in last}))
+    )
+    values: dict[Key, dict[str, float]] = {}
+    for row in read_rows(
+        folder, until, where=where, columns=("round", "client", "split", "metric", "value")
+    ).to_pylist():
+        key = (row["split"], row["metric"])
+        if row["round"] == last.get(key):
+            values.setdefault(key, {})[row["client"]] = row["value"]
+    return {key: (last[key], np.array(list(scores.values()), np.float64)) for key, scores in values.items()}
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    text = _read_text(path)
+    if text is None:
+        return {}
+    try:
+        config = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" in line {mark.line + 1}" if mark is not None else ""
+        raise RunDirectoryError(
+            f"{path} is not valid YAML{place}; restore it from the configuration that was run"
+        ) from error
+    return _mapping(config, path)
+
+
+def _read_about(path: Path) -> Mapping[str, Any]:
+    text = _read_text(path)
+    if text is None:
+        return {}
+    try:
+        about = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RunDirectoryError(
+            f"{path} is not valid JSON in line {error.lineno}; restore it from a copy, or move it away to do without it"
+        ) from error
+    about = _mapping(about, path)
+    try:
+        check_about(about)
+    except ValueError as error:
+        raise RunDirectoryError(f"{path} is damaged: {error}; restore it from a copy") from error
+    return about
+
+
+def _read_text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError as error:
+        raise RunDirectoryError(f"{path} is not text (UTF-8); restore it from a copy") from error
+    except OSError as error:
+        raise RunDirectoryError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _mapping(value: Any, path: Path) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise RunDirectoryError(f"{path} must hold a mapping, not {type(value).__name__}; restore it from a copy")
+    return value
+
+
+def dig(values: Any, path: str) -> Any:
+    """The value at ``a.b.c``; ``None`` when it is not there."""
+    for key in path.split("."):
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as ``a.b.c -> value``."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def place(item: str, order: Sequence[str]) -> tuple[int, str]:
+    """Sorts known names in their order and unknown ones after them by the alphabet."""
+    return (order.index(item) if item in order else len(order), item)

@@ -1,0 +1,90 @@
+"""What a run's page says about its models: which of them is the one that comes out, where it lies, and how to use it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from raydfl.core.errors import RunDirectoryError
+from raydfl.core.metrics import model_name
+from raydfl.engine.storage.store import Commit, RunStore
+from raydfl.runs.progress import size
+from raydfl.runs.report.data import SPLITS, Run, place
+
+
+def about_models(run: Run) -> tuple[list[str], list[str]]:
+    """A few sentences on each model, and the commands that use them.
+
+    There are no sentences without run.json or a commit, and no commands before the first round.
+    """
+    commit = _last_commit(run.folder)
+    models = run.about.get("models")
+    if commit is None or not isinstance(models, Mapping):
+        return [], []
+    kinds = {str(name): described for name, value in models.items() if (described := _kinds(value))}
+    return [_explain(run, commit, name, described) for name, described in kinds.items()], _commands(run, commit, kinds)
+
+
+def _commands(run: Run, commit: Commit, kinds: Mapping[str, list[Mapping[str, Any]]]) -> list[str]:
+    if commit.state.round_index == 0:
+        return []
+    folder = shlex.quote(str(run.folder))
+    shared = [bool(kind.get("shared")) for described in kinds.values() for kind in described]
+    lines = [f"raydfl predict {folder} FILE...", f"raydfl export {folder}"] if any(shared) else []
+    if not all(shared) and len(commit.private):
+        lines += [f"raydfl predict {folder} FILE... --client ID", f"raydfl export {folder} --client ID"]
+    return lines
+
+
+def _explain(run: Run, commit: Commit, name: str, kinds: list[Mapping[str, Any]]) -> str:
+    measured = _measured(run, name)
+    if all(kind.get("shared") for kind in kinds):
+        return (
+            f"{name} is what the clients train together: each sends it, and the average goes back to all. It is the model to hand "
+            f"out{_where(run.folder)}.{measured}"
+        )
+    sent = any(tensor.startswith(f"{name}/") for tensors in commit.state.tensors.values() for tensor in tensors)
+    own = "its own layers of" if sent else "its own"
+    count = f"{len(commit.private):,}" + (
+        f" of {run.about['clients']:,}" if isinstance(run.about.get("clients"), int) else ""
+    )
+    rest = f" The other layers are sent and averaged{_where(run.folder)}." if sent else ""
+    return (
+        f"{name} stays with the clients: each has {own} {name}, and none is the run's result. {count} clients have taken part and "
+        f"have one, in private/.{rest}{measured}"
+    )
+
+
+def _measured(run: Run, name: str) -> str:
+    splits = sorted(
+        {split for split, metric in run.scores() if split != "train" and model_name(metric).rpartition(":")[2] == name},
+        key=lambda split: place(split, list(SPLITS)),
+    )
+    if not splits:
+        return " It has not been measured."
+    return f" Measured on {' and on '.join(SPLITS.get(split, split) for split in splits)}."
+
+
+def _where(folder: Path) -> str:
+    """``: model.safetensors, 98.5 kB``; before the end of the run the weights are in its commits only."""
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        return ", at present in the last commit; at the end of the run in model.safetensors"
+    return f": {', '.join(f'{file.name}, {size(file.stat().st_size)}' for file in files)}"
+
+
+def _kinds(value: Any) -> list[Mapping[str, Any]]:
+    """A model's architectures as run.json describes them."""
+    return [kind for kind in (value if isinstance(value, list) else [value]) if isinstance(kind, Mapping)]
+
+
+def _last_commit(folder: Path) -> Commit | None:
+    """The newest commit, or ``None`` where there is none or it cannot be read: a page is about what there is."""
+    store = RunStore(folder)
+    try:
+        name = store.latest()
+        return None if name is None else store.load(name)
+    except RunDirectoryError:
+        return None

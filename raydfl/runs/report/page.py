@@ -1,0 +1,128 @@
+"""What the pages of reports are made of: pictures, templates, and the words for scores and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from raydfl.core.metrics import model_name
+from raydfl.engine.settings import without_password
+from raydfl.runs.report import figures as plots
+from raydfl.runs.report.data import SPLITS, Curve, Key, Run
+from raydfl.runs.report.diagnosis import problems_of
+
+SCORES = {
+    "accuracy": "accuracy",
+    "macro_f1": "macro F1",
+    "average_recall": "average recall",
+    "attack_success": "attack success",
+    "loss": "loss",
+}
+UNITS = {
+    "accuracy": "accuracy (%)",
+    "macro_f1": "macro F1 (%)",
+    "attack_success": "attack success (%)",
+    "loss": "loss (nats)",
+}
+DERIVED = ("_client_mean", "_client_std", "_worst_decile")
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A figure of a page."""
+
+    title: str
+    caption: str
+    svg: Markup
+
+
+class Pictures:
+    """Makes the pictures of one page, each with a name of its own."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def add(self, title: str, caption: str, figure: Figure) -> Picture:
+        """A figure as part of the page."""
+        self._count += 1
+        # Safe as it is: Matplotlib escapes every text of a figure, and to_svg the description.
+        svg = Markup(plots.to_svg(figure, f"figure-{self._count}", f"{title}. {caption}"))
+        return Picture(title, caption, svg)
+
+
+def render(template: str, **values: Any) -> str:
+    """A page of raydfl's own templates; every value is escaped."""
+    environment = Environment(
+        loader=PackageLoader("raydfl.runs.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    render: Callable[..., str] = environment.get_template(template).render
+    return render(**values)
+
+
+def split_name(split: str) -> str:
+    """What a split of the record is called in a report."""
+    return SPLITS.get(split, split)
+
+
+def model_label(metric: str) -> str:
+    """The model that a metric belongs to; ``-`` when it names none."""
+    return model_name(metric) or "-"
+
+
+def score_text(base: str, value: float | None) -> str:
+    """A score as a page shows it: shares in per cent, losses as they are."""
+    if value is None or not np.isfinite(value):
+        return "-" if value is None else str(value)
+    if base == "loss":
+        return f"{value:.3f}" if abs(value) < 1e6 else f"{value:.4g}"
+    return f"{100 * value:.1f} %"
+
+
+def mean_and_range(base: str, values: Sequence[float]) -> str:
+    """``81.2 % (79.0 to 83.5)``; of one value only itself."""
+    mean = score_text(base, float(np.mean(values)))
+    low, high = (score_text(base, edge).removesuffix(" %") for edge in (min(values), max(values)))
+    return mean if len(values) == 1 else f"{mean} ({low} to {high})"
+
+
+def value_text(value: Any) -> str:
+    """A setting's value in one line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return ", ".join(value_text(item) for item in value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {value_text(inner)}" for key, inner in value.items())
+    return without_password(str(value))
+
+
+def shown_curve(run: Run, key: Key) -> Curve:
+    """Of a score that clients measured, their mean, each client counting once; else the score itself."""
+    return run.curves.get((key[0], f"{key[1]}_client_mean"), run.curves[key])
+
+
+def problem_notes(run: Run) -> list[str]:
+    """What went wrong with a run, in sentences."""
+    return [f"{'Worthless' if problem.worthless else 'Warning'}: {problem.text}." for problem in problems_of(run)]
+
+
+def unfinished(run: Run) -> str:
+    """What is missing of a run, and the command that goes on with it; empty when nothing is."""
+    again = f"Go on with: raydfl resume {run.folder}"
+    if not run.curves:
+        return f"No round of this run is recorded yet. {again}"
+    if run.done < run.total:
+        return f"This run is not finished: {run.done} of {run.total} rounds are done. {again}"
+    return ""

@@ -1,0 +1,255 @@
+"""The page about one run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from raydfl.core.metrics import HIGHER_IS_BETTER, base_name, model_name, worst_decile
+from raydfl.runs.progress import duration, size
+from raydfl.runs.report import figures as plots
+from raydfl.runs.report.data import SPLITS, Key, Run, dig, flatten, place
+from raydfl.runs.report.figures import Series
+from raydfl.runs.report.models import about_models
+from raydfl.runs.report.page import (
+    DERIVED,
+    SCORES,
+    UNITS,
+    Picture,
+    Pictures,
+    model_label,
+    problem_notes,
+    render,
+    score_text,
+    shown_curve,
+    split_name,
+    unfinished,
+    value_text,
+)
+from raydfl.runs.report.time import time_pictures, totals
+
+_LISTED = 200
+"""Skipped clips, and failures of clients, that a page lists."""
+
+
+def single_page(run: Run) -> str:
+    """The page as HTML."""
+    pictures = Pictures()
+    notes = [unfinished(run), *problem_notes(run), *run.missing]
+    sentences, commands = about_models(run)
+    return render(
+        "run.html.j2",
+        title=run.id,
+        subtitle=_subtitle(run),
+        notes=[note for note in notes if note],
+        tiles=_tiles(run),
+        learning=_learning_curves(run, pictures),
+        results=[_result_row(run, key) for key in run.ordered()],
+        clients=_spread_pictures(run, pictures),
+        confusions=_confusion_pictures(run, pictures),
+        pruning=_pruning_picture(run, pictures),
+        failures=_failure_pictures(run, pictures),
+        costs=_cost_pictures(run, pictures),
+        skipped=_skipped(run),
+        befallen=run.befallen,
+        listed=_LISTED,
+        models=_model_rows(run),
+        about_models=sentences,
+        commands=commands,
+        settings=[(key, value_text(value)) for key, value in flatten(run.config).items()],
+    )
+
+
+def _subtitle(run: Run) -> str:
+    parts = [run.method and f"method {run.method}", run.data and f"data {run.data}"]
+    seed = dig(run.config, "run.seed")
+    parts += [f"seed {seed}" if seed is not None else "", str(run.about.get("created", ""))]
+    parts += [f"raydfl {run.about['raydfl']}" if "raydfl" in run.about else ""]
+    return " · ".join(part for part in parts if part)
+
+
+def _tiles(run: Run) -> list[tuple[str, str]]:
+    """(number, meaning): what one looks for first."""
+    tiles = [
+        (score_text("accuracy", shown_curve(run, key).last), f"accuracy of {model_label(key[1])}, {split_name(key[0])}")
+        for key in run.ordered("accuracy")
+        if key[0] != "train"
+    ][:4]
+    tiles += [
+        (score_text("attack_success", shown_curve(run, key).last), f"attack success on {model_label(key[1])}")
+        for key in run.ordered("attack_success")
+    ][:2]
+    attackers = run.curves.get(("server", "attackers"))
+    if attackers is not None:
+        tiles.append((f"{attackers.values.mean():.3g}", "simulated attackers a round, mean"))
+    if run.curves:
+        tiles.append((f"{run.done}" + (f" of {run.total}" if run.total else ""), "rounds"))
+    if "clients" in run.about:
+        tiles.append((str(run.about["clients"]), "clients"))
+    down, up = run.total_of("bytes_down"), run.total_of("bytes_up")
+    if down is not None or up is not None:
+        tiles.append((size((down or 0) + (up or 0)), "sent in both directions"))
+    seconds = run.total_of("seconds/round")
+    if seconds is not None:
+        tiles.append((duration(seconds), "spent in rounds"))
+    lost = [number for number in (run.total_of("failed"), run.total_of("rejected")) if number is not None]
+    if lost:
+        tiles.append((f"{sum(lost):.0f}", "updates not used"))
+    return tiles
+
+
+def _result_row(run: Run, key: Key) -> dict[str, str]:
+    split, metric = key
+    base, curve = base_name(metric), run.curves[key]
+    ranking = np.where(np.isfinite(curve.values), curve.values if HIGHER_IS_BETTER[base] else -curve.values, -np.inf)
+    best = int(ranking.argmax())
+    mean, deviation, worst = (run.curves.get((split, metric + end)) for end in DERIVED)
+    clients = "-"
+    if mean is not None and deviation is not None:
+        clients = f"{score_text(base, mean.last)} ± {score_text(base, deviation.last)}"
+    return {
+        "model": model_label(metric),
+        "data": split_name(split),
+        "score": SCORES[base],
+        "last": f"{score_text(base, curve.last)} (round {curve.rounds[-1]:.0f})",
+        "tail": score_text(base, curve.tail),
+        "best": f"{score_text(base, float(curve.values[best]))} (round {curve.rounds[best]:.0f})",
+        "clients": clients,
+        "worst": "-" if worst is None else score_text(base, worst.last),
+    }
+
+
+def _skipped(run: Run) -> list[tuple[str, str]]:
+    """(clip, reason) of the clips that could not be read."""
+    listed = run.about.get("skipped")
+    found = []
+    for item in listed if isinstance(listed, list) else []:
+        if isinstance(item, Mapping):
+            found.append((str(item.get("clip", "")), str(item.get("reason", ""))))
+        else:
+            found.append((str(item), ""))
+    return found
+
+
+def _model_rows(run: Run) -> list[dict[str, str]]:
+    """A row for each architecture of each model, from run.json."""
+    models = run.about.get("models")
+    rows = []
+    for name, value in models.items() if isinstance(models, Mapping) else []:
+        for item in value if isinstance(value, list) else [value]:
+            about = dict(item) if isinstance(item, Mapping) else {"architecture": item}
+            shared, parameters = about.pop("shared", None), about.pop("parameters", None)
+            rows.append(
+                {
+                    "name": str(name),
+                    "architecture": value_text(about.pop("architecture", "")),
+                    "parameters": f"{parameters:,}" if isinstance(parameters, int) else "",
+                    "shared": "" if shared is None else ("sent and averaged" if shared else "stays with the client"),
+                    "more": value_text(about),
+                }
+            )
+    return rows
+
+
+def _learning_curves(run: Run, pictures: Pictures) -> list[Picture]:
+    """A figure for each score; a curve for each model and split."""
+    made = []
+    for base, unit in UNITS.items():
+        series = [_single_series(run, key) for key in run.ordered(base)]
+        if series:
+            bands = any(item.low is not None for item in series)
+            caption = "Bands: mean of the clients plus and minus their standard deviation." if bands else ""
+            made.append(pictures.add(SCORES[base], caption, plots.curves(series, unit, percent=base != "loss")))
+    return made
+
+
+def _look(run: Run, key: Key) -> tuple[str, int, int]:
+    """Label, colour (the model's) and dashes (the split's) of a curve: the same in all figures of a page."""
+    split, metric = key
+    splits = sorted({split for split, _ in run.scores()}, key=lambda name: place(name, list(SPLITS)))
+    label = f"{model_name(metric)}, {split_name(split)}" if model_name(metric) else split_name(split)
+    return label, run.models.index(model_name(metric)), splits.index(split)
+
+
+def _single_series(run: Run, key: Key) -> Series:
+    split, metric = key
+    label, colour, dash = _look(run, key)
+    curve, low, high = run.curves[key], None, None
+    mean, deviation = (run.curves.get((split, metric + end)) for end in ("_client_mean", "_client_std"))
+    if mean is not None and deviation is not None and split != "train":
+        curve, low, high = mean, mean.values - deviation.values, mean.values + deviation.values
+        if base_name(metric) != "loss":
+            low, high = np.clip(low, 0, 1), np.clip(high, 0, 1)
+        label += " (mean of clients)"
+    return Series(label, curve.rounds, curve.values, low, high, colour, dash)
+
+
+def _spread_pictures(run: Run, pictures: Pictures) -> list[Picture]:
+    series, captions = [], []
+    keys = [key for key in run.ordered("accuracy") if key in run.clients and len(run.clients[key][1])]
+    for key in keys:
+        round_index, values = run.clients[key]
+        label, colour, dash = _look(run, key)
+        series.append(Series(label, np.arange(len(values), dtype=np.float64), values, colour=colour, dash=dash))
+        captions.append(
+            f"{label} (round {round_index}): {len(values)} clients, mean {score_text('accuracy', values.mean())}, "
+            f"worst tenth {score_text('accuracy', worst_decile(values))}."
+        )
+    if not series:
+        return []
+    return [pictures.add("accuracy of each client", " ".join(captions), plots.client_spread(series, "accuracy (%)"))]
+
+
+def _confusion_pictures(run: Run, pictures: Pictures) -> list[Picture]:
+    made = []
+    names = run.about.get("classes")
+    models = run.models
+    ordered = sorted(run.confusions, key=lambda key: (place(key[0], list(SPLITS)), place(model_name(key[1]), models)))
+    for split, metric in ordered:
+        round_index, matrix = run.confusions[split, metric]
+        known = names if isinstance(names, list) and len(names) == len(matrix) else range(len(matrix))
+        classes = [str(name) for name in known]
+        if matrix.sum():
+            caption = f"Round {round_index}, {matrix.sum():,.0f} examples. Colour: share of the true class."
+            made.append(
+                pictures.add(f"{model_label(metric)}, {split_name(split)}", caption, plots.confusion(matrix, classes))
+            )
+    return made
+
+
+def _pruning_picture(run: Run, pictures: Pictures) -> list[Picture]:
+    start = "lpa/pruned/"
+    layers = {
+        metric.removeprefix(start): (curve.rounds, curve.totals)
+        for (_, metric), curve in sorted(run.curves.items())
+        if metric.startswith(start)
+    }
+    if not layers:
+        return []
+    means = ", ".join(f"{layer} {number.mean():.3g}" for layer, (_, number) in layers.items())
+    caption = f"Mean number of clients a round that the layer was averaged without: {means}."
+    return [pictures.add("layer-wise pruning (LPA)", caption, plots.pruned(layers))]
+
+
+def _cost_pictures(run: Run, pictures: Pictures) -> list[Picture]:
+    made = []
+    sent = totals(run, {"bytes_down": "to the clients", "bytes_up": "from the clients"})
+    if sent:
+        parts = [f"{item.label} {size(float(item.y.sum()))}" for item in sent]
+        made.append(pictures.add("bytes sent", f"In all: {', '.join(parts)}.", plots.cumulative_bytes(sent)))
+    return [*made, *time_pictures(run, pictures)]
+
+
+def _failure_pictures(run: Run, pictures: Pictures) -> list[Picture]:
+    kinds = [item for item in totals(run, {"failed": "failed", "rejected": "rejected"}) if item.y.sum()]
+    if not kinds:
+        return []
+    rounds = np.unique(np.concatenate([item.x for item in kinds]))
+    bars = []
+    for item in kinds:
+        number = np.zeros(len(rounds))
+        number[np.searchsorted(rounds, item.x)] = item.y
+        bars.append(Series(item.label, rounds, number, colour=item.colour))
+    caption = ", ".join(f"{item.label}: {item.y.sum():.0f}" for item in bars) + "."
+    return [pictures.add("updates that were not used", caption, plots.failures(bars))]

@@ -1,0 +1,233 @@
+"""fit() and predict(): the only training and inference loops of the project.
+
+A method's code calls them for one client. Where the engine carries out several clients side by side (together/lockstep.py), calls
+that are alike are computed for all of those clients at once (together/executor.py); else a client is computed by itself, here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from raydfl.core.types import Batch, Metrics, Ratio
+from raydfl.data.examples import Examples
+from raydfl.training.gradients import Gradients
+from raydfl.training.optimiser import Optimiser, torch_optimiser
+from raydfl.training.precision import GradientScale, computing_in
+from raydfl.training.randomness import fit_seed
+from raydfl.training.step import Loss, Step
+from raydfl.training.together import lockstep as together
+from raydfl.training.together import signature as alike
+from raydfl.training.together.batches import StackedBatches
+from raydfl.training.together.executor import fit_together, predict_together
+
+
+def make_optimiser(step: Step, models: tuple[str, ...] = ()) -> torch.optim.Optimizer:
+    """The configured optimiser over the named models' parameters (all by default), learning rates decayed to this round."""
+    return torch_optimiser(_trainable(step, models), step.training.optimiser, step.round_index)
+
+
+def _trainable(step: Step, models: tuple[str, ...]) -> dict[str, list[Tensor]]:
+    return {
+        name: [p for p in step.models[name].parameters() if p.requires_grad] for name in models or tuple(step.models)
+    }
+
+
+def fit(step: Step, *losses: Loss, models: tuple[str, ...] = (), epochs: int | None = None) -> Metrics:
+    """Train on the client's training data, batch by batch.
+
+    For each batch, each loss in turn is computed with the parameters as they are then and followed by one optimiser step; a
+    parameter that a loss does not depend on does not move.
+
+    Args:
+        losses: functions of (step, batch) that return a scalar, normally ending in ``batch.mean(...)``. They may be called for
+            several clients at once: raydfl/training/together/executor.py has the rules under which that is possible.
+        models: names of the models to train; all by default.
+        epochs: passes over the data; ``train.local_epochs`` by default.
+
+    Returns:
+        ``loss``: the mean per example over all batches (the sum over losses, if there are several); ``steps``: optimiser steps,
+        fewer than asked for where ``train.deadline`` ended the training.
+
+    Raises:
+        LateError: this client is left out of the round for its deadline; let it pass.
+    """
+    with step.clock.waiting():
+        return cast(Metrics, together.answer(_Fit(step, losses, models, epochs)))
+
+
+def predict(step: Step, model: str, examples: Examples, batch_size: int = 64) -> Tensor:
+    """Logits float32 [examples, classes] on the CPU, of the named model in evaluation mode."""
+    with step.clock.waiting():
+        return cast(Tensor, together.answer(_Predict(step, model, examples, batch_size)))
+
+
+def _common(step: Step) -> Hashable:
+    """What clients must have in common to be computed together, whatever is computed."""
+    return (
+        step.device,
+        step.phase,
+        step.round_index,
+        id(step.training),
+        alike.identity(step.shared),
+        step.client.models,
+    )
+
+
+def _batches(step: Step) -> Iterator[Batch]:
+    """One pass over the client's training data, in the order of ``Examples.batches``; on a GPU no batch is waited for."""
+    data = step.data.train
+    if step.device.type == "cpu" or not isinstance(data, Examples) or len(data) == 0:
+        yield from data.batches(step.training.batch_size, step.rng, step.device)
+        return
+    batches = StackedBatches([data], [data.order(step.training.batch_size, step.rng)], step.device)
+    for number in range(len(batches)):
+        batch = batches.batch(number)
+        yield Batch(batch.x[0], batch.y[0], None if batch.lengths is None else batch.lengths[0])
+
+
+@contextlib.contextmanager
+def _computing(steps: Sequence[Step]) -> Iterator[None]:
+    """Something is computed for all of these clients."""
+    with contextlib.ExitStack() as clocks:
+        for step in steps:
+            clocks.enter_context(step.clock.computing())
+        yield
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fit:
+    """A call of fit."""
+
+    step: Step
+    losses: tuple[Loss, ...]
+    models: tuple[str, ...]
+    epochs: int | None
+
+    def key(self) -> Hashable | None:
+        step, data = self.step, self.step.data.train
+        epochs = step.training.local_epochs if self.epochs is None else self.epochs
+        if not isinstance(data, Examples) or len(data) == 0 or not self.losses or epochs < 1:
+            return None
+        return (
+            _Fit,
+            _common(step),
+            alike.identity(dict(step.options)),
+            tuple(step.received),
+            alike.architecture(step.models),
+            alike.identity(self.losses),
+            self.models,
+            self.epochs,
+            (data.length, data.store.bands),
+        )
+
+    def several(self, others: Sequence[_Fit]) -> list[Metrics]:
+        steps = [self.step, *(other.step for other in others)]
+        try:
+            with _computing(steps):
+                answers = fit_together(steps, self.losses, self.models, self.epochs)
+        except together.ApartError as error:
+            for step in steps:
+                step.apart = str(error)
+            raise
+        for step in steps:
+            step.together, step.apart = len(steps), ""
+        return answers
+
+    def alone(self) -> Metrics:
+        with self.step.clock.computing():
+            return self._alone()
+
+    def _alone(self) -> Metrics:
+        step, losses = self.step, self.losses
+        step.together = 1
+        parameters = _trainable(step, self.models)
+        trained = [parameter for those in parameters.values() for parameter in those]
+        optimiser = Optimiser(parameters, step.training.optimiser, step.round_index)
+        clip_norm, precision = step.training.optimiser.clip_norm, step.training.precision
+        scale = GradientScale((), step.device) if precision == "float16" else None
+
+        def clip() -> None:
+            if clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(trained, clip_norm)
+
+        for model in step.models.values():
+            model.train()
+        seed = torch.tensor(fit_seed(step)).to(step.device)
+        gradients = Gradients(step, losses, self.models, trained, seed)
+        values: list[Tensor] = []  # read at the end only: on a GPU reading one would wait for it
+        sizes: list[int] = []
+        epochs = step.training.local_epochs if self.epochs is None else self.epochs
+        for batch in itertools.chain.from_iterable(_batches(step) for _ in range(epochs)):
+            if step.clock.expired:
+                step.clock.cut = True
+                break
+            for _ in losses:
+                optimiser.forget_gradients()
+                value = gradients.compute(len(values), batch, scale)
+                if scale is None:
+                    clip()
+                    optimiser.advance()
+                else:
+                    scale.advance(optimiser, clip)
+                values.append(value)
+                sizes.append(len(batch.y))
+                step.clock.steps += 1
+        optimiser.forget_gradients()
+        if not values:
+            return {"loss": Ratio(0.0, 0), "steps": Ratio(0, 1)}
+        total = sum(value * size for value, size in zip(torch.stack(values).tolist(), sizes, strict=True))
+        return {"loss": Ratio(total, sum(sizes) / len(losses)), "steps": Ratio(len(values), 1)}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Predict:
+    """A call of predict."""
+
+    step: Step
+    model: str
+    examples: Examples
+    batch_size: int
+
+    def key(self) -> Hashable | None:
+        examples = self.examples
+        if not isinstance(examples, Examples) or len(examples) == 0:
+            return None
+        network = alike.architecture({self.model: self.step.models[self.model]})
+        return (
+            _Predict,
+            _common(self.step),
+            network,
+            self.model,
+            self.batch_size,
+            examples.length,
+            examples.store.bands,
+        )
+
+    def several(self, others: Sequence[_Predict]) -> list[Tensor]:
+        calls = (self, *others)
+        steps = [call.step for call in calls]
+        with _computing(steps):
+            return predict_together(steps, self.model, [call.examples for call in calls], self.batch_size)
+
+    def alone(self) -> Tensor:
+        with self.step.clock.computing():
+            return self._alone()
+
+    @torch.no_grad()
+    def _alone(self) -> Tensor:
+        step = self.step
+        network = step.models[self.model]
+        network.eval()
+        batches = self.examples.batches(self.batch_size, None, step.device)
+        with computing_in(step.training.precision, step.device):
+            parts = [step.forward(self.model, batch).cpu() for batch in batches]
+        if not parts:
+            return torch.zeros((0, next(spec.classes for spec in step.client.models if spec.name == self.model)))
+        return torch.cat(parts)

@@ -1,0 +1,136 @@
+"""The clients' optimiser, over one client's parameters or over those of several clients stacked.
+
+All of them act on each element by itself, so that on stacked parameters they do for each client what they do for it alone.
+
+The operations are PyTorch's own. What ``torch.optim`` puts around them stays out of the training loop: making one of its optimisers
+takes a client 0.15 ms, its ``step`` longer than a small network's update itself, and the first in a process imports PyTorch's
+compiler (1 s, and 66 MB more in every client actor).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raydfl.training.settings import OptimiserSettings
+
+
+class Optimiser:
+    """Parameters that are trained, and what is kept for each."""
+
+    def __init__(
+        self, parameters: Mapping[str, Sequence[Tensor]], settings: OptimiserSettings, round_index: int
+    ) -> None:
+        """Begin.
+
+        Args:
+            parameters: leaf tensors by the name of their model.
+            settings: which one; a model's own learning rate is used where it has one.
+            round_index: rounds completed, by which the learning rates are decayed.
+        """
+        self.settings = settings
+        self.param_groups = _groups(parameters, settings, round_index)
+        """For each model ``params`` and ``lr``."""
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+        """By parameter, under the names that torch.optim has for them: moments, and ``step`` with Adam."""
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """One step: what the ``step`` of :func:`torch_optimiser` does. Who has no gradient stays as it is."""
+        settings = self.settings
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            gradients = [parameter.grad for parameter in parameters]
+            if not parameters:
+                continue
+            if settings.name != "sgd":
+                self._adam(parameters, gradients, group["lr"])
+                continue
+            if settings.weight_decay:
+                gradients = list(torch._foreach_add(gradients, parameters, alpha=settings.weight_decay))
+            if settings.momentum:
+                gradients = self._with_momentum(parameters, gradients)
+            torch._foreach_add_(parameters, gradients, alpha=-group["lr"])
+
+    def _with_momentum(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """The moments after these gradients."""
+        moments = []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            kept = self.state.get(parameter)
+            moment = (
+                gradient.clone()
+                if kept is None
+                else kept["momentum_buffer"].mul_(self.settings.momentum).add_(gradient)
+            )
+            self.state[parameter] = {"momentum_buffer": moment}
+            moments.append(moment)
+        return moments
+
+    def _adam(self, parameters: list[Tensor], gradients: list[Tensor], lr: float) -> None:
+        for parameter in parameters:
+            if parameter not in self.state:
+                self.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        steps, means, squares = (
+            [self.state[parameter][name] for parameter in parameters] for name in ("step", "exp_avg", "exp_avg_sq")
+        )
+        torch._foreach_add_(steps, 1)
+        operation = torch._fused_adam_ if self.settings.name == "adam" else torch._fused_adamw_
+        operation(
+            parameters,
+            gradients,
+            means,
+            squares,
+            [],
+            steps,
+            lr=lr,
+            beta1=self.settings.betas[0],
+            beta2=self.settings.betas[1],
+            weight_decay=self.settings.weight_decay,
+            eps=self.settings.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    def forget_gradients(self) -> None:
+        """Set all gradients to ``None``."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+def torch_optimiser(
+    parameters: Mapping[str, Sequence[Tensor]], settings: OptimiserSettings, round_index: int
+) -> torch.optim.Optimizer:
+    """The same as one of torch.optim's, for training loops of a method's own; arguments as of :class:`Optimiser`."""
+    groups = _groups(parameters, settings, round_index)
+    if settings.name == "sgd":
+        return torch.optim.SGD(
+            groups, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay, foreach=True
+        )
+    kind = torch.optim.Adam if settings.name == "adam" else torch.optim.AdamW
+    return kind(
+        groups,
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+
+
+def _groups(
+    parameters: Mapping[str, Sequence[Tensor]], settings: OptimiserSettings, round_index: int
+) -> list[dict[str, Any]]:
+    decay = settings.decay**round_index
+    return [
+        {"params": list(tensors), "lr": settings.models.get(name, settings.lr) * decay}
+        for name, tensors in parameters.items()
+        if tensors
+    ]

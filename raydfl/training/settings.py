@@ -1,0 +1,106 @@
+"""The groups of a configuration that are raydfl's own: training, evaluation, where clients run, and where the run lives."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from raydfl.core.errors import ConfigError
+from raydfl.core.settings import Settings
+
+Precision = Literal["float32", "bfloat16", "float16"]
+
+
+class OptimiserSettings(Settings):
+    """The clients' optimiser; it starts afresh at every participation."""
+
+    name: Literal["sgd", "adam", "adamw"] = Field("sgd", description="which optimiser")
+    lr: float = Field(0.1, gt=0, description="learning rate of all models")
+    models: dict[str, float] = Field(
+        default_factory=dict, description="learning rates of single models by name, instead of lr"
+    )
+    decay: float = Field(1.0, gt=0, le=1, description="factor on the learning rates for every completed round")
+    momentum: float = Field(0.0, ge=0, lt=1, description="momentum (sgd only)")
+    weight_decay: float = Field(0.0, ge=0, description="weight decay (added to the gradient; decoupled for adamw)")
+    betas: tuple[float, float] = Field(
+        (0.9, 0.999), description="decay rates of both moments (adam, adamw), each in [0, 1)"
+    )
+    eps: float = Field(1e-8, gt=0, description="denominator offset (adam, adamw)")
+    clip_norm: float | None = Field(None, gt=0, description="largest gradient norm over all models; null: no clipping")
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_in_range(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise ValueError("each beta must be at least 0 and less than 1")
+        return value
+
+    @field_validator("models")
+    @classmethod
+    def _rates_positive(cls, value: dict[str, float]) -> dict[str, float]:
+        for name, rate in value.items():
+            if rate <= 0:
+                raise ValueError(f"the learning rate of {name!r} must be greater than 0")
+        return value
+
+
+class TrainSettings(Settings):
+    """What every round does."""
+
+    rounds: int = Field(20, ge=1, description="communication rounds")
+    cohort: int | float = Field(
+        0.2,
+        gt=0,
+        description="clients a round: an integer is their number, a number with a decimal point their share (0..1]",
+    )
+    local_epochs: int = Field(1, ge=1, description="passes over a client's training data in a round")
+    batch_size: int = Field(16, ge=1, description="examples in a training batch")
+    together: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto",
+        description="clients trained in one computation; auto: 1 on the CPU, on a GPU measured when the run begins and kept",
+    )
+    tape: bool = Field(
+        True,
+        description="do a step's operations from a recording once they have shown to be the same each time (equal bits, less time)",
+    )
+    deadline: float | None = Field(
+        None,
+        gt=0,
+        description="seconds that a client may train in a round, looked at before each batch; null: as long as it takes",
+    )
+    late: Literal["partial", "drop"] = Field(
+        "partial",
+        description="a client that is not done at the deadline returns what it has, if that is a step at least, or is left out",
+    )
+    precision: Precision = Field(
+        "float32",
+        description="what products, convolutions and recurrent layers compute in; parameters, optimiser and what is sent are "
+        "float32. bfloat16 is for GPUs that have it, float16 (with scaled gradients) for any GPU; float16 is refused on the CPU",
+    )
+    optimiser: OptimiserSettings = OptimiserSettings()
+
+    @field_validator("cohort")
+    @classmethod
+    def _share_at_most_one(cls, value: int | float) -> int | float:
+        if isinstance(value, float) and value > 1:
+            raise ValueError("a share of the clients must be at most 1.0; for a number of clients write an integer")
+        return value
+
+    def cohort_size(self, population: int) -> int:
+        """Clients a round, rounded half up, at least 1.
+
+        Raises:
+            ConfigError: more clients asked for than there are.
+        """
+        size = self.cohort if isinstance(self.cohort, int) else max(1, int(self.cohort * population + 0.5))
+        if size > population:
+            raise ConfigError(
+                f"train.cohort: {size} clients a round, but the population has {population}; "
+                f"lower train.cohort or give a share such as 0.2"
+            )
+        return size
+
+
+_LONGEST_NAME = 240
+"""Bytes of a run's name: file systems take 255, and a site's folder of the run has some more."""

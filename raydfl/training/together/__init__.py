@@ -1,0 +1,4 @@
+"""Several clients in one computation.
+
+Begin with lockstep.py (clients side by side) and executor.py (their models stacked, and the rules for such code).
+"""

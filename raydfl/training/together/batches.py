@@ -1,0 +1,164 @@
+"""Features on a device: the whole store where it fits, else the examples at hand. Batches are cut there; nothing is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raydfl.core.types import Batch
+from raydfl.data.examples import Examples
+from raydfl.data.features.cache import FeatureStore
+
+_SHARE = 1 / 3
+"""Of the memory of a device that is free, what a store may take: the rest is for models and what is computed."""
+
+
+def frames_on(store: FeatureStore, device: torch.device) -> Tensor | None:
+    """All frames of a store on a device, [frames, bands] of the store's own type; ``None`` when they would take too much of it."""
+    if device not in store.moved:
+        fits = store.frames.nbytes <= _free(device) * _SHARE
+        store.moved[device] = torch.from_numpy(np.array(store.frames)).to(device) if fits else None
+    frames: Tensor | None = store.moved[device]
+    return frames
+
+
+def _free(device: torch.device) -> float:
+    """Bytes that this process may still take of a device."""
+    if device.type != "cuda":
+        return float("inf")
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = torch.cuda.get_per_process_memory_fraction(device) * total - torch.cuda.memory_reserved(device)
+    return min(float(free), allowed)
+
+
+class Resident:
+    """The examples of some clients on a device, with the positions of every batch.
+
+    Args:
+        examples: of each client; all of one store.
+        plans: of each client the positions of each batch, longest list first.
+        widest: the most examples of a client in a batch.
+        device: where they are wanted.
+    """
+
+    def __init__(
+        self, examples: Sequence[Examples], plans: Sequence[Sequence[np.ndarray]], widest: int, device: torch.device
+    ) -> None:
+        store = examples[0].store
+        whole = frames_on(store, device) if all(own.store is store for own in examples) else None
+        starts = np.zeros((len(plans[0]), len(plans), widest), np.int64)
+        counts = np.zeros_like(starts)
+        place = 0
+        for client, (own, plan) in enumerate(zip(examples, plans, strict=True)):
+            own_starts = own.starts
+            if whole is None:  # where _gathered puts them
+                own_starts = place + np.cumsum(own.counts) - own.counts
+                place += int(own.counts.sum())
+            for step, index in enumerate(plan):
+                starts[step, client, : len(index)] = own_starts[index]
+                counts[step, client, : len(index)] = own.counts[index]
+        self._frames = _gathered(examples, device) if whole is None else whole
+        self._starts = torch.from_numpy(starts).to(device)
+        self._counts = torch.from_numpy(counts).to(device)
+        self._longest = int(counts.max(initial=0))
+        self._time = torch.arange(self._longest, device=device)
+
+    def cut(self, step: int, clients: int, width: int, frames: int) -> Tensor:
+        """One step's features of the first clients: float32 [clients, width, frames, bands], 0 where an example has no frame."""
+        starts, counts = (table[step, :clients, :width, None] for table in (self._starts, self._counts))
+        inside = self._time[:frames] < counts
+        rows = torch.where(inside, starts + self._time[:frames], 0)
+        x = self._frames.index_select(0, rows.view(-1)).float().view(*rows.shape, self._frames.shape[1])
+        return x.masked_fill_(~inside.unsqueeze(-1), 0.0)
+
+
+def _gathered(examples: Sequence[Examples], device: torch.device) -> Tensor:
+    """The clients' own frames one after another on the device."""
+    count = sum(int(own.counts.sum()) for own in examples)
+    frames = np.empty((max(count, 1), examples[0].store.bands), examples[0].store.frames.dtype)
+    place = 0
+    for own in examples:
+        for start, length in zip(own.starts.tolist(), own.counts.tolist(), strict=True):
+            frames[place : place + length] = own.store.frames[start : start + length]
+            place += length
+    return torch.from_numpy(frames).to(device)
+
+
+class StackedBatches:
+    """The batches of several clients, step by step.
+
+    Clients come with the most steps first, so that those who have a batch in a step are always a prefix. In a step all have as
+    many examples as the one that has the most: the others' missing examples are padding of weight 0 (features 0, label 0, one
+    frame). On the CPU a batch is copied together when it is asked for; on another device everything lies there from the start.
+
+    Args:
+        examples: of each client, all with the same ``length``.
+        plans: of each client the positions of each batch, longest list first.
+        device: where the batches are wanted.
+    """
+
+    def __init__(
+        self, examples: Sequence[Examples], plans: Sequence[Sequence[np.ndarray]], device: torch.device
+    ) -> None:
+        self.examples = examples
+        self.plans = plans
+        self.device = device
+        self.fixed_length = examples[0].length
+        steps, clients = len(plans[0]), len(plans)
+        self.sizes = np.zeros((steps, clients), np.int64)
+        """int64 [steps, clients]: real examples."""
+        for client, plan in enumerate(plans):
+            self.sizes[: len(plan), client] = [len(index) for index in plan]
+        widest = int(self.sizes.max(initial=0))
+        labels = np.zeros((steps, clients, widest), np.int64)
+        frames = np.ones((steps, clients, widest), np.int64)
+        for client, (own, plan) in enumerate(zip(examples, plans, strict=True)):
+            for step, index in enumerate(plan):
+                labels[step, client, : len(index)] = own.labels[index]
+                frames[step, client, : len(index)] = own.counts[index]
+        fixed = self.fixed_length
+        self.longest = frames.max(axis=(1, 2), initial=1) if fixed is None else np.full(steps, fixed)
+        """int64 [steps]: frames of a batch."""
+        self._labels = torch.from_numpy(labels).to(device)
+        self._frames = torch.from_numpy(frames).to(device) if self.fixed_length is None else None
+        real = np.arange(widest) < self.sizes[:, :, None]
+        self._weights = torch.from_numpy(real.astype(np.float32)).to(device)
+        self._resident = Resident(examples, plans, widest, device) if device.type != "cpu" else None
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def clients(self, step: int) -> int:
+        """How many clients, from the first on, have a batch in this step."""
+        return int(np.count_nonzero(self.sizes[step]))
+
+    def batch(self, step: int) -> Batch:
+        """The clients' batches of one step: x [clients, batch, frames, bands], everything else [clients, batch].
+
+        ``lengths`` is ``None`` where all examples of the population have one length, ``weight`` where there is no padding.
+        """
+        clients = self.clients(step)
+        sizes = self.sizes[step, :clients]
+        width = int(sizes.max())
+        frames = int(self.longest[step])
+        if self._resident is not None:
+            x = self._resident.cut(step, clients, width, frames)
+        else:
+            x = self._copy(step, clients, width, frames)
+        return Batch(
+            x=x,
+            y=self._labels[step, :clients, :width],
+            lengths=None if self._frames is None else self._frames[step, :clients, :width],
+            weight=None if (sizes == width).all() else self._weights[step, :clients, :width],
+        )
+
+    def _copy(self, step: int, clients: int, width: int, frames: int) -> Tensor:
+        x = np.empty((clients, width, frames, self.examples[0].store.bands), np.float32)
+        for row, own, plan in zip(x, self.examples, self.plans, strict=False):
+            index = plan[step]
+            own.copy(index, row[: len(index)])
+            row[len(index) :] = 0.0
+        return torch.from_numpy(x)

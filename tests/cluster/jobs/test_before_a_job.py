@@ -1,0 +1,223 @@
+"""What is found out before anything is trained: a cluster that does not let us in, folders that a job would lose."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+from commands import Raydfl, written
+
+from raydfl.cluster.job import check_kept
+from raydfl.cluster.session import check_access
+from raydfl.core.errors import ConfigError, ResourcesError
+from raydfl.engine.config import Config
+from raydfl.runs.folder import create
+from raydfl.runs.progress import Progress
+
+Tiny = Callable[..., Config]
+TOKEN = "the-token-of-the-cluster"
+
+
+class Cluster:
+    """As much of a cluster's head as asks for the token."""
+
+    def __init__(self, code: grpc.StatusCode | None) -> None:
+        """Args: code: with which a request without the token is refused; ``None``: none is."""
+        self.seen: list[str] = []
+        self._server = grpc.server(ThreadPoolExecutor(1))
+
+        def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
+            sent = dict(context.invocation_metadata()).get("authorization", "")
+            self.seen.append(sent)
+            if code is not None and sent != f"Bearer {TOKEN}":
+                context.abort(code, "missing or incorrect")
+            return b""
+
+        handlers = {"GetClusterId": grpc.unary_unary_rpc_method_handler(answer)}
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("ray.rpc.NodeInfoGcsService", handlers),)
+        )
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def close(self) -> None:
+        self._server.stop(None)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Callable[[grpc.StatusCode | None], Cluster]]:
+    started: list[Cluster] = []
+
+    def start(code: grpc.StatusCode | None) -> Cluster:
+        started.append(Cluster(code))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED])
+def test_a_cluster_that_wants_a_token(
+    cluster: Callable[[grpc.StatusCode | None], Cluster],
+    code: grpc.StatusCode,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    head = cluster(code)
+    with pytest.raises(
+        ResourcesError, match=rf"{head.address} refused access: it wants a token, and there is none in {tmp_path}/.ray"
+    ):
+        check_access(head.address)
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("of another cluster\n")
+    with pytest.raises(
+        ResourcesError,
+        match=rf"the token in {tmp_path}/.ray/auth_token is not the cluster's; set RAY_AUTH_TOKEN to its",
+    ):
+        check_access(head.address)
+    (tmp_path / "file").write_text(f"{TOKEN}\n")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "file"))
+    check_access(head.address)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "wrong")  # comes before the file
+    with pytest.raises(ResourcesError, match="the token in RAY_AUTH_TOKEN is not"):
+        check_access(head.address)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    check_access(head.address)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(ResourcesError, match="it wants a token, and RAY_AUTH_MODE=disabled sends none"):
+        check_access(head.address)
+    assert head.seen == ["", "Bearer of another cluster", f"Bearer {TOKEN}", "Bearer wrong", f"Bearer {TOKEN}", ""]
+
+
+def test_other_clusters_and_addresses_are_left_to_ray(cluster: Callable[[grpc.StatusCode | None], Cluster]) -> None:
+    check_access(cluster(None).address)
+    check_access(cluster(grpc.StatusCode.UNIMPLEMENTED).address)
+    check_access("auto")
+    with pytest.raises(OSError, match="refused"):
+        check_access("127.0.0.1:1")
+
+
+def test_a_run_says_so_at_once(
+    cluster: Callable[[grpc.StatusCode | None], Cluster],
+    tiny: Tiny,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # the cluster that a process is in already comes first
+    address = cluster(grpc.StatusCode.UNAUTHENTICATED).address
+    raydfl = Raydfl(capsys)
+    file = written(tiny("ray.actors=1", f"ray.address={address}"), tmp_path)
+    for command in (["run"], ["data", "prepare"]):
+        raydfl(*command, file).refuses(rf"error: the Ray cluster at {address} refused access: it wants a token")
+
+
+# -- folders ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder of a submitted job."""
+    folder = tmp_path / "session" / "runtime_resources" / "working_dir_files" / "_ray_pkg_1234"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    return folder
+
+
+@pytest.mark.parametrize("command", ["run", "prepare", "sweep"])
+@pytest.mark.parametrize("setting", ["run.dir", "data.cache"])
+def test_what_would_be_lost_with_the_job_is_refused(
+    job_folder: Path, tiny: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str, setting: str
+) -> None:
+    file = written(tiny(), tmp_path)
+    words = {"run": ["run", file], "prepare": ["data", "prepare", file], "sweep": ["sweep", tmp_path / "sweep.yaml"]}
+    (tmp_path / "sweep.yaml").write_text(
+        f"title: t\nbase: {file}\naxes: {{train.rounds: [1, 2]}}\ndir: {tmp_path}/sweep\n"
+    )
+    said = Raydfl(capsys)(*words[command], f"{setting}=here")
+    if (command, setting) == ("prepare", "run.dir"):
+        assert said.code == 0, "nothing is written there"
+        return
+    name = setting.partition(".")[2]
+    said.refuses(
+        rf"{setting}: {job_folder}/here lies in the temporary folder of this Ray job", f"{setting}=/shared/{name}"
+    )
+    assert not list(job_folder.iterdir())
+
+
+@pytest.mark.parametrize("command", ["run", "prepare", "sweep", "search"])
+@pytest.mark.parametrize(
+    ("name", "content"), [("raydfl.token", "x"), ("keys/auth_token", "x"), ("deep/er/notes", TOKEN)]
+)
+def test_a_job_that_was_uploaded_with_a_token_is_refused(
+    capsys: pytest.CaptureFixture[str],
+    job_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    name: str,
+    content: str,
+) -> None:
+    raydfl = Raydfl(capsys)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    words = ["data", "prepare"] if command == "prepare" else [command]
+    (job_folder / "harmless.yaml").write_text("method: {}")
+    assert "was uploaded" not in raydfl(*words, "harmless.yaml").err
+    (job_folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (job_folder / name).write_text(content + "\n")
+    before = sorted(job_folder.rglob("*"))
+    raydfl(*words, "harmless.yaml").refuses(rf"{name} was uploaded with the job's working directory.*make a new one")
+    assert sorted(job_folder.rglob("*")) == before
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")  # in a shell that is nobody's business
+    assert "was uploaded" not in raydfl(*words, "harmless.yaml").err
+
+
+def test_a_token_is_ignored_by_git_and_so_by_the_upload() -> None:
+    assert "*.token" in (Path(__file__).parents[3] / ".gitignore").read_text().split()
+
+
+def test_absolute_paths_and_uris_are_kept(tmp_path: Path) -> None:
+    check_kept(
+        {"run.dir": "s3://bucket/runs", "data.cache": tmp_path, "other": "/runtime_resources/x/working_dir_files"}
+    )
+    with pytest.raises(ConfigError, match=r"or a URI such as s3://bucket/runs"):
+        check_kept({"run.dir": "/r/runtime_resources/working_dir_files/_ray_pkg_1/runs"})
+
+
+def test_a_job_without_a_name_is_told_that_it_will_not_go_on(job_folder: Path, tiny: Tiny) -> None:
+    messages: list[str] = []
+    progress = Progress("quiet")
+    progress.message = messages.append  # type: ignore[method-assign]
+    create(tiny("run.name=null"), progress)
+    assert [text for text in messages if re.match("run.name is not set, so the same job submitted again", text)]
+    messages.clear()
+    create(tiny("run.name=named"), progress)
+    assert not [text for text in messages if "run.name" in text]
+
+
+def test_a_run_goes_on_when_the_folder_of_the_job_that_began_it_has_gone(tmp_path: Path, tiny: Tiny) -> None:
+    """A method of the user's own lies in another folder each time that a changed working directory is submitted."""
+    text = "from raydfl.methods.fedavg import FedAvg\n\n\nclass Mine(FedAvg):\n    pass\n"
+    for job in ("first", "second"):
+        (tmp_path / job).mkdir()
+        (tmp_path / job / "mine.py").write_text(text)
+    run_dir = create(tiny(method=f"{tmp_path}/first/mine.py:Mine"), Progress("quiet"))
+    (tmp_path / "first" / "mine.py").unlink()
+    assert create(tiny(method=f"{tmp_path}/second/mine.py:Mine"), Progress("quiet")) == run_dir
+    assert json.loads((run_dir / "run.json").read_text())["digest"]
+    assert "second/mine.py" in (run_dir / "config.yaml").read_text()

@@ -1,0 +1,125 @@
+"""S3 and Google Cloud Storage by their own protocols, through Arrow's own clients: servers of them run in this process."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+from gcp_storage_emulator.server import create_server
+from head import free_port
+from helpers import finish, same, stop_after, truth
+from moto.server import ThreadedMotoServer
+
+from raydfl.core import remote as place
+from raydfl.core.errors import ConfigError, DataError, ResourcesError
+from raydfl.core.remote import Place, check_uri
+from raydfl.data.remote import fetch_recordings
+from raydfl.engine.config import Config
+from raydfl.engine.storage.mirror import local_runs
+from raydfl.runs import run as runs
+from raydfl.runs.run import run
+
+Tiny = Callable[..., Config]
+BUCKET = "raydfl-tests"
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("AWS_ACCESS_KEY_ID", "somebody")
+        environment.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        server.start()
+        try:
+            _, port = server.get_host_and_port()
+            boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}", region_name="us-east-1").create_bucket(
+                Bucket=BUCKET
+            )
+            yield f"s3://{BUCKET}/folder/runs?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
+        finally:
+            server.stop()
+
+
+@pytest.fixture(scope="module")
+def gs() -> Iterator[str]:
+    port = free_port()
+    server = create_server("127.0.0.1", port, in_memory=True, default_bucket=BUCKET)
+    server.start()
+    try:
+        yield f"gs://anonymous@{BUCKET}/folder/runs?endpoint_override=127.0.0.1:{port}&scheme=http&retry_limit_seconds=5"
+    finally:
+        server.stop()
+
+
+@pytest.fixture(params=["s3", "gs"])
+def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URI of a folder that is not there yet."""
+    monkeypatch.setattr(runs, "write_report", lambda run_dirs, out: out.write_text("not drawn in this test") and out)
+    monkeypatch.setattr(place, "_PAUSES", (0.0,))
+    uri: str = request.getfixturevalue(request.param)
+    Place(uri, "").remove(Place(uri, "").files())
+    return uri
+
+
+def test_a_place_holds_what_is_put_there(store: str, tmp_path: Path) -> None:
+    there = Place(store, "look")
+    assert there.files() == {}
+    assert there.read("a/b") is None
+    big = tmp_path / "big"
+    big.write_bytes(bytes(range(256)) * 4096 * 20)  # 20 MiB: in several parts
+    there.upload(big, "a/big")
+    there.write("a/b", b"first")
+    there.write("a/b", b"second")
+    assert there.files() == {"a/big": 20 << 20, "a/b": 6}
+    assert there.read("a/b") == b"second"
+    there.download("a/big", tmp_path / "back", "")
+    assert (tmp_path / "back").read_bytes() == big.read_bytes()
+    there.remove(["a/b", "never/there", "a/big"])
+    assert there.files() == {}
+
+
+def test_a_run_goes_on_from_the_bucket_on_another_machine(store: str, tiny: Tiny, tmp_path: Path) -> None:
+    undisturbed = finish(tiny("run.name=near", method="fedmlac"))
+
+    def here(name: str) -> Config:
+        return tiny(f"data.cache={tmp_path / name}", f"run.dir={store}", "run.name=far", method="fedmlac")
+
+    stop_after(here("one"), 2)
+    shutil.rmtree(tmp_path / "one")
+    assert run(here("two")).finished
+    folder = local_runs(store, tmp_path / "two") / "far"
+    same(truth(folder), undisturbed)
+    there = Place(place.below(store, "far"), "").files()
+    kept = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    assert there == {name: size for name, size in kept.items() if not name.startswith(".")}
+
+
+def test_recordings_are_copied_from_a_bucket(store: str, tmp_path: Path) -> None:
+    there = Place(store, "")
+    for name in ("x/1.wav", "x/2.wav", "labels.csv"):
+        there.write(name, name.encode())
+    folder = fetch_recordings(store, tmp_path)
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == set(there.files())
+    assert (folder / "x" / "2.wav").read_bytes() == b"x/2.wav"
+    alone = fetch_recordings(place.below(store, "labels.csv"), tmp_path)
+    assert alone.read_bytes() == b"labels.csv"
+    with pytest.raises(DataError, match="there is nothing at|there are no files at"):
+        fetch_recordings(place.below(store, "nothing"), tmp_path)
+
+
+def test_a_bucket_that_does_not_exist_is_named(store: str, tiny: Tiny, tmp_path: Path) -> None:
+    missing = store.replace(BUCKET, "no-such-bucket")
+    with pytest.raises(ResourcesError, match="no-such-bucket"):
+        run(tiny(f"data.cache={tmp_path}", f"run.dir={missing}", "run.name=far"))
+    with pytest.raises((DataError, ResourcesError), match="no-such-bucket"):
+        fetch_recordings(missing, tmp_path)
+
+
+def test_anonymous_is_no_credential() -> None:
+    check_uri("gs://anonymous@bucket/runs", "run.dir")
+    for uri in ("gs://me@bucket/runs", "s3://key:secret@bucket/runs", "gs://anonymous:word@bucket/runs"):
+        with pytest.raises(ConfigError, match="credentials"):
+            check_uri(uri, "run.dir")

@@ -1,0 +1,347 @@
+"""Data at sites: what is prepared there, what the run's own folder holds, and that a run goes on as any other."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from helpers import differ, same, start, truth
+
+from raydfl.cluster.sites import SiteReport, join, run_folder
+from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError
+from raydfl.data.build import build_population
+from raydfl.data.population import Population
+from raydfl.engine.config import Config, make_config
+from raydfl.engine.federation import Federation
+from raydfl.engine.storage.folder import stored_about, stored_config
+from raydfl.engine.storage.private import PrivateStore, site_of
+from raydfl.experiments.sweep.run import prepare
+from raydfl.runs import folder as rundir
+from raydfl.runs import run as runs
+from raydfl.runs.folder import create
+from raydfl.runs.progress import Progress
+from raydfl.runs.replay import replay
+from raydfl.runs.report.data import read_run
+
+Silos = Callable[..., Config]
+
+
+def folder_of(config: Config) -> Path:
+    return Path(config.run.dir) / str(config.run.name)
+
+
+def at(config: Config, site: str) -> Path:
+    return run_folder(config, site, stored_about(folder_of(config))["site_key"])
+
+
+def whole(config: Config) -> dict[str, bytes]:
+    return truth(folder_of(config), *(at(config, site) / "private" for site in config.data.sites))
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# -- what everybody knows --------------------------------------------------------------------------------------------
+
+
+def test_a_population_of_reports_has_their_clients_and_nothing_else() -> None:
+    north = SiteReport("north", (3, 5), 16, 40, {"test": [(0, 7)], "triggered": []}, 2, ("a",))
+    south = SiteReport("south", (4,), 16, 40, {"test": [], "triggered": []}, 0, ("b",))
+    population = join([north, south], ["a", "b"])
+    assert list(population.ids) == ["north/0", "north/1", "south/0"]
+    assert [population.num_examples(index) for index in range(3)] == [3, 5, 4]
+    assert [population.site_of(index) for index in range(3)] == ["north", "north", "south"]
+    assert [(site.name, site.first, site.stop) for site in population.sites] == [("north", 0, 2), ("south", 2, 3)]
+    assert (population.bands, population.length, population.stores) == (16, 40, ())
+    assert "2 clips cannot be read" in population.messages[0]
+    assert "cannot" not in population.messages[1]
+
+
+def test_lengths_that_differ_between_sites_are_no_common_length() -> None:
+    reports = [SiteReport(name, (3,), 16, length, {}, 0, ("a",)) for name, length in (("north", 40), ("south", 41))]
+    assert join(reports, ["a"]).length is None
+
+
+def test_the_population_is_read_back_with_its_sites(tmp_path: Path) -> None:
+    population = join([SiteReport("north", (3, 5), 16, 40, {"test": [(0, 7)]}, 0, ("a",))], ["a", "b"])
+    population.save(tmp_path)
+    again = Population.load(tmp_path, verify=True)
+    assert (list(again.ids), again.classes, again.bands) == (list(population.ids), ("a", "b"), 16)
+    assert [(s.name, s.first, s.stop, [tuple(p) for p in s.shards["test"]]) for s in again.sites] == [
+        ("north", 0, 2, [(0, 7)])
+    ]
+
+
+def test_what_sites_tell_is_written_down_word_for_word(silos: Silos) -> None:
+    config = silos()
+    population = Population.load(create(config, Progress("quiet")) / "population")
+    told = json.loads((folder_of(config) / "sites.json").read_text())
+    assert told["classes"] == ["tone0", "tone1", "tone2"]
+    assert [site["site"] for site in told["sites"]] == ["north", "south"]
+    assert set(told["sites"][0]) == {"site", "examples", "bands", "length", "shards", "left_out", "trained"}
+    assert [site["trained"] for site in told["sites"]] == [["tone0", "tone1", "tone2"], ["tone0", "tone1"]]
+    examples = [count for site in told["sites"] for count in site["examples"]]
+    assert examples == [population.num_examples(index) for index in range(len(population))]
+
+
+# -- what a site has -------------------------------------------------------------------------------------------------
+
+
+def test_a_site_divides_its_clips_as_a_federation_of_its_own_would(silos: Silos) -> None:
+    config = silos()
+    create(config, Progress("quiet"))
+    own = Population.load(at(config, "north") / "population")
+    alone = build_population(config.data.at("north"), config.run.seed)
+    assert list(own.ids) == list(alone.ids)
+    for index in range(len(alone)):
+        for part in ("train", "validation"):
+            mine, theirs = getattr(own.data(index), part), getattr(alone.data(index), part)
+            np.testing.assert_array_equal(mine.labels, theirs.labels)
+            np.testing.assert_array_equal(mine.clips, theirs.clips)
+
+
+def test_labels_are_numbered_by_the_classes_of_all_sites(silos: Silos) -> None:
+    config = silos(south={"classes": 1})
+    create(config, Progress("quiet"))
+    own = Population.load(at(config, "south") / "population")
+    assert own.classes == ("tone0", "tone1", "tone2")
+    assert set(own.data(0).train.labels.tolist()) == {0}
+
+
+def test_the_runs_folder_holds_nothing_of_a_sites_data(silos: Silos) -> None:
+    """Features, private tensors and the names of speakers and clips, byte for byte, in every file of the run."""
+    config = silos("train.rounds=2", "train.cohort=9")
+    runs.run(config)
+    secret: dict[str, bytes] = {}
+    for site in config.data.sites:
+        own = Population.load(at(config, site) / "population")
+        for index in range(len(own)):
+            examples = own.data(index).train
+            frames = np.ascontiguousarray(own.stores[0].frames[int(examples.starts[0])])
+            secret[f"{site} {index} features"] = frames.tobytes()
+    names = [name for name in whole(config) if name.startswith("client ") and "model:local" in name]
+    assert len({name.split()[1] for name in names}) == 9  # every client has private tensors
+    secret.update({name: whole(config)[name][:64] for name in names})
+    speakers = {f"s{number}/c".encode() for number in (*range(5), *range(10, 14))}
+    for path, content in files_of(folder_of(config)).items():
+        assert not [name for name, value in secret.items() if value in content], path
+        assert not [name for name in speakers if name in content], path
+    at_sites = b"".join(content for site in config.data.sites for content in files_of(at(config, site)).values())
+    assert all(value in at_sites for name, value in secret.items() if "model:" in name)  # the search would find them
+
+
+# -- a run -----------------------------------------------------------------------------------------------------------
+
+
+def test_it_trains_and_measures_at_all_sites(silos: Silos) -> None:
+    config = silos("train.cohort=9", "evaluate.clients=all")
+    outcome = runs.run(config)
+    assert outcome.finished
+    run = read_run(folder_of(config))
+    tests = [
+        Population.load(at(config, site) / "population").sites[0].shards["test"][-1][1] for site in config.data.sites
+    ]
+    _, confusion = run.confusions["test", "plugin/confusion"]
+    assert confusion.sum() == sum(tests)
+
+
+def test_where_the_folders_lie_does_not_decide_the_numbers(silos: Silos) -> None:
+    here, there = silos("run.name=here"), silos("run.name=there", folders="elsewhere")
+    runs.run(here)
+    runs.run(there)
+    assert here.digest() == there.digest()
+    same(whole(here), whole(there))
+
+
+def test_sites_may_be_given_the_same_folder(silos: Silos, tmp_path: Path) -> None:
+    """On machines of their own that is natural; where one machine is both, neither gets the other's clients."""
+    one = {"folder": str(tmp_path / "one")}
+    apart, shared = (
+        silos("run.name=apart", "train.cohort=9"),
+        silos("run.name=shared", "train.cohort=9", north=one, south=one),
+    )
+    runs.run(apart)
+    runs.run(shared)
+    assert apart.digest() == shared.digest()
+    same(whole(apart), whole(shared))
+
+
+def test_a_killed_start_leaves_nothing_at_the_sites(silos: Silos, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one takes its place there, whatever it has changed."""
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rundir, "begin", killed)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                create(silos(), Progress("quiet"))
+    for config in (silos("train.batch_size=4"), silos()):
+        create(config, Progress("quiet"))
+        for site in config.data.sites.values():
+            assert len(list((site.folder / "runs").iterdir())) == 1
+    found = []
+    for config in (silos(), silos("run.name=undisturbed")):
+        runs.run(config)
+        found.append(whole(config))
+    same(*found)
+
+
+def test_the_order_of_the_sites_decides_the_numbers(silos: Silos) -> None:
+    """Clients are numbered by it."""
+    values = silos().model_dump(mode="json")
+    values["data"]["sites"] = dict(reversed(values["data"]["sites"].items()))
+    assert make_config(values).digest() != silos().digest()
+
+
+def test_what_a_site_keeps_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new file is on the disk only when its folder is, and nobody else makes it so."""
+    synced: list[Path] = []
+    monkeypatch.setattr("raydfl.engine.storage.private.sync", synced.append)
+    store = PrivateStore(tmp_path / "private", site="north")
+    for round_index in (1, 1, 2):
+        store.append(round_index, {"a": torch.zeros(1)})
+    store.close()
+    assert synced == [tmp_path / "private"] * 2  # for each segment once
+
+
+def test_a_sweep_leaves_the_recordings_to_the_sites(silos: Silos, tmp_path: Path) -> None:
+    values = silos().model_dump(mode="json")
+    kept = {key: values["data"][key] for key in ("cache", "features")}
+    site = {"root": str(tmp_path / "not here"), "folder": str(tmp_path / "north")}
+    values["data"] = {"name": "folder", "sites": {"north": site}, **kept}
+    cell = SimpleNamespace(config=make_config(values), run_dir=tmp_path / "run", name="cell")
+    prepare([cast(Any, cell)], Progress("quiet"))
+
+
+def test_what_a_site_has_decides_the_numbers(silos: Silos) -> None:
+    here, other = silos("run.name=here"), silos("run.name=other", south={"first": 11})
+    runs.run(here)
+    runs.run(other)
+    assert here.digest() != other.digest()
+    assert differ(whole(here), whole(other))
+
+
+def test_a_stopped_run_goes_on_to_the_same_bits(silos: Silos) -> None:
+    undisturbed, stopped = silos("train.rounds=4", "run.name=whole"), silos("train.rounds=4", "run.name=stopped")
+    runs.run(undisturbed)
+    server = start(stopped)
+    server.round()
+    server.round()
+    server.close()
+    orphan = at(stopped, "north") / "private" / "000003-north@00000000.seg"
+    orphan.write_bytes(b"of a call whose result was lost")
+    runs.resume(folder_of(stopped))
+    same(whole(undisturbed), whole(stopped))
+    assert not orphan.exists()
+
+
+def test_superseded_private_state_is_removed_at_the_sites(silos: Silos) -> None:
+    config = silos("train.rounds=8", "train.cohort=9", "run.keep=2")
+    runs.run(config)
+    for site in config.data.sites:
+        segments = sorted(path.name for path in (at(config, site) / "private").glob("*.seg"))
+        assert {site_of(name) for name in segments} == {site}
+        assert {int(name[:6]) for name in segments} <= {6, 7, 8}
+    assert not list(folder_of(config).rglob("*.seg"))
+
+
+def test_sparse_segments_are_compacted_at_their_sites(silos: Silos, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raydfl.engine.federation._SLACK", -(10**9))  # whatever can be moved is
+    plain, moved = (
+        silos("train.rounds=8", "train.cohort=6", "evaluate.every=99", f"run.name={name}")
+        for name in ("plain", "moved")
+    )
+    compacted: list[int] = []
+    compact = Federation._compact
+
+    def noted(self: Federation) -> None:
+        before = self._private
+        compact(self)
+        compacted.append(before is not self._private)
+
+    monkeypatch.setattr(Federation, "_compact", noted)
+    runs.run(moved)
+    assert any(compacted)
+    monkeypatch.setattr(Federation, "_compact", lambda self: None)
+    runs.run(plain)
+    same(whole(plain), whole(moved))
+
+
+def test_a_client_of_a_site_can_be_replayed_where_its_data_are(silos: Silos) -> None:
+    config = silos("train.rounds=3", "train.cohort=9")
+    runs.run(config)
+    before = files_of(at(config, "south"))
+    replayed = replay(folder_of(config), 2, "south/1")
+    assert replayed.update is not None
+    assert replayed.client.id == "south/1"
+    assert files_of(at(config, "south")) == before
+
+
+# -- what cannot be --------------------------------------------------------------------------------------------------
+
+
+def test_a_site_whose_folder_is_gone_is_named(silos: Silos) -> None:
+    config = silos()
+    create(config, Progress("quiet"))
+    shutil.rmtree(config.data.sites["south"].folder)
+    with pytest.raises(RunDirectoryError, match="site 'south'"):
+        runs.resume(folder_of(config))
+
+
+def test_attackers_need_one_place_that_knows_all_data(silos: Silos) -> None:
+    with pytest.raises(ConfigError, match="attack: .*sites"):
+        create(silos("attack={name: sign_flip, clients: 0.2}"), Progress("quiet"))
+
+
+def test_recordings_that_cannot_be_used_are_told_of(silos: Silos) -> None:
+    with pytest.raises(DataError):
+        create(silos(south={"speakers": 0}), Progress("quiet"))
+
+
+def test_a_class_that_nobody_trains_is_named(silos: Silos) -> None:
+    """Nine takes of the last class at one site, all of them held out for the test."""
+    only_tests = {"classes": 3, "test_takes": 8, "takes": 0, "speakers": 1}
+    with pytest.raises(DataError, match="no client of any site has a training clip of label 'tone2'"):
+        create(silos(north={"classes": 2}, south=only_tests), Progress("quiet"))
+
+
+def test_the_paths_of_a_site_are_absolute(tiny: Silos) -> None:
+    with pytest.raises(ConfigError, match=r"data\.sites\.north\.root: 'recordings' .*absolute path"):
+        tiny("data={name: fsdd, sites: {north: {folder: /x, root: recordings}}}")
+
+
+@pytest.mark.parametrize(
+    ("sites", "message"),
+    [
+        ("{north: {folder: relative}}", "absolute path"),
+        ("{north: {speakers: 3}}", "folder"),
+        ("{no@rth: {folder: /x}}", "letters, digits"),
+        ("{..: {folder: /x}}", "not begin with"),
+        ("{north: {folder: /x, speekers: 3}}", "did you mean 'speakers'|speakers"),
+        ("{north: {folder: /x, speakers: many}}", "speakers"),
+    ],
+)
+def test_settings_of_sites_are_checked(tiny: Silos, sites: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny(f"data.sites={sites}")
+
+
+def test_configurations_without_sites_keep_their_digest(tiny: Silos) -> None:
+    config = tiny()
+    assert config.digest() == tiny("data.sites={}").digest()
+    assert stored_config(create(config, Progress("quiet"))).data.sites == {}
+
+
+def test_a_site_that_no_node_is_is_named(silos: Silos, ray_session: None) -> None:
+    with pytest.raises(ResourcesError, match=r"no node of the cluster is site 'north'.*--resources"):
+        runs.run(silos("ray.actors=1", "ray.cpus=0.5"))

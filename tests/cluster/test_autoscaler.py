@@ -1,0 +1,162 @@
+"""A run on a cluster without nodes makes the autoscaler start some, and when it has ended they go (Ray's fake nodes)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import yaml
+from helpers import finish, same, truth
+from marked import WAIT, Marked, until
+
+from raydfl.engine.config import Config
+
+Tiny = Callable[..., Config]
+HERE = Path(__file__).parent
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("", 0))
+        return int(one.getsockname()[1])
+
+
+def fake_cluster(address: str) -> dict[str, object]:
+    steps = ["initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray"]
+    return {
+        "cluster_name": "fake",
+        "max_workers": 3,
+        "idle_timeout_minutes": 0.1,
+        "upscaling_speed": 5.0,
+        "provider": {
+            "type": "fake_multinode",
+            "use_node_id_as_ip": True,
+            "disable_node_updaters": True,
+            "disable_launch_config_check": True,
+            "gcs_address": address,
+        },
+        "auth": {},
+        "docker": {},
+        "file_mounts": {},
+        "head_node_type": "head",
+        "available_node_types": {
+            "head": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+            "client": {
+                "resources": {"CPU": 1, "object_store_memory": 100 << 20},
+                "node_config": {},
+                "min_workers": 0,
+                "max_workers": 3,
+            },
+        },
+        "cluster_synced_files": [],
+        **{f"{step}_commands": [] for step in steps},
+    }
+
+
+@pytest.fixture
+def head() -> Iterator[str]:
+    """The address of a head that computes nothing and grows to three nodes."""
+    folder = Path(tempfile.mkdtemp(prefix="rd-", dir="/tmp"))  # short: sockets lie below it
+    address = f"{ray.util.get_node_ip_address()}:{free_port()}"
+    (folder / "cluster.yaml").write_text(json.dumps(fake_cluster(address)))
+    started = Marked(
+        str(Path(sys.executable).parent / "ray"),
+        "start",
+        "--head",
+        f"--port={address.rpartition(':')[2]}",
+        f"--autoscaling-config={folder / 'cluster.yaml'}",
+        "--num-cpus=0",
+        f"--object-store-memory={100 << 20}",
+        "--include-dashboard=false",
+        f"--temp-dir={folder}",
+        f"--ray-client-server-port={free_port()}",
+        AUTOSCALER_UPDATE_INTERVAL_S="1",
+        RAY_FAKE_CLUSTER="1",
+    )
+    try:
+        assert started.process.wait(WAIT) == 0, started.process.stderr and started.process.stderr.read()
+        yield address
+    finally:
+        started.end()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_nodes_come_with_a_run_and_go_after_it(tiny: Tiny, head: str, tmp_path: Path) -> None:
+    common = ["train.rounds=3", "train.cohort=1.0"]
+    config = tiny(
+        *common,
+        "run.name=grown",
+        "ray.actors=3",
+        "ray.autoscale=true",
+        "ray.ready_timeout=240",
+        f"ray.address='{head}'",
+    )
+    file = tmp_path / "grown.yaml"
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    counter = Marked.python(str(HERE / "count_nodes.py"), head)
+    run: Marked | None = None
+    try:
+        assert counter.ask() == "ready"
+        counts: list[tuple[float, int]] = []
+        assert counter.process.stdout is not None
+        lines = counter.process.stdout
+
+        def read() -> None:
+            for line in lines:
+                when, number = line.split()
+                counts.append((float(when), int(number)))
+
+        threading.Thread(target=read, daemon=True).start()
+        until(lambda: counts, "the first count", [counter])
+        began = time.time()
+        run = Marked.raydfl("run", str(file), "--json")
+        out, problems = run.process.communicate(timeout=600)
+        ended = time.time()
+        assert run.process.returncode == 0, problems
+        until(lambda: counts[-1][1] == 0, "the end of all nodes", [counter])
+    finally:
+        if run is not None:
+            run.end()
+        counter.end()
+    print("run of", f"{ended - began:.1f} s;", [(f"{when - began:+.1f} s", number) for when, number in counts])
+    numbers = [number for _, number in counts]
+    peak = numbers.index(3)
+    assert numbers[0] == 0
+    assert max(numbers) == 3
+    assert numbers[:peak] == sorted(numbers[:peak])  # up ...
+    assert numbers[peak:] == sorted(numbers[peak:], reverse=True)  # ... and down
+    committed = (Path(config.run.dir) / "grown" / "LATEST").stat().st_mtime
+    assert counts[peak + 1][0] >= committed - 0.5  # none goes while it is used
+    said = [event["text"] for event in map(json.loads, out.splitlines()) if event["event"] == "message"]
+    assert any(text.startswith("waiting for the autoscaler: room for 0 of 3 client actors") for text in said), said
+    assert any(text.startswith("nodes:") and "joined" in text and "room for 3 of 3" in text for text in said), said
+    same(
+        finish(tiny(*common, "ray.actors=0", "run.name=undisturbed")),
+        truth(Path(config.run.dir) / "grown"),
+    )
+
+
+def test_nodes_that_do_not_come_end_the_run_with_numbers(tiny: Tiny, head: str, tmp_path: Path) -> None:
+    config = tiny("ray.actors=2", "ray.cpus=4", "ray.autoscale=true", "ray.ready_timeout=5", f"ray.address='{head}'")
+    file = tmp_path / "too_large.yaml"
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    run = Marked.raydfl("run", str(file), "--json")
+    try:
+        out, problems = run.process.communicate(timeout=600)
+    finally:
+        run.end()
+    assert run.process.returncode == 2, problems
+    assert (
+        "0 of 2 client actors started within 5 s; asked for: 2 with 4 CPU each, free in the cluster: 0 CPU" in problems
+    )
+    assert "waiting for the autoscaler: room for 0 of 2" in out

@@ -1,0 +1,192 @@
+"""A pool whose actors come and go, on a simulated cluster: who works, who is asked for, when it gives up."""
+
+from __future__ import annotations
+
+import pytest
+from fake_cluster import START, FakeCluster, open_pool, orders
+
+from raydfl.cluster.faults import Patience
+from raydfl.cluster.pool import RayPool
+from raydfl.core.errors import ResourcesError
+from raydfl.core.types import Task
+from raydfl.engine.orders import SERVER, Order
+from raydfl.engine.settings import RaySettings
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
+    return FakeCluster(monkeypatch)
+
+
+def carry_out(pool, costs):  # type: ignore[no-untyped-def]
+    """All results; each order's exactly once."""
+    results = list(pool.run(orders(costs), {"global": None}))
+    assert sorted(result.position for result in results) == list(range(len(costs)))
+    return results
+
+
+def test_all_actors_are_asked_for_at_once_and_waited_for(cluster: FakeCluster) -> None:
+    cluster.at(30.0, lambda: cluster.join("a", 2))
+    cluster.at(50.0, lambda: cluster.join("b", 2))
+    pool = open_pool(cluster, actors=4, autoscale=True)
+    assert max(number for time, number in cluster.demand if time == 0.0) == 4  # what makes a cluster grow
+    assert cluster.now == 50.0 + START
+    carry_out(pool, [1.0] * 8)
+    assert [len(actor.done) for actor in cluster.actors] == [2, 2, 2, 2]
+    pool.close()
+    assert all(not node.actors for node in cluster.nodes)  # so that idle nodes go
+
+
+def test_rounds_begin_with_min_actors_and_the_others_join_in_the_middle_of_one(cluster: FakeCluster) -> None:
+    cluster.join("a", 1)
+    pool = open_pool(cluster, actors=2, min_actors=1)
+    assert cluster.now == START
+    carry_out(pool, [1.0])  # how long a client takes is known then
+    began = cluster.now
+    cluster.at(began + 6.0 - START, lambda: cluster.join("b", 1))
+    carry_out(pool, [1.0] * 24)
+    # Six by the first alone, then each half of the others; two may lie in a queue when the second joins.
+    assert 7 <= len(cluster.actors[1].done) <= 9
+    assert cluster.now - began <= 6.0 + 9.0 + 2.0
+
+
+def test_a_node_that_leaves_is_no_clients_doing_and_its_actors_are_asked_for_until_one_comes(
+    cluster: FakeCluster,
+) -> None:
+    cluster.join("a", 1)
+    cluster.join("b", 2)
+    pool = open_pool(cluster, actors=3, min_actors=1, retries=0, ready_timeout=20.0)
+    carry_out(pool, [1.0] * 9)
+    cluster.at(cluster.now + 1.0, lambda: cluster.leave("b"))
+    results = carry_out(pool, [1.0] * 9)  # retries=0: a loss that counted would stop the run
+    assert {result.retried for result in results} == {0, 1}  # but it is told
+    assert cluster.waiting  # asked for still
+    carry_out(pool, [1.0] * 60)  # longer than ready_timeout
+    assert len(cluster.waiting) == 2
+    cluster.join("c", 2)
+    carry_out(pool, [1.0] * 30)
+    assert [len(actor.done) > 0 for actor in cluster.nodes[2].actors] == [True, True]
+
+
+def test_actors_without_work_are_replaced_when_their_node_is_gone(cluster: FakeCluster) -> None:
+    """Else each would take an order with it: more than ray.retries of them would stop the run."""
+    cluster.join("a", 1)
+    cluster.join("b", 5)
+    pool = open_pool(cluster, actors=6, min_actors=1, retries=1)
+    cluster.leave("b")
+    carry_out(pool, [1.0])
+    carry_out(pool, [1.0] * 8)
+    assert len(cluster.waiting) == 5
+
+
+def test_fewer_than_min_actors_are_waited_for_so_long_and_no_longer(cluster: FakeCluster) -> None:
+    cluster.join("a", 1)
+    cluster.join("b", 1)
+    pool = open_pool(cluster, actors=2, min_actors=2, ready_timeout=30.0)
+    cluster.at(5.0, lambda: cluster.leave("b"))
+    cluster.at(25.0, lambda: cluster.join("c", 1))
+    carry_out(pool, [1.0] * 50)  # below for 20 s only
+    cluster.leave("c")
+    left = cluster.now
+    with pytest.raises(
+        ResourcesError, match=r"1 of 2 client actors started within 30 s; asked for: 2 with 1 CPU each, free"
+    ):
+        carry_out(pool, [1.0] * 200)
+    assert left + 30.0 <= cluster.now <= left + 40.0
+
+
+def test_on_a_cluster_that_stays_as_it_is_a_place_is_given_up(cluster: FakeCluster) -> None:
+    cluster.join("a", 1)
+    cluster.join("b", 1)
+    pool = open_pool(cluster, actors=2, ready_timeout=30.0)
+    cluster.at(5.0, lambda: cluster.leave("b"))
+    carry_out(pool, [1.0] * 100)
+    assert pool.places() == 1
+    assert not cluster.waiting
+    cluster.leave("a")
+    with pytest.raises(ResourcesError, match="0 of 1 client actors started within 30 s"):
+        carry_out(pool, [1.0])
+
+
+def test_nodes_that_never_come_are_named_with_what_they_should_have_had(cluster: FakeCluster) -> None:
+    cluster.join("a", 1)
+    with pytest.raises(
+        ResourcesError,
+        match=r"1 of 3 client actors started within 60 s; asked for: 2 with 1 CPU and 0.5 GPU each, 1 with 1 CPU each, "
+        r"free in the cluster: 0 CPU, 0 GPU",
+    ):
+        open_pool(cluster, actors=2, gpus=0.5, cpu_actors=1, autoscale=True, ready_timeout=60.0)
+    assert cluster.now == 60.0
+
+
+def test_actors_that_end_while_they_start_are_tried_again_so_often(cluster: FakeCluster) -> None:
+    def come_and_go(name: str, at: float) -> None:
+        cluster.at(at, lambda: cluster.join(name, 1))
+        cluster.at(at + START / 2, lambda: cluster.leave(name))
+
+    for number in range(3):
+        come_and_go(f"spot{number}", 5.0 * number)
+    cluster.at(20.0, lambda: cluster.join("stays", 1))
+    carry_out(open_pool(cluster, actors=1, autoscale=True, retries=3), [1.0])
+    for number in range(3):
+        come_and_go(f"again{number}", cluster.now + 1.0 + 5.0 * number)
+    with pytest.raises(ResourcesError, match="a client actor ended while it started"):
+        open_pool(cluster, actors=1, autoscale=True, retries=2)
+
+
+def test_gpu_and_cpu_actors_share_a_round_by_their_pace(cluster: FakeCluster) -> None:
+    cluster.join("gpus", 2, 1)
+    cluster.join("cpus", 2)
+    pool = open_pool(cluster, actors=2, gpus=0.5, cpu_actors=2)
+    assert [actor.node.name for actor in cluster.actors if actor.node] == ["gpus", "gpus", "cpus", "cpus"]
+    carry_out(pool, [1.0] * 44)  # learns that a GPU actor takes 0.1 s for what takes 1 s on a CPU
+    before, began = [len(actor.done) for actor in cluster.actors], cluster.now
+    carry_out(pool, [1.0] * 220)
+    done = [len(actor.done) - earlier for actor, earlier in zip(cluster.actors, before, strict=True)]
+    assert 190 <= done[0] + done[1] <= 210  # ten of eleven parts
+    assert cluster.now - began <= 220 / (2 / 0.1 + 2 / 1.0) + 1.0  # and the longest piece
+
+
+def test_who_is_too_slow_to_help_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = FakeCluster(monkeypatch, seconds_per_cost=10.0, gpu_seconds=0.1)
+    cluster.join("a", 2, 1)
+    pool = open_pool(cluster, actors=1, gpus=1, cpu_actors=1)
+    carry_out(pool, [1.0] * 20)
+    began = cluster.now
+    carry_out(pool, [1.0] * 20)
+    assert cluster.now - began <= 2.1
+    carry_out(pool, [1.0] * 2000)  # here it helps
+    assert len(cluster.actors[1].done) > 10
+
+
+def test_with_an_actor_for_each_client_the_servers_data_are_measured_at_the_site_that_has_them(
+    cluster: FakeCluster,
+) -> None:
+    cluster.join("a", 4)
+    pool = RayPool(cluster.start_actor, RaySettings(actors="per_client"), sites=["north", "south"])
+    sent = [
+        Order(position, Task(SERVER), 0, 1.0, site=site) for position, site in enumerate(["north", "south", "north"])
+    ]
+    assert len(list(pool.run(sent, {"global": None}))) == 3
+    assert {(actor.kind.site, tuple(sorted(actor.done))) for actor in cluster.actors} == {
+        ("north", (0, 2)),
+        ("south", (1,)),
+    }
+
+
+def test_a_site_that_stays_away_is_named(cluster: FakeCluster) -> None:
+    cluster.join("a", 1)
+    settings = RaySettings(actors=1, ready_timeout=30.0)
+    with pytest.raises(ResourcesError, match="1 of 2 client actors started within 30 s, none at site south, each"):
+        RayPool(cluster.start_actor, settings, sites=["north", "south"])
+
+
+def test_the_retries_of_a_client_that_is_left_out_are_told(cluster: FakeCluster) -> None:
+    cluster.join("a", 1)
+    settings = RaySettings(actors=1, retries=1)
+    pool = RayPool(cluster.start_actor, settings, Patience(drop_lost=True))
+    for time in (1.0, 2.0 + START):  # its first actor ends, and the one in that one's place
+        cluster.at(cluster.now + time, lambda: cluster.actors[-1].end(cluster.now))
+    (result,) = carry_out(pool, [10.0])
+    assert result.rejected.startswith("lost: its actor was lost 2 times")
+    assert result.retried == 1

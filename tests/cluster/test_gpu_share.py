@@ -1,0 +1,218 @@
+"""How many actors fit on a GPU: the arithmetic, the messages and the remembering, with a device that is made up."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+from raydfl.cluster.client import choose_device
+from raydfl.cluster.gpu import CONTEXT, Memory, cap, measure, share, with_share
+from raydfl.core.errors import ConfigError, ResourcesError
+from raydfl.engine.config import Config
+from raydfl.engine.settings import RaySettings
+from raydfl.engine.storage.store import RunStore
+from raydfl.runs.folder import create
+from raydfl.runs.progress import Progress
+from raydfl.runs.run import run
+
+Tiny = Callable[..., Config]
+GB = 1 << 30
+
+
+class FakeDevice:
+    """A GPU in which work takes what one says."""
+
+    def __init__(self, total: int = 16 * GB, peak: int = 3 * GB, fails: bool = False) -> None:
+        self._total, self._peak, self._fails = total, peak, fails
+        self.measured = 0
+
+    def name(self) -> str:
+        return "Made-up 16"
+
+    def total(self) -> int:
+        return self._total
+
+    def peak(self, work: Callable[[], None]) -> int:
+        self.measured += 1
+        if self._fails:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+        work()
+        return self._peak
+
+
+@pytest.mark.parametrize(
+    ("total", "peak", "slots"), [(16 * GB, 3 * GB, 5), (16 * GB, 16 * GB, 1), (16 * GB, 17 * GB, 0), (9, 3, 3)]
+)
+def test_as_many_fit_as_have_room(total: int, peak: int, slots: int) -> None:
+    assert Memory("x", total, peak).slots == slots
+
+
+def test_the_share_is_one_over_the_slots_and_never_more() -> None:
+    for slots in range(1, 200):
+        found = share(Memory("x", slots * GB, GB), RaySettings(actors=1), 1)
+        assert found * slots <= 1 < (found + 0.0001) * slots + 1e-9
+        assert round(found * 10_000) == pytest.approx(found * 10_000)  # Ray knows no finer steps
+
+
+def test_more_actors_than_fit_are_refused_with_the_numbers() -> None:
+    memory = Memory("Made-up 16", 16 * GB, 3 * GB)
+    assert share(memory, RaySettings(actors=10, gpus="auto"), 2) == 0.2
+    with pytest.raises(
+        ResourcesError,
+        match=r"a client actor needs 3.00 GiB of a GPU \(Made-up 16, 16.00 GiB\), as measured on the "
+        r"largest client: 5 fit on a GPU and 10 on the cluster's 2, but ray.actors=11; lower ray.actors",
+    ):
+        share(memory, RaySettings(actors=11, gpus="auto"), 2)
+    share(memory, RaySettings(actors=11, gpus="auto", autoscale=True), None)  # more GPUs may come
+    with pytest.raises(ResourcesError, match=r"needs 17.00 GiB .* not even one fits; lower train.batch_size"):
+        share(Memory("Made-up 16", 16 * GB, 17 * GB), RaySettings(actors=1), 1)
+
+
+def test_the_cap_leaves_room_for_what_every_process_takes() -> None:
+    assert cap(1.0, 16 * GB) == cap(2.0, 16 * GB) == 1.0
+    for actors in (2, 4, 7):
+        assert actors * (cap(1 / actors, 16 * GB) * 16 * GB + CONTEXT) == pytest.approx(16 * GB)
+    with pytest.raises(
+        ResourcesError, match=r"ray.gpus=0.03 of a GPU with 16.00 GiB is 0.48 GiB, .* \(0.50 GiB\); raise ray.gpus"
+    ):
+        cap(0.03, 16 * GB)
+
+
+def test_what_was_measured_fits_into_the_cap() -> None:
+    """The share that a peak gives leaves PyTorch, under its cap, what the peak was without the context."""
+    for peak in (CONTEXT + 1, GB, 3 * GB, 7 * GB):
+        found = 1 / Memory("x", 16 * GB, peak).slots
+        assert cap(found, 16 * GB) * 16 * GB >= peak - CONTEXT
+
+
+def test_a_clients_work_is_measured_once_for_a_model_and_a_device(tiny: Tiny, tmp_path: Path) -> None:
+    cache = f"data.cache={tmp_path / 'cache'}"
+    config = tiny(cache)
+    folder = create(config, Progress("quiet"))
+    before = sorted(path for path in folder.rglob("*"))
+    device = FakeDevice()
+    memory = measure(folder, config, device, "cpu")
+    assert memory == Memory("Made-up 16", 16 * GB, 3 * GB)
+    assert sorted(path for path in folder.rglob("*")) == before
+    assert measure(folder, config, device, "cpu") == memory
+    assert device.measured == 1
+    for changed in (
+        "train.batch_size=4",
+        "train.precision=bfloat16",
+        "evaluate.batch_size=32",
+        "models.model.hidden=9",
+    ):
+        other = tiny(cache, changed, "run.name=other")
+        if changed == "models.model.hidden=9":  # a run of its own: the first commit has the networks in it
+            measure(create(other, Progress("quiet")), other, device, "cpu")
+        else:
+            measure(folder, other, device, "cpu")
+    assert device.measured == 5
+    assert measure(folder, config, FakeDevice(total=8 * GB, peak=GB), "cpu").slots == 8
+
+
+def test_the_heaviest_work_is_the_largest_clients_training_and_evaluations(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raydfl.engine.worker import Worker
+
+    config = tiny(f"data.cache={tmp_path / 'cache'}", "train.together=2", "train.cohort=4", method="fedmlac")
+    folder = create(config, Progress("quiet"))
+    done = []
+    carry_out = Worker.carry_out
+    monkeypatch.setattr(
+        Worker,
+        "carry_out",
+        lambda self, orders, broadcast: (done.append(orders), carry_out(self, orders, broadcast))[1],
+    )
+    measure(folder, config, FakeDevice(), "cpu")
+    trained = [order for orders in done for order in orders if order.measure is None]
+    evaluated = [orders for orders in done if orders[0].measure is not None]
+    assert done[0] == trained
+    assert 1 <= len(trained) <= 2
+    largest = max(trained, key=lambda order: order.cost)
+    assert [orders[0].task.client_id for orders in evaluated] == ["", largest.task.client_id]
+    assert RunStore(folder).latest() is None
+
+
+def test_work_that_no_gpu_holds_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    config = tiny(f"data.cache={tmp_path / 'cache'}")
+    folder = create(config, Progress("quiet"))
+    with pytest.raises(
+        ResourcesError, match=r"one client's work does not fit into a whole GPU \(Made-up 16, 16.00 GiB\): CUDA out of"
+    ):
+        measure(folder, config, FakeDevice(fails=True), "cpu")
+
+
+def test_settings(tiny: Tiny) -> None:
+    assert tiny("ray.gpus=auto", "ray.actors=2").ray.gpu_share == 1.0
+    assert tiny("ray.gpus=0.25", "ray.actors=2").ray.gpu_share == 0.25
+    assert tiny("ray.gpus=auto", "ray.actors=2").digest() == tiny().digest()
+    for wrong in ("-1", "much"):
+        with pytest.raises(ConfigError, match=r"ray.gpus"):
+            tiny(f"ray.gpus={wrong}")
+
+
+def test_a_process_without_a_share_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device(0.5) == "cpu"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert choose_device(0.0) == "cpu"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.slow
+def test_the_server_sees_no_gpu_and_a_client_with_a_share_sees_its_own(
+    ray_session: None, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "looking.py"
+    source.write_text(
+        "import os\nfrom raydfl import Method\n\n\nclass Looking(Method):\n"
+        "    def local(self, step):\n        assert os.environ['CUDA_VISIBLE_DEVICES'] == '0', os.environ['CUDA_VISIBLE_DEVICES']\n"
+        "        return super().local(step)\n\n"
+        "    def aggregate(self, state, updates, rng):\n        assert os.environ['CUDA_VISIBLE_DEVICES'] == ''\n"
+        "        return super().aggregate(state, updates, rng)\n"
+    )
+    outcome = run(
+        tiny(f"method.name={source}:Looking", "ray.actors=1", "ray.cpus=0.5", "ray.gpus=0.5", "train.rounds=1")
+    )
+    assert outcome.finished
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+def test_without_cuda_auto_is_refused(ray_session: None, tiny: Tiny) -> None:
+    """Ray has one logical GPU here, PyTorch none."""
+    config = tiny("ray.gpus=auto", "ray.actors=2", "ray.cpus=0.5")
+    with pytest.raises(
+        ResourcesError, match=r"ray.gpus: auto needs a GPU that PyTorch can use, .* set ray.gpus=0 for the CPU"
+    ):
+        run(config)
+    deadline = time.monotonic() + 60
+    while ray.available_resources().get("GPU") != 1.0:  # the actor that was to measure goes
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_a_measured_share_is_what_the_run_gets(ray_session: None, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Probe:
+        def memory(self, run_dir: str, config: dict[str, object]) -> Memory:
+            return Memory("Made-up 16", 16 * GB, 3 * GB)
+
+    monkeypatch.setattr("raydfl.cluster.gpu._Probe", Probe)
+    said: list[str] = []
+    config = tiny("ray.gpus=auto", "ray.actors=2", "ray.cpus=0.5", "train.rounds=1", "run.name=measured")
+    found = with_share(create(config, Progress("quiet")), config, said.append)
+    assert found.ray.gpus == 0.2
+    assert said == ["a client actor needs 3.00 GiB of 16.00 GiB (Made-up 16): 5 fit on a GPU, each gets 0.2 of it"]
+    assert run(config).finished
+    with pytest.raises(ResourcesError, match=r"5 fit on a GPU and 5 on the cluster's 1, but ray.actors=6"):
+        run(tiny("ray.gpus=auto", "ray.actors=6", "ray.cpus=0.1", "run.name=many"))

@@ -1,0 +1,142 @@
+"""What nodes have room for, what is refused, and what is said when nodes come and go."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from raydfl.cluster.nodes import NodeWatch
+from raydfl.cluster.resources import ActorKind, actor_kinds, check_resources, room
+from raydfl.core.errors import ConfigError, ResourcesError
+from raydfl.engine.config import Config
+from raydfl.engine.settings import RaySettings
+
+Tiny = Callable[..., Config]
+
+
+def most(nodes: list[dict[str, float]], kinds: list[ActorKind]) -> int:
+    """The same by trying everything: each actor on each node and device, or nowhere."""
+    devices = [(n, d) for n, node in enumerate(nodes) for d in range(int(node.get("GPU", 0)))]
+    best = 0
+    choices = [[None, *[(n, None) for n in range(len(nodes))]] if not kind.gpus else [None, *devices] for kind in kinds]
+    for places in itertools.product(*choices):
+        cpus = [node.get("CPU", 0.0) for node in nodes]
+        shares = dict.fromkeys(devices, 1.0)
+        for kind, place in zip(kinds, places, strict=True):
+            if place is not None:
+                cpus[place[0]] -= kind.cpus
+                if kind.gpus:
+                    shares[place] -= kind.gpus
+        if min(cpus, default=0.0) >= -1e-9 and min(shares.values(), default=0.0) >= -1e-9:
+            best = max(best, sum(place is not None for place in places))
+    return best
+
+
+@pytest.mark.parametrize("cpus", [1.0, 0.5, 2.0])
+@pytest.mark.parametrize("share", [0.4, 0.5, 1.0])
+def test_room_is_what_trying_everything_finds(cpus: float, share: float) -> None:
+    kinds = [ActorKind(cpus, share)] * 3 + [ActorKind(cpus, 0.0)] * 2
+    some = [{"CPU": 1.0}, {"CPU": 3.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": 2.0}, {}]
+    for nodes in ([], some[:1], some[:2], some[1:3], some[::2], [some[2], some[2]], some):
+        assert room(nodes, kinds) == most(nodes, kinds), nodes
+
+
+def test_room_where_nothing_is_reserved_or_wanted() -> None:
+    assert room([{"CPU": 0.0}], [ActorKind(0.0, 0.0)] * 5) == 5
+    assert room([], [ActorKind(0.0, 0.0)] * 5) == 0
+    assert room([{"CPU": 4.0}], []) == 0
+    assert room([{"GPU": 4.0, "CPU": 8.0}], [ActorKind(1, 2.0)] * 3) == 2  # whole GPUs
+
+
+def test_kinds_of_actors() -> None:
+    settings = RaySettings(actors=2, cpus=2, gpus=0.5, cpu_actors=1)
+    assert actor_kinds(settings, 0) == [ActorKind(2, 0.5), ActorKind(2, 0.5), ActorKind(2, 0.0)]
+    assert actor_kinds(RaySettings(actors="per_client"), 3) == [ActorKind(1, 0.0)] * 3
+
+
+def check(monkeypatch: pytest.MonkeyPatch, config: Config, nodes: list[dict[str, float]], grows: bool = False) -> None:
+    monkeypatch.setattr("raydfl.cluster.resources.alive_nodes", lambda: dict(enumerate(nodes)))
+    check_resources(config, 6, grows)
+
+
+def test_what_can_never_fit_is_refused_with_numbers(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ResourcesError, match=r"8 client actors with 1 CPU each need 8 CPU, the cluster has 4; lower ray.act"
+    ):
+        check(monkeypatch, tiny("ray.actors=8"), [{"CPU": 4.0}])
+    with pytest.raises(ResourcesError, match=r"3 client actors with 0.5 GPU each need 1.5 GPU, the cluster has 1"):
+        check(monkeypatch, tiny("ray.actors=3", "ray.gpus=0.5", "ray.cpu_actors=1"), [{"CPU": 4.0, "GPU": 1.0}])
+    with pytest.raises(
+        ResourcesError, match=r"2 client actors have to be there, the nodes have room for 0.*2 with 2 CPU each"
+    ):
+        check(monkeypatch, tiny("ray.actors=2", "ray.cpus=2"), [{"CPU": 1.0}] * 4)
+    check(monkeypatch, tiny("ray.actors=2", "ray.cpus=2"), [{"CPU": 2.0}] * 2)
+
+
+def test_only_min_actors_must_fit_and_on_a_cluster_that_grows_nothing(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(monkeypatch, tiny("ray.actors=8", "ray.min_actors=4"), [{"CPU": 4.0}])
+    with pytest.raises(
+        ResourcesError, match=r"5 client actors have to be there, the nodes have room for 4.*ray.min_actors"
+    ):
+        check(monkeypatch, tiny("ray.actors=8", "ray.min_actors=5"), [{"CPU": 4.0}])
+    check(monkeypatch, tiny("ray.actors=8", "ray.autoscale=true"), [], grows=True)
+
+
+def test_settings_that_contradict_each_other_are_refused(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError, match="min_actors=4 is more than the 3 client actors there will be"):
+        tiny("ray.actors=2", "ray.cpu_actors=1", "ray.min_actors=4")
+    with pytest.raises(ConfigError, match="need a number of actors, not per_client"):
+        tiny("ray.actors=per_client", "ray.min_actors=2")
+    with pytest.raises(ConfigError, match="need a number of actors, not per_client"):
+        tiny("ray.actors=per_client", "ray.cpu_actors=2")
+    with pytest.raises(
+        ConfigError, match=r"ray.actors=0 trains in this process, without Ray; set ray.cpu_actors=0 too"
+    ):
+        tiny("ray.actors=0", "ray.cpu_actors=2")
+    with pytest.raises(ConfigError, match="min_actors"):
+        tiny("ray.actors=2", "ray.min_actors=0")
+
+
+def test_where_a_run_is_computed_is_no_part_of_what_it_is(tiny: Tiny) -> None:
+    plain = tiny("ray.actors=4").digest()
+    assert tiny("ray.actors=4", "ray.min_actors=2", "ray.autoscale=true", "ray.cpu_actors=3").digest() == plain
+
+
+def test_what_is_said_when_nodes_come_and_go() -> None:
+    nodes: dict[str, dict[str, float]] = {"head": {"memory": 1.0}}
+    said: list[str] = []
+    kinds = [ActorKind(1, 0.5)] * 2 + [ActorKind(1, 0)] * 2
+    watch = NodeWatch(kinds, 3, said.append, lambda: dict(nodes), every=0.0)
+    watch.waits(600.0)
+    watch.look()  # nothing has changed: nothing is said
+    nodes |= {"a": {"CPU": 4.0, "GPU": 1.0}, "b": {"CPU": 1.0}}
+    watch.look()
+    del nodes["a"]
+    nodes["c"] = {"CPU": 1.0}
+    watch.look()
+    watch.look()
+    assert said == [
+        "waiting for the autoscaler: room for 0 of 3 client actors, needs 2 with 1 CPU and 0.5 GPU each, 2 with 1 CPU each; "
+        "there: 1 node with 0 CPU and 0 GPU; waiting up to 600 s",
+        "nodes: 2 joined; there: 3 nodes with 5 CPU and 1 GPU, room for 4 of 4 client actors",
+        "nodes: 1 joined, 1 left; there: 3 nodes with 2 CPU and 0 GPU, room for 2 of 4 client actors",
+    ]
+
+
+def test_nothing_is_said_where_there_is_room_and_no_look_comes_too_soon() -> None:
+    said: list[str] = []
+    looks = 0
+
+    def look() -> dict[str, dict[str, float]]:
+        nonlocal looks
+        looks += 1
+        return {f"n{number}": {"CPU": 4.0} for number in range(looks)}
+
+    watch = NodeWatch([ActorKind(1, 0)] * 2, 2, said.append, look, every=1000.0)
+    watch.waits(600.0)
+    watch.look()
+    assert (said, looks) == ([], 1)

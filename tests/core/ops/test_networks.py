@@ -1,0 +1,134 @@
+"""A whole network under torch.func: mapped over clients it is what it is for each of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raydfl.core import ops
+from raydfl.core.ops import _backend
+from raydfl.models.crnn import CRNN
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("way", ["sum", "grad"])
+def test_a_crnn_is_mapped_over_clients(implementation: str, bidirectional: bool, padded: bool, way: str) -> None:
+    torch.manual_seed(0)
+    network = CRNN(6, 4, filters=(8, 5), kernel=5, hidden=7, bidirectional=bidirectional, dropout=0.3)
+    parameters = {n: p.detach() + 0.1 * torch.randn(3, *p.shape) for n, p in network.named_parameters()}
+    x, y, seeds = torch.randn(3, 5, 21, 6), torch.randint(0, 4, (3, 5)), torch.tensor([1, 2, 3])
+    lengths = torch.randint(4, 22, (3, 5)) if padded else None
+
+    def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor, seed: Tensor, lengths: Tensor | None) -> Tensor:
+        with ops.random_state(seed):
+            return F.cross_entropy(torch.func.functional_call(network, parameters, (x, lengths)), y)
+
+    dims = (0, 0, 0, 0, 0 if padded else None)
+    if way == "grad":
+        found = torch.func.vmap(torch.func.grad(loss), in_dims=dims)(parameters, x, y, seeds, lengths)
+    else:
+        leaves = {name: value.clone().requires_grad_() for name, value in parameters.items()}
+        torch.func.vmap(loss, in_dims=dims)(leaves, x, y, seeds, lengths).sum().backward()
+        found = {name: leaf.grad for name, leaf in leaves.items()}
+    for client in range(3):
+        own = {name: value[client].clone().requires_grad_() for name, value in parameters.items()}
+        loss(own, x[client], y[client], seeds[client], None if lengths is None else lengths[client]).backward()
+        for name, leaf in own.items():
+            torch.testing.assert_close(found[name][client], leaf.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_both_implementations_train_alike() -> None:
+    def trained(choice: str) -> dict[str, Tensor]:
+        with ops.use(choice):  # type: ignore[arg-type]
+            torch.manual_seed(0)
+            network = CRNN(6, 4, filters=(8, 5), hidden=7, dropout=0.2)
+            optimiser = torch.optim.SGD(network.parameters(), lr=0.1)
+            for step in range(10):
+                optimiser.zero_grad()
+                with ops.random_state(torch.tensor(step)):
+                    F.cross_entropy(network(torch.randn(5, 21, 6)), torch.randint(0, 4, (5,))).backward()
+                optimiser.step()
+            return network.state_dict()
+
+    for one, other in zip(trained("auto").values(), trained("torch").values(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_without_the_library_one_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_backend, "_LIBRARY", tmp_path / "_cpu.so")
+    _backend._compiled.cache_clear()
+    try:
+        with caplog.at_level(logging.INFO, logger="raydfl"):
+            assert not ops.compiled()
+            assert ops.GRU(2, 3, batch_first=True)(torch.randn(1, 2, 2))[0].shape == (1, 2, 3)
+        assert [record.getMessage() for record in caplog.records] == [
+            "raydfl.ops: not compiled on this machine (_cpu.so is not there); training on a CPU is slower"
+        ]
+        caplog.clear()
+        (tmp_path / "_cpu.so").write_bytes(b"no library")
+        _backend._compiled.cache_clear()
+        assert not ops.compiled()
+        assert "does not load, install raydfl again; training on a CPU is slower" in caplog.text
+    finally:
+        _backend._compiled.cache_clear()
+
+
+@pytest.mark.skipif(not ops.compiled(), reason="the operators in C++ were not built here")
+def test_the_compiled_operators_check_what_they_are_given() -> None:
+    x, weight, bias = torch.randn(2, 9, 4), torch.randn(5, 4, 3), torch.randn(5)
+    conv, gru = torch.ops.raydfl.conv_forward, torch.ops.raydfl.gru_forward
+    for arguments, message in [
+        ((x, weight[:, :3], bias, None, 1, 2), r"weight has shape \[5, 3, 3\], not \[5, 4, 3\]"),
+        ((x, weight.double(), bias, None, 1, 2), "weight is Double, not float32"),
+        ((x[0], weight, bias, None, 1, 2), "x has 2 dimensions, not 3"),
+        ((x, weight, bias, torch.tensor([1, 2, 3]), 1, 2), r"lengths has shape \[3\], not \[2\]"),
+        ((x, weight, bias, torch.tensor([1.0, 2.0]), 1, 2), "lengths are Float, not int64"),
+        ((x, weight, bias, None, 3, 2), "padding 3 does not fit a kernel of 3"),
+        ((x, weight, bias, None, 1, 255), "a pool of 255 cannot be"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            conv(*arguments)
+    with pytest.raises(RuntimeError, match="3 weights are not 4 per direction"):
+        gru(x, None, [weight] * 3)
+    with pytest.raises(RuntimeError, match=r"weight_ih has shape \[9, 5\], not \[9, 4\]"):
+        gru(x, None, [torch.randn(9, 5), torch.randn(9, 3), torch.randn(9), torch.randn(9)])
+    assert torch.ops.raydfl.instruction_set() in ("avx2", "portable")
+
+
+ALIKE = """
+import torch
+from raydfl import ops
+assert ops.compiled() and torch.ops.raydfl.instruction_set() == "portable"
+torch.manual_seed(0)
+for shape in ((2, 9, 5, 7), (3, 12, 32, 33)):
+    batch, frames, inputs, hidden = shape
+    convolution = ops.Conv1d(inputs, hidden, 3, padding=1)
+    gru = ops.GRU(hidden, hidden, batch_first=True, bidirectional=True)
+    x = torch.randn(batch, frames, inputs, requires_grad=True)
+    leaves = [x, *convolution.parameters(), *gru.parameters()]
+    found = {}
+    for choice in ("auto", "torch"):
+        with ops.use(choice), ops.random_state(torch.tensor(3)):
+            y = gru.outputs(ops.Dropout(0.3)(convolution.pooled(x, 2)))
+            found[choice] = [y, *torch.autograd.grad(y.square().sum(), leaves)]
+    for one, other in zip(*found.values(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+"""
+
+
+@pytest.mark.skipif(not ops.compiled(), reason="the operators in C++ were not built here")
+def test_the_kernels_for_any_cpu_compute_the_same() -> None:
+    environment = {**os.environ, "RAYDFL_PORTABLE": "1"}
+    done = subprocess.run([sys.executable, "-c", ALIKE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

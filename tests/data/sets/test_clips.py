@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import soundfile
+
+from raydfl.core.errors import DataError
+from raydfl.data.audio import audio_seconds, read_audio
+from raydfl.data.manifest import make_manifest, read_manifest, write_manifest
+
+WriteAudio = Callable[..., Path]
+STANDARD = ["clip", "path", "label", "group", "split", "seconds"]
+
+
+def row(clip: str, **values: object) -> dict[str, object]:
+    return {"clip": clip, "path": f"/x/{clip}", "label": "yes"} | values
+
+
+# The manifest
+
+
+def test_rows_columns_and_tables_give_the_same_manifest() -> None:
+    rows = [row("a", group=7, split="train", seconds=1, take=3), row("b", group=8, split="test", seconds=2, take=4)]
+    columns = {name: [r[name] for r in rows] for name in rows[0]}
+    from_rows = make_manifest(rows, "here")
+    assert from_rows.equals(make_manifest(columns, "here"))
+    assert from_rows.equals(make_manifest(pa.table(columns), "here"))
+    assert from_rows.column_names == [*STANDARD, "take"]
+    assert [str(from_rows.schema.field(name).type) for name in STANDARD] == ["string"] * 5 + ["double"]
+    assert from_rows.to_pylist()[1] == row("b", group="8", split="test", seconds=2.0, take=4)
+
+
+def test_absent_columns_are_null_and_the_order_is_kept() -> None:
+    manifest = make_manifest([row("b"), row("a")], "here")
+    assert manifest.column("clip").to_pylist() == ["b", "a"]
+    assert [manifest.column(name).null_count for name in ("group", "split", "seconds")] == [2, 2, 2]
+
+
+def test_labels_that_are_numbers_become_text() -> None:
+    assert make_manifest([row("a", label=7)], "here").column("label").to_pylist() == ["7"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], r"here: the manifest is empty; check the root folder"),
+        ([{"clip": "a", "label": "x"}], r"here: the manifest has no column 'path'; its columns: clip, label"),
+        ([{"clip": "a", "path": "a", "lable": "x"}], r"no column 'label'; its columns: clip, path, lable"),
+        ([row("a"), row("b", label=None)], r"here: row 2 \(clip 'b'\) has no label; 1 such rows"),
+        ([row("a"), row("b", label="")], r"row 2 \(clip 'b'\) has no label"),
+        ([row("a"), row("")], r"row 2 \(clip ''\) has no clip"),
+        ([row("a"), row("b"), row("a")], r"1 clips are named more than once, the first 'a'"),
+        ([row("a", split="tset")], r"unknown split 'tset'; did you mean 'test'\?"),
+        (
+            [row("a", split="test"), row("b", split=None)],
+            r"row 2 \(clip 'b'\) has no split while others have; 1 of 2 rows",
+        ),
+        ([row("a", seconds="long")], r"column 'seconds' cannot be read as double"),
+        ([row("a", label=[1, 2])], r"column 'label' cannot be read as string"),
+        ([row("a", take=1), row("b", take="x")], r"here: the manifest's values do not form columns"),
+    ],
+)
+def test_what_is_no_manifest_is_refused(rows: list[dict[str, object]], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        make_manifest(rows, "here")
+
+
+def test_columns_of_unequal_length_are_refused() -> None:
+    with pytest.raises(DataError, match="here: the manifest's values do not form columns"):
+        make_manifest({"clip": ["a", "b"], "path": ["a"], "label": ["x", "y"]}, "here")
+
+
+def test_a_manifest_survives_its_file(tmp_path: Path) -> None:
+    manifest = make_manifest([row("a", split="train", take=3), row("b", split="test", take=4)], "here")
+    write_manifest(manifest, tmp_path / "m.parquet")
+    assert read_manifest(tmp_path / "m.parquet").equals(manifest)
+
+
+def test_a_manifest_file_that_is_missing_or_something_else_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.parquet: there is no such manifest file"):
+        read_manifest(tmp_path / "none.parquet")
+    (tmp_path / "text.parquet").write_text("clip,path,label\n")
+    with pytest.raises(DataError, match=r"text\.parquet: cannot be read as Parquet"):
+        read_manifest(tmp_path / "text.parquet")
+
+
+# Audio
+
+
+@pytest.mark.parametrize("suffix", ["wav", "flac", "ogg"])
+@pytest.mark.parametrize(("rate", "channels"), [(8000, 1), (44100, 2), (48000, 3)])
+def test_any_format_rate_and_channel_count_is_read(
+    write_audio: WriteAudio, suffix: str, rate: int, channels: int
+) -> None:
+    path = write_audio(f"a.{suffix}", 0.5, rate, channels)
+    samples, found = read_audio(path)
+    assert (samples.shape, samples.dtype, found) == ((rate // 2, channels), np.float32, rate)
+    assert np.sqrt(np.mean(samples**2)) == pytest.approx(0.25 / np.sqrt(2), rel=0.02)
+    assert audio_seconds(path) == pytest.approx(0.5)
+
+
+def test_samples_are_the_integers_of_the_file_over_their_full_scale(tmp_path: Path) -> None:
+    values = np.array([0, 1, -1, 32767, -32768, 12345], np.int16)
+    soundfile.write(tmp_path / "a.wav", values, 16000)
+    samples, _ = read_audio(tmp_path / "a.wav")
+    np.testing.assert_array_equal(samples[:, 0], values.astype(np.float32) / 32768)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    for read in (read_audio, audio_seconds):
+        with pytest.raises(DataError, match=r"/none\.wav: there is no such file"):
+            read(tmp_path / "none.wav")
+
+
+def test_a_folder_is_no_recording(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be read: Is a directory"):
+        read_audio(tmp_path)
+
+
+def test_an_empty_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.wav").touch()
+    with pytest.raises(DataError, match=r"/a\.wav: the file is empty \(0 bytes\)"):
+        read_audio(tmp_path / "a.wav")
+
+
+def test_a_file_that_is_no_audio_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.wav").write_text("this is no sound, whatever the name says")
+    for read in (read_audio, audio_seconds):
+        with pytest.raises(DataError, match=r"/a\.wav: cannot be read as audio"):
+            read(tmp_path / "a.wav")
+
+
+def test_samples_without_a_header_are_no_recording(tmp_path: Path) -> None:
+    (tmp_path / "a.raw").write_bytes(bytes(1000))
+    with pytest.raises(DataError, match=r"/a\.raw: cannot be read as audio: samplerate must be specified"):
+        read_audio(tmp_path / "a.raw")
+
+
+def test_a_git_lfs_pointer_is_recognised(tmp_path: Path) -> None:
+    (tmp_path / "a.wav").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+    with pytest.raises(DataError, match="Git LFS pointer, not the recording; run 'git lfs pull'"):
+        read_audio(tmp_path / "a.wav")
+
+
+@pytest.mark.parametrize("suffix", ["wav", "flac"])
+@pytest.mark.parametrize("kept", [0.9, 0.5])
+def test_a_file_cut_off_in_its_samples_is_truncated(write_audio: WriteAudio, suffix: str, kept: float) -> None:
+    path = write_audio(f"a.{suffix}", 1.0)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(kept * len(content))])
+    with pytest.raises(DataError, match=rf"/a\.{suffix}: (truncated: its header promises|cannot be read as audio)"):
+        read_audio(path)
+
+
+def test_a_wav_cut_off_in_its_header_is_truncated(write_audio: WriteAudio) -> None:
+    path = write_audio("a.wav")
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(DataError, match=r"truncated: a wav header without samples behind it \(40 bytes\)"):
+        read_audio(path)
+
+
+def test_the_message_gives_both_lengths(write_audio: WriteAudio) -> None:
+    path = write_audio("a.wav", 1.0)
+    path.write_bytes(path.read_bytes()[: 44 + 1000])
+    with pytest.raises(DataError, match="promises 32000 bytes of samples and the file holds 1000"):
+        read_audio(path)
+
+
+def test_a_size_that_counts_the_header_too_is_no_truncation(write_audio: WriteAudio) -> None:
+    path = write_audio("a.wav", 1.0)
+    content = bytearray(path.read_bytes())
+    content[40:44] = struct.pack("<I", 32000 + 44)
+    path.write_bytes(content)
+    assert read_audio(path)[0].shape == (16000, 1)
+
+
+@pytest.mark.parametrize("size", [0xFFFFFFFF, 0x7FFFF000])
+def test_a_wav_from_a_pipe_whose_length_was_never_filled_in_is_read(write_audio: WriteAudio, size: int) -> None:
+    path = write_audio("a.wav", 1.0)
+    content = bytearray(path.read_bytes())
+    content[4:8] = content[40:44] = struct.pack("<I", size)
+    path.write_bytes(content)
+    assert read_audio(path)[0].shape == (16000, 1)
+
+
+def test_chunks_before_the_samples_are_passed_over(write_audio: WriteAudio) -> None:
+    path = write_audio("a.wav", 1.0)
+    content = path.read_bytes()
+    odd = b"LIST" + struct.pack("<I", 5) + b"hello" + b"\0"
+    longer = content[:4] + struct.pack("<I", len(content) - 8 + len(odd)) + content[8:36] + odd + content[36:]
+    path.write_bytes(longer)
+    assert read_audio(path)[0].shape == (16000, 1)
+    path.write_bytes(longer[:-1000])
+    with pytest.raises(DataError, match="promises 32000 bytes of samples and the file holds 31000"):
+        read_audio(path)
+
+
+def test_a_clip_without_samples_is_refused(tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "a.wav", np.zeros((0, 1)), 16000)
+    with pytest.raises(DataError, match=r"/a\.wav: the clip has no samples \(zero length\)"):
+        read_audio(tmp_path / "a.wav")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_samples_that_are_no_numbers_are_counted_and_placed(tmp_path: Path, value: float) -> None:
+    samples = np.zeros((100, 2), np.float32)
+    samples[60, 1] = samples[70] = value
+    soundfile.write(tmp_path / "a.wav", samples, 16000, subtype="FLOAT")
+    with pytest.raises(DataError, match=r"/a\.wav: 3 of 200 samples are NaN or infinite, the first at sample 60"):
+        read_audio(tmp_path / "a.wav")

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raydfl.core.errors import ConfigError
+from raydfl.core.registry import build
+from raydfl.data.dataset import Card, Dataset, dataset_names, find_dataset
+
+NAMES = [
+    *("crema_d", "emodb", "esc", "folder", "fsdd", "iemocap", "manifest"),
+    *("ravdess", "speech_commands", "spoken_words", "urbansound8k"),
+]
+
+OWN = """
+from pathlib import Path
+
+from pydantic.dataclasses import dataclass
+
+from raydfl.data.manifest import make_manifest
+from raydfl.data.dataset import Dataset
+
+
+@dataclass(frozen=True, kw_only=True)
+class MySet(Dataset):
+    root: Path
+
+    def manifest(self):
+        files = sorted(self.root.glob("*.wav"))
+        rows = [{"clip": f.name, "path": str(f), "label": f.name[0], "group": f.name[1:4]} for f in files]
+        return make_manifest(rows, "MySet")
+"""
+
+
+def test_every_set_is_a_file_and_every_file_is_a_set() -> None:
+    assert dataset_names() == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_set_says_what_it_is(name: str) -> None:
+    found = find_dataset(name)
+    assert issubclass(found, Dataset)
+    assert found.__module__ == f"raydfl.data.sets.{name}"
+    card = found.card
+    assert isinstance(card, Card)
+    assert card.title
+    assert card.layout
+    if name not in {"folder", "manifest"}:
+        assert card.licence
+        assert card.url.startswith("http")
+    assert all(field.description for field in found.__pydantic_fields__.values())
+
+
+def test_an_unknown_set_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="unknown data set 'fsddd'; did you mean 'fsdd'"):
+        find_dataset("fsddd")
+
+
+def test_an_unknown_option_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"data: unknown key 'test_take' for FSDD; did you mean 'test_takes'\?"):
+        build(find_dataset("fsdd"), {"root": "x", "test_take": 3}, "data")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("fsdd", {}, "data.root is missing"),
+        (
+            "fsdd",
+            {"root": "x", "test_takes": -1},
+            "data.test_takes is -1; it must be at least 0",
+        ),
+        ("crema_d", {"root": "x", "emotions": ["anger", "joy"]}, r'data.emotions.1 is "joy"; it must be one of .*'),
+        ("ravdess", {"root": "x", "channel": "video"}, 'data.channel is "video"; it must be one of speech, song, both'),
+        ("urbansound8k", {"root": "x", "test_folds": ["a"]}, 'data.test_folds.0 is "a"; it must be a whole number'),
+        ("speech_commands", {"root": "x", "keywords": []}, r"data.keywords is \[\]; it must be at least 1 item"),
+    ],
+)
+def test_a_wrong_option_names_its_place(name: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(find_dataset(name), options, "data")
+
+
+def test_a_set_of_ones_own_is_one_class_in_one_file(tmp_path: Path, write_audio: Callable[..., Path]) -> None:
+    write_audio("clips/ajoe.wav")
+    write_audio("clips/bsue.wav", 0.1, 8000, 2)
+    (tmp_path / "mine.py").write_text(OWN)
+    dataset = build(find_dataset(f"{tmp_path}/mine.py:MySet"), {"root": tmp_path / "clips"}, "data")
+    rows = dataset.manifest().to_pylist()
+    assert [(row["label"], row["group"]) for row in rows] == [("a", "joe"), ("b", "sue")]
+    samples, rate = dataset.read(rows[1])
+    assert (samples.shape, samples.dtype, rate) == ((800, 2), np.float32, 8000)
+    assert dataset.identity(rows[1]) is None
+
+
+def test_the_base_asks_for_a_manifest() -> None:
+    with pytest.raises(NotImplementedError, match=r"Dataset must say in manifest\(\) which clips it has"):
+        Dataset().manifest()

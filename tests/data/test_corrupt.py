@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+from scipy import signal, stats
+
+from raydfl.core.errors import DataError
+from raydfl.data.corruption import (
+    CorruptSettings,
+    LabelErrorSettings,
+    Noise,
+    NoiseSettings,
+    add_noise,
+    choose_clients,
+    noise_for,
+    transition_matrix,
+    wrong_labels,
+)
+from raydfl.data.names import Names
+
+IDS = Names.of(f"c{i}" for i in range(50))
+
+
+@pytest.mark.parametrize("snr_db", [-5.0, 0.0, 10.0, 30.0])
+def test_noise_has_the_wanted_power_and_is_white(snr_db: float) -> None:
+    wave = (0.3 * np.sin(np.arange(100_000) * 0.05)).astype(np.float32)
+    noise = add_noise(wave, snr_db, 1).astype(np.float64) - wave
+    measured = 10 * np.log10(np.mean(wave.astype(float) ** 2) / np.mean(noise**2))
+    assert measured == pytest.approx(snr_db, abs=0.05)  # 3 standard errors of a variance of 100,000 normal values
+    assert stats.kstest(noise / noise.std(), "norm").pvalue > 0.01
+    _, density = signal.welch(noise, nperseg=512)
+    assert density[1:-1].std() / density.mean() < 0.15
+
+
+def test_noise_of_100_db_is_clean_and_silence_stays_silent() -> None:
+    wave = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    np.testing.assert_allclose(add_noise(wave, 100.0, 1), wave, atol=1e-4)
+    assert not add_noise(np.zeros(10, np.float32), 10.0, 1).any()
+
+
+def test_each_clip_has_noise_of_its_own() -> None:
+    noise = noise_for(["a", "b", "c"], 10.0, seed=1)
+    assert len(set(noise.seeds)) == 3
+    assert noise == noise_for(["a", "b", "c"], 10.0, seed=1)
+    assert noise.part(1, 3) == Noise(10.0, noise_for(["b", "c"], 10.0, 1).seeds)
+    assert noise.seeds != noise_for(["a", "b", "c"], 10.0, seed=2).seeds
+
+
+@pytest.mark.parametrize(("classes", "rate"), [(2, 0.3), (4, 0.5), (10, 0.1), (35, 0.5), (35, 1.0), (3, 0.0)])
+def test_transition_matrix(classes: int, rate: float) -> None:
+    repaired = 0
+    for seed in range(30):
+        matrix = transition_matrix(classes, rate, np.random.default_rng(seed))
+        np.testing.assert_allclose(matrix.sum(axis=1), 1)
+        np.testing.assert_allclose(np.diag(matrix), 1 - rate)
+        if rate == 0:
+            np.testing.assert_array_equal(matrix, np.eye(classes))
+            continue
+        off = matrix[~np.eye(classes, dtype=bool)].reshape(classes, classes - 1)
+        for row in off:  # what is there shares the rate evenly
+            np.testing.assert_allclose(row[row > 0], rate / (row > 0).sum())
+        zeros, wanted = int((off == 0).sum()), int(np.floor(0.4 * off.size + 0.5))
+        assert zeros <= wanted
+        repaired += wanted - zeros
+        if classes == 35:
+            assert zeros == wanted
+    assert (repaired > 0) == (rate > 0 and classes in (2, 4))  # few classes: rows that lost everything got a cell back
+
+
+def test_labels_go_wrong_at_the_rate_and_by_the_matrix() -> None:
+    labels = np.repeat(np.arange(10), 5000)
+    wrong = wrong_labels(labels, 10, 0.5, 1, "anna")
+    assert (wrong != labels).mean() == pytest.approx(0.5, abs=0.01)
+    table = np.zeros((10, 10))
+    np.add.at(table, (labels, wrong), 1)
+    assert (table == 0).sum() == 36  # 40 % of 90: the support is the matrix's
+    for row, label in zip(table, range(10), strict=True):
+        others = np.delete(row, label)
+        assert stats.chisquare(others[others > 0]).pvalue > 0.001
+    np.testing.assert_array_equal(wrong, wrong_labels(labels, 10, 0.5, 1, "anna"))
+    for seed, client in ((2, "anna"), (1, "berta")):  # each client has a matrix of its own
+        other = np.zeros((10, 10))
+        np.add.at(other, (labels, wrong_labels(labels, 10, 0.5, seed, client)), 1)
+        assert ((other == 0) != (table == 0)).any()
+    np.testing.assert_array_equal(wrong_labels(labels, 10, 0.0, 1, "anna"), labels)
+    assert not (wrong_labels(labels, 10, 1.0, 1, "anna") == labels).any()
+
+
+def test_clients_by_share_number_or_name() -> None:
+    assert choose_clients(IDS, 0.2, 1, "labels").sum() == 10
+    assert choose_clients(IDS, 0.05, 1, "labels").sum() == 3  # halves up
+    assert choose_clients(IDS, 1, 1, "labels").sum() == 1
+    assert choose_clients(IDS, 1.0, 1, "labels").all()
+    assert not choose_clients(IDS, 0, 1, "labels").any()
+    assert np.flatnonzero(choose_clients(IDS, ("c7", "c3"), 1, "labels")).tolist() == [3, 7]
+    drawn = choose_clients(IDS, 0.5, 1, "labels")
+    np.testing.assert_array_equal(drawn, choose_clients(IDS, 0.5, 1, "labels"))
+    assert (drawn != choose_clients(IDS, 0.5, 1, "noise")).any()
+    assert (drawn != choose_clients(IDS, 0.5, 2, "labels")).any()
+
+
+def test_what_cannot_be_corrupted() -> None:
+    with pytest.raises(DataError, match="51 clients are to be corrupted, there are 50"):
+        choose_clients(IDS, 51, 1, "labels")
+    with pytest.raises(DataError, match="there is no client 'c77'; did you mean 'c7'"):
+        choose_clients(IDS, ("c77",), 1, "labels")
+    with pytest.raises(DataError, match="needs at least 2 classes, the data have 1"):
+        transition_matrix(1, 0.1, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"noise": {"snr_db": float("nan")}}, "finite"),
+        ({"noise": {"snr_db": 5, "clients": 1.5}}, "between 0.0 and 1.0"),
+        ({"labels": {"rate": 0.1, "clients": -1}}, "at least 0"),
+        ({"labels": {"rate": 1.1}}, "less than or equal to 1"),
+    ],
+)
+def test_settings_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        CorruptSettings(**options)
+
+
+def test_numbers_and_shares_are_told_apart() -> None:
+    for value, kind in ((1, int), (1.0, float), (0.2, float), (["a", "b"], tuple)):
+        for settings in (NoiseSettings(snr_db=1, clients=value), LabelErrorSettings(rate=0.1, clients=value)):
+            assert type(settings.clients) is kind
+            again = type(settings).model_validate_json(settings.model_dump_json())
+            assert again == settings
+            assert type(again.clients) is kind

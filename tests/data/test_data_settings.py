@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from raydfl.core.errors import ConfigError
+from raydfl.data.settings import DataSettings
+
+SETS = Path(__file__).parent / "tiny_sets.py"
+FULL = """
+root: some/folder
+features: {kind: logmel, sample_rate: 16000, bands: 128, window_ms: 64, fft: 1024, hop_ms: 10, normalise: clip}
+segment: {frames: 300, stride: 50, test_stride: 100, keep_last: false}
+split: {test: {by: fold, values: [1]}, official_validation: drop, validation: 0.2}
+partition: {by: dirichlet, column: recording, clients: 50, alpha: 0.5, minimum: 5}
+corrupt: {noise: {snr_db: 10, clients: 0.2}, labels: {rate: 0.5, clients: 3}}
+unreadable: skip
+"""
+
+
+def test_read_and_written_again() -> None:
+    settings = DataSettings(name=f"{SETS}:Folder", **yaml.safe_load(FULL))
+    assert settings.source.options == {"root": "some/folder"}
+    assert settings.source.open().root == Path("some/folder")  # type: ignore[attr-defined]
+    again = DataSettings(**settings.model_dump(mode="json"))
+    assert again == settings
+    assert again.source == settings.source
+
+
+def test_a_name_alone_will_do() -> None:
+    settings = DataSettings.model_validate(f"{SETS}:Made")
+    assert settings.partition.by == "group"
+    assert settings.source.open().groups == 6  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"groups": 3, "grops": 3}, r"data: unknown key 'grops' for data set '.*:Made'; did you mean 'groups'\?"),
+        ({"partitoin": {}}, r"unknown key 'partitoin' .*did you mean 'partition'\?"),
+        ({"features": {"band": 3}}, r"data.features: unknown key 'band'; did you mean 'bands'\?"),
+        ({"split": {"test": {"fractoin": 3}}}, r"data.split.test: unknown key 'fractoin'; did you mean 'fraction'\?"),
+        ({"corrupt": {"noise": {"snr": 3}}}, r"data.corrupt.noise: unknown key 'snr'; did you mean 'snr_db'\?"),
+        ({"segment": {"frame": 3}}, r"data.segment: unknown key 'frame'; did you mean 'frames'\?"),
+        ({"features": {"bands": "x"}}, r'data.features.bands is "x"; it must be a whole number'),
+        ({"groups": "many"}, r'data.groups is "many"; it must be a whole number'),
+        ({"segment": {"frames": 3, "stride": 1}, "features": {"seconds": 1.0}}, "set data.features.seconds to null"),
+    ],
+)
+def test_wrong_keys_and_values_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DataSettings(name=f"{SETS}:Made", **options)
+
+
+def test_wrong_types() -> None:
+    for options, message in (
+        ({"unreadable": "no"}, "'stop' or 'skip'"),
+        ({"split": 3}, "split"),
+    ):
+        with pytest.raises(ValidationError, match=message):
+            DataSettings(name=f"{SETS}:Made", **options)
+    with pytest.raises(ValidationError, match="name"):
+        DataSettings.model_validate({})
+    with pytest.raises(ConfigError, match="unknown data set 'nothing'"):
+        DataSettings(name="nothing")
+
+
+def test_a_data_set_cannot_call_an_option_like_a_key_of_ours(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from pydantic.dataclasses import dataclass\nfrom raydfl.data.dataset import Dataset\n"
+        "@dataclass(frozen=True, kw_only=True)\nclass Mine(Dataset):\n    split: int = 3\n"
+    )
+    with pytest.raises(ConfigError, match="has an option 'split', which is a key of data itself"):
+        DataSettings(name=f"{file}:Mine")
+
+
+def test_every_field_says_what_it_means() -> None:
+    fields = 0
+
+    def walk(schema: dict[str, Any]) -> None:
+        nonlocal fields
+        for name, field in schema.get("properties", {}).items():
+            assert field.get("description"), name
+            fields += 1
+
+    schema = DataSettings.model_json_schema()
+    walk(schema)
+    for part in schema["$defs"].values():
+        walk(part)
+    features = 12 + 7 + 11  # log-mel, file, model
+    assert fields == 11 + 1 + features + 4 + 3 + 3 + 10 + 2 + 2 + 2  # data, site, segment, split ... corrupt
+
+
+def test_reading_a_configuration_does_not_wait_for_torch() -> None:
+    code = "import sys, raydfl.data.settings, raydfl.data.partition; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path)}
+    )
+    assert done.stdout == "False\n"

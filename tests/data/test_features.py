@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchaudio
+from pydantic import ValidationError
+
+from raydfl.core.errors import DataError
+from raydfl.data.features.extractor import FeatureExtractor
+from raydfl.data.features.log_mel import FeatureSettings
+from raydfl.data.features.wave import EPSILON
+
+FEDAUDIO: dict[str, Any] = {"sample_rate": 16000, "window_ms": 64, "fft": 1024, "hop_ms": 10, "bands": 128}
+
+
+def noise(samples: int, channels: int = 1, seed: int = 0) -> np.ndarray:
+    return (0.1 * np.random.default_rng(seed).standard_normal((samples, channels))).astype(np.float32)
+
+
+def numpy_log_mel(wave: np.ndarray, rate: int, fft: int, window: int, hop: int, bands: int) -> np.ndarray:
+    """The same definition once more, in float64 and without torchaudio."""
+    hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(window) / window)
+    left = (fft - window) // 2
+    taper = np.pad(hann, (left, fft - window - left))
+    padded = np.pad(wave.astype(np.float64), fft // 2, mode="reflect")
+    frames = np.stack([padded[i * hop : i * hop + fft] * taper for i in range(1 + len(wave) // hop)])
+    power = np.abs(np.fft.rfft(frames)) ** 2
+    mel = np.linspace(0, 2595 * np.log10(1 + rate / 2 / 700), bands + 2)
+    edges = 700 * (10 ** (mel / 2595) - 1)
+    hertz = np.linspace(0, rate / 2, fft // 2 + 1)
+    rising = (hertz[:, None] - edges[:-2]) / (edges[1:-1] - edges[:-2])
+    falling = (edges[2:] - hertz[:, None]) / (edges[2:] - edges[1:-1])
+    weights = np.maximum(0, np.minimum(rising, falling))
+    return 10 * np.log10(np.maximum(power @ weights, 1e-10))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        FEDAUDIO,
+        {"sample_rate": 8000, "bands": 40, "window_ms": 25},
+        {"bands": 23, "window_ms": 32, "hop_ms": 16, "fft": 2048},
+    ],
+)
+def test_log_mel_equals_an_independent_calculation(options: dict[str, Any]) -> None:
+    settings = FeatureSettings(**options, normalise="none")
+    wave = noise(settings.sample_rate)[:, 0]
+    expected = numpy_log_mel(wave, settings.sample_rate, settings.points, settings.window, settings.hop, settings.bands)
+    actual = FeatureExtractor(settings)(wave, settings.sample_rate)
+    assert actual.dtype == np.float32
+    np.testing.assert_allclose(actual, expected, atol=2e-3)
+
+
+def test_fedaudio_protocol_is_the_torchaudio_pipeline() -> None:
+    wave = noise(16000)
+    mel = torchaudio.transforms.MelSpectrogram(16000, n_fft=1024, win_length=1024, hop_length=160, n_mels=128)
+    decibels = torchaudio.transforms.AmplitudeToDB()(mel(torch.from_numpy(wave[:, 0]))).numpy().T
+    expected = (decibels - decibels.mean(axis=0)) / (decibels.std(axis=0) + 1e-5)
+    actual = FeatureExtractor(FeatureSettings(**FEDAUDIO))(wave, 16000)
+    assert actual.shape == (101, 128)
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
+
+
+def test_normalised_bands_have_mean_0_and_deviation_1() -> None:
+    features = FeatureExtractor(FeatureSettings())(noise(12345), 16000)
+    np.testing.assert_allclose(features.mean(axis=0), 0, atol=1e-4)
+    np.testing.assert_allclose(features.std(axis=0), 1, atol=1e-4)
+    silent = FeatureExtractor(FeatureSettings())(np.zeros((8000, 1), np.float32), 16000)
+    assert EPSILON > 0
+    assert not silent.any()
+
+
+@pytest.mark.parametrize("samples", [1, 79, 80, 255, 256, 257, 8000, 8079])
+def test_every_hop_that_begins_gives_a_frame(samples: int) -> None:
+    settings = FeatureSettings(sample_rate=8000)
+    features = FeatureExtractor(settings)(noise(samples), 8000)
+    assert features.shape == (1 + samples // 80, 64)
+    assert np.isfinite(features).all()
+
+
+def test_a_second_has_101_frames_and_longer_clips_are_cut() -> None:
+    settings = FeatureSettings(seconds=1.0)
+    assert settings.frames == 101
+    extractor, wave = FeatureExtractor(settings), noise(40000)
+    np.testing.assert_array_equal(extractor(wave, 16000), extractor(wave[:16000], 16000))
+    assert extractor(wave[:8000], 16000).shape == (51, 64)  # the cache pads, after normalising
+    assert settings.frames_of(np.array([0.1, 3.0])).tolist() == [101, 101]
+    assert FeatureSettings().frames_of(np.array([0.1, 3.0])).tolist() == [11, 301]
+
+
+def test_no_band_is_empty_by_torchaudios_filters() -> None:
+    tried = 0
+    for rate in (8000, 16000, 44100):
+        for bands in (20, 64, 128, 200):
+            for window_ms in (10.0, 25.0, 64.0):
+                settings = FeatureSettings(sample_rate=rate, bands=bands, window_ms=window_ms)
+                filters = self_filters(settings, settings.points)
+                assert (filters.max(dim=0).values > 0).all(), (rate, bands, window_ms)
+                shorter = settings.points // 2
+                if shorter >= settings.window:  # the half would not have done
+                    assert not (self_filters(settings, shorter).max(dim=0).values > 0).all()
+                    with pytest.raises(ValidationError, match="mel bands are empty with fft"):
+                        FeatureSettings(sample_rate=rate, bands=bands, window_ms=window_ms, fft=shorter)
+                tried += 1
+    assert tried == 36
+
+
+def self_filters(settings: FeatureSettings, points: int) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchaudio warns of empty bands, which is what is asked
+        filters: torch.Tensor = torchaudio.functional.melscale_fbanks(
+            points // 2 + 1, settings.low_hz, settings.highest_hz, settings.bands, settings.sample_rate
+        )
+    return filters
+
+
+@pytest.mark.parametrize("rate", [11025, 22050, 44100, 48000, 11127])
+def test_resampled_tones_keep_their_pitch_and_size(rate: int) -> None:
+    seconds = np.arange(rate) / rate
+    tone = np.sin(2 * np.pi * 440 * seconds).astype(np.float32)
+    wave = FeatureExtractor(FeatureSettings()).wave(tone, rate)
+    assert abs(len(wave) - 16000) <= 1
+    expected = np.sin(2 * np.pi * 440 * np.arange(len(wave)) / 16000)
+    np.testing.assert_allclose(wave[500:-500], expected[500:-500], atol=0.01)
+
+
+def test_channels() -> None:
+    wave = noise(8000, channels=2)
+    first = FeatureExtractor(FeatureSettings(sample_rate=8000))
+    mean = FeatureExtractor(FeatureSettings(sample_rate=8000, channel="mean"))
+    np.testing.assert_array_equal(first.wave(wave, 8000), wave[:, 0])
+    np.testing.assert_allclose(mean.wave(wave, 8000), wave.mean(axis=1))
+
+
+@pytest.mark.parametrize(
+    ("wave", "rate", "message"),
+    [
+        (np.zeros((0, 1)), 8000, "no samples"),
+        (np.array([[0.0], [np.nan], [np.inf]]), 8000, "2 of the clip's 3 samples are NaN or infinite"),
+        (np.zeros((5, 1)), 0, "sample rate is 0 Hz"),
+        (np.zeros((5, 1, 1)), 8000, "shape"),
+        (np.zeros((50, 1)), 2_000_000_000, "too far above"),
+    ],
+)
+def test_clips_that_cannot_be_used(wave: np.ndarray, rate: int, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        FeatureExtractor(FeatureSettings())(wave, rate)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fft": 200}, "fft 200 is shorter than the window of 400 samples"),
+        ({"high_hz": 9000}, "low_hz 0.0 < high_hz 9000.0 <= sample_rate / 2 = 8000.0"),
+        ({"low_hz": 5000, "high_hz": 4000}, "must hold"),
+        ({"hop_ms": 0.01}, "at least 2 and 1 are needed"),
+        ({"bands": 0}, "greater than or equal to 1"),
+        ({"kind": "mfcc"}, "logmel"),
+    ],
+)
+def test_settings_that_contradict_each_other(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        FeatureSettings(**options)

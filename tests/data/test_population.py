@@ -1,0 +1,360 @@
+from __future__ import annotations
+
+import shutil
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_sets import Made, write_folder
+
+from raydfl.core import files as files_module
+from raydfl.core.errors import DataError, ResourcesError, RunDirectoryError
+from raydfl.data.build import build_population
+from raydfl.data.corruption import add_noise, noise_for, wrong_labels
+from raydfl.data.examples import Examples
+from raydfl.data.features.cache import FeatureStore
+from raydfl.data.features.extractor import FeatureExtractor
+from raydfl.data.names import Names
+from raydfl.data.population import Population
+from raydfl.data.settings import DataSettings
+
+Make = Callable[..., DataSettings]
+SETS = Path(__file__).parent / "tiny_sets.py"
+
+
+def columns(examples: Examples) -> tuple[list[int], ...]:
+    return tuple(c.tolist() for c in (examples.starts, examples.counts, examples.labels, examples.clips))
+
+
+def everything(population: Population) -> list[Any]:
+    """All that a population says, for comparisons."""
+    clients = [
+        (
+            population.ids[i],
+            population.profile(i),
+            population.num_examples(i),
+            columns(data.train),
+            columns(data.validation),
+        )
+        for i in range(len(population))
+        for data in [population.data(i)]
+    ]
+    return [population.classes, population.length, clients, columns(population.test), columns(population.validation)]
+
+
+def test_groups_become_clients_with_their_clips(made: Make) -> None:
+    population = build_population(made(split={"validation": 0.25}), 1)
+    manifest = Made().manifest()
+    rows = manifest.to_pylist()
+    assert list(population.ids) == [f"g{i}" for i in range(6)]
+    assert population.classes == ("w0", "w1", "w2", "w3")
+    assert population.bands == 16
+    assert population.length == 21
+    seen = []
+    for i in range(6):
+        data = population.data(i)
+        assert population.num_examples(i) == len(data.train) == 12  # of 16: take 0 is the test set
+        assert len(data.validation) == 4
+        assert len(data.test) == 0
+        assert population.profile(i) == {"group": f"g{i}", "noisy": False, "label_errors": False}
+        for part in (data.train, data.validation):
+            for position, (clip, label) in enumerate(zip(part.clips, part.labels, strict=True)):
+                assert rows[clip]["group"] == f"g{i}"
+                assert rows[clip]["label"] == population.classes[label]
+                assert rows[clip]["split"] != "test"
+                batch = part.batch(np.array([position]))
+                np.testing.assert_array_equal(batch.x[0].numpy(), population.stores[0].clip(clip))
+                assert batch.lengths is None
+            seen += part.clips.tolist()
+    seen += population.test.clips.tolist()
+    assert sorted(seen) == list(range(120))
+    assert {rows[clip]["split"] for clip in population.test.clips} == {"test"}
+    assert (np.diff(population.test.clips) > 0).all()
+    counts = population.label_counts()
+    assert counts.shape == (6, 4)
+    for i in range(6):
+        np.testing.assert_array_equal(counts[i], np.bincount(population.data(i).train.labels, minlength=4))
+
+
+def test_official_validation_clips_go_where_they_are_sent(made: Make) -> None:
+    for where, train, server in (("train", 96, 0), ("validation", 72, 24), ("drop", 72, 0)):
+        population = build_population(made(split={"official_validation": where}), 1)
+        assert sum(population.num_examples(i) for i in range(6)) == train
+        assert len(population.validation) == server
+        assert len(population.test) == 24
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"partition": {"shards": 2}, "split": {"validation": 0.2}},
+        {
+            "partition": {"by": "dirichlet", "clients": 5, "alpha": 0.5},
+            "corrupt": {"labels": {"rate": 0.5, "clients": 0.5}},
+        },
+        {"partition": {"by": "iid", "clients": 5}, "corrupt": {"noise": {"snr_db": 10, "clients": 2}}, "uneven": True},
+        {
+            "segment": {"frames": 8, "stride": 4, "test_stride": 8},
+            "uneven": True,
+            "split": {"test": {"by": "take", "values": [2]}, "validation": 0.2},
+        },
+    ],
+)
+def test_saved_and_opened_again(made: Make, tmp_path: Path, options: dict[str, Any]) -> None:
+    population = build_population(made(**options), 1)
+    population.save(tmp_path / "population")
+    opened = Population.load(tmp_path / "population", verify=True)
+    assert everything(opened) == everything(population)
+    assert everything(build_population(made(**options), 1)) == everything(population)  # the seed decides
+    assert everything(build_population(made(**options), 2)) != everything(population)
+    for i in range(len(population)):
+        for mine, theirs in zip(
+            population.data(i).train.batches(7, None), opened.data(i).train.batches(7, None), strict=True
+        ):
+            np.testing.assert_array_equal(mine.x.numpy(), theirs.x.numpy())
+
+
+def test_clips_of_unequal_length(made: Make) -> None:
+    population = build_population(made(uneven=True), 1)
+    assert population.length is None
+    batch = population.test.batch(np.arange(3))
+    assert batch.lengths is not None
+    assert batch.lengths.tolist() == [21] * 3
+
+
+def test_segments_of_a_clip_share_its_number_and_label(made: Make) -> None:
+    population = build_population(made(uneven=True, segment={"frames": 20, "stride": 5, "test_stride": 10}), 1)
+    store = population.stores[0]
+    assert population.length == 20  # every clip is longer: all examples are alike
+    train = population.data(2).train
+    for clip in np.unique(train.clips):
+        mine = train.take(np.flatnonzero(train.clips == clip))
+        frames = len(store.clip(clip))
+        assert len(mine) == 1 + (frames - 20) // 5
+        assert len(set(mine.labels)) == 1
+        for number in range(len(mine)):
+            np.testing.assert_array_equal(
+                mine.batch(np.array([number])).x[0].numpy(), store.clip(clip)[5 * number : 5 * number + 20]
+            )
+    frames_of_test = [len(store.clip(clip)) for clip in np.unique(population.test.clips)]
+    assert len(population.test) == sum(1 + (frames - 20) // 10 for frames in frames_of_test)
+    assert population.label_counts().sum() == 96  # clips, not segments
+
+
+def test_noise_is_in_the_training_clips_of_the_chosen_clients_only(made: Make) -> None:
+    clean = build_population(made(split={"validation": 0.25}), 1)
+    settings = made(split={"validation": 0.25}, corrupt={"noise": {"snr_db": 5.0, "clients": ["g1", "g4"]}})
+    noisy = build_population(settings, 1)
+    extractor, dataset = FeatureExtractor(settings.features), Made()
+    rows = dataset.manifest().to_pylist()
+    for i in range(6):
+        mine, theirs = clean.data(i), noisy.data(i)
+        assert noisy.profile(i)["noisy"] == (i in (1, 4))
+        assert mine.train.clips.tolist() == theirs.train.clips.tolist()
+        assert mine.train.labels.tolist() == theirs.train.labels.tolist()
+        assert columns(mine.validation) == columns(theirs.validation)
+        for position, clip in enumerate(theirs.train.clips):
+            x = theirs.train.batch(np.array([position])).x[0].numpy()
+            if i in (1, 4):
+                seed = noise_for([rows[clip]["clip"]], 5.0, 1).seeds[0]
+                wave = add_noise(extractor.wave(*dataset.read(rows[clip])), 5.0, seed)
+                np.testing.assert_array_equal(x, extractor.features(wave))
+            else:
+                np.testing.assert_array_equal(x, clean.stores[0].clip(clip))
+    assert columns(clean.test) == columns(noisy.test)
+    assert noisy.test.store.folder == clean.stores[0].folder
+    assert len(noisy.stores[1]) == 24  # 2 clients x 12: only what is needed
+    none = build_population(made(corrupt={"noise": {"snr_db": 5.0, "clients": 0}}), 1)
+    assert len(none.stores) == 1
+
+
+def test_wrong_labels_are_in_the_training_clips_of_the_chosen_clients_only(made: Make) -> None:
+    options = {"split": {"validation": 0.25}}
+    clean = build_population(made(**options), 1)
+    wrong = build_population(made(**options, corrupt={"labels": {"rate": 0.8, "clients": 2}}), 1)
+    chosen = [i for i in range(6) if wrong.profile(i)["label_errors"]]
+    assert len(chosen) == 2
+    for i in range(6):
+        mine, theirs = clean.data(i), wrong.data(i)
+        assert mine.train.clips.tolist() == theirs.train.clips.tolist()
+        expected = mine.train.labels
+        if i in chosen:
+            expected = wrong_labels(expected, 4, 0.8, 1, wrong.ids[i])
+            assert (expected != mine.train.labels).any()
+        assert theirs.train.labels.tolist() == expected.tolist()
+        assert columns(mine.validation) == columns(theirs.validation)
+    assert columns(clean.test) == columns(wrong.test)
+    neutral = build_population(made(**options, corrupt={"labels": {"rate": 0.0}}), 1)
+    assert [columns(neutral.data(i).train) for i in range(6)] == [columns(clean.data(i).train) for i in range(6)]
+
+
+def folder_settings(root: Path, cache: Path, **options: Any) -> DataSettings:
+    return DataSettings(
+        **{
+            "name": f"{SETS}:Folder",
+            "root": root,
+            "cache": cache,
+            "features": {"sample_rate": 8000, "bands": 16},
+            **options,
+        }
+    )
+
+
+def test_unreadable_clips_are_left_out_counted_and_listed(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "data", takes=4)
+    for name in ("w0_g0_0.wav", "w1_g1_2.wav"):  # one of the test set, one of a client
+        (root / name).write_bytes(b"")
+    with pytest.raises(DataError, match="2 of 24 clips cannot be read"):
+        build_population(folder_settings(root, tmp_path / "cache"), 1)
+    population = build_population(folder_settings(root, tmp_path / "cache", unreadable="skip"), 1)
+    assert [clip for clip, _ in population.skipped] == ["w0_g0_0.wav", "w1_g1_2.wav"]
+    assert all("empty" in reason for _, reason in population.skipped)
+    assert population.messages == ("2 of 24 clips cannot be read and are left out, the first w0_g0_0.wav",)
+    assert len(population.test) == 5
+    assert [population.num_examples(i) for i in range(2)] == [9, 8]
+    # Numbers of clips are still those of the manifest.
+    clips = [*population.data(0).train.clips, *population.data(1).train.clips, *population.test.clips]
+    assert sorted(clips) == sorted(set(range(24)) - {0, 14})
+    population.save(tmp_path / "population")
+    assert Population.load(tmp_path / "population").skipped == population.skipped
+
+
+def test_a_label_that_no_client_has(tmp_path: Path, made: Make) -> None:
+    root = write_folder(tmp_path / "data")
+    for take in (1, 2):
+        for group in (0, 1):
+            (root / f"w1_g{group}_{take}.wav").write_bytes(b"")
+    message = (
+        r"no client has a clip of label 'w1': of its 6 clips 2 can be read, 2 are in the test set and 0 in the server's "
+        r"validation set; choose data.split"
+    )
+    with pytest.raises(DataError, match=message):
+        build_population(folder_settings(root, tmp_path / "cache", unreadable="skip"), 1)
+    with pytest.raises(
+        DataError, match=r"no client has a clip of label 'w0': of its 30 clips 30 can be read, 30 are in the test"
+    ):
+        build_population(made(split={"test": {"by": "label", "values": ["w0"]}}), 1)
+
+
+def test_no_clip_can_be_read(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "data")
+    for path in root.iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(DataError, match=r"none of 18 clips can be read, the first w0_g0_0.wav: .*empty"):
+        build_population(folder_settings(root, tmp_path / "cache", unreadable="skip"), 1)
+
+
+def test_what_cannot_be_divided_fails_before_features_are_made(made: Make, tmp_path: Path) -> None:
+    settings = made(partition={"by": "iid", "clients": 500}, cache=tmp_path / "cache")
+    with pytest.raises(DataError, match="96 clips cannot give 500 clients 1 each"):
+        build_population(settings, 1)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_dropped_clients_are_mentioned(made: Make) -> None:
+    population = build_population(made(partition={"shards": 10, "minimum": 2, "smaller": "drop"}), 1)
+    assert len(population) == 36  # 16 clips in 10 shards: 6 of them have 2
+    assert population.messages == ("24 training clips belong to no client: theirs would have fewer than 2 clips",)
+
+
+def test_unknown_client(made: Make) -> None:
+    population = build_population(made(), 1)
+    assert population.index("g3") == 3
+    with pytest.raises(DataError, match="there is no client 'g33' among 6; did you mean 'g3'"):
+        population.index("g33")
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "flipped", "garbage", "header", "format"])
+def test_damaged_files_are_named(made: Make, tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "population"
+    build_population(made(), 1).save(folder)
+    (path,) = folder.iterdir()
+    content = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(content[:-10])
+    elif damage == "flipped":
+        content[-10] ^= 1
+        path.write_bytes(content)
+    elif damage == "garbage":
+        path.write_bytes(b"garbage")
+    elif damage == "header":
+        content[20] = 0
+        path.write_bytes(content)
+    else:
+        path.write_bytes(content.replace(b'\\"format\\": 1', b'\\"format\\": 9'))
+    with pytest.raises(
+        RunDirectoryError, match=r"population.safetensors is missing or damaged \(.*start the run again"
+    ):
+        Population.load(folder, verify=damage == "flipped")
+
+
+def test_features_that_are_gone(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "data")
+    settings = folder_settings(root, tmp_path / "cache")
+    population = build_population(settings, 1)
+    population.save(tmp_path / "population")
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(DataError, match="cached features in .* cannot be used .*raydfl data prepare"):
+        Population.load(tmp_path / "population")
+    build_population(settings, 1)  # what raydfl data prepare does
+    assert everything(Population.load(tmp_path / "population")) == everything(population)
+
+
+def test_a_disk_that_fills_up(made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    population = build_population(made(), 1)
+
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(files_module, "free_bytes", lambda folder: 17)
+    with pytest.raises(ResourcesError, match=r"has 17 bytes free and the files of the population need about [\d,]+"):
+        population.save(tmp_path / "population")
+    assert not list((tmp_path / "population").iterdir())
+
+
+def many_clients(clients: int, store: FeatureStore) -> Population:
+    """Clients with 1 to 19 clips each."""
+    sizes = np.arange(clients) % 19 + 1
+    total = int(sizes.sum())
+    arrays: dict[str, np.ndarray] = {
+        "train/offsets": np.concatenate([[0], np.cumsum(sizes)]),
+        "validation/offsets": np.zeros(clients + 1, np.int64),
+        "groups_of": np.full(clients, -1, np.int32),
+        "noisy": np.zeros(clients, bool),
+        "label_errors": np.zeros(clients, bool),
+    }
+    for part, count in (("train", total), ("validation", 0), ("server_validation", 0), ("test", 0)):
+        numbers = np.arange(count)
+        arrays[f"{part}/starts"] = numbers % 100 * 21
+        arrays[f"{part}/counts"] = np.full(count, 21, np.int32)
+        arrays[f"{part}/labels"] = (numbers % 4).astype(np.int32)
+        arrays[f"{part}/clips"] = (numbers % 100).astype(np.int32)
+    for kind, names in (("ids", Names.of(f"speaker-{i}" for i in range(clients))), ("groups", Names.of([]))):
+        arrays |= {f"{kind}/{name}": array for name, array in names.arrays.items()}
+    return Population(["w0", "w1", "w2", "w3"], 21, [store], arrays)
+
+
+def test_100000_clients_cost_next_to_nothing(made: Make, tmp_path: Path) -> None:
+    store = build_population(made(), 1).stores[0]
+    many_clients(100_000, store).save(tmp_path)
+    Population.load(tmp_path)
+    tracemalloc.start()
+    started = time.perf_counter()
+    population = Population.load(tmp_path)
+    for i in (0, 77_777, 99_999):
+        assert population.index(f"speaker-{i}") == i
+        assert population.num_examples(i) == len(population.data(i).train) == i % 19 + 1
+        assert population.profile(i) == {"noisy": False, "label_errors": False}
+    seconds = time.perf_counter() - started
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(population) == 100_000
+    assert seconds < 1.0  # some milliseconds on a quiet machine
+    assert peak < 1_000_000  # the arrays themselves are 20 MB, mapped

@@ -1,0 +1,94 @@
+"""How many clients are trained at once: the search, what is remembered of it, and the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import finish, same, start
+
+from raydfl.core.errors import ClientError
+from raydfl.core.types import Task
+from raydfl.data.population import Population
+from raydfl.engine.autotune import best_width, remembered
+from raydfl.engine.config import Config
+from raydfl.engine.federation import Federation, grouped
+from raydfl.engine.orders import Order, in_groups
+from raydfl.engine.pool import SerialPool
+from raydfl.engine.storage.private import PrivateStore
+from raydfl.engine.storage.store import RunStore
+from raydfl.engine.worker import Worker
+from raydfl.runs.folder import create
+from raydfl.runs.progress import Progress
+
+Tiny = Callable[..., Config]
+
+
+def test_the_width_is_the_last_that_gained() -> None:
+    seconds = {1: 1.0, 2: 0.6, 4: 0.4, 8: 0.39, 16: 0.1}
+    asked: list[int] = []
+    assert best_width(lambda width: (asked.append(width), seconds[width])[1], 100) == 4
+    assert asked == [1, 2, 4, 8]
+    assert best_width(lambda width: 1 / width, 12) == 8
+    assert best_width(lambda width: 1 / width, 1) == 1
+
+
+def test_a_width_without_memory_ends_the_search() -> None:
+    def seconds(width: int) -> float:
+        if width > 4:
+            raise ClientError("client 'a' failed in round 1: OutOfMemoryError")
+        return 1 / width
+
+    assert best_width(seconds, 100) == 4
+
+
+def test_a_measurement_is_made_once_for_a_kind(tmp_path: Path) -> None:
+    path = tmp_path / "cache" / "widths.json"
+    assert remembered(path, ("crnn", 16), lambda: 8) == 8
+    assert remembered(path, ("crnn", 16), lambda: 1) == 8
+    assert remembered(path, ("crnn", 32), lambda: 2) == 2
+    assert remembered(path, ("crnn", 16), lambda: 1) == 8
+    path.write_text("{")
+    assert remembered(path, ("crnn", 16), lambda: 4) == 4
+
+
+def test_groups_hold_alike_clients_of_similar_cost() -> None:
+    orders = [Order(i, Task(f"c{i}", phase="ab"[i % 2]), 0, float(10 + i)) for i in range(9)]
+    kinds = ["x"] * 8 + ["y"]
+    groups = in_groups(grouped(orders, kinds, 3))
+    assert sorted(tuple(order.position for order in group) for group in groups) == [
+        (0, 2),
+        (1, 3),
+        (4, 6),
+        (5, 7),
+        (8,),
+    ]
+    assert in_groups(grouped(orders, kinds, 1)) == [[order] for order in orders]
+
+
+def test_measuring_leaves_no_trace(tiny: Tiny) -> None:
+    reference = finish(tiny("run.name=reference", method="fedmlac"))
+    config = tiny("run.name=measured", method="fedmlac")
+    run_dir = create(config, Progress("quiet"))
+    worker = Worker(run_dir, config, PrivateStore(run_dir / "private"))
+    federation = Federation(
+        config, Population.load(run_dir / "population"), RunStore(run_dir), SerialPool({"": worker})
+    )
+    orders = federation.plan()
+    assert worker.width(orders, federation.broadcast({"global"})) == 1  # on the CPU
+    assert 1 <= worker.measured_width(orders, federation.broadcast({"global"})) <= len(orders)
+    federation.close()
+    assert not (run_dir / "private").exists()
+    same(reference, finish(config))
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_a_run_keeps_its_width(tiny: Tiny, together: int) -> None:
+    config = tiny(f"train.together={together}", "train.rounds=4", "run.name=kept")
+    server = start(config)
+    server.round()
+    server.close()
+    store = RunStore(Path(config.run.dir) / "kept")
+    assert store.load(store.latest() or "").together == together
+    same(finish(config), finish(tiny(f"train.together={together}", "train.rounds=4", "run.name=whole")))

@@ -1,0 +1,96 @@
+"""Domains: what they draw, where their ends are, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from raydfl.experiments.search.space import Domain
+
+
+def _domain(**kind: Any) -> Domain:
+    return Domain.model_validate(kind)
+
+
+CASES = [
+    _domain(uniform=[0.1, 0.9]),
+    _domain(loguniform=[0.001, 10.0]),
+    _domain(quniform=[0.0, 1.0, 0.3]),
+    _domain(randint=[2, 5]),
+    _domain(choice=["a", "b", "c"]),
+    _domain(choice=[[1, 2], [3]]),
+]
+
+
+@pytest.mark.parametrize("domain", CASES, ids=lambda domain: domain.kind)
+def test_draws_lie_between_the_ends_and_reach_everything(domain: Domain) -> None:
+    rng = np.random.default_rng(0)
+    drawn = [domain.draw(rng) for _ in range(500)]
+    if domain.listed:
+        assert all(value in domain.values for value in drawn)
+        assert len({repr(value) for value in drawn}) == len(domain.values)
+        return
+    low, high = domain.ends()
+    assert low <= min(drawn) <= max(drawn) <= high
+    if domain.kind == "randint":
+        assert set(drawn) == {2, 3, 4, 5}
+    if domain.kind == "quniform":
+        assert set(drawn) == {0.0, 0.3, 0.6, 0.9}
+        assert high == 0.9  # not 1.0, which no step reaches
+    places = [domain.position(value) for value in drawn]
+    assert abs(np.mean(places) - 0.5) < 0.06  # uniform in the place between the ends
+    assert all(len(f"{value:.10g}".lstrip("0.").replace(".", "").replace("e-05", "")) <= 4 for value in drawn)
+
+
+def test_a_logarithmic_range_is_uniform_in_the_logarithm() -> None:
+    domain = _domain(loguniform=[0.01, 100.0])
+    assert domain.position(1.0) == pytest.approx(0.5)
+    rng = np.random.default_rng(0)
+    below = np.mean([domain.draw(rng) < 1.0 for _ in range(2000)])
+    assert 0.46 < below < 0.54
+
+
+def test_neighbours_stay_within_the_ends() -> None:
+    assert _domain(uniform=[0.1, 0.9]).neighbour(0.5, 1.2, up=True) == 0.6
+    assert _domain(uniform=[0.1, 0.9]).neighbour(0.6, 1.2, up=False) == 0.5
+    assert _domain(uniform=[0.1, 0.9]).neighbour(0.85, 1.2, up=True) == 0.9
+    assert _domain(randint=[1, 4]).neighbour(2, 1.2, up=True) == 3  # at least one step
+    assert _domain(randint=[1, 4]).neighbour(1, 1.2, up=False) == 1
+    assert _domain(randint=[1, 100]).neighbour(50, 1.2, up=True) == 60
+    assert _domain(quniform=[0.0, 1.0, 0.25]).neighbour(0.5, 1.2, up=True) == 0.75
+    assert _domain(choice=["a", "b", "c"]).neighbour("a", 1.2, up=True) == "b"
+    assert _domain(choice=["a", "b", "c"]).neighbour("a", 1.2, up=False) == "a"
+
+
+def test_optuna_draws_from_the_same_ranges() -> None:
+    import optuna
+
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
+    spaces = {str(place): domain for place, domain in enumerate(CASES)}
+    for _ in range(50):
+        trial = study.ask({name: domain.distribution() for name, domain in spaces.items()})
+        for name, domain in spaces.items():
+            value = domain.from_optuna(trial.params[name])
+            assert 0 <= domain.position(value) <= 1
+            if domain.listed:
+                assert value in domain.values
+        study.tell(trial, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ({}, "exactly one of uniform, loguniform"),
+        ({"uniform": [0, 1], "choice": [1]}, "here are uniform and choice"),
+        ({"uniform": [1, 0]}, "the low end 1 must be below the high end 0"),
+        ({"loguniform": [0, 1]}, "the low end must be above 0"),
+        ({"quniform": [0, 1, 2]}, "the step must be above 0 and at most high - low"),
+        ({"choice": [1, 2, 1]}, "a value stands twice"),
+    ],
+)
+def test_wrong_domains_are_refused(kind: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Domain.model_validate(kind)

@@ -1,0 +1,138 @@
+"""One trial in its thread: it waits, stops, goes on to the same bits, and begins as a copy where it is told to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import finish, same, truth
+
+from raydfl.engine.config import Config
+from raydfl.experiments.search.trial import TrialOrder, _RunThread, _Said, branch, recorded
+from raydfl.experiments.sweep.results import keys_of
+from raydfl.experiments.sweep.settings import MetricSettings
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raydfl.runs.report.figures.to_svg", lambda *_: "")
+
+
+def _order(config: Config, tmp_path: Path, reported: int = 0, **changes: Any) -> TrialOrder:
+    keys = tuple(keys_of(config, MetricSettings(score="loss", split="validation")))
+    values: dict[str, Any] = {
+        "number": 0,
+        "config": config.model_dump(mode="json"),
+        "keys": keys,
+        "stop": str(tmp_path / "stop"),
+        "log": str(tmp_path / "logs" / "trial.log"),
+        "reported": reported,
+    }
+    return TrialOrder(**{**values, **changes})
+
+
+def _all(run: _RunThread) -> list[_Said]:
+    said = [run.next()]
+    while said[-1].status == "running":
+        said.append(run.next())
+    return said
+
+
+def _rounds(said: Sequence[_Said]) -> list[tuple[int, float]]:
+    return [(each.round, each.score) for each in said]
+
+
+def test_each_evaluated_round_is_told_once_with_the_records_score(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    config = tiny("train.rounds=5", "evaluate.every=2")
+    said = _all(_RunThread(_order(config, tmp_path)))
+    folder = Path(config.run.dir) / "tiny"
+    scores = {
+        round_index: values["validation", "model/loss_client_mean"] if ("validation", "model/loss_client_mean") in values
+        else values["validation", "model/loss"]
+        for round_index, values in recorded(folder, 0).items()
+    }  # fmt: skip
+    assert [each.round for each in said] == [2, 4, 5]
+    assert dict(_rounds(said)) == scores
+    assert said[-1].status == "finished"
+
+
+def test_a_diverged_trial_is_finished_and_says_so(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    *before, last = _all(_RunThread(_order(tiny("train.rounds=2", "train.optimiser.lr=1e20"), tmp_path)))
+    assert [each.reason for each in before] == [""]
+    assert (last.status, last.round) == ("finished", 2)
+    assert last.reason.startswith("the training diverged: ")
+
+
+def test_a_trial_that_is_stopped_goes_on_to_the_same_bits(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    config = tiny("train.rounds=4", "run.name=interrupted")
+    expected = finish(tiny("train.rounds=4", "run.name=undisturbed"))
+    other = _all(_RunThread(_order(tiny("train.rounds=4", "run.name=other"), tmp_path)))
+    run = _RunThread(_order(config, tmp_path))
+    first = [run.next(), run.next()]
+    run.stop()  # what a scheduler's decision does
+    folder = Path(config.run.dir) / "interrupted"
+    assert (folder / "LATEST").read_text().startswith("000002-")
+    assert (folder / "report.html").exists()
+    assert not (folder / "model.safetensors").exists()
+    (tmp_path / "stop").touch()  # what Ctrl-C does
+    said = _RunThread(_order(config, tmp_path, reported=2)).next()
+    assert said.status == "interrupted"
+    (tmp_path / "stop").unlink()
+    rest = _all(_RunThread(_order(config, tmp_path, reported=2)))
+    assert _rounds([*first, *rest]) == _rounds(other)
+    same(truth(folder), expected)
+
+
+def test_what_was_trained_but_not_told_is_told_without_training(
+    tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny("train.rounds=4")
+    before = _all(_RunThread(_order(config, tmp_path)))
+    monkeypatch.setattr("raydfl.engine.federation.Federation.round", lambda *_: pytest.fail("it trains again"))
+    again = _all(_RunThread(_order(config, tmp_path, reported=1)))
+    assert _rounds(again) == _rounds(before)[1:]
+
+
+def test_an_interruption_during_a_round_ends_after_it(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    config = tiny("train.rounds=6", "evaluate.every=3")
+    run = _RunThread(_order(config, tmp_path))
+    assert run.next().round == 3
+    (tmp_path / "stop").touch()
+    said = run.next()
+    assert (said.status, said.round) == ("interrupted", 3)
+    assert (Path(config.run.dir) / "tiny" / "LATEST").read_text().startswith("000003-")
+
+
+def test_a_failure_is_told_and_written_down(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    order = _order(tiny("evaluate.clients=none"), tmp_path)
+    said = _RunThread(order).next()
+    assert said.status == "failed"
+    assert said.reason.startswith("metric: validation loss is not measured; what is: ")
+    assert "test model/accuracy" in said.reason
+    assert "Traceback" in Path(order.log).read_text()
+
+
+def test_a_copy_goes_on_from_anothers_state_with_its_own_settings(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    """A copy with unchanged settings is the undisturbed run; with another rate it shares its past, not its future."""
+    parent = tiny("train.rounds=2", "run.name=parent")
+    _all(_RunThread(_order(parent, tmp_path)))
+    past = truth(Path(parent.run.dir) / "parent")
+    folder = Path(parent.run.dir) / "parent"
+    unchanged = tiny("train.rounds=4", "run.name=unchanged")
+    _all(_RunThread(_order(unchanged, tmp_path, parent=str(folder))))
+    same(truth(Path(parent.run.dir) / "unchanged"), finish(tiny("train.rounds=4", "run.name=undisturbed")))
+    changed = tiny("train.rounds=4", "train.optimiser.lr=0.3", "run.name=changed")
+    said = _all(_RunThread(_order(changed, tmp_path, parent=str(folder))))
+    assert said[-1].status == "finished"
+    assert [each.round for each in said] == [1, 2, 3, 4]
+    here = truth(Path(parent.run.dir) / "changed")
+    assert here != truth(Path(parent.run.dir) / "unchanged")
+    same(truth(folder), past)  # the parent is untouched
+    about = json.loads((Path(parent.run.dir) / "changed" / "run.json").read_text())
+    assert about["branches"] == [{"run": "parent", "digest": parent.digest(), "round": 2}]
+    assert about["digest"] == changed.digest()
+    branch(folder, Path(parent.run.dir) / "changed", changed)  # again: it has begun, and is left as it is
+    same(truth(Path(parent.run.dir) / "changed"), here)

@@ -1,0 +1,31 @@
+"""Runs of a sweep as they would be left behind, with known numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from raydfl.engine.storage.folder import write_config
+from raydfl.engine.storage.record import Row, rows_path, write_rows
+from raydfl.experiments.sweep.grid import CellRun
+
+Grid = Callable[..., Path]
+
+
+def leave(run: CellRun, scores: Mapping[str, Sequence[float]], finished: bool = True, done: int | None = None) -> None:
+    """A run directory with these scores at rounds 1, 2, ...; ``"test model/accuracy"``."""
+    run.run_dir.mkdir(parents=True)
+    write_config(run.run_dir, run.config)
+    about = {"id": run.run_dir.name, "digest": run.config.digest(), "classes": ["a", "b"], "models": {}, "clients": 3}
+    (run.run_dir / "run.json").write_text(json.dumps(about))
+    rows = []
+    for name, values in scores.items():
+        split, _, metric = name.partition(" ")
+        rows += [Row(place, "evaluate", "", split, metric, value, 10.0) for place, value in enumerate(values, start=1)]
+    if rows:
+        write_rows(rows_path(run.run_dir, max(row.round for row in rows)), sorted(rows, key=lambda row: row.round))
+    done = run.config.train.rounds if done is None else done
+    (run.run_dir / "LATEST").write_text(f"{done:06d}-00000000.safetensors")
+    if finished:
+        (run.run_dir / "report.html").write_text("the page of a run")

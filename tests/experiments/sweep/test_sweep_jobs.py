@@ -1,0 +1,133 @@
+"""The grids in jobs/: every configuration of each is valid, and the paper's numbers are in their places."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raydfl.core.yaml import parse_yaml
+from raydfl.engine.config import load_config
+from raydfl.experiments.sweep.grid import load_sweep
+from raydfl.experiments.sweep.settings import SweepSettings
+
+JOBS = Path(__file__).resolve().parents[3] / "jobs"
+# Cells: data sets (or conditions) x methods. Runs: 5 seeds, 5 sessions, 5 or 10 folds; twins 3 seeds.
+SIZES = {
+    "fedmlac_literal": (24, 24),
+    "fedmlac/table4": (7 * 7, 7 * (5 + 5 + 5 + 4 * 10)),
+    "fedmlac/table5": (3 * 4 * 7, 4 * 7 * (5 + 5 + 10)),
+    "fedmlac/table6": (4 * 4 * 8, 4 * 8 * (5 + 5 + 5 + 10)),
+    "fedmlac/table7": (4 * 4 * 8, 4 * 8 * (5 + 5 + 5 + 10)),
+    "fedmlac/figure2": (6 * 4, 4 * (5 + 5 + 5 + 3 * 10)),
+    "fedmlac/figure3": (6 * 5, 5 * (5 + 5 + 5 + 3 * 10)),
+    "fedmlac/table4_twin": (3 * 8, 3 * 8 * 3),
+    "fedmlac/table5_twin": (4 * 8, 4 * 8 * 3),
+    "fedmlac/table6_twin": (4 * 9, 4 * 9 * 3),
+    "fedmlac/table7_twin": (4 * 9, 4 * 9 * 3),
+    "fedmlac/figure2_twin": (2 * 4, 2 * 4 * 3),
+    "fedmlac/figure3_twin": (3 * 4, 3 * 4 * 3),
+    "matrix": (12 * 12, 12 * 12),
+    "matrix_tiny": (3 * 2, 3 * 2),
+    "tiny_sweep": (2 * 2, 2 * 2 * 2),
+}
+LARGE = {name for name, (_, runs) in SIZES.items() if runs > 60}
+PUBLISHED = {
+    "fedmlac/table4": 7 * 5,
+    "fedmlac/table5": 3 * 4 * 5,
+    "fedmlac/table6": 4 * 4 * 6,
+    "fedmlac/table7": 4 * 4 * 6,
+}
+
+
+def test_every_grid_has_a_size_here_and_every_table_a_twin() -> None:
+    bases = {
+        "fsdd",
+        "gsc_shape",
+        "quickstart",
+        "tiny",
+        "fedmlac/gsc",
+        "fedmlac/iemocap",
+        "fedmlac/crema_d",
+        "fedmlac/urbansound8k",
+    }
+    there = {
+        str(path.relative_to(JOBS).with_suffix("")) for path in (*JOBS.glob("*.yaml"), *JOBS.glob("fedmlac/*.yaml"))
+    }
+    assert set(SIZES) <= there
+    assert there & (set(SIZES) | bases) == set(SIZES) | bases
+    papers = {name for name in SIZES if name.startswith("fedmlac/") and not name.endswith("_twin")}
+    assert {f"{name}_twin" for name in papers} == {name for name in SIZES if name.endswith("_twin")}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in LARGE else []) for n in SIZES])
+def test_every_configuration_of_a_grid_is_valid(name: str) -> None:
+    sweep = load_sweep(JOBS / f"{name}.yaml")
+    assert (len(sweep.cells), len(sweep.runs)) == SIZES[name]
+    published = sweep.settings.published()
+    assert len(published) == PUBLISHED.get(name, 0)
+    assert set(published) <= set(sweep.cells)
+
+
+ONE = {
+    "table4": "GSC",
+    "table5": "CREMA-D",
+    "table6": "IEMOCAP",
+    "table7": "UrbanSound8K",
+    "figure2": "GSC",
+    "figure3": "IEMOCAP",
+}
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_the_published_protocol_is_that_of_the_paper(name: str) -> None:
+    sweep = load_sweep(JOBS / "fedmlac" / f"{name}.yaml", only=[f"data={ONE[name]}", "method=FedMLAC"])
+    for run in sweep.runs:
+        train, data = run.config.train, run.config.data
+        assert (train.rounds, train.local_epochs, train.batch_size, train.optimiser.lr) == (5000, 1, 16, 0.01)
+        assert (data.features.bands, data.features.window, data.features.hop) == (128, 1024, 160)
+        assert run.config.method["form"] == "literal"
+        assert run.metric.score == ("accuracy" if ONE[name] == "GSC" or name.startswith("figure") else "macro_f1")
+    folds = {"GSC": 5, "IEMOCAP": 5, "CREMA-D": 5, "UrbanSound8K": 10}[ONE[name]]
+    assert all(len({run.identity for run in runs}) == folds for runs in sweep.cells.values())
+
+
+def test_bases_are_jobs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYDFL_DATA", "/recordings")
+    roots = {
+        name: load_config(JOBS / "fedmlac" / f"{name}.yaml").data.source.options["root"]
+        for name in ("gsc", "iemocap", "crema_d", "urbansound8k")
+    }
+    assert roots["gsc"] == "/recordings/speech_commands_v0.02"
+    assert roots["urbansound8k"] == "/recordings/UrbanSound8K"
+
+
+@pytest.mark.parametrize(
+    ("file", "labels", "mean", "spread"),
+    [
+        ("table4", ("GSC", "FedMLAC"), 84.59, 0.19),
+        ("table4", ("UrbanSound8K a=1.0", "FedOPT"), 53.03, 4.93),
+        ("table5", ("UrbanSound8K", "50 %", "FedMLAC"), 57.15, 5.24),
+        ("table5", ("CREMA-D", "10 %", "FedAvg"), 59.87, 4.02),
+        ("table6", ("IEMOCAP", "10 dB", "FedMLAC w/o LPA"), 42.57, 4.82),
+        ("table7", ("UrbanSound8K", "0.5", "FedMLAC"), 44.98, 3.54),
+    ],
+)
+def test_published_numbers_stand_where_they_belong(
+    file: str, labels: tuple[str, ...], mean: float, spread: float
+) -> None:
+    path = JOBS / "fedmlac" / f"{file}.yaml"
+    settings = SweepSettings.model_validate(parse_yaml(path.read_text(), str(path)))
+    assert settings.published()[labels] == (mean, spread)
+
+
+def test_clean_cells_of_the_tables_are_shared() -> None:
+    """20 % of the clients, clean, is in tables 4 to 7: their runs are the same runs."""
+
+    def identities(name: str, *only: str) -> set[str]:
+        sweep = load_sweep(JOBS / "fedmlac" / f"{name}.yaml", only=["data=GSC", "method=FedAvg", *only])
+        assert sweep.folder.name == "fedmlac"
+        return {run.identity for run in sweep.runs}
+
+    assert identities("table4") == identities("table5", "active=20 %")
+    assert identities("table4") == identities("table6", "noise=clean") == identities("table7", "error_rate=0.0")

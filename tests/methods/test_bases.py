@@ -1,0 +1,106 @@
+"""Whole runs whose index of private state is made anew every few rounds: nothing of what they know may differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import finish, raw, same, start, truth
+
+import raydfl.engine.storage.private
+import raydfl.engine.storage.store
+from raydfl.core.errors import InputError
+from raydfl.core.files import write_durably
+from raydfl.engine.config import Config
+from raydfl.engine.storage.store import RunStore
+from raydfl.runs.replay import replay
+
+Tiny = Callable[..., Config]
+ROUNDS = ["train.rounds=5", "train.cohort=3", "evaluate.every=99"]
+
+
+@pytest.fixture
+def reference(tiny: Tiny) -> Path:
+    """A run of so few clients that it needs no index file."""
+    config = tiny(*ROUNDS, "run.name=reference", method="fedmlac")
+    finish(config)
+    run_dir = Path(config.run.dir) / "reference"
+    assert not list(run_dir.glob("private/*.index"))
+    return run_dir
+
+
+@pytest.fixture
+def small_base(reference: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on an index file is made for every four records that change."""
+    monkeypatch.setattr(raydfl.engine.storage.private, "_RECENT", 3)
+
+
+def replayed(run_dir: Path, round_number: int) -> dict[str, bytes]:
+    """All updates of a round, done again."""
+    found = {}
+    for client in (f"s{number}" for number in range(6)):
+        try:
+            update = replay(run_dir, round_number, client).update
+        except InputError:
+            continue  # it took no part
+        assert update is not None
+        found |= {f"{client} {name}": raw(tensor) for name, tensor in update.tensors.items()}
+    return found
+
+
+@pytest.mark.usefixtures("small_base")
+def test_nothing_depends_on_when_an_index_is_made(tiny: Tiny, reference: Path) -> None:
+    config = tiny(*ROUNDS, "run.name=based", method="fedmlac")
+    run_dir = Path(config.run.dir) / "based"
+    for done in (2, 4):
+        server = start(config)
+        while server.round_index < done:
+            server.round()
+        server.close()
+    same(truth(reference), finish(config))
+    store = RunStore(run_dir)
+    assert len(store.load(store.latest() or "").private.base) > 3
+    files = sorted(path.name for path in (run_dir / "private").iterdir())
+    for round_number in (4, 5):
+        updates = replayed(run_dir, round_number)
+        assert len({name.split()[0] for name in updates}) == 3
+        same(replayed(reference, round_number), updates)
+    assert sorted(path.name for path in (run_dir / "private").iterdir()) == files
+
+
+@pytest.mark.usefixtures("small_base")
+@pytest.mark.parametrize("written", [True, False])
+def test_dying_at_an_index_leaves_the_last_commit_true(
+    tiny: Tiny, reference: Path, monkeypatch: pytest.MonkeyPatch, written: bool
+) -> None:
+    """Before the file is written, and after: then a file is there that no commit refers to."""
+    config = tiny(*ROUNDS, "run.name=dying", method="fedmlac")
+    run_dir = Path(config.run.dir) / "dying"
+
+    class Dead(BaseException):
+        pass
+
+    def write(path: Path, data: bytes) -> None:
+        if path.suffix != ".index":
+            write_durably(path, data)
+            return
+        if written:
+            write_durably(path, data)
+        raise Dead
+
+    server = start(config)
+    server.round()
+    server.finish()
+    server.round()
+    with monkeypatch.context() as patch:
+        patch.setattr(raydfl.engine.storage.store, "write_durably", write)
+        with pytest.raises(Dead):
+            server.finish()
+        server.close()
+    assert len(list(run_dir.glob("private/*.index"))) == written
+    server = start(config)
+    assert server.round_index == 1
+    assert not list(run_dir.glob("private/*.index"))
+    server.close()
+    same(truth(reference), finish(config))

@@ -1,0 +1,136 @@
+"""Every rule through whole tiny federations: chosen in a configuration, recorded, stopped and resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import differ, finish, same, start, truth
+
+from raydfl.cluster.server import Server
+from raydfl.core.errors import ConfigError, RunDirectoryError
+from raydfl.core.types import Update
+from raydfl.engine.config import Config
+from raydfl.engine.storage import record as influence
+from raydfl.engine.storage.record import Row, read_rows, rows_path, to_rows, write_rows
+from raydfl.methods.fedavg import FedAvg
+from raydfl.rules import RULES
+from raydfl.training.step import Step
+
+Tiny = Callable[..., Config]
+QUICK = ["train.cohort=1.0", "train.rounds=2", "evaluate.every=9", "evaluate.clients=none", "evaluate.server=false"]
+ROBUST = [name for name in RULES if name not in ("weighted_mean", "uniform_mean", "lpa")]
+
+
+@pytest.fixture(scope="module")
+def means() -> dict[str, dict[str, bytes]]:
+    """What a run with the weighted mean knows at its end, by method; filled by the first test that needs it."""
+    return {}
+
+
+@pytest.mark.parametrize("rule", ROBUST)
+@pytest.mark.parametrize("method", ["fedavg", "fedmlac", "fedadam"])
+def test_any_method_takes_any_rule_by_name(
+    tiny: Tiny, means: dict[str, dict[str, bytes]], method: str, rule: str
+) -> None:
+    if method not in means:
+        means[method] = finish(tiny(*QUICK, "run.name=mean", "method.rule=weighted_mean", method=method))
+    robust = finish(tiny(*QUICK, "run.name=robust", f"method.rule={rule}", method=method))
+    assert differ(means[method], robust)
+    assert set(means[method]) == {name for name in robust if not name.startswith("server foolsgold/")}
+
+
+@pytest.mark.parametrize("rule", ["foolsgold", "{name: dnc, sample: 20}"])
+def test_rules_that_remember_or_draw_resume_to_the_same_bits(tiny: Tiny, rule: str) -> None:
+    setting = [*QUICK, "train.cohort=0.5", "train.rounds=4", f"method.rule={rule}"]
+    undisturbed = finish(tiny(*setting, "run.name=undisturbed"))
+    config = tiny(*setting, "run.name=stopped")
+    server = start(config)
+    for _ in range(2):
+        server.round()
+    server.finish()
+    server.close()
+    run_dir = Path(config.run.dir) / "stopped"
+    server = Server(run_dir, config)
+    while server.round_index < config.train.rounds:
+        server.round()
+    server.finish()
+    server.close()
+    same(undisturbed, truth(run_dir))
+    assert any(name.startswith("server foolsgold/global ") for name in undisturbed) == (rule == "foolsgold")
+
+
+def test_the_record_says_what_a_rule_left_of_each_client(tiny: Tiny) -> None:
+    config = tiny(*QUICK, "method.rule={name: multi_krum, byzantine: 0.34}")
+    finish(config)
+    rows = [row for row in to_rows(read_rows(Path(config.run.dir) / "tiny")) if row.round == 2]
+    by_name = {row.metric: row for row in rows if not row.client}
+    trained = [row.client for row in rows if row.client and row.metric == "loss"]
+    influences = by_name["rule/influences"].array
+    assert influences is not None
+    assert len(influences) == len(trained) == 6
+    assert set(influences) == {0.0, 1.0}
+    run_dir = Path(config.run.dir) / "tiny"
+    found = influence.influences(run_dir)
+    assert set(found) == {1, 2}
+    assert found[2] == dict(zip(trained, influences, strict=True))
+    (one,) = (client for client, left in found[2].items() if left == 0)
+    assert influence.influences(run_dir, until_round=1).keys() <= {1, 2}
+    left_out = by_name["rule/left_out"]
+    assert one in trained
+    assert (
+        left_out.value * left_out.count == np.count_nonzero(influences == 0) == 1
+    )  # f is 2 of 6, but at most (6 - 3) / 2
+    assert (by_name["multi_krum/byzantine"].value * 6, by_name["multi_krum/byzantine"].count) == (1, 6)
+
+
+def test_clients_whose_updates_were_rejected_have_no_influence(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever sent something that is not finite is not in the array: the others must keep their own numbers."""
+    config = tiny(*QUICK, "run.max_failed=1.0", "method.rule=krum")
+    server = start(config)
+    local = FedAvg.local
+
+    def broken(self: FedAvg, step: Step) -> Update:
+        update = local(self, step)
+        if step.client.index == 2:
+            return dataclasses.replace(
+                update, tensors={name: value * float("nan") for name, value in update.tensors.items()}
+            )
+        return update
+
+    monkeypatch.setattr(FedAvg, "local", broken)
+    while server.round_index < 2:
+        server.round()
+    server.finish()
+    server.close()
+    found = influence.influences(Path(config.run.dir) / "tiny")
+    assert [len(of_round) for of_round in found.values()] == [5, 5]
+    assert [sum(of_round.values()) for of_round in found.values()] == [1.0, 1.0]
+
+
+def test_without_influences_nobody_is_named_and_a_torn_record_is_an_error(tiny: Tiny, tmp_path: Path) -> None:
+    config = tiny(*QUICK, "method.rule=median")
+    finish(config)
+    assert influence.influences(Path(config.run.dir) / "tiny") == {}
+    (tmp_path / "torn" / "rows").mkdir(parents=True)
+    row = Row(1, "train", "", "server", "rule/influences", float("nan"), 1.0, np.array([1.0]))
+    write_rows(rows_path(tmp_path / "torn", 1), [row])
+    with pytest.raises(RunDirectoryError, match="round 1 has influences of 1 updates, but rows of 0 clients"):
+        influence.influences(tmp_path / "torn")
+
+
+@pytest.mark.parametrize("rule", [name for name, cls in RULES.items() if cls.relative])
+def test_rules_that_start_from_the_server_are_refused_where_changes_are_sent(tiny: Tiny, rule: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"method.rule: {RULES[rule].__name__} measures .*'scaffold' also send changes"
+    ):
+        tiny(f"method.rule={rule}", method="scaffold")
+
+
+@pytest.mark.parametrize("rule", ["median", "multi_krum", "geometric_median", "dnc"])
+def test_other_rules_work_with_control_variates(tiny: Tiny, rule: str) -> None:
+    mean = finish(tiny(*QUICK, "run.name=mean", method="scaffold"))
+    assert differ(mean, finish(tiny(*QUICK, "run.name=robust", f"method.rule={rule}", method="scaffold")))

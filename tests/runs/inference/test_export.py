@@ -1,0 +1,265 @@
+"""ONNX files. Oracle: the network in PyTorch on random batches of several sizes, and recordings all the way through."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from commands import Raydfl
+from torch import nn
+from used_runs import Finished, finished
+
+from raydfl import classify, export_model, load_model
+from raydfl.core.errors import InputError, ResourcesError
+from raydfl.core.types import ModelSpec
+from raydfl.data.features.extractor import FeatureExtractor
+from raydfl.models._build import architectures, build_model
+from raydfl.runs.inference.model import RunModel
+
+pytestmark = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")),
+    reason="the packages of the extra onnx are not installed",
+)
+
+
+@pytest.fixture(scope="session")
+def exported(mutual: Finished, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return export_model(mutual.folder, tmp_path_factory.mktemp("export") / "plugin.onnx")
+
+
+@pytest.fixture(scope="session")
+def with_lengths(segmented: Finished, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return export_model(segmented.folder, tmp_path_factory.mktemp("export") / "plugin.onnx")
+
+
+def session(path: Path) -> Any:
+    import onnxruntime
+
+    return onnxruntime.InferenceSession(path)
+
+
+def batch(model: RunModel, items: int, frames: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, frames + 1, (items,), generator=random)
+    lengths[-1] = frames
+    x = torch.randn(items, frames, model.spec.inputs, generator=random)
+    return x * (torch.arange(frames) < lengths[:, None])[:, :, None], lengths
+
+
+@pytest.mark.parametrize(("items", "frames"), [(1, 8), (1, 26), (2, 9), (7, 133)])
+def test_the_graph_computes_what_the_network_does(mutual: Finished, exported: Any, items: int, frames: int) -> None:
+    model = load_model(mutual.folder)
+    x, _ = batch(model, items, frames, frames)
+    logits, probabilities = session(exported.path).run(["logits", "probabilities"], {"x": x.numpy()})
+    expected = model.logits(x, None)
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
+    np.testing.assert_allclose(probabilities, expected.softmax(1), atol=1e-6)
+
+
+@pytest.mark.parametrize(("items", "frames"), [(1, 8), (1, 30), (3, 31), (6, 90)])
+def test_lengths_leave_padding_out(segmented: Finished, with_lengths: Any, items: int, frames: int) -> None:
+    model = load_model(segmented.folder)
+    x, lengths = batch(model, items, frames, frames)
+    run = session(with_lengths.path)
+    (logits,) = run.run(["logits"], {"x": x.numpy(), "lengths": lengths.numpy()})
+    np.testing.assert_allclose(logits, model.logits(x, lengths), atol=1e-5)
+    more = np.concatenate([x.numpy(), np.zeros((items, 11, x.shape[2]), np.float32)], axis=1)
+    (padded,) = run.run(["logits"], {"x": more, "lengths": lengths.numpy()})
+    np.testing.assert_allclose(padded, logits, atol=1e-5)
+
+
+def test_a_gru_is_one_node(exported: Any, with_lengths: Any) -> None:
+    import onnx
+
+    for path in (exported.path, with_lengths.path):
+        proto = onnx.load(path)
+        onnx.checker.check_model(proto, full_check=True)
+        kinds = Counter(node.op_type for node in proto.graph.node)
+        assert kinds["GRU"] == kinds["Conv"] == 1
+        assert {node.domain for node in proto.graph.node} == {""}
+
+
+def test_the_description(mutual: Finished, exported: Any, with_lengths: Any) -> None:
+    import onnx
+
+    said = json.loads(exported.description_path.read_text())
+    assert said == exported.description
+    properties = {entry.key: entry.value for entry in onnx.load(exported.path).metadata_props}
+    assert json.loads(properties["raydfl"]) == said
+    assert (said["model"], said["client"], said["round"], said["run"]) == ("plugin", None, 2, "run")
+    assert said["classes"] == ["high", "low", "middle"]
+    assert said["parameters"] == sum(p.numel() for p in load_model(mutual.folder).network.parameters())
+    assert said["onnx"]["inputs"]["x"]["shape"] == ["batch", "any", 16]
+    assert "lengths" not in said["onnx"]["inputs"]
+    assert with_lengths.description["onnx"]["inputs"]["lengths"]["dtype"] == "int64"
+    assert with_lengths.description["front_end"]["segments"]["stride"] == 7
+    assert 0 <= said["onnx"]["largest_difference_to_pytorch"] == exported.difference < 1e-5
+    front_end = said["front_end"]
+    assert front_end["spectrogram"]["window_samples"] == 200
+    assert front_end["spectrogram"]["fft"] == mutual.config.data.features.points
+    assert front_end["pad"]["frames"] == 26
+    assert front_end["cut"]["samples"] == 2000
+
+
+def test_recordings_through_the_exported_model(segmented: Finished, with_lengths: Any) -> None:
+    """The steps of the description, done by hand."""
+    segment = with_lengths.description["front_end"]["segments"]
+    run, extractor = session(with_lengths.path), FeatureExtractor(segmented.config.data.features)
+    for prediction in classify(segmented.folder, segmented.test_files[:6]):
+        matrix = extractor(*soundfile.read(prediction.file, dtype="float32", always_2d=True))
+        starts = range(0, max(1, len(matrix) - segment["frames"] + 1), segment["stride"])
+        found = []
+        for start in starts:
+            x = matrix[start : start + segment["frames"]]
+            (part,) = run.run(["probabilities"], {"x": x[None], "lengths": np.array([len(x)])})
+            found.append(part[0])
+        np.testing.assert_allclose(np.mean(found, axis=0), prediction.probabilities, atol=1e-5)
+
+
+def test_a_clients_own_model(raydfl: Raydfl, mutual: Finished) -> None:
+    client = mutual.trained()[0]
+    said = raydfl("export", mutual.folder, "--client", client)
+    assert said.code == 0, said.err
+    path = mutual.folder / "export" / f"local-{client}.onnx"
+    first, second, third = said.out.splitlines()
+    assert [Path(first), Path(second)] == [path, path.with_suffix(".json")]
+    assert third.startswith("largest difference to PyTorch: ")
+    x, _ = batch(load_model(mutual.folder), 3, 26, 0)
+    expected = mutual.step(client).models["local"].eval()(x, None).detach()
+    np.testing.assert_allclose(session(path).run(["logits"], {"x": x.numpy()})[0], expected, atol=1e-5)
+    assert json.loads(path.with_suffix(".json").read_text())["client"] == client
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [False, True])
+@pytest.mark.parametrize("architecture", architectures())
+def test_every_architecture(mutual: Finished, architecture: str, lengths: bool) -> None:
+    """The check in the export itself is the oracle: it refuses what differs."""
+    from raydfl.runs.inference.network import to_onnx
+
+    graph = to_onnx(
+        made(mutual, build_model(ModelSpec("m", architecture, 16, 3)), architecture, None if lengths else 26)
+    )
+    assert (graph.frames, graph.lengths) == (None, lengths)
+    assert graph.difference < 1e-5
+
+
+def made(run: Finished, network: nn.Module, architecture: str, length: int | None) -> RunModel:
+    """A model that no run has trained."""
+    spec = ModelSpec("m", architecture, 16, 3)
+    return RunModel(run.folder, "m", "", 2, network.eval(), spec, ("a", "b", "c"), run.config.data, length)
+
+
+class Pooled(nn.Module):
+    """A network whose layer the exporter can only trace for one number of frames."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(16, 4, 3)
+        self.output = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
+        maps = nn.functional.max_pool1d(self.convolution(x.transpose(1, 2)), 2)
+        return self.output(maps.mean(dim=2))
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
+        return self.output(x.mean(1) if x.sum() > 0 else x.amax(1))
+
+
+class Torchs(nn.Module):
+    """PyTorch's own GRU, without biases, and what it ends with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(16, 5, batch_first=True, bidirectional=True, bias=False)
+        self.output = nn.Linear(20, 3)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
+        outputs, last = self.gru(x)
+        return self.output(torch.cat([outputs.mean(1), *last], dim=1))
+
+
+class Uncopied(Branching):
+    """A network that keeps what cannot be copied: a tensor that was computed from its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.doubled = 2 * self.output.weight
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
+        return nn.functional.linear(x.mean(1), self.doubled)
+
+
+@pytest.mark.slow
+def test_networks_of_ones_own(mutual: Finished, capfd: pytest.CaptureFixture[str]) -> None:
+    from raydfl.runs.inference.network import to_onnx
+
+    graph = to_onnx(made(mutual, Torchs(), "mine.py:Torchs", 26))
+    assert graph.frames is None
+    assert to_onnx(made(mutual, Pooled(), "mine.py:Pooled", 26)).frames == 26
+    capfd.readouterr()
+    for network, length in ((Pooled(), None), (Branching(), 26), (Uncopied(), 26)):
+        name = f"mine.py:{type(network).__name__}"
+        with pytest.raises(
+            InputError, match=rf"model 'm' \({name}\) cannot be exported to ONNX: .*traceable by torch.export"
+        ):
+            to_onnx(made(mutual, network, name, length))
+        assert capfd.readouterr() == ("", "")  # and no pages of the exporter's own code
+
+
+def test_a_graph_that_disagrees_is_not_written(
+    mutual: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raydfl.runs.inference.network._reordered", lambda gates: gates)  # the mistake to be found
+    with pytest.raises(
+        InputError,
+        match=r"the ONNX graph of model 'plugin' \(crnn_tiny\) differs from PyTorch by .*nothing was written",
+    ):
+        export_model(mutual.folder, tmp_path / "x.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_refusals(
+    raydfl: Raydfl, mutual: Finished, exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raydfl.runs.inference.network import Graph
+
+    raydfl("export", mutual.folder, "--out", tmp_path / "x.pt").refuses(r"x\.pt: the name must end in \.onnx")
+    raydfl("export", mutual.folder, "--model", "local").refuses("model 'local' of this run is not shared as a whole")
+    (tmp_path / "file").write_text("")
+    graph = Graph(exported.path.read_bytes(), None, False, 0.0)
+    monkeypatch.setattr("raydfl.runs.inference.network.to_onnx", lambda model: graph)  # that takes seconds
+    with pytest.raises(ResourcesError, match=r"x\.onnx cannot be written.*--out"):
+        export_model(mutual.folder, tmp_path / "file" / "x.onnx")
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnxruntime" else find(name))
+    raydfl("export", mutual.folder).refuses(r"of which onnxruntime cannot be found: pip install 'raydfl\[onnx\]'")
+
+
+@pytest.mark.slow
+def test_a_fixed_number_of_frames_is_said(tmp_path: Path) -> None:
+    network = tmp_path / "mine.py"
+    network.write_text(
+        "import torch\nfrom torch import nn\n\n\nclass Pooled(nn.Module):\n"
+        "    def __init__(self, inputs, classes):\n        super().__init__()\n        self.output = nn.Linear(inputs, classes)\n\n"
+        "    def forward(self, x, lengths=None):\n"
+        "        return self.output(nn.functional.max_pool1d(x.transpose(1, 2), 2).mean(dim=2))\n"
+    )
+    run = finished(tmp_path, method={"name": "fedavg"}, models={"model": {"name": f"{network}:Pooled"}})
+    said = export_model(run.folder)
+    assert said.path == run.folder / "export" / "model.onnx"
+    assert said.description["onnx"]["inputs"]["x"]["shape"] == ["batch", 26, 16]
+    assert said.description["architecture"]["name"] == f"{network}:Pooled"

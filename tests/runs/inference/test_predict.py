@@ -1,0 +1,421 @@
+"""Predictions of recordings. Oracle: the engine's own evaluation of the same clips; closed forms for what is printed."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from commands import Raydfl
+from used_runs import LABELS, RATE, Finished, configure, finished, wave, write_recordings
+
+from raydfl import classify, load_model
+from raydfl.core.errors import InputError, RaydflError, RunDirectoryError
+from raydfl.data.audio import read_audio
+from raydfl.data.features.extractor import FeatureExtractor
+from raydfl.data.features.wave import EPSILON
+from raydfl.data.population import Population
+from raydfl.engine.storage.record import read_rows, to_rows
+from raydfl.engine.storage.store import RunStore
+from raydfl.runs.folder import create
+from raydfl.runs.inference.recordings import Prediction, predictions, recordings
+from raydfl.runs.progress import Progress
+
+
+def probabilities(run: Finished, **chosen: Any) -> np.ndarray:
+    found = classify(run.folder, run.test_files, **chosen)
+    assert [prediction.file for prediction in found] == run.test_files
+    assert [prediction.error for prediction in found] == [""] * len(found)
+    return np.stack([prediction.probabilities for prediction in found])
+
+
+def measured_accuracy(run: Finished, model: str) -> float:
+    rows = [row for row in to_rows(read_rows(run.folder)) if row.metric == f"{model}/accuracy" and not row.client]
+    return next(row.value for row in rows if row.round == 2 and row.split == "test")
+
+
+def agrees(run: Finished, *, model: str = "plugin", client: str | None = None) -> None:
+    np.testing.assert_allclose(probabilities(run, model=model, client=client), run.evaluated(model, client), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["mutual", "segmented"])
+def test_the_shared_model_predicts_as_the_engine_evaluates(name: str, request: pytest.FixtureRequest) -> None:
+    run: Finished = request.getfixturevalue(name)
+    agrees(run)
+    found = classify(run.folder, run.test_files)
+    right = [prediction.label == label for prediction, label in zip(found, run.labels, strict=True)]
+    assert np.mean(right) == pytest.approx(measured_accuracy(run, "plugin"))
+
+
+@pytest.mark.parametrize("name", ["mutual", "segmented"])
+def test_a_clients_own_model_is_what_the_engine_loads(name: str, request: pytest.FixtureRequest) -> None:
+    run: Finished = request.getfixturevalue(name)
+    for client in run.trained():
+        expected = run.step(client).models
+        for model in ("plugin", "local"):
+            loaded = load_model(run.folder, model, client)
+            assert (loaded.name, loaded.client, loaded.round) == (model, client, 2)
+            mine, theirs = loaded.network.state_dict(), expected[model].state_dict()
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+        agrees(run, model="local", client=client)
+    own = [load_model(run.folder, client=client) for client in run.trained()]
+    assert [model.name for model in own] == ["local"] * len(own)
+
+
+def test_segments_are_there_and_matter(segmented: Finished) -> None:
+    """The first segment alone gives something else."""
+    longest = max(segmented.test_files, key=lambda file: soundfile.info(file).frames)
+    assert soundfile.info(longest).duration > 0.5
+    samples, _ = soundfile.read(longest, dtype="float32")
+    short = segmented.recordings.parent / "short.wav"
+    soundfile.write(short, samples[: RATE * 29 // 100], RATE, subtype="PCM_16")
+    whole, part = classify(segmented.folder, [longest, short])
+    assert np.abs(whole.probabilities - part.probabilities).max() > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("features", "data"),
+    [
+        ({"seconds": 0.25, "normalise": "none"}, {}),
+        ({"seconds": 0.4, "dtype": "float16"}, {}),
+        ({"normalise": "none"}, {"segment": {"frames": 25, "stride": 20, "keep_last": False}}),
+    ],
+    ids=["decibels", "padded-float16", "fedaudio-segments"],
+)
+def test_every_front_end_is_the_engines(tmp_path: Path, features: dict[str, Any], data: dict[str, Any]) -> None:
+    run = finished(
+        tmp_path,
+        uneven=True,
+        features=features,
+        data=data,
+        method={"name": "fedavg"},
+        models={"model": {"name": "mlp", "hidden": 5}},
+    )
+    agrees(run, model="model")
+
+
+def test_group_normalisation_has_the_statistics_of_training_clips(tmp_path: Path) -> None:
+    """The test speakers have no training clip: the engine gives them those of all training clips, as a new recording gets."""
+    run = finished(
+        tmp_path,
+        uneven=True,
+        features={"normalise": "group"},
+        method={"name": "fedavg"},
+        models={"model": {"name": "mlp", "hidden": 5}},
+    )
+    agrees(run, model="model")
+    together = probabilities(run, model="model")
+    alone = classify(run.folder, run.test_files[:1])[0]
+    np.testing.assert_array_equal(alone.probabilities, together[0])  # what else is classified does not matter
+    population = Population.load(run.folder / "population")
+    client = "speaker1"
+    shared, own = load_model(run.folder), load_model(run.folder, client=client)
+    np.testing.assert_array_equal(shared.statistics, population.statistics())
+    np.testing.assert_array_equal(own.statistics, population.statistics(population.index(client)))
+    assert not np.array_equal(shared.statistics, own.statistics)
+
+
+def test_without_statistics_a_folder_is_a_speaker(tmp_path: Path) -> None:
+    """As of runs of an earlier version, or over sites."""
+    run = finished(
+        tmp_path,
+        uneven=True,
+        features={"normalise": "group"},
+        method={"name": "fedavg"},
+        models={"model": {"name": "mlp", "hidden": 5}},
+    )
+    model = dataclasses.replace(load_model(run.folder), statistics=None)
+    speaker = [file for file in run.test_files if file.name.startswith("speaker4_")]
+    for file in speaker:
+        (tmp_path / "speaker").mkdir(exist_ok=True)
+        shutil.copy(file, tmp_path / "speaker" / f"{file.parent.name}_{file.name}")
+    found = {each.file.name: each.probabilities for each in predictions(model, [tmp_path / "speaker"])}
+    extractor = FeatureExtractor(model.data.features)
+    matrices = {file: extractor(*read_audio(file)) for file in speaker}
+    frames = np.concatenate(list(matrices.values())).astype(np.float64)
+    for file, matrix in matrices.items():
+        x = torch.from_numpy((matrix - frames.mean(axis=0)) / (frames.std(axis=0) + EPSILON)).float()[None]
+        logits = model.logits(torch.nn.functional.pad(x, (0, 0, 0, 64 - x.shape[1])), torch.tensor([x.shape[1]]))
+        expected = logits.double().softmax(dim=1)[0].numpy()
+        np.testing.assert_allclose(found[f"{file.parent.name}_{file.name}"], expected, atol=1e-6)
+
+
+def test_any_rate_channels_and_format(mutual: Finished, tmp_path: Path) -> None:
+    """Of several channels the first counts; resampling from an exact multiple changes little; flac is lossless."""
+    tone = wave(4, "low", 0, 0.25)
+    soundfile.write(tmp_path / "a.wav", tone, RATE, subtype="FLOAT")
+    soundfile.write(tmp_path / "b.wav", np.stack([tone, tone[::-1]], axis=1), RATE, subtype="FLOAT")
+    soundfile.write(tmp_path / "c.flac", tone, RATE, subtype="PCM_24")
+    soundfile.write(tmp_path / "d.ogg", np.repeat(tone, 2), 2 * RATE)
+    first, stereo, flac, ogg = (p.probabilities for p in classify(mutual.folder, [tmp_path]))
+    np.testing.assert_array_equal(stereo, first)
+    np.testing.assert_allclose(flac, first, atol=1e-3)
+    np.testing.assert_allclose(ogg, first, atol=0.1)
+
+
+def test_neither_recordings_nor_features_of_the_run_are_needed(mutual: Finished, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(mutual.folder, moved)
+    text = (moved / "config.yaml").read_text().replace(str(mutual.recordings), str(tmp_path / "gone"))
+    (moved / "config.yaml").write_text(text)
+    file = tmp_path / "x.wav"
+    shutil.copy(mutual.test_files[0], file)
+    client = mutual.trained()[0]
+    expected = [classify(mutual.folder, [file], client=who)[0].probabilities for who in (None, client)]
+    cache = mutual.folder.parent.parent / "cache"
+    hidden = cache.rename(cache.with_name("hidden"))
+    try:
+        found = [classify(moved, [file], client=who)[0].probabilities for who in (None, client)]
+    finally:
+        hidden.rename(cache)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_very_short_recording_is_classified_where_lengths_are_known(segmented: Finished, tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "click.wav", np.full(10, 0.5, np.float32), RATE)
+    found = classify(segmented.folder, [tmp_path / "click.wav"])[0]
+    assert found.error == ""
+    assert found.probabilities.sum() == pytest.approx(1)
+
+
+def test_partly_shared_networks(tmp_path: Path) -> None:
+    """FedPer: the base from the server, the last layer from the client."""
+    run = finished(
+        tmp_path, method={"name": "fedper"}, models={"model": {"name": "crnn_tiny", "hidden": 6, "filters": [4]}}
+    )
+    client = run.trained()[0]
+    agrees(run, model="model", client=client)
+    with pytest.raises(
+        InputError, match=rf"no model of this run is shared as a whole.*--client; clients that have one: .*{client}"
+    ):
+        load_model(run.folder)
+
+
+def test_one_of_several_shared_models(tmp_path: Path) -> None:
+    method = Path(__file__).with_name("two_states.py")
+    run = finished(
+        tmp_path,
+        features={"seconds": 0.25, "normalise": "none"},
+        method={"name": f"{method}:TwoStates"},
+        models={"model": {"name": "linear"}},
+    )
+    with pytest.raises(InputError, match="several shared models; choose one with --model: even:model, odd:model"):
+        load_model(run.folder)
+    networks = {name: load_model(run.folder, name).network for name in ("even:model", "odd:model")}
+    for name, network in networks.items():
+        stored = run.state.state.tensors[name.partition(":")[0]]["model/output.weight"]
+        assert torch.equal(network.state_dict()["output.weight"], stored)
+    weights = [network.state_dict()["output.weight"] for network in networks.values()]
+    assert not torch.equal(*weights)
+    # A client gets the one that it is sent.
+    for client in ("speaker0", "speaker1"):
+        own = load_model(run.folder, client=client).network.state_dict()["output.weight"]
+        assert torch.equal(own, weights[int(client[-1])])
+
+
+def test_a_run_that_is_not_finished(mutual: Finished, tmp_path: Path) -> None:
+    config = configure(tmp_path, mutual.recordings)
+    run_dir = create(config, Progress("quiet"))
+    for at in ("before", "round 0"):
+        with pytest.raises(RunDirectoryError, match=r"has completed no round yet.*raydfl resume"):
+            load_model(run_dir)
+        if at == "before":
+            RunStore(run_dir).commit(*_first_state(mutual))
+
+
+def _first_state(run: Finished) -> tuple[Any, Any]:
+    commit = run.state
+    return dataclasses.replace(commit.state, round_index=0), type(commit.private)()
+
+
+# -- what is listed and printed ----------------------------------------------------------------------------------------
+
+
+def test_folders_are_searched_and_nothing_is_taken_twice(mutual: Finished, tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for name in ("a/2.wav", "a/b/1.FLAC", "a/notes.txt", "a/.hidden.wav", "3.ogg"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "empty").mkdir()
+    listed, failures = recordings([tmp_path / "a", tmp_path / "a" / "2.wav", tmp_path / "3.ogg", tmp_path / "empty"])
+    assert [file.relative_to(tmp_path).as_posix() for file in listed] == ["a/2.wav", "a/b/1.FLAC", "3.ogg"]
+    assert failures == {tmp_path / "empty": "there is no recording of a kind that is read in this folder"}
+
+
+def test_top_is_ordered_and_equals_go_to_the_first_class() -> None:
+    found = Prediction(Path("x"), ("a", "b", "c"), np.array([0.25, 0.5, 0.25]))
+    assert found.top(3) == [("b", 0.5), ("a", 0.25), ("c", 0.25)]
+    assert (found.label, found.probability) == ("b", 0.5)
+    nothing = Prediction(Path("x"), ("a", "b"), np.zeros(0), "broken")
+    assert nothing.label == ""
+    assert math.isnan(nothing.probability)
+
+
+def test_json_csv_and_table(raydfl: Raydfl, mutual: Finished) -> None:
+    files = mutual.test_files[:4]
+    found = classify(mutual.folder, files)
+    said = raydfl("predict", mutual.folder, *files, "--json", "--top", 2)
+    assert said.code == 0
+    assert said.events == [
+        {
+            "file": str(prediction.file),
+            "label": prediction.label,
+            "probability": prediction.probability,
+            "top": [{"label": label, "probability": value} for label, value in prediction.top(2)],
+        }
+        for prediction in found
+    ]
+    rows = list(csv.DictReader(io.StringIO(raydfl("predict", mutual.folder, *files, "--csv", "--top", 9).out)))
+    assert list(rows[0]) == ["file", *(f"{n}{r}" for r in ("", "_2", "_3") for n in ("label", "probability")), "error"]
+    for row, prediction in zip(rows, found, strict=True):
+        assert [row["label"], row["label_2"], row["label_3"]] == [label for label, _ in prediction.top(3)]
+        assert float(row["probability"]) == prediction.probability
+    client = mutual.trained()[0]
+    table = raydfl("predict", mutual.folder, mutual.recordings / "test", "--client", client, "--top", 2).out
+    assert table.startswith(f"local (crnn_tiny) of {mutual.folder}, round 2, of client '{client}'\n")
+    own = classify(mutual.folder, [mutual.recordings / "test"], client=client)
+    assert len(own) == len(mutual.test_files)
+    for prediction in own:
+        (line,) = [line for line in table.splitlines() if line.startswith(f"{prediction.file} ")]
+        second = "{} {:.3f}".format(*prediction.top(2)[1])
+        assert line.split(maxsplit=3)[1:] == [prediction.label, f"{prediction.probability:.3f}", second]
+
+
+def test_unreadable_recordings_are_named_and_the_others_classified(
+    raydfl: Raydfl, mutual: Finished, tmp_path: Path
+) -> None:
+    (tmp_path / "noise.wav").write_bytes(b"this is no audio")
+    (tmp_path / "nothing").mkdir()
+    good = mutual.test_files[0]
+    missing = tmp_path / "a[bold].wav"
+    said = raydfl("predict", mutual.folder, tmp_path / "noise.wav", good, missing, tmp_path / "nothing", "--json")
+    said.refuses(
+        "3 of 4 could not be classified",
+        r"noise\.wav: cannot be read as audio",
+        r"a\[bold\]\.wav: there is no such file",
+        "nothing: there is no recording of a kind that is read in this folder",
+    )
+    assert {event["file"]: event.get("label", "") for event in said.events} == {
+        str(tmp_path / "noise.wav"): "",
+        str(missing): "",
+        str(tmp_path / "nothing"): "",
+        str(good): classify(mutual.folder, [good])[0].label,
+    }
+    table = raydfl("predict", mutual.folder, good, missing)
+    table.refuses("1 of 2 could not be classified")
+    assert "a[bold].wav" in table.out
+    rows = list(csv.DictReader(io.StringIO(raydfl("predict", mutual.folder, missing, good, "--csv").out)))
+    assert rows[0]["error"] == "there is no such file"
+    assert rows[1]["error"] == ""
+
+
+def test_every_kind_of_recording_in_a_folder_is_classified(
+    raydfl: Raydfl, mutual: Finished, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tone, rate = soundfile.read(mutual.test_files[0], dtype="float32")
+    for name in ("a.aiff", "b.au", "c.MP3"):
+        soundfile.write(tmp_path / name, tone, rate, format="MP3" if name == "c.MP3" else None)
+    (tmp_path / "d.m4a").write_bytes(b"no sound" * 20)
+    said = raydfl("predict", mutual.folder, tmp_path, "--json")
+    assert said.code == 0
+    assert [Path(event["file"]).name for event in said.events] == ["a.aiff", "b.au", "c.MP3"]
+    assert f"left out of {tmp_path}, as no recordings of a kind that is read: 1 .m4a (1 in all: d.m4a)" in caplog.text
+    raydfl("predict", mutual.folder, tmp_path / "d.m4a").refuses(
+        r"d\.m4a: cannot be read as audio: libsndfile does not decode this .*: ffmpeg -i \S+/d\.m4a \S+/d\.wav"
+    )
+
+
+def test_folders_and_files_that_cannot_be_looked_into(raydfl: Raydfl, mutual: Finished, tmp_path: Path) -> None:
+    """They are named, the others classified, and nobody waits for a pipe to be written to."""
+    good = mutual.test_files[0]
+    for name in ("loop", "strange"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "loop/again").symlink_to(tmp_path / "loop")
+    (tmp_path / "self").symlink_to("self")
+    os.mkfifo(tmp_path / "strange/pipe.wav")
+    name = os.fsdecode(b"caf\xe9.wav")
+    shutil.copy(good, tmp_path / "strange" / name)
+    for form in ("--json", "--csv", "--top=1"):
+        said = raydfl(
+            "predict", mutual.folder, *(tmp_path / place for place in ("loop", "strange", "self")), good, form
+        )
+        said.refuses(
+            "4 of 5 could not be classified",
+            "loop/again is a link to a folder that it lies in itself",
+            r"strange/caf\\xe9\.wav: the file's name is not UTF-8; rename it",
+            r"strange/pipe\.wav: is a pipe, a socket or a device, not a file",
+            "self: cannot be read: Too many levels of symbolic links",
+        )
+        assert str(good) in said.out
+        assert "caf\\xe9.wav" in said.out.replace("\\\\", "\\")
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_models_and_clients_that_are_not_there(raydfl: Raydfl, mutual: Finished, tmp_path: Path) -> None:
+    file = mutual.test_files[0]
+    raydfl("predict", tmp_path / "no", file).refuses("there is no run directory")
+    raydfl("predict", tmp_path, file).refuses("is not a run directory")
+    raydfl("predict", mutual.folder, file, "--model", "plugn").refuses("no model 'plugn'; did you mean 'plugin'")
+    raydfl("predict", mutual.folder, file, "--model", "zzz").refuses("no model 'zzz'; known: local, plugin$")
+    trained, untrained = mutual.trained(), mutual.untrained()
+    assert trained
+    raydfl("predict", mutual.folder, file, "--model", "local").refuses(
+        "model 'local' of this run is not shared as a whole", f"--client; clients that have one: {trained[0]}"
+    )
+    raydfl("predict", mutual.folder, file, "--client", "speaker01").refuses("no client 'speaker01'.*did you mean")
+    raydfl("predict", mutual.folder, file, "--client", trained[0], "--model", "locl").refuses("did you mean 'local'")
+    raydfl("predict", mutual.folder, file, "--json", "--csv").refuses("--csv and --json: choose one")
+    for client in untrained:
+        raydfl("predict", mutual.folder, file, "--client", client).refuses(
+            f"client '{client}' has no model 'local' of its own yet: it took part in none of the 2 rounds", trained[0]
+        )
+        assert load_model(mutual.folder, "plugin", client).round == 2  # what it would be sent
+
+
+def test_a_client_without_a_model_of_its_own(tmp_path: Path) -> None:
+    train = {"rounds": 1, "cohort": 1, "batch_size": 4, "optimiser": {"lr": 0.1}}
+    run = finished(tmp_path, train=train)
+    assert len(run.untrained()) == 2
+    with pytest.raises(
+        InputError, match=f"took part in none of the 1 rounds.*clients that have one: {run.trained()[0]}$"
+    ):
+        load_model(run.folder, client=run.untrained()[0])
+
+
+def test_a_damaged_population(mutual: Finished, tmp_path: Path) -> None:
+    shutil.copytree(mutual.folder, tmp_path / "run")
+    (tmp_path / "run" / "population" / "population.safetensors").write_bytes(b"12345678")
+    with pytest.raises(RunDirectoryError, match=r"population\.safetensors is missing or damaged"):
+        load_model(tmp_path / "run")
+
+
+def test_a_diverged_model_is_said(mutual: Finished) -> None:
+    model = load_model(mutual.folder)
+    with torch.no_grad():
+        next(model.network.parameters()).fill_(float("nan"))
+    (found,) = predictions(model, mutual.test_files[:1])
+    assert found.error == "the model's output is not finite: its training diverged"
+
+
+def test_a_network_that_does_not_classify(mutual: Finished) -> None:
+    model = load_model(mutual.folder)
+    model.network.output = torch.nn.Linear(6, 7)
+    with pytest.raises(RaydflError, match=r"output of shape \[1, 7\] for 1 examples and 3 classes"):
+        model.logits(torch.zeros(1, 26, 16), None)
+
+
+def test_recordings_are_what_the_tests_think(tmp_path: Path) -> None:
+    root = write_recordings(tmp_path, uneven=True)
+    assert len(list(root.rglob("*.wav"))) == 5 * 3 * 3
+    assert sorted(path.name for path in (root / "test").iterdir()) == sorted(LABELS)

@@ -1,0 +1,50 @@
+"""Digits that people spoke, from the held-out files to their labels. Oracle: the accuracy that the run has recorded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from used_runs import TINY, configure
+
+from raydfl import classify
+from raydfl.engine.storage.record import read_rows, to_rows
+from raydfl.runs.run import run
+
+RECORDINGS = (
+    Path(os.environ.get("RAYDFL_DATA") or Path(__file__).parents[4] / "shared" / "data") / "fsdd" / "recordings"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not RECORDINGS.is_dir(), reason="there are no recordings of FSDD")
+def test_held_out_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raydfl.runs.report.figures.to_svg", lambda *_: "")
+    config = configure(
+        tmp_path,
+        RECORDINGS,
+        whole_data={
+            "name": "fsdd",
+            "root": str(RECORDINGS.parent),
+            "features": {"sample_rate": 8000, "bands": 32, "hop_ms": 20, "normalise": "clip"},
+            "partition": {"by": "group"},
+            "cache": str(tmp_path / "cache"),
+        },
+        method={"name": "fedavg"},
+        models={"model": {**TINY, "hidden": 16}},
+        train={"rounds": 2, "cohort": 1.0, "batch_size": 16, "optimiser": {"name": "adam", "lr": 0.01}},
+    )
+    done = run(config)
+    held_out = [RECORDINGS / f"{d}_{s}_{t}.wav" for d in range(10) for s in speakers() for t in range(5)]
+    found = classify(done.run_dir, held_out)
+    accuracy = np.mean([prediction.label == prediction.file.name[0] for prediction in found])
+    rows = [row for row in to_rows(read_rows(done.run_dir)) if row.metric == "model/accuracy" and row.split == "test"]
+    assert len(held_out) == 300
+    assert accuracy == pytest.approx(next(row.value for row in rows if row.round == 2 and not row.client))
+    assert accuracy > 0.2  # it has learnt something
+
+
+def speakers() -> list[str]:
+    return sorted({path.name.split("_")[1] for path in RECORDINGS.glob("*.wav")})

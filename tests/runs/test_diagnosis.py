@@ -1,0 +1,194 @@
+"""Which runs went wrong. Oracles: runs known to have diverged, or to be as they should, and the closed form of guessing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from commands import Raydfl, written
+from fake_run import CLASSES, config, make_run
+
+from raydfl.core.types import Problem
+from raydfl.engine.config import Config
+from raydfl.engine.storage.record import Row, rows_path, write_rows
+from raydfl.runs.report import write_report
+from raydfl.runs.report.data import read_run
+from raydfl.runs.report.diagnosis import problems_of
+
+Tiny = Callable[..., Config]
+GUESSING = np.log(4)
+NAN = float("nan")
+
+
+def judged(folder: Path, *rows: Row, settings: dict[str, Any] | None = None, **about: Any) -> list[Problem]:
+    """A run of which the last of five rounds recorded these rows."""
+    make_run(folder, {**config("fedavg", rounds=5), **(settings or {})}, about=about)
+    write_rows(rows_path(folder, 5), rows)
+    return problems_of(read_run(folder))
+
+
+def measured(loss: float, confusion: np.ndarray, split: str = "test") -> list[Row]:
+    number, right = float(confusion.sum()), float(np.trace(confusion))
+    return [
+        Row(5, "evaluate", "", split, "model/loss", loss, number),
+        Row(5, "evaluate", "", split, "model/accuracy", right / number, number),
+        Row(5, "evaluate", "", split, "model/confusion", NAN, number, confusion.astype(np.float64)),
+    ]
+
+
+def trained(loss: float, clients: int = 10, bad: int = 0) -> list[Row]:
+    return [
+        Row(5, "train", "", "train", "loss", loss, 40.0),
+        Row(5, "train", "", "server", "clients", float(clients), 1.0),
+        *(Row(5, "train", f"c{i}", "server", "failed", 1.0, 1.0, note="not finite: model/x") for i in range(bad)),
+    ]
+
+
+GUESSES = np.full((4, 4), 10)  # each class for each class, as often
+CONSTANT = np.eye(1, 4).repeat(4, 0) * 40  # always the first class
+RIGHT = np.eye(4) * 40
+SLIGHT = GUESSES + 8 * np.eye(4)  # 18 of 48 right in each class: far above chance
+
+
+@pytest.mark.parametrize(
+    ("loss", "confusion", "diverged"),
+    [
+        (8.9e19, CONSTANT, True),
+        (NAN, CONSTANT, True),
+        (float("inf"), GUESSES, True),
+        (11 * GUESSING, GUESSES, True),
+        (9 * GUESSING, GUESSES, False),  # very wrong, but of this world
+        (GUESSING, CONSTANT, False),  # nothing learnt yet
+        (40 * GUESSING, SLIGHT, False),  # overconfident, and better than guessing
+        (0.1, RIGHT, False),
+    ],
+)
+def test_a_senseless_loss_without_any_skill_is_divergence(
+    tmp_path: Path, loss: float, confusion: np.ndarray, diverged: bool
+) -> None:
+    found = judged(tmp_path / "run", *trained(1.0), *measured(loss, confusion))
+    assert [(problem.kind, problem.worthless) for problem in found] == [("diverged", True)] * diverged
+    if diverged:
+        assert "train.optimiser.lr" in found[0].text
+        assert "guessing 1.39" in found[0].text
+
+
+def test_one_model_of_sense_is_enough(tmp_path: Path) -> None:
+    """The shared model is broken, clients' own are not: personal models, or a robust rule that failed on one of two."""
+    own = measured(0.5, RIGHT, "validation")
+    assert judged(tmp_path / "own", *trained(1.0), *measured(1e9, CONSTANT), *own) == []
+    own = measured(1e9, CONSTANT, "validation")
+    (problem,) = judged(tmp_path / "both", *trained(1.0), *measured(1e9, CONSTANT), *own)
+    assert problem.worthless
+
+
+@pytest.mark.parametrize(("bad", "confusion", "diverged"), [(6, GUESSES, True), (5, GUESSES, False), (9, RIGHT, False)])
+def test_most_clients_that_are_not_finite_are_divergence(
+    tmp_path: Path, bad: int, confusion: np.ndarray, diverged: bool
+) -> None:
+    """Their updates are left out, so the state may still be the first one, with the loss of guessing."""
+    found = judged(tmp_path / "run", *trained(1.0, 10, bad), *measured(GUESSING, confusion))
+    assert [problem.kind for problem in found] == ["diverged"] * diverged
+    if diverged:
+        assert "6 of 10 clients in round 5 were not finite" in found[0].text
+
+
+def test_what_an_attack_has_done_is_no_failure_of_the_run(tmp_path: Path) -> None:
+    attack = {"attack": {"name": "scaling"}}
+    (problem,) = judged(tmp_path / "run", *trained(1e9), *measured(1e9, CONSTANT), settings=attack)
+    assert (problem.kind, problem.worthless) == ("diverged", False)
+    assert "attack" in problem.text
+
+
+@pytest.mark.parametrize(("loss", "warned"), [(1e9, True), (NAN, True), (2.0, False), (0.01, False)])
+def test_without_evaluation_a_training_loss_is_a_warning(tmp_path: Path, loss: float, warned: bool) -> None:
+    """A method's own loss may be on any scale: one that is smaller than in the first round is as it should."""
+    folder = tmp_path / "run"
+    make_run(folder, config("fedavg", rounds=5), done=0)
+    (folder / "LATEST").write_text("000005-00000000.safetensors")
+    for round_index, value in ((1, 500.0), (5, loss)):
+        write_rows(rows_path(folder, round_index), [Row(round_index, "train", "", "train", "loss", value, 40.0)])
+    assert [(p.kind, p.worthless) for p in problems_of(read_run(folder))] == [("diverged", False)] * warned
+    write_rows(rows_path(folder, 5), [Row(5, "train", "", "train", "loss", 400.0, 40.0)])
+    assert problems_of(read_run(folder)) == []
+
+
+def test_classes_without_test_clips_are_named(tmp_path: Path) -> None:
+    confusion = RIGHT.copy()
+    confusion[[1, 3]] = 0
+    (problem,) = judged(tmp_path / "run", *trained(0.1), *measured(0.1, confusion))
+    assert (problem.kind, problem.worthless) == ("missing classes", False)
+    assert "no clip of 2 of 4 classes ('one', 'three')" in problem.text
+    # A private model is measured on a sample of the test data, which proves nothing.
+    assert judged(tmp_path / "own", *measured(0.1, confusion), models={"model": {"shared": False}}) == []
+
+
+def test_one_class_is_nothing_to_learn(tmp_path: Path) -> None:
+    alone = np.full((1, 1), 40)
+    (problem,) = judged(tmp_path / "run", *trained(0.0), *measured(0.0, alone), classes=["bark"])
+    assert (problem.kind, problem.worthless) == ("one class", True)
+    assert "'bark'" in problem.text
+    folder = tmp_path / "anomalies"  # a method of its own scores, for which one class is right
+    make_run(folder, config("fedavg", rounds=5), done=0, classes=["normal"])
+    write_rows(rows_path(folder, 5), [Row(5, "evaluate", "", "test", "model/auc", 0.9, 40.0)])
+    assert problems_of(read_run(folder)) == []
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedmlac"])
+def test_ordinary_runs_are_not_suspected(tmp_path: Path, method: str) -> None:
+    make_run(tmp_path / "run", config(method, rounds=6), classes=CLASSES)
+    assert problems_of(read_run(tmp_path / "run")) == []
+
+
+def test_pages_say_it_first(tmp_path: Path) -> None:
+    judged(tmp_path / "bad", *trained(1.0), *measured(1e20, CONSTANT))
+    make_run(tmp_path / "good", config(rounds=5))
+    page = write_report([tmp_path / "bad"], tmp_path / "one.html").read_text()
+    assert "Worthless: the training diverged: the loss on the test data is 1e+20" in page
+    assert "00000000000" not in page  # a number of twenty digits says less
+    page = write_report([tmp_path / "bad", tmp_path / "good"], tmp_path / "two.html").read_text()
+    assert "bad: Worthless: the training diverged" in page
+    assert "good: Worthless" not in page
+
+
+# -- real runs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "text"),
+    [
+        (["train.optimiser.lr=1e20"], "diverged", "worthless: the training diverged: the loss on the test data is "),
+        (["data.classes=1"], "one class", "worthless: there is one class only, 'tone0'"),
+    ],
+)
+def test_a_worthless_run_is_said_and_has_the_code_of_bad_input(
+    raydfl: Raydfl, tiny: Tiny, tmp_path: Path, overrides: list[str], kind: str, text: str
+) -> None:
+    file = written(tiny("train.rounds=2", *overrides), tmp_path)
+    said = raydfl("run", file)
+    assert said.code == 2
+    assert "failed after 2 of 2 rounds" in said.out
+    assert text in said.out
+    report = (tmp_path / "runs" / "tiny" / "report.html").read_text()
+    assert "Worthless: " in report
+    said = raydfl("resume", tmp_path / "runs" / "tiny", "--json")
+    assert said.code == 2
+    end = said.events[-1]
+    assert (end["status"], end["round"]) == ("failed", 2)
+    assert [(problem["kind"], problem["worthless"]) for problem in end["problems"]] == [(kind, True)]
+    said = raydfl("run", file, "--quiet")
+    said.refuses(text.removeprefix("worthless: "))
+    assert said.out == ""
+
+
+def test_a_run_of_fewer_rounds_than_it_has_done_is_done(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    raydfl("run", written(tiny("train.rounds=2"), tmp_path))
+    said = raydfl("resume", tmp_path / "runs" / "tiny", "train.rounds=1")
+    assert said.code == 0
+    assert "all 2 rounds are done" in said.out
+    assert "finished after 2 of 2 rounds" in said.out
+    assert json.loads((tmp_path / "runs" / "tiny" / "run.json").read_text())["id"] == "tiny"

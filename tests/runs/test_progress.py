@@ -1,0 +1,225 @@
+"""What the commands print: one line a round, JSON that a machine can read, a bar, or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raydfl.runs.progress import FinishSummary, Mode, Progress, RoundSummary, duration, scores_text, size
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def a_round(index: int, **values: Any) -> RoundSummary:
+    given: dict[str, Any] = {"clients": 12, "seconds": 3.0, "bytes_down": 1.7e6, "bytes_up": 8e5} | values
+    return RoundSummary(round=index, total=20, loss=0.5, **given)
+
+
+def finish(folder: Path, **values: Any) -> FinishSummary:
+    given: dict[str, Any] = {"status": "stopped", "scores": {"test m/accuracy": 0.75}, "next_step": "raydfl resume x"}
+    return FinishSummary(round=7, total=20, seconds=200.0, run_dir=folder, **(given | values))
+
+
+def shown(mode: Mode, stream: io.StringIO) -> str:
+    """All that a run of two rounds prints."""
+    clock = Clock()
+    with Progress(mode, stream, clock) as progress:
+        with progress.steps("features [red]", 30) as advance:
+            for _ in range(30):
+                advance()
+        progress.start(20, 5, "fedmlac on fsdd")
+        clock.now = 4.0
+        progress.round(a_round(6))
+        progress.message("client [bold]anna[/bold] was slow")
+        clock.now = 10.0
+        progress.round(a_round(7, scores={"test m/accuracy": 0.75, "test m/loss": 0.4}, failed=2))
+        progress.finish(finish(Path("runs/x")))
+    return stream.getvalue()
+
+
+def test_a_log_gets_one_line_a_round() -> None:
+    assert shown("auto", io.StringIO()).splitlines() == [
+        "features [red]: 30 of 30",
+        "fedmlac on fsdd: 20 rounds, 5 of them done",
+        "round  6/20  loss 0.5000  12 clients  4.0 clients/s  1.7 MB down  800.0 kB up  56 s left",
+        "client [bold]anna[/bold] was slow",
+        "round  7/20  loss 0.5000  test m/accuracy 0.750  12 clients  4.0 clients/s  2 failed  1.7 MB down  800.0 kB up"
+        "  1 min 5 s left",
+        "stopped after 7 of 20 rounds, 3 min 20 s: test m/accuracy 0.750",
+        "run directory: runs/x",
+        "next: raydfl resume x",
+    ]
+
+
+def test_quiet_prints_nothing() -> None:
+    assert shown("quiet", io.StringIO()) == ""
+    assert shown("quiet", Terminal()) == ""
+
+
+def test_json_is_one_valid_object_a_line() -> None:
+    lines = [json.loads(line) for line in shown("json", io.StringIO()).splitlines()]
+    assert [line["event"] for line in lines] == ["steps", "start", "round", "message", "round", "finish"]
+    assert lines[0] == {"event": "steps", "description": "features [red]", "done": 30, "total": 30}
+    assert lines[1]["total_rounds"] == 20
+    assert lines[1]["done_rounds"] == 5
+    assert lines[4]["round"] == 7
+    assert lines[4]["scores"] == {"test m/accuracy": 0.75, "test m/loss": 0.4}
+    assert lines[4]["clients_per_second"] == 4.0
+    assert lines[4]["seconds_left"] == pytest.approx(5 * 13)  # 10 seconds for two rounds, 13 to go
+    assert lines[4]["failed"] == 2
+    assert lines[5]["run_dir"] == "runs/x"
+    assert lines[5]["status"] == "stopped"
+
+
+def test_json_has_no_not_a_number() -> None:
+    stream = io.StringIO()
+    progress = Progress("json", stream)
+    progress.round(
+        RoundSummary(1, 2, loss=math.nan, scores={"m/loss": math.inf}, bytes_down=math.nan)
+    )  # not started: no time left is known either
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    event = json.loads(stream.getvalue(), parse_constant=refuse)
+    assert event["loss"] is None
+    assert event["scores"] == {"m/loss": None}
+    assert event["seconds_left"] is None
+    assert event["clients_per_second"] is None
+
+
+def test_json_on_a_terminal_is_json() -> None:
+    for line in shown("json", Terminal()).splitlines():
+        json.loads(line)
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    text = shown("auto", stream)
+    assert "\x1b[?25l" in text  # the cursor is hidden while the bar lives
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # and given back
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    assert "features [red]" in plain
+    assert "round 7/20  1 min 5 s left" in plain
+    assert "loss 0.5000  test m/accuracy 0.750  4.0 clients/s  2 failed" in plain
+    assert "client [bold]anna[/bold] was slow" in plain
+    assert plain.endswith("run directory: runs/x\nnext: raydfl resume x\n")
+
+
+@pytest.mark.parametrize("mode", ["lines", "bar", "json"])
+def test_what_clients_say_cannot_steer_the_terminal(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor turn letters round, nor be beyond what a stream can encode; JSON stays JSON that says what was said."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    evil = "\x1b]0;owned\x07 \x9b2J \u202eabc \udcff \x7f\r"
+    stream = Terminal() if mode == "bar" else io.StringIO()
+    with Progress(mode, stream) as progress:
+        progress.start(20, 0, "x")
+        progress.message(evil)
+        progress.round(a_round(1, failed=1, reasons={"anna": evil}))
+        progress.finish(finish(Path("x"), scores={f"{evil} accuracy": 0.5}))
+    text = stream.getvalue()
+    text.encode()
+    assert not set(text) & set("\x07\x9b\u202e")
+    assert "\x1b]" not in text
+    if mode == "json":
+        assert [json.loads(line) for line in text.splitlines()][1] == {"event": "message", "text": evil}
+    else:
+        assert text.count(r"\x1b]0;owned\x07 \x9b2J \u202eabc \udcff \x7f\r") >= 2
+
+
+def test_the_terminal_is_given_back_after_an_error() -> None:
+    stream = Terminal()
+    with contextlib.suppress(KeyboardInterrupt), Progress("bar", stream) as progress:
+        progress.start(20, 0, "x")
+        raise KeyboardInterrupt
+    assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")
+
+
+def test_steps_within_rounds_share_the_bar() -> None:
+    with Progress("bar", Terminal()) as progress:
+        progress.start(2, 0, "x")
+        with contextlib.suppress(ValueError), progress.steps("report", None) as advance:
+            advance(3)
+            raise ValueError("inside")
+        progress.round(RoundSummary(1, 2, 0.1))
+        assert progress._bar is not None
+        assert [task.description for task in progress._bar.tasks] == ["x"]
+
+
+def test_long_steps_are_shown_now_and_then() -> None:
+    clock, stream = Clock(), io.StringIO()
+    with Progress("lines", stream, clock).steps("features", 100) as advance:
+        for _ in range(100):
+            clock.now += 0.3
+            advance()
+    assert stream.getvalue().splitlines() == [
+        "features: 34 of 100",
+        "features: 68 of 100",
+        "features: 100 of 100",
+    ]
+
+
+def test_steps_of_unknown_number_and_by_several() -> None:
+    stream = io.StringIO()
+    with Progress("lines", stream).steps("clips", None) as advance:
+        advance(5)
+        advance(2)
+    assert stream.getvalue() == "clips: 7\n"
+
+
+def test_a_first_round_without_time() -> None:
+    stream = io.StringIO()
+    progress = Progress("lines", stream)
+    progress.start(20, 0, "x")
+    progress.round(RoundSummary(1, 20, math.nan))
+    progress.finish(finish(Path("r"), status="finished", scores={}, next_step=""))
+    lines = stream.getvalue().splitlines()
+    assert lines[1].startswith("round  1/20  loss nan  0 clients  0 B down")
+    assert lines[2:] == ["finished after 7 of 20 rounds, 3 min 20 s", "run directory: r"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.4, "0 s"),
+        (59.6, "1 min 0 s"),
+        (3599.7, "1 h 0 min"),
+        (90_000, "25 h 0 min"),
+        (math.nan, "?"),
+        (math.inf, "?"),
+    ],
+)
+def test_durations(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("count", "words"), [(0, "0 B"), (1000, "1.0 kB"), (999_960, "1.0 MB"), (1.5e9, "1.5 GB"), (2e13, "20.0 TB")]
+)
+def test_sizes(count: float, words: str) -> None:
+    assert size(count) == words
+
+
+def test_without_an_accuracy_the_first_scores_are_shown() -> None:
+    assert scores_text({"a/loss": 1.0, "b/auc": 0.5}) == "a/loss 1.000  b/auc 0.500"
+    assert scores_text({}) == ""

@@ -1,0 +1,530 @@
+"""Reports of made-up runs with known numbers: what a page shows, what it must never hold, and what is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from fake_run import CLASSES, LAYERS, config, make_run
+from matplotlib.axis import Axis
+
+from raydfl.core.errors import InputError, RunDirectoryError
+from raydfl.core.metrics import worst_decile
+from raydfl.engine.storage.record import Row, compact, rows_path, write_rows
+from raydfl.runs.report import figures as plots
+from raydfl.runs.report import write_report
+from raydfl.runs.report.data import read_run
+from raydfl.runs.report.figures_time import Work, actors, round_parts
+
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """A page taken apart; fails when tags are not closed in order, or when anything would be fetched or executed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.source = path.read_text(encoding="utf-8")
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.text: list[str] = []
+        self.tables: list[list[list[str]]] = []
+        self.svg_text: list[str] = []
+        self.feed(self.source)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        assert tag not in {"script", "iframe", "object", "embed", "link", "base", "form"}
+        for name, value in attrs:
+            assert not name.startswith("on")
+            if name in {"src", "href", "action", "srcset", "data"}:
+                assert value is not None
+                assert value.startswith("#")
+            for target in re.findall(r"url\(([^)]*)\)", value or ""):
+                assert target.startswith("#")
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in {"td", "th"}:
+            self.tables[-1][-1].append("")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "style":
+            assert "url(" not in data
+            assert "@import" not in data
+            return
+        self.text.append(data)
+        if self.open and self.open[-1] in {"td", "th"}:
+            self.tables[-1][-1][-1] += data
+        if self.open and self.open[-1] == "text":
+            self.svg_text.append(data.strip())
+
+    def has(self, text: str) -> bool:
+        return text in " ".join(" ".join(self.text).split())
+
+    def table(self, *header: str) -> list[list[str]]:
+        """The rows of the table whose header begins so."""
+        for table in self.tables:
+            if tuple(table[0][: len(header)]) == header:
+                return table[1:]
+        raise AssertionError(f"no table {header}")
+
+    @property
+    def figures(self) -> int:
+        return self.tags.count("figure")
+
+
+def page(tmp_path: Path, *folders: Path) -> Page:
+    out = tmp_path / "out" / "page.html"
+    assert write_report(list(folders), out) == out
+    assert [path.name for path in out.parent.iterdir()] == ["page.html"]
+    return Page(out)
+
+
+def value(rows: Sequence[Row], round_index: int, split: str, metric: str) -> float:
+    found = [r.value for r in rows if (r.round, r.client, r.split, r.metric) == (round_index, "", split, metric)]
+    assert len(found) == 1
+    return found[0]
+
+
+def percent(number: float) -> str:
+    return f"{100 * number:.1f} %"
+
+
+def test_one_run(tmp_path: Path) -> None:
+    rows = make_run(tmp_path / "a run")
+    shown = page(tmp_path, tmp_path / "a run")
+    results = {tuple(row[:3]): row[3:] for row in shown.table("model", "data", "score")}
+
+    accuracies = [value(rows, r, "test", "plugin/accuracy") for r in (5, 10, 15, 20)]
+    last, tail, best, clients, worst = results["plugin", "test data", "accuracy"]
+    assert last == f"{percent(accuracies[-1])} (round 20)"
+    assert tail == percent(float(np.mean(accuracies)))
+    assert best == f"{percent(max(accuracies))} (round {5 * (int(np.argmax(accuracies)) + 1)})"
+    assert (clients, worst) == ("-", "-")
+
+    own = [
+        r.value for r in rows if r.client and r.round == 20 and r.split == "validation" and r.metric == "local/accuracy"
+    ]
+    assert len(own) == 12
+    _, _, _, clients, worst = results["local", "clients' own hold-out", "accuracy"]
+    assert clients == f"{percent(float(np.mean(own)))} ± {percent(float(np.std(own)))}"
+    assert worst == percent(worst_decile(own))
+    assert results["local", "clients' own hold-out", "loss"][0].endswith("(round 20)")
+    assert results["plugin", "test data", "macro F1"][0].startswith(percent(value(rows, 20, "test", "plugin/macro_f1")))
+    assert len(results) == 9  # two models with four scores each, and the training loss
+
+    assert shown.has("method fedmlac · data fsdd · seed 1 · 2026-01-02 03:04:05 · raydfl 0.1.0")
+    assert shown.has("20 of 20")
+    assert shown.has("In all: to the clients 240.0 kB, from the clients 120.0 kB.")  # 20 rounds, 12 clients
+    assert shown.has("360.0 kB sent in both directions") or shown.has("sent in both directions 360.0 kB")
+    assert shown.has("clients 12")
+    assert shown.has("1 min 20 s")  # 20 rounds of 4 seconds
+    assert shown.has("failed: 3.")  # in rounds 3, 10 and 17
+    assert shown.has("not finished") is False
+    assert shown.table("model", "architecture") == [
+        ["plugin", "crnn_lite", "36,515", "sent and averaged", ""],
+        ["local", "crnn_tiny", "12,115", "stays with the client", "clients: 7"],
+        ["local", "crnn_base", "194,979", "stays with the client", "clients: 5"],
+    ]
+    assert ["train.optimiser.lr", "0.2"] in shown.table("setting")
+    # accuracy, F1, loss; clients; two confusion matrices; pruning, failures; bytes, seconds
+    assert shown.figures == 10
+
+
+def test_confusion_matrix_and_pruning_in_the_figures(tmp_path: Path) -> None:
+    rows = make_run(tmp_path / "run")
+    shown = page(tmp_path, tmp_path / "run")
+    matrix = next(r.array for r in rows if r.metric == "plugin/confusion" and r.round == 20)
+    assert matrix is not None
+    assert {f"{number:.0f}" for number in matrix.ravel() if number} <= set(shown.svg_text)
+    assert set(CLASSES) <= set(shown.svg_text)
+    assert shown.has(f"Round 20, {matrix.sum():.0f} examples")
+    assert {f"plugin/{layer}" for layer in LAYERS} <= set(shown.svg_text)
+    assert shown.has("plugin/gru 2.5")
+
+
+def test_no_pruning_no_failures_no_clients(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", config("fedavg", rounds=2))
+    shown = page(tmp_path, tmp_path / "run")
+    assert not shown.has("pruning")
+    assert not shown.has("Aggregation")
+
+
+def test_an_unfinished_run(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", done=7)
+    shown = page(tmp_path, tmp_path / "run")
+    assert shown.has(f"This run is not finished: 7 of 20 rounds are done. Go on with: raydfl resume {tmp_path / 'run'}")
+    assert shown.table("model", "data", "score")[0][3].endswith("(round 5)")
+
+
+def test_rounds_that_were_not_committed_do_not_count(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", done=7)
+    (tmp_path / "run" / "LATEST").write_text("000006-00000000.safetensors")
+    assert page(tmp_path, tmp_path / "run").has("6 of 20 rounds are done")
+
+
+def test_a_run_before_its_first_round(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", done=0)
+    shown = page(tmp_path, tmp_path / "run")
+    assert shown.has("No round of this run is recorded yet. Go on with: raydfl resume")
+    assert shown.figures == 0
+    assert ["method.name", "fedmlac"] in shown.table("setting")
+
+
+def test_a_compacted_run_gives_the_same_page(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    before = page(tmp_path, tmp_path / "run").source
+    compact(tmp_path / "run")
+    assert page(tmp_path, tmp_path / "run").source == before
+
+
+def test_missing_files_are_named_and_left_out(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    for name in ("config.yaml", "run.json", "LATEST"):
+        (tmp_path / "run" / name).unlink()
+    shown = page(tmp_path, tmp_path / "run")
+    assert shown.has("config.yaml is missing: the configuration is not shown.")
+    assert shown.has("run.json is missing: names of classes and models are not known.")
+    assert len(shown.table("model", "data", "score")) == 9
+
+
+def test_skipped_clips_are_listed(tmp_path: Path) -> None:
+    clips = [{"clip": f"clip-{i}.wav", "reason": "empty"} for i in range(250)]
+    make_run(tmp_path / "run", config(rounds=1), about={"skipped": [*clips, "plain.wav"]})
+    shown = page(tmp_path, tmp_path / "run")
+    assert shown.has("251 clips could not be read and were left out")
+    assert len(shown.table("clip", "reason")) == 200
+    assert shown.has("The first 200 of 251; all are in run.json.")
+
+
+def test_hostile_names_stay_text(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>$\\frac{{{% raw %}"
+    settings = config(rounds=5)
+    settings["data"]["name"] = evil
+    settings["method"]["note"] = evil
+    settings["method"]["name"] = "fedmlac"
+    make_run(
+        tmp_path / "run",
+        settings,
+        classes=[evil, "_under$score$", "\x00\x01null", "größe 数字 \U0001f600"],
+        about={
+            "id": evil,
+            "created": evil,
+            "models": {evil: {"architecture": evil, evil: evil}},
+            "skipped": [{"clip": evil, "reason": evil}],
+        },
+    )
+    more = [
+        Row(5, "train", "", "server", f"lpa/pruned/{evil}", 1.0, 1.0),
+        Row(5, "evaluate", "", evil, f"{evil}/accuracy", 0.5, 1.0),
+        Row(5, "evaluate", evil, evil, f"{evil}/accuracy", 0.5, 1.0),
+        Row(5, "train", "", "server", f"seconds/{evil}", 1.0, 1.0),
+    ]
+    write_rows(rows_path(tmp_path / "run", 5), [*more])
+    shown = page(tmp_path, tmp_path / "run")
+    assert shown.has(evil)
+    assert "script" not in shown.tags
+    assert "img" not in shown.tags
+    make_run(tmp_path / "other", config("fedavg", rounds=5))
+    compared = page(tmp_path, tmp_path / "run", tmp_path / "other")
+    assert compared.has(evil)
+    assert "img" not in compared.tags
+
+
+def test_passwords_are_not_shown(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", config(rounds=1))
+    shown = page(tmp_path, tmp_path / "run")
+    assert "secret" not in shown.source
+    assert ["track.uri", "https://***@tracking.example"] in shown.table("setting")
+
+
+def test_a_diverged_run(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", config(rounds=2))
+    nothing = float("nan")
+    rows = [
+        Row(2, "train", "", "train", "loss", nothing, 1.0),
+        Row(2, "evaluate", "", "test", "plugin/loss", float("inf"), 1.0),
+        Row(2, "evaluate", "", "test", "plugin/accuracy", nothing, 0.0),
+    ]
+    write_rows(rows_path(tmp_path / "run", 2), rows)
+    results = {tuple(row[:3]): row[3:] for row in page(tmp_path, tmp_path / "run").table("model", "data", "score")}
+    assert results["plugin", "test data", "loss"][0] == "inf (round 2)"
+    assert results["-", "training data", "loss"][0] == "nan (round 2)"
+    assert results["-", "training data", "loss"][2].endswith("(round 1)")  # the best is a number
+
+
+def test_several_runs(tmp_path: Path) -> None:
+    recorded = {}
+    for name, settings in {
+        "mlac-1": config(),
+        "mlac-2": config(seed=2),
+        "mlac-3": config(seed=3),
+        "mlac-alpha": config(alpha=0.9),
+        "avg": config("fedavg"),
+    }.items():
+        settings["ray"]["actors"] = len(name)  # where a run was computed does not tell it from others
+        recorded[name] = make_run(tmp_path / name, settings)
+    shown = page(tmp_path, *(tmp_path / name for name in recorded))
+    assert shown.has("5 runs of 3 configurations")
+    scores = {tuple(row[:3]): row[3:] for row in shown.table("configuration", "model", "data")}
+    assert {key[0] for key in scores} == {"fedmlac", "fedmlac alpha=0.9", "fedavg"}
+
+    last = [value(recorded[f"mlac-{i}"], 20, "test", "plugin/accuracy") for i in (1, 2, 3)]
+    row = scores["fedmlac", "plugin", "test data"]
+    assert row[0] == "3"
+    assert row[1] == f"{percent(float(np.mean(last)))} ({100 * min(last):.1f} to {100 * max(last):.1f})"
+    losses = [value(recorded[f"mlac-{i}"], 20, "test", "plugin/loss") for i in (1, 2, 3)]
+    assert row[3] == f"{np.mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})"
+    own = value(recorded["avg"], 20, "validation", "model/accuracy_client_mean")
+    assert scores["fedavg", "model", "clients' own hold-out"][:2] == ["1", percent(own)]
+
+    differences = {row[0]: row[1:] for row in shown.table("setting")}
+    assert differences["method.alpha"] == ["-", "0.9", "-"]
+    assert differences["method.name"] == ["fedmlac", "fedmlac", "fedavg"]
+    assert not [key for key in differences if key.startswith(("run.", "ray."))]
+    assert [row[:4] for row in shown.table("run")] == [
+        ["mlac-1", "fedmlac", "1", "20 of 20"],
+        ["mlac-2", "fedmlac", "2", "20 of 20"],
+        ["mlac-3", "fedmlac", "3", "20 of 20"],
+        ["mlac-alpha", "fedmlac alpha=0.9", "1", "20 of 20"],
+        ["avg", "fedavg", "1", "20 of 20"],
+    ]
+    # three scores on the test data and the hold-out, and the training loss
+    assert shown.figures == 7
+    assert "fedmlac alpha=0.9: plugin" in shown.svg_text
+
+
+def test_several_runs_of_which_some_are_not_finished(tmp_path: Path) -> None:
+    make_run(tmp_path / "done", config(rounds=10))
+    make_run(tmp_path / "half", config(rounds=10, seed=2), done=7)
+    make_run(tmp_path / "none", config(rounds=10, seed=3), done=0)
+    make_run(tmp_path / "bare", config(rounds=10, seed=4))
+    (tmp_path / "bare" / "config.yaml").unlink()
+    shown = page(tmp_path, *(tmp_path / name for name in ("done", "half", "none", "bare")))
+    assert shown.has("half: This run is not finished: 7 of 10 rounds are done.")
+    assert shown.has("none: No round of this run is recorded yet.")
+    assert shown.has("bare: config.yaml is missing")
+    rows = {row[0]: row for row in shown.table("configuration", "model", "data") if row[1] == "plugin"}
+    assert rows["fedmlac (done)"][3] == "2"  # the run without rounds has no score
+    assert rows["fedmlac (bare)"][3] == "1"
+
+
+def test_each_curve_of_a_comparison_looks_like_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it look different in another figure. With more curves than colours, colour and dashes together are unique."""
+    drawn: list[list[plots.Series]] = []
+    curves = plots.curves
+    monkeypatch.setattr(plots, "curves", lambda series, *a, **k: drawn.append(list(series)) or curves(series, *a, **k))
+    for alpha in range(5):
+        rows = make_run(tmp_path / f"{alpha}", config(rounds=5, alpha=alpha))
+        # the shared model is measured on the clients' own hold-out too
+        own = [dataclasses.replace(row, split="validation") for row in rows if row.metric.startswith("plugin/")]
+        write_rows(rows_path(tmp_path / f"{alpha}", 5), [*(row for row in rows if row.round == 5), *own])
+    page(tmp_path, *(tmp_path / f"{alpha}" for alpha in range(5)))
+    assert max(map(len, drawn)) == 10
+    looks: dict[str, tuple[int, int]] = {}
+    for series in drawn:
+        for item in series:
+            look = (item.colour % len(plots.SERIES), item.dash % 4)
+            assert looks.setdefault(item.label, look) == look
+        assert len({looks[item.label] for item in series}) == len(series)
+        if len(series) <= len(plots.SERIES):
+            assert len({looks[item.label][0] for item in series}) == len(series)
+
+
+def test_the_same_run_twice_is_one(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", config(rounds=1))
+    assert page(tmp_path, tmp_path / "run", tmp_path / "x" / ".." / "run").has("method fedmlac")
+
+
+def test_a_folder_gets_a_file(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", config(rounds=1))
+    assert write_report([tmp_path / "run"], tmp_path / "run") == tmp_path / "run" / "report.html"
+
+
+def test_two_phases_of_a_round_are_one_curve_and_their_bytes_add_up(tmp_path: Path) -> None:
+    rows = [
+        Row(1, "stage one", "", "server", "bytes_up", 10.0, 3.0),
+        Row(1, "stage two", "", "server", "bytes_up", 5.0, 2.0),
+        Row(2, "stage two", "", "server", "bytes_up", 5.0, 2.0),
+    ]
+    write_rows(rows_path(tmp_path / "run", 2), rows)
+    run = read_run(tmp_path / "run")
+    assert run.total_of("bytes_up") == 50.0
+    assert run.curves["server", "bytes_up"].totals.tolist() == [40.0, 10.0]
+    assert run.total_of("bytes_down") is None
+
+
+def test_only_the_last_measurement_of_each_client_score_is_taken(tmp_path: Path) -> None:
+    rows = [
+        Row(1, "evaluate", "a", "validation", "m/accuracy", 0.1, 5),
+        Row(1, "evaluate", "b", "validation", "m/accuracy", 0.2, 5),
+        Row(1, "evaluate", "", "validation", "m/accuracy", 0.15, 10),
+        Row(2, "evaluate", "a", "validation", "m/accuracy", 0.7, 5),
+        Row(2, "evaluate", "", "validation", "m/accuracy", 0.7, 5),
+        Row(1, "evaluate", "a", "test", "m/accuracy", 0.4, 5),
+        Row(1, "evaluate", "", "test", "m/accuracy", 0.4, 5),
+    ]
+    write_rows(rows_path(tmp_path / "run", 2), rows)
+    clients = {key: (r, v.tolist()) for key, (r, v) in read_run(tmp_path / "run").clients.items()}
+    assert clients == {("validation", "m/accuracy"): (2, [0.7]), ("test", "m/accuracy"): (1, [0.4])}
+
+
+def broken(folder: Path, name: str, content: bytes) -> Path:
+    make_run(folder, config(rounds=1))
+    (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.yaml", b"a: [1,\nb: }", r"config.yaml is not valid YAML in line 2; restore it"),
+        ("config.yaml", b"- a list", r"config.yaml must hold a mapping, not list"),
+        ("config.yaml", b"\xff\xfe", r"config.yaml is not text \(UTF-8\)"),
+        ("run.json", b'{"id": ', r"run.json is not valid JSON in line 1; restore it"),
+        ("run.json", b"3", r"run.json must hold a mapping, not int"),
+        ("rows/00000001.parquet", b"PAR1", r"00000001.parquet is not a readable Parquet file"),
+        ("LATEST", b"nonsense", r"LATEST"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    folder = broken(tmp_path / "run", name, content)
+    with pytest.raises(RunDirectoryError, match=message):
+        write_report([folder], tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_no_run_directory(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="there is no run directory .*nowhere; give the folder that"):
+        write_report([tmp_path / "nowhere"], tmp_path / "page.html")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunDirectoryError, match="empty is not a run directory: it has neither config.yaml nor"):
+        write_report([tmp_path / "empty"], tmp_path / "page.html")
+    with pytest.raises(InputError, match="no run directory is given"):
+        write_report([], tmp_path / "page.html")
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", config(rounds=1))
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(InputError, match=r"the report .*page.html cannot be written: .*; name another file"):
+        write_report([tmp_path / "run"], tmp_path / "file" / "page.html")
+
+
+def test_a_run_json_of_another_shape(tmp_path: Path) -> None:
+    """Whatever the parts hold, a page comes out."""
+    make_run(tmp_path / "run", config(rounds=5))
+    about = {
+        "method": {"name": "m"},
+        "data": {"name": "d"},
+        "classes": ["too", "few"],
+        "models": {"plugin": "crnn_lite"},
+    }
+    (tmp_path / "run" / "run.json").write_text(json.dumps(about))
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump({"method": "fedmlac", "train": None}))
+    shown = page(tmp_path, tmp_path / "run")
+    assert shown.table("model", "architecture") == [["plugin", "crnn_lite", "", "", ""]]
+    assert {"0", "1", "2", "3"} <= set(shown.svg_text)
+
+
+# -- figures -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_colour_of_a_figure_follows_the_page() -> None:
+    x = np.arange(5.0)
+    series = [plots.Series(f"s{i}", x, x / 5 + i, colour=i, dash=i) for i in range(9)]
+    svg = plots.to_svg(plots.curves(series, "accuracy (%)", percent=True), "f", "what it shows")
+    assert set(re.findall(r"#[0-9a-f]{6}\b", svg)) == set()
+    assert {f"--series-{i}" for i in range(7)} == set(re.findall(r"--series-\d", svg))
+    assert "currentColor" in svg
+    assert 'aria-label="what it shows"' in svg
+    assert "accuracy (%)" in svg
+    assert ">round<" in svg
+
+
+def test_figures_are_the_same_each_time_and_leave_the_settings_of_matplotlib_alone() -> None:
+    import matplotlib as mpl
+
+    before = dict(mpl.rcParams)
+    x = np.arange(3.0)
+    made = [plots.to_svg(plots.curves([plots.Series("a", x, x)], "u"), "f", "d") for _ in range(2)]
+    assert made[0] == made[1]
+    assert dict(mpl.rcParams) == before
+
+
+def test_bytes_are_added_up_and_get_a_fitting_unit() -> None:
+    series = plots.Series("up", np.array([1.0, 2.0, 3.0]), np.array([1e6, 2e6, 3e6]))
+    (axes,) = plots.cumulative_bytes([series]).axes
+    assert axes.lines[0].get_ydata().tolist() == [1.0, 3.0, 6.0]
+    assert axes.get_ylabel() == "sent so far (MB)"
+
+
+def test_clients_are_sorted() -> None:
+    (axes,) = plots.client_spread([plots.Series("m", np.arange(3.0), np.array([0.9, 0.1, 0.5]))], "accuracy (%)").axes
+    assert axes.lines[0].get_ydata().tolist() == [0.1, 0.5, 0.9]
+    assert axes.lines[0].get_xdata().tolist() == pytest.approx([1 / 6, 3 / 6, 5 / 6])
+
+
+def test_a_large_confusion_matrix_is_readable() -> None:
+    rng = np.random.default_rng(0)
+    figure = plots.confusion(rng.integers(5, size=(200, 200)), [f"class {i}" for i in range(200)])
+    (axes,) = figure.axes
+    assert len(axes.get_xticks()) == 50  # every fourth
+    assert not axes.texts
+    svg = plots.to_svg(figure, "f", "d")
+    assert len(svg) < 200_000
+    assert 'href="data:image/png;base64,' in svg
+
+
+@pytest.mark.parametrize("rounds", [[2], [1, 2], [3, 4, 5], [1, 1000]])
+def test_rounds_are_whole_numbers(rounds: list[int]) -> None:
+    x = np.array(rounds, np.float64)
+    series = plots.Series("a", x, x)
+    works = [Work(1, [(actor, "anna", 0, 0.0, 1.0) for actor in range(len(rounds))])]
+    for figure in (
+        plots.curves([series], "u"),
+        plots.cumulative_bytes([series]),
+        plots.failures([series]),
+        plots.pruned({"conv": (x, x)}),
+        round_parts(x, {"fit": x}),
+    ):
+        ticks = shown_ticks(figure.axes[-1].xaxis)
+        assert ticks
+        assert all(tick == int(tick) for tick in ticks)
+        assert set(ticks) >= set(rounds) or len(rounds) < rounds[-1]
+    ticks = shown_ticks(actors(works).axes[0].yaxis)
+    assert ticks == list(range(len(rounds)))
+
+
+def shown_ticks(axis: Axis) -> list[float]:
+    low, high = sorted(axis.get_view_interval())
+    return [tick for tick in axis.get_majorticklocs().tolist() if low <= tick <= high]
+
+
+@pytest.mark.parametrize("values", [[np.nan, np.nan], [np.inf, 1.0], []])
+def test_curves_of_odd_values(values: list[float]) -> None:
+    y = np.array(values)
+    series = plots.Series("s", np.arange(float(len(y))), y, y, y)
+    for percent_axis in (False, True):
+        assert "<svg" in plots.to_svg(plots.curves([series], "u", percent=percent_axis), "f", "d")

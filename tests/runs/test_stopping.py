@@ -1,0 +1,102 @@
+"""Asking long work to stop: once in order, and then at once."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+from raydfl.runs.progress import Mode, Progress
+from raydfl.runs.stopping import StopSignals
+
+
+class Told(Progress):
+    """Keeps its messages."""
+
+    def __init__(self) -> None:
+        super().__init__("quiet")
+        self.messages: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGINT, "stopping (press Ctrl-C again to stop at once)"),
+        (signal.SIGTERM, "stopping"),  # a job's log is no keyboard
+    ],
+)
+def test_the_first_signal_asks_and_the_second_ends(number: signal.Signals, said: str) -> None:
+    before, told = signal.getsignal(number), Told()
+    with StopSignals(told, "stopping") as stop:
+        assert not stop.asked
+        signal.raise_signal(number)
+        assert stop.asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    assert told.messages == [said]
+    assert signal.getsignal(number) is before
+
+
+class Pipe(io.RawIOBase):
+    """Ctrl-C comes in the middle of the first write."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.interrupted = False
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if not self.interrupted:
+            self.interrupted = True
+            signal.raise_signal(signal.SIGINT)
+        self.text += bytes(data).decode()
+        return len(bytes(data))
+
+
+@pytest.mark.parametrize("mode", ["json", "lines", "bar"])
+def test_a_signal_in_the_middle_of_a_line_is_told_after_it(mode: Mode) -> None:
+    pipe = Pipe()
+    with io.TextIOWrapper(io.BufferedWriter(pipe)) as stream, Progress(mode, stream) as progress:
+        with StopSignals(progress, "stopping") as stop:
+            progress.message("one")
+            assert stop.asked
+            progress.message("two")
+        told = pipe.text.splitlines()
+    if mode == "json":
+        told = [json.loads(line)["text"] for line in told]
+    assert told == ["one", "stopping (press Ctrl-C again to stop at once)", "two"]
+
+
+def test_what_is_done_can_be_chosen() -> None:
+    done: list[str] = []
+    told = Told()
+    with StopSignals(told, "runs stop", "them", lambda: done.append("file"), lambda: done.append("kill")) as stop:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        assert stop.asked
+    assert done == ["file", "kill", "kill"]
+    assert told.messages == ["runs stop (press Ctrl-C again to stop them at once)"]
+
+
+def test_in_another_thread_signals_are_left_alone() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    seen: list[object] = []
+
+    def work() -> None:
+        with StopSignals(Told(), "stopping"):
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,0 +1,449 @@
+"""The MLflow mirror, read back through MLflow's own client: nothing twice, nothing missing, and no run lost because of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from raydfl.core.errors import InputError
+from raydfl.engine.settings import TrackSettings, without_password
+from raydfl.engine.storage.record import Row, rows_path, write_rows
+from raydfl.runs import tracking as track
+from raydfl.runs.tracking import MlflowTracker, NullTracker, make_tracker, metric_name
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database with its tables, which take MLflow seconds to make."""
+    folder = tmp_path_factory.mktemp("mlflow")
+    MlflowTracker(TrackSettings(), folder, folder)._connect()
+    return folder / "mlflow.db"
+
+
+class Place:
+    """A folder of runs with a database, and one run in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.runs_dir = folder
+        self.run_dir = folder / "run"
+        self.warnings: list[str] = []
+
+    def tracker(self, **settings: Any) -> MlflowTracker:
+        return MlflowTracker(TrackSettings(**settings), self.runs_dir, self.run_dir, self.warnings.append)
+
+    def commit(self, rows: list[Row]) -> list[Row]:
+        write_rows(rows_path(self.run_dir, max(row.round for row in rows)), rows)
+        return rows
+
+    def client(self) -> Any:
+        from mlflow import MlflowClient
+
+        return MlflowClient(tracking_uri=f"sqlite:///{self.runs_dir}/mlflow.db")
+
+    def history(self, run_id: str, name: str) -> list[tuple[int, float]]:
+        return sorted((item.step, item.value) for item in self.client().get_metric_history(run_id, name))
+
+
+@pytest.fixture
+def place(tmp_path: Path, empty_database: Path) -> Place:
+    folder = tmp_path / "all runs"  # a space: it must survive in addresses of files
+    folder.mkdir()
+    shutil.copy(empty_database, folder / "mlflow.db")
+    return Place(folder)
+
+
+def of_round(round_index: int) -> list[Row]:
+    """Two pooled numbers, one of a client, one matrix."""
+    return [
+        Row(round_index, "train", "", "train", "loss", 1.0 / (round_index + 1), 40.0),
+        Row(round_index, "evaluate", "", "test", "plugin/accuracy", round_index / 10, 40.0),
+        Row(round_index, "evaluate", "anna", "test", "plugin/accuracy", 0.5, 4.0),
+        Row(round_index, "evaluate", "", "test", "plugin/confusion", math.nan, 4.0, np.eye(2)),
+    ]
+
+
+def expected(rounds: range) -> list[tuple[int, float]]:
+    return [(r, r / 10) for r in rounds]
+
+
+def test_a_run_read_back(place: Place) -> None:
+    tracker = place.tracker(experiment="my experiment")
+    params = {"train.rounds": 3, "method.name": "fedmlac", "track.uri": "https://anna:secret@host", "long": "x" * 7000}
+    run_id = tracker.start("first", params, {"kind": "test"})
+    for round_index in range(3):
+        tracker.log_rows(place.commit(of_round(round_index)))
+    report = place.run_dir / "report.html"
+    report.write_text("<p>report</p>")
+    model = place.run_dir / "model"
+    model.mkdir()
+    (model / "weights.safetensors").write_bytes(b"1")
+    tracker.log_artifact(report)
+    tracker.log_artifact(model)
+    tracker.finish("FINISHED")
+
+    client = place.client()
+    run = client.get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == "first"
+    assert run.data.params["train.rounds"] == "3"
+    assert run.data.params["track.uri"] == "https://***@host"
+    assert len(run.data.params["long"]) == 6000
+    assert run.data.tags["kind"] == "test"
+    assert run.data.tags["raydfl.mirrored_round"] == "2"
+    assert sorted(run.data.metrics) == ["test/plugin/accuracy", "train/loss"]  # no client's, no matrix
+    assert place.history(run_id, "test/plugin/accuracy") == expected(range(3))
+    assert client.get_experiment(run.info.experiment_id).name == "my experiment"
+    assert [item.path for item in client.list_artifacts(run_id)] == ["model", "report.html"]
+    stored = list(place.runs_dir.glob("mlflow-artifacts/**/weights.safetensors"))
+    assert len(stored) == 1
+    assert not place.warnings
+
+
+def test_many_numbers_in_one_round(place: Place) -> None:
+    """More than MLflow takes in one call."""
+    tracker = place.tracker()
+    run_id = tracker.start("r", {f"p{i}": i for i in range(230)}, {})
+    tracker.log_rows([Row(1, "train", "", "test", f"m{i}", float(i), 1.0) for i in range(2300)])
+    run = place.client().get_run(run_id)
+    assert len(run.data.params) == 230
+    assert run.data.metrics == {f"test/m{i}": float(i) for i in range(2300)}
+
+
+def test_not_a_number_is_kept(place: Place) -> None:
+    tracker = place.tracker()
+    run_id = tracker.start("r", {}, {})
+    tracker.log_rows([Row(1, "train", "", "train", "loss", math.nan, 1.0)])
+    assert math.isnan(place.client().get_metric_history(run_id, "train/loss")[0].value)
+
+
+def test_rounds_are_mirrored_once(place: Place) -> None:
+    tracker = place.tracker()
+    run_id = tracker.start("r", {"a": 1}, {})
+    tracker.log_rows(place.commit(of_round(1)))
+    tracker.log_rows(of_round(1) + place.commit(of_round(2)))
+    again = place.tracker()
+    assert again.start("r", {"a": 2, "b": 3}, {"resumed": "yes"}, run_id) == run_id
+    assert place.client().get_run(run_id).info.status == "RUNNING"
+    again.log_rows(of_round(2))
+    again.log_rows(place.commit(of_round(3)))
+    assert place.history(run_id, "test/plugin/accuracy") == expected(range(1, 4))
+    data = place.client().get_run(run_id).data
+    assert data.params == {"a": "1", "b": "3"}
+    assert data.tags["resumed"] == "yes"
+
+
+@pytest.mark.parametrize("dies_at", ["log_batch", "set_tag"])
+def test_a_crash_around_a_commit(place: Place, monkeypatch: pytest.MonkeyPatch, dies_at: str) -> None:
+    """Before the metrics, or between the metrics and the tag: the resumed run completes the mirror from its rows."""
+    from mlflow import MlflowClient
+
+    tracker = place.tracker()
+    run_id = tracker.start("r", {}, {})
+    tracker.log_rows(place.commit(of_round(1)))
+
+    def die(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, dies_at, die)
+        with pytest.raises(KeyboardInterrupt):
+            tracker.log_rows(place.commit(of_round(2)))
+    place.commit(of_round(3))  # committed, and the process died before it was mirrored
+    again = place.tracker()
+    again.start("r", {}, {}, run_id)
+    again.log_rows(place.commit(of_round(4)))
+    again.finish("FINISHED")
+    assert place.history(run_id, "test/plugin/accuracy") == expected(range(1, 5))
+    assert place.client().get_run(run_id).data.tags["raydfl.mirrored_round"] == "4"
+    assert not place.warnings
+
+
+class Weather:
+    """Makes MLflow fail, before or after it did its work, until told otherwise."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from mlflow import MlflowClient
+
+        self.state = "fine"
+        self.tries = 0
+        for name in ("log_batch", "set_tag", "set_terminated", "log_artifact", "get_run"):
+            monkeypatch.setattr(MlflowClient, name, self._wrapped(getattr(MlflowClient, name)))
+
+    def _wrapped(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.state == "down":
+                self.tries += 1
+                raise ConnectionError("cannot connect to https://anna:secret@host\nlong traceback")
+            result = real(*args, **kwargs)
+            if self.state == "answers get lost":
+                raise TimeoutError("timed out")
+            return result
+
+        return call
+
+
+@pytest.mark.parametrize("failure", ["down", "answers get lost"])
+def test_a_failure_in_the_middle_is_made_up_for(place: Place, monkeypatch: pytest.MonkeyPatch, failure: str) -> None:
+    weather = Weather(monkeypatch)
+    monkeypatch.setattr(track, "_RETRY_SECONDS", 0.0)
+    tracker = place.tracker()
+    run_id = tracker.start("r", {}, {})
+    tracker.log_rows(place.commit(of_round(1)))
+    weather.state = failure
+    for round_index in (2, 3):
+        tracker.log_rows(place.commit(of_round(round_index)))
+    assert len(place.warnings) == 1
+    assert "the run goes on" in place.warnings[0]
+    assert "secret" not in place.warnings[0]
+    assert "traceback" not in place.warnings[0]
+    weather.state = "fine"
+    tracker.log_rows(place.commit(of_round(4)))
+    assert place.warnings[1].endswith("answers again; the mirror is complete up to round 4")
+    tracker.log_rows(place.commit(of_round(5)))
+    tracker.finish("FINISHED")
+    assert place.history(run_id, "test/plugin/accuracy") == expected(range(1, 6))
+    assert len(place.warnings) == 2
+
+
+def test_a_store_that_is_down_is_left_alone_for_a_while_and_tried_once_more_at_the_end(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weather = Weather(monkeypatch)
+    tracker = place.tracker()
+    run_id = tracker.start("r", {}, {})
+    weather.state = "down"
+    place.run_dir.mkdir()
+    note = place.run_dir / "note.txt"
+    note.write_text("n")
+    for round_index in range(1, 5):
+        tracker.log_rows(place.commit(of_round(round_index)))
+    tracker.log_artifact(note)
+    assert weather.tries == 1
+    weather.state = "fine"
+    tracker.finish("FINISHED")
+    assert place.history(run_id, "test/plugin/accuracy") == expected(range(1, 5))
+    assert place.client().get_run(run_id).info.status == "FINISHED"
+    assert [item.path for item in place.client().list_artifacts(run_id)] == ["note.txt"]
+
+
+def test_what_is_still_missing_at_the_end_is_said_and_follows_with_a_resumed_run(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weather = Weather(monkeypatch)
+    tracker = place.tracker()
+    run_id = tracker.start("r", {}, {})
+    tracker.log_rows(place.commit(of_round(1)))
+    weather.state = "down"
+    tracker.log_rows(place.commit(of_round(2)))
+    tracker.finish("FAILED")
+    assert f"the MLflow run {run_id} at sqlite:///" in place.warnings[-1]
+    assert "lacks rounds after 1; they are in " in place.warnings[-1]
+    weather.state = "fine"
+    place.tracker().start("r", {}, {}, run_id)
+    assert place.history(run_id, "test/plugin/accuracy") == expected(range(1, 3))
+
+
+def test_a_run_that_the_store_lost_is_made_anew_from_the_record(place: Place) -> None:
+    tracker = place.tracker()
+    first = tracker.start("r", {}, {})
+    tracker.log_rows(place.commit(of_round(1)))
+    place.client().delete_run(first)
+    again = place.tracker()
+    second = again.start("r", {}, {}, first)
+    assert second != first
+    assert f"no longer has the run {first}" in place.warnings[0]
+    assert place.history(second, "test/plugin/accuracy") == expected(range(1, 2))
+    assert place.tracker().start("r", {}, {}, "0" * 32) != second
+
+
+def test_a_deleted_experiment_is_named(place: Place) -> None:
+    place.tracker(experiment="gone").start("r", {}, {})
+    place.client().delete_experiment(place.client().get_experiment_by_name("gone").experiment_id)
+    with pytest.raises(InputError, match="experiment 'gone' is deleted in .*set track.experiment to another name"):
+        place.tracker(experiment="gone").start("r", {}, {})
+
+
+def test_a_database_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").write_text("this is a text, not a database\n" * 100)
+    tracker = MlflowTracker(TrackSettings(), tmp_path, tmp_path)
+    with pytest.raises(InputError, match=r"mlflow.db cannot be used: .*set track.mlflow=false"):
+        tracker.start("r", {}, {})
+
+
+@pytest.mark.slow
+def test_two_runs_that_start_at_once_on_a_new_store(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from raydfl.runs.tracking import *\n"
+        "runs = Path(sys.argv[1]); t = MlflowTracker(TrackSettings(), runs, runs / 'r')\n"
+        "t.start(sys.argv[2], {}, {}); t.finish('FINISHED')"
+    )
+    processes = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), name]) for name in ("a", "b")]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.get_experiment_by_name("raydfl").experiment_id
+    assert sorted(run.info.run_name for run in client.search_runs([experiment])) == ["a", "b"]
+
+
+def test_nothing_listens(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    tracker = MlflowTracker(TrackSettings(uri=f"http://anna:secret@127.0.0.1:{port}"), tmp_path, tmp_path)
+    with pytest.raises(InputError) as caught:
+        tracker.start("r", {}, {})
+    message = str(caught.value)
+    assert message.startswith(f"MLflow at http://***@127.0.0.1:{port} cannot be used: no server answers there")
+    assert "set track.mlflow=false" in message
+    assert "secret" not in message
+
+
+@pytest.fixture
+def other_server() -> Iterator[str]:
+    """A web server that is not MLflow's."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def do_POST(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_something_else_answers(tmp_path: Path, other_server: str) -> None:
+    with pytest.raises(InputError, match=f"MLflow at {other_server} cannot be used: "):
+        MlflowTracker(TrackSettings(uri=other_server), tmp_path, tmp_path).start("r", {}, {})
+
+
+def test_without_mlflow_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(InputError, match="install mlflow, or set track.mlflow=false"):
+        MlflowTracker(TrackSettings(), tmp_path, tmp_path).start("r", {}, {})
+
+
+def test_misuse_is_an_error(tmp_path: Path) -> None:
+    tracker = MlflowTracker(TrackSettings(), tmp_path, tmp_path)
+    with pytest.raises(FileNotFoundError):
+        tracker.log_artifact(tmp_path / "nothing")
+
+
+def test_the_null_tracker_does_nothing(tmp_path: Path) -> None:
+    tracker = make_tracker(TrackSettings(mlflow=False), tmp_path, tmp_path)
+    assert isinstance(tracker, NullTracker)
+    assert tracker.start("r", {}, {}) == ""
+    assert tracker.start("r", {}, {}, "known") == "known"
+    tracker.log_rows(of_round(1))
+    tracker.log_artifact(tmp_path)
+    tracker.finish("FINISHED")
+    assert list(tmp_path.iterdir()) == []
+    assert isinstance(make_tracker(TrackSettings(), tmp_path, tmp_path), MlflowTracker)
+
+
+def test_mlflow_is_imported_only_when_a_run_starts() -> None:
+    """Client actors import the package too, and mlflow takes seconds."""
+    code = "import sys, json, raydfl.runs.tracking, raydfl.engine.storage.record; print(json.dumps('mlflow' in sys.modules))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout
+    assert json.loads(shown) is False
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        ("file:///tmp/mlruns", "no longer keeps runs in plain folders"),
+        ("mlruns", "no longer keeps runs in plain folders"),
+        ("sqlite:///mlflow.db", "relative database path is lost"),
+    ],
+)
+def test_stores_that_would_lose_runs_are_refused(uri: str, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TrackSettings(uri=uri)
+
+
+def test_stores_that_keep_runs() -> None:
+    for uri in (None, "http://host:5000", "https://host", "sqlite:////srv/mlflow.db", "postgresql://host/db"):
+        assert TrackSettings(uri=uri).uri == uri
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        (Row(1, "train", "", "train", "loss", 0, 1), "train/loss"),
+        (Row(1, "evaluate", "", "test", "plugin/accuracy", 0, 1), "test/plugin/accuracy"),
+        (Row(1, "distil", "", "train", "loss", 0, 1), "distil/train/loss"),
+        (Row(1, "train", "", "", "bytes_up", 0, 1), "bytes_up"),
+        (Row(1, "train", "", "server", "seconds/fit", 0, 1), "work/seconds/fit"),
+    ],
+)
+def test_names_in_mlflow(row: Row, name: str) -> None:
+    assert metric_name(row) == name
+
+
+def test_the_charts_of_mlflow_begin_with_the_accuracy() -> None:
+    """Its pages sort them by what stands before the last slash of their names, and then by their names."""
+    measured = [
+        ("server", "seconds/round"),
+        ("server", "bytes_up"),
+        ("validation", "model/accuracy"),
+        ("train", "loss"),
+    ]
+    measured += [("test", "model/loss"), ("test", "model/accuracy"), ("triggered", "model/attack_success")]
+    names = [metric_name(Row(1, "evaluate", "", split, metric, 0, 1)) for split, metric in measured]
+    charts = sorted(names, key=lambda name: (name.rpartition("/")[0], name))
+    assert charts[0] == "test/model/accuracy"
+    assert charts[-2:] == ["work/bytes_up", "work/seconds/round"]
+
+
+def test_curves_of_a_run_begun_by_an_earlier_version_go_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(round_index: int) -> list[Row]:
+        return [Row(round_index, "train", "", "server", "seconds/round", round_index / 10, 1.0)]
+
+    tracker = place.tracker()
+    monkeypatch.setattr(tracker, "_work", "server")
+    run_id = tracker.start("run", {}, {})
+    tracker.log_rows(place.commit(seconds(0)))
+    tracker.finish("KILLED")
+    tracker = place.tracker()
+    assert tracker.start("run", {}, {}, run_id) == run_id
+    tracker.log_rows(place.commit(seconds(1)))
+    assert sorted(place.client().get_run(run_id).data.metrics) == ["server/seconds/round"]
+    assert place.history(run_id, "server/seconds/round") == expected(range(2))
+
+
+def test_names_that_mlflow_refuses_become_valid_and_stay_different() -> None:
+    from mlflow.utils.validation import _validate_metric_name
+
+    metrics = ["größe", "grÖße", "a//b", "../up", "x" * 400, "x" * 401, "a(b)", "a[b]", "'; drop", "tab\there", "/root"]
+    found = [metric_name(Row(1, "train", "", "test", metric, 0, 1)) for metric in metrics]
+    for name in found:
+        _validate_metric_name(name)
+    assert len(set(found)) == len(metrics)
+
+
+def test_passwords_are_not_shown(tmp_path: Path) -> None:
+    assert without_password("x https://a:b@h/p and sqlite:////f") == "x https://***@h/p and sqlite:////f"
+    assert MlflowTracker(TrackSettings(uri="https://a:b@h"), tmp_path, tmp_path).uri == "https://***@h"

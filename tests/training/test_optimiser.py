@@ -1,0 +1,55 @@
+"""The training loop's optimiser against torch.optim's, and SGD's formula."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from raydfl.training.optimiser import Optimiser, torch_optimiser
+from raydfl.training.settings import OptimiserSettings
+
+SETTINGS: list[dict[str, Any]] = [
+    {"name": "sgd"},
+    {"name": "sgd", "momentum": 0.9},
+    {"name": "sgd", "weight_decay": 0.1},
+    {"name": "sgd", "weight_decay": 0.1, "momentum": 0.5, "models": {"b": 0.3}, "decay": 0.9},
+    {"name": "adam", "weight_decay": 0.1},
+    {"name": "adam", "betas": (0.5, 0.8), "eps": 0.1},
+    {"name": "adamw", "models": {"a": 0.01}, "weight_decay": 0.3},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_it_is_the_optimisers_own_step(settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    starts = {"a": [torch.randn(3, 4), torch.randn(())], "b": [torch.randn(5), torch.randn(0)]}
+    gradients = [[torch.randn_like(t) for ts in starts.values() for t in ts] for _ in range(4)]
+    ends = []
+    for make in (torch_optimiser, Optimiser):
+        parameters = {name: [t.clone().requires_grad_() for t in tensors] for name, tensors in starts.items()}
+        optimiser = make(parameters, OptimiserSettings(**{"lr": 0.1, **settings}), round_index=3)
+        every = [p for ps in parameters.values() for p in ps]
+        for number, values in enumerate(gradients):
+            for index, (parameter, value) in enumerate(zip(every, values, strict=True)):
+                parameter.grad = None if number == 1 and index == 0 else value.clone()  # one has no gradient for once
+            optimiser.advance() if isinstance(optimiser, Optimiser) else optimiser.step()
+            assert all(p.grad is None or torch.equal(p.grad, value) for p, value in zip(every, values, strict=True))
+        ends.append(every)
+    for one, other in zip(*ends, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_plain_sgd_is_its_formula_to_the_bit() -> None:
+    parameter, gradient = torch.randn(100), torch.randn(100)
+    leaf = parameter.clone().requires_grad_()
+    leaf.grad = gradient
+    Optimiser({"a": [leaf]}, OptimiserSettings(lr=0.25), round_index=0).advance()
+    assert torch.equal(leaf, parameter - 0.25 * gradient)  # a quarter of a number is exact
+
+
+def test_without_any_gradient_nothing_moves() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    Optimiser({"a": [leaf]}, OptimiserSettings(lr=0.25, momentum=0.9), round_index=0).advance()
+    assert torch.equal(leaf, torch.ones(3))

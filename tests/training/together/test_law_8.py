@@ -1,0 +1,290 @@
+"""Law 8: clients trained in one computation end as they do one after another, for every method and family of models."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import extra_methods
+import numpy as np
+import pytest
+import torch
+from several_clients import BANDS, CLASSES, assert_same_clients, both, close, jointly, looped, make_examples, make_steps
+from torch import Tensor, nn
+
+from raydfl.core import ops, registry
+from raydfl.core.types import Batch, Client, State, Update
+from raydfl.methods._method import Method
+from raydfl.methods.fedadagrad import FedAdagrad
+from raydfl.methods.fedadam import FedAdam
+from raydfl.methods.fedavg import FedAvg
+from raydfl.methods.fedavgm import FedAvgM
+from raydfl.methods.fedkad import COUNTS, MEANS, FedKAD
+from raydfl.methods.fedmlac import FedMLAC
+from raydfl.methods.fedopt import FedOpt
+from raydfl.methods.fedper import FedPer
+from raydfl.methods.fedprox import FedProx
+from raydfl.methods.fedyogi import FedYogi
+from raydfl.methods.scaffold import Scaffold
+from raydfl.models.crnn import CRNN
+from raydfl.models.dense import MeanLinear, MeanMLP
+from raydfl.training.fit import fit, predict
+from raydfl.training.step import Step
+from raydfl.training.together import lockstep as together
+
+
+def crnn(dropout: float = 0.0, bidirectional: bool = False, hidden: int = 5) -> nn.Module:
+    return CRNN(BANDS, CLASSES, filters=(4,), hidden=hidden, bidirectional=bidirectional, dropout=dropout)
+
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: MeanLinear(BANDS, CLASSES),
+    "mlp": lambda: MeanMLP(BANDS, CLASSES),
+    "crnn": crnn,
+    "bidirectional": lambda: crnn(bidirectional=True),
+}
+
+METHODS: dict[str, list[Method]] = {
+    "fedavg": [FedAvg()],
+    "fedadam": [FedAdam()],
+    "fedyogi": [FedYogi()],
+    "fedadagrad": [FedAdagrad()],
+    "fedavgm": [FedAvgM()],
+    "fedopt": [FedOpt()],
+    "fedkad": [FedKAD(size=8), FedKAD(size=8, weights=True)],
+    "fedprox": [FedProx(mu=1.0), FedProx(mu=1.0, squared=False)],
+    "fedper": [FedPer()],
+    "scaffold": [Scaffold()],
+    "fedmlac": [
+        FedMLAC(),
+        FedMLAC(sequential=True),
+        FedMLAC(mutual=False),
+        FedMLAC(plug_ce_weight=0.5, temperature=2.0),
+        FedMLAC(sequential=True, alpha=1.0),
+        FedMLAC(form="supervised", warm_epochs=1),
+    ],
+}
+
+
+def networks(method: Method, family: str = "mlp") -> Callable[[], dict[str, nn.Module]]:
+    names = ("plugin", "local") if isinstance(method, FedMLAC) else ("model",)
+    return lambda: {name: FAMILIES[family]() for name in names}
+
+
+def test_every_method_is_here() -> None:
+    assert sorted(METHODS) == registry.names("raydfl.methods")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lengths", [False, True], ids=["fixed", "lengths"])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_and_family(name: str, family: str, lengths: bool) -> None:
+    for method in METHODS[name]:
+        both(method, networks(method, family), lengths=lengths)
+
+
+@pytest.mark.parametrize(
+    "optimiser",
+    [
+        {"momentum": 0.9, "weight_decay": 0.1},
+        # With the usual eps Adam turns the rounding of a gradient near 0 into a whole step.
+        {"name": "adam", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-3},
+        {"name": "adamw", "lr": 0.01, "clip_norm": 0.05, "eps": 1e-3},
+        {"clip_norm": 0.05},
+        {"models": {"plugin": 0.3}, "decay": 0.5},
+    ],
+    ids=str,
+)
+def test_every_optimiser(optimiser: dict[str, Any]) -> None:
+    method = FedMLAC()
+    for family in ("mlp", "crnn"):
+        both(method, networks(method, family), optimiser=optimiser, round_index=2)
+
+
+def test_scaffold_with_controls_of_old_and_new_clients() -> None:
+    """Clients that took part before hold a control variate, new ones do not; the correction is a tensor at all of them."""
+    method, generator = Scaffold(), torch.Generator().manual_seed(5)
+    build = networks(method, "crnn")
+    torch.manual_seed(0)
+    start = method.init([Client("a", 0, 1)], [build()], np.random.default_rng(0))
+    tensors = {n: torch.randn(t.shape, generator=generator) * 0.1 for n, t in start.tensors["global"].items()}
+    controls = {n: t for n, t in tensors.items() if n.startswith("control/")}
+    states = [{n: t * k for n, t in controls.items()} if k else {} for k in (0, 1, 2, 0)]
+    steps = both(method, build, states=states, initial=State(0, {"global": tensors}, start.extra))
+    assert all(set(step.state) == set(controls) for step in steps)
+
+
+@pytest.mark.parametrize("family", ["mlp", "crnn"])
+def test_fedkad_with_class_means_of_some_classes(family: str) -> None:
+    """Clients hold different classes; which are known comes from the server."""
+    means = torch.randn(CLASSES, 8, generator=torch.Generator().manual_seed(5))
+    state = State(3, {"global": {MEANS: means, COUNTS: torch.tensor([2.0, 0.0, 5.0])}})
+    both(FedKAD(size=8), networks(FedKAD(), family), initial=state)
+
+
+def test_fedmlac_with_old_and_new_clients_in_one_group() -> None:
+    """New clients warm up while the others wait; then all train together."""
+    method = FedMLAC(warm_epochs=2)
+    states = [{"warm": torch.ones(())} if old else {} for old in (True, False, False, True)]
+    steps = both(method, networks(method), states=states, expect_together=False)
+    assert [step.together for step in steps] == [2, 2, 2, 2], steps[0].apart
+    assert all("warm" in step.state for step in steps)
+
+
+def test_methods_of_users() -> None:
+    several = extra_methods.SeveralGlobals()
+    steps = both(several, networks(several, "crnn"))  # predict() before fit()
+    assert len(steps[0].received) == 2
+    both(extra_methods.Vandal(), networks(several))
+    phases = extra_methods.TwoPhases()
+    torch.manual_seed(0)
+    build = networks(phases)
+    tensors = phases.init([Client("a", 0, 1)], [build()], np.random.default_rng(0)).tensors["global"]
+    teacher = {n: t + 0.3 for n, t in tensors.items()}
+    both(phases, build, initial=State(3, {"global": tensors, "teacher": teacher}), phase="distil")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Heads(Method):
+    """A user's method: two fits one after another over parts of the models, a frozen layer, per-client targets as state."""
+
+    def local(self, step: Step) -> Update:
+        step.state["target"] = torch.full((CLASSES,), float(step.client.num_examples))
+        step.models["a"].hidden.weight.requires_grad_(False)
+        first = fit(step, self.loss, models=("a",), epochs=1)
+
+        def pull(step: Step, batch: Batch) -> Tensor:
+            logits = step.models["b"].output(step.models["b"].embed(batch.x, batch.lengths))
+            return batch.mean((logits - step.state["target"]).square().sum(1)) + sum(
+                value.square().sum() for value in step.floating_state("a").values()
+            )
+
+        fit(step, pull, models=("b",), epochs=2)
+        return step.update(first)
+
+
+def test_two_fits_frozen_layers_and_embeddings() -> None:
+    steps = both(Heads(), lambda: {"a": MeanMLP(BANDS, CLASSES), "b": MeanMLP(BANDS, CLASSES)}, optimiser={"lr": 1e-3})
+    assert not steps[0].models["a"].hidden.weight.requires_grad
+
+
+class Tied(nn.Module):
+    """Two layers with the same weight, a scalar parameter, and buffers that count in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(BANDS, BANDS)
+        self.second = nn.Linear(BANDS, BANDS)
+        self.second.weight = self.first.weight
+        self.output = nn.Linear(BANDS, CLASSES)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("steady", torch.full((BANDS,), 0.5))
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        if self.training:
+            self.calls.add_(1)
+        x = self.second(self.first(x.mean(dim=1)).relu()) + self.steady
+        return self.output(x) * self.scale
+
+
+def test_tied_weights_scalar_parameters_and_counters() -> None:
+    steps = both(FedAvg(), lambda: {"model": Tied()}, optimiser={"momentum": 0.5, "clip_norm": 0.1})
+    # Two epochs of batches of 4: as many calls as steps, each client its own number; what was tried before left no trace.
+    assert [int(step.models["model"].calls) for step in steps] == [4, 8, 6, 2]
+    assert steps[0].models["model"].first.weight is steps[0].models["model"].second.weight
+
+
+@pytest.mark.parametrize("family", ["crnn", "mlp"])
+def test_dropout_from_a_clients_own_seed(family: str) -> None:
+    def build() -> dict[str, nn.Module]:
+        return {"model": crnn(dropout=0.5) if family == "crnn" else WithMiddle(ops.Dropout(0.5))}
+
+    dropped = both(FedAvg(), build)
+    plain = make_steps(FedAvg(), lambda: {"model": crnn() if family == "crnn" else WithMiddle(nn.Identity())})
+    looped(FedAvg(), plain)
+    with pytest.raises(AssertionError):
+        close(dropped[0].floating_state(), plain[0].floating_state())
+
+
+class WithMiddle(nn.Module):
+    """A network with a given layer in its middle."""
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(BANDS, 16)
+        self.middle = middle
+        self.output = nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        return self.output(self.middle(self.hidden(x.mean(dim=1)).relu()))
+
+
+def test_torchs_dropout_works_and_is_repeatable() -> None:
+    found = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        steps = make_steps(FedAvg(), lambda: {"model": WithMiddle(nn.Dropout(0.5))})
+        jointly(FedAvg(), steps)
+        assert steps[0].together == 4, steps[0].apart
+        found.append([step.floating_state() for step in steps])
+    for one, other in zip(*found, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    masks = {float(state["model/hidden.weight"].sum()) for state in found[0]}
+    assert len(masks) == 4
+
+
+def test_the_same_bits_every_time_and_the_same_client_in_any_company() -> None:
+    found = []
+    for clients in (4, 4, 2):
+        steps = make_steps(FedAvg(), lambda: {"model": crnn(dropout=0.2)}, sizes=(5, 16, 9, 1)[:clients])
+        jointly(FedAvg(), steps)
+        found.append([step.floating_state() for step in steps])
+    for one, other in zip(found[0], found[1], strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    for one, other in zip(found[0], found[2], strict=False):
+        close(one, other)
+
+
+def test_clients_without_data_and_of_other_architectures_in_one_group() -> None:
+    def mixed() -> list[Step]:
+        steps = make_steps(FedAvg(), networks(FedAvg()), sizes=(5, 0, 9, 8, 3))
+        for index in (2, 4):
+            torch.manual_seed(index)
+            steps[index].models = {"model": MeanMLP(BANDS, CLASSES, hidden=5)}
+        return steps
+
+    alone, joint = mixed(), mixed()
+    expected, found = looped(FedAvg(), alone), jointly(FedAvg(), joint)
+    assert [step.together for step in joint] == [2, 1, 2, 2, 2]
+    assert_same_clients(joint, found, alone, expected)
+
+
+@pytest.mark.parametrize("lengths", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_predictions(shared: bool, lengths: bool) -> None:
+    steps = make_steps(FedAvg(), lambda: {"model": crnn(dropout=0.5, bidirectional=True)}, sizes=(5, 16, 0, 9))
+    for index, step in enumerate(steps):
+        step.models["model"].output.weight.data.add_(0.1 * index)
+    everyones = make_examples(11, 3, lengths)
+    own = [everyones if shared else make_examples(len(step.data.train), 7 + i, lengths) for i, step in enumerate(steps)]
+    if not shared:
+        own[2] = own[2].take(np.zeros(0, np.int64))
+        steps = [step for i, step in enumerate(steps) if i != 2]
+        own = [examples for i, examples in enumerate(own) if i != 2]
+    calls = [lambda s=s, e=e: predict(s, "model", e, 4) for s, e in zip(steps, own, strict=True)]
+    for found, call, examples in zip(together.carry_out(calls), calls, own, strict=True):
+        assert isinstance(found, Tensor), found
+        assert found.shape == (len(examples), CLASSES)
+        torch.testing.assert_close(found, call(), rtol=1e-5, atol=1e-6)
+    assert not steps[0].models["model"].training
+
+
+def test_predictions_with_batch_normalisation_in_evaluation() -> None:
+    steps = make_steps(FedAvg(), lambda: {"model": extra_methods.WithBuffers(BANDS, CLASSES)})
+    for index, step in enumerate(steps):
+        step.models["model"].normalise.running_mean.fill_(index)
+    calls = [lambda s=s: predict(s, "model", s.data.train, 4) for s in steps]
+    for found, call in zip(together.carry_out(calls), calls, strict=True):
+        torch.testing.assert_close(found, call(), rtol=1e-5, atol=1e-6)
