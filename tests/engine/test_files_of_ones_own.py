@@ -136,7 +136,7 @@ def test_a_run_of_an_earlier_version_goes_on(
     whole = run(named("train.rounds=3", "run.name=whole")).run_dir
     folder = run(named()).run_dir
     about = json.loads((folder / "run.json").read_text())
-    for key in ("files", "code"):
+    for key in ("config", "files", "code"):
         del about[key]
     (folder / "run.json").write_text(json.dumps({**about, "digest": "of-old-times-1234"}))
     text = (folder / "config.yaml").read_text()  # which kept the option as it was written
