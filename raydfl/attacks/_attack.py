@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from raydfl.attacks._statistics import Known
+from raydfl.attacks._statistics import HonestUpdates
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.seeds import generator
 from raydfl.core.types import Update
@@ -163,7 +163,7 @@ class ColludingAttack(Attack, ABC):
     ] = "all"
 
     @abstractmethod
-    def together(self, known: Known, cohort: Cohort) -> np.ndarray:
+    def together(self, known: HonestUpdates, cohort: Cohort) -> np.ndarray:
         """The change that every attacker sends: float [elements]."""
 
 

@@ -19,7 +19,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.attacks._attack import Cohort, ColludingAttack
-from raydfl.attacks._statistics import Known
+from raydfl.attacks._statistics import HonestUpdates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class DistanceAttack(ColludingAttack):
         ),
     ] = "std"
 
-    def together(self, known: Known, cohort: Cohort) -> np.ndarray:
+    def together(self, known: HonestUpdates, cohort: Cohort) -> np.ndarray:
         """See :class:`ColludingAttack`."""
         direction = self._direction(known)
         square = float(direction @ direction)
@@ -45,7 +45,7 @@ class DistanceAttack(ColludingAttack):
         between = np.maximum(own[:, None] + own - 2 * gram, 0.0)
         return known.mean + self.gamma(square, along, own, between) * direction
 
-    def _direction(self, known: Known) -> np.ndarray:
+    def _direction(self, known: HonestUpdates) -> np.ndarray:
         if self.direction == "std":
             return -known.deviation
         if self.direction == "sign":

@@ -13,7 +13,7 @@ _BLOCK = 1 << 15
 """Elements that are worked on at a time: of some dozens of clients they stay in the processor's cache."""
 
 
-class Known:
+class HonestUpdates:
     """Honest updates of one key and layout. Rows are read where they lie, in blocks; sums are in float64.
 
     Args:

@@ -20,7 +20,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.attacks._attack import Cohort, ColludingAttack
-from raydfl.attacks._statistics import Known
+from raydfl.attacks._statistics import HonestUpdates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class ALIE(ColludingAttack):
         Field(ge=0, description="distance from the honest mean in standard deviations; null: the paper's formula"),
     ] = None
 
-    def together(self, known: Known, cohort: Cohort) -> np.ndarray:
+    def together(self, known: HonestUpdates, cohort: Cohort) -> np.ndarray:
         """See :class:`ColludingAttack`."""
         z = largest_z(cohort.clients, cohort.attackers) if self.z is None else self.z
         return known.mean - z * known.deviation

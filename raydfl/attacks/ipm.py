@@ -14,7 +14,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.attacks._attack import Cohort, ColludingAttack
-from raydfl.attacks._statistics import Known
+from raydfl.attacks._statistics import HonestUpdates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,6 @@ class IPM(ColludingAttack):
 
     epsilon: Annotated[float, Field(ge=0, description="factor on the opposite of the honest mean change")] = 0.5
 
-    def together(self, known: Known, cohort: Cohort) -> np.ndarray:
+    def together(self, known: HonestUpdates, cohort: Cohort) -> np.ndarray:
         """See :class:`ColludingAttack`."""
         return -self.epsilon * known.mean

@@ -13,7 +13,7 @@ from raydfl.experiments.search.page import write_page
 from raydfl.experiments.search.plan import Search, trial_name
 from raydfl.experiments.search.results import SearchResults, best_command, collect, columns, lines, write_tables
 from raydfl.experiments.search.run import SearchOutcome, opened, outcome_of, run_search, write_reports
-from raydfl.experiments.search.tracking import Mirror
+from raydfl.experiments.search.tracking import SearchTracker
 from raydfl.experiments.sweep.settings import label_of
 from raydfl.runs.progress import Progress
 
@@ -46,7 +46,7 @@ def do_search(search: Search, progress: Progress, table_only: bool = False) -> i
     if table_only and not search.output("search.json").exists():
         raise RunDirectoryError(f"there is no search in {search.folder}; without --table the command begins it there")
     with opened(search) as journal:
-        mirror = None if table_only else Mirror(search, journal, progress.message)
+        mirror = None if table_only else SearchTracker(search, journal, progress.message)
         written = []
         try:
             outcome = outcome_of(search, journal) if table_only else run_search(search, journal, mirror, progress)

@@ -15,7 +15,7 @@ from raydfl.engine.orders import Order, Result
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class StragglerPolicy:
     """How a pool treats clients whose actor is lost or does not answer."""
 
     drop_lost: bool = False
@@ -26,7 +26,7 @@ class Patience:
     """Seconds beyond the deadline after which an actor that has not answered is ended."""
 
     @classmethod
-    def of(cls, config: Config) -> Patience:
+    def of(cls, config: Config) -> StragglerPolicy:
         """As configured."""
         return cls(config.run.on_error == "drop", config.train.deadline, config.ray.grace)
 

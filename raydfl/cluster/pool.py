@@ -16,16 +16,16 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayTaskError
 
 from raydfl.cluster.client import ClientActor
-from raydfl.cluster.faults import LOST, Patience, _apart, task_cause
+from raydfl.cluster.faults import LOST, StragglerPolicy, _apart, task_cause
 from raydfl.cluster.resources import ActorKind, actor_kinds, alive_nodes, free_resources, wanted_text
-from raydfl.cluster.scheduling import Place, hand_out
+from raydfl.cluster.scheduling import Lane, schedule
 from raydfl.core.errors import ResourcesError
 from raydfl.core.tensors import FlatTensors
 from raydfl.engine.orders import SERVER, Order, Result, in_groups
 from raydfl.engine.pool import by_site
 from raydfl.engine.settings import RaySettings
 from raydfl.engine.storage.private import PrivateRef, site_of
-from raydfl.engine.telemetry import placed
+from raydfl.engine.telemetry import with_spans
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class RayPool:
         self,
         start_actor: Callable[[ActorKind], ActorHandle[ClientActor]],
         settings: RaySettings,
-        patience: Patience | None = None,
+        patience: StragglerPolicy | None = None,
         sites: Sequence[str] = ("",),
     ) -> None:
         """Open it.
@@ -96,7 +96,7 @@ class RayPool:
         self._start_actor = start_actor
         self._sites = tuple(sites)
         self._settings = settings
-        self._patience = patience or Patience()
+        self._patience = patience or StragglerPolicy()
         self._slots: dict[Any, _Slot] = {}
         self._sent: dict[Any, float] = {}
         """When the calls under way went out (time.perf_counter)."""
@@ -242,7 +242,7 @@ class RayPool:
                 raise task_cause(error) from error
             self._learn(given, results, slot)
             number = self._numbers.setdefault(key, len(self._numbers))
-            for result in placed(results, number, self._sent.pop(done[0]), time.perf_counter()):
+            for result in with_spans(results, number, self._sent.pop(done[0]), time.perf_counter()):
                 times = again[result.position]
                 yield dataclasses.replace(result, retried=times) if times else result
 
@@ -341,14 +341,14 @@ class RayPool:
         if not groups:
             return
         now, training = time.monotonic(), groups[0][0].measure is None
-        calls = hand_out(
+        calls = schedule(
             [_cost(group) for group in groups],
             [
                 self._patience.deadline is not None or any(order.position in losses for order in group)
                 for group in groups
             ],
             [
-                Place(key, slot.load, slot.free_at, self._pace_of(slot.kind, training))
+                Lane(key, slot.load, slot.free_at, self._pace_of(slot.kind, training))
                 for key, slot in self._slots.items()
                 if slot.site == site and not slot.starting
             ],

@@ -18,7 +18,7 @@ _MOST = 8
 
 
 @dataclass(slots=True)
-class Place:
+class Lane:
     """Somebody who works: the calls that it has, when it will have done them, and how fast it is."""
 
     key: Any
@@ -30,8 +30,8 @@ class Place:
     """Expected seconds for a unit of cost; 0: unknown."""
 
 
-def hand_out(
-    costs: Sequence[float], alone: Sequence[bool], places: Sequence[Place], now: float
+def schedule(
+    costs: Sequence[float], alone: Sequence[bool], places: Sequence[Lane], now: float
 ) -> list[tuple[Any, list[int]]]:
     """The calls to make now; what is in none of them waits until a call returns.
 
@@ -50,7 +50,7 @@ def hand_out(
     """
     calls: list[tuple[Any, list[int]]] = []
 
-    def give(place: Place, pieces: list[int]) -> None:
+    def give(place: Lane, pieces: list[int]) -> None:
         calls.append((place.key, pieces))
         place.load += 1
         place.free_at = max(place.free_at, now) + place.pace * sum(costs[piece] for piece in pieces)
@@ -93,7 +93,7 @@ def hand_out(
     return calls
 
 
-def _helpful(those: Sequence[Place], places: Sequence[Place], cost: float, left: float, now: float) -> list[Place]:
+def _helpful(those: Sequence[Lane], places: Sequence[Lane], cost: float, left: float, now: float) -> list[Lane]:
     """Those of them by whom one piece would be done before all that is left was done by the others."""
     busy = [max(place.free_at - now, 0.0) for place in places]
     speed = sum(1 / place.pace for place in places)
@@ -109,7 +109,7 @@ def _helpful(those: Sequence[Place], places: Sequence[Place], cost: float, left:
     return found
 
 
-def _deal(costs: Sequence[float], places: Sequence[Place], now: float) -> list[list[int]]:
+def _deal(costs: Sequence[float], places: Sequence[Lane], now: float) -> list[list[int]]:
     """Each piece, the longest first, to whoever will have done it first; of several, to who has the fewest calls."""
     free_at = [max(place.free_at, now) for place in places]
     shares: list[list[int]] = [[] for _ in places]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from raydfl.cluster.client import start_client_actor
-from raydfl.cluster.faults import Patience
+from raydfl.cluster.faults import StragglerPolicy
 from raydfl.cluster.gpu import hide_gpus
 from raydfl.cluster.job import check_visible
 from raydfl.cluster.metrics import RayMetrics
@@ -28,7 +28,7 @@ from raydfl.engine.storage.store import RunStore
 from raydfl.engine.telemetry import RoundReport
 
 
-class ElsewhereError(RaydflError):
+class ServerRewoundError(RaydflError):
     """A server was asked for what follows a round at which it does not stand."""
 
 
@@ -54,7 +54,7 @@ class Server:
                 pool = SerialPool(workers_here(run_dir, config, population, site_key))
             else:
                 start = functools.partial(start_client_actor, run_dir, config, site_key)
-                pool = RayPool(start, config.ray, Patience.of(config), [site.name for site in population.sites])
+                pool = RayPool(start, config.ray, StragglerPolicy.of(config), [site.name for site in population.sites])
             opened.callback(pool.close)
             self._federation = Federation(config, population, store, pool)
             opened.callback(self._federation.close)
@@ -160,7 +160,7 @@ class ServerActor:
     def _at(self, round_index: int) -> Server:
         server = self._open()
         if server.round_index != round_index:
-            raise ElsewhereError(f"the server has completed {server.round_index} rounds, not {round_index}")
+            raise ServerRewoundError(f"the server has completed {server.round_index} rounds, not {round_index}")
         return server
 
     def rounds(self, round_index: int, until: int, seconds: float) -> list[RoundReport]:

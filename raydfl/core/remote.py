@@ -102,7 +102,7 @@ def open_file_system(uri: str) -> tuple[fs.FileSystem, str]:
     return found
 
 
-class Place:
+class RemoteFolder:
     """A folder behind a URI, there or not yet. Names are relative, with ``/`` between their parts."""
 
     def __init__(self, uri: str, advice: str) -> None:

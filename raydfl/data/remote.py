@@ -15,7 +15,7 @@ from typing import TextIO
 from raydfl.core.errors import DataError
 from raydfl.core.files import CHOOSE_CACHE, default_cache, write_durably, writing
 from raydfl.core.progress import Progress, Silent
-from raydfl.core.remote import Place, parted
+from raydfl.core.remote import RemoteFolder, parted
 
 _AT_ONCE = 16
 """Files that are copied at a time: each of many small ones mostly waits for its answer."""
@@ -58,7 +58,9 @@ def fetch_recordings(uri: str, cache: Path | None, progress: Progress | None = N
 
 def _copy(uri: str, copy: Path, progress: Progress) -> int:
     """Number of files that are there now."""
-    place = Place(uri, "check the URI and the access to it; what is copied already stays, and the same command goes on")
+    place = RemoteFolder(
+        uri, "check the URI and the access to it; what is copied already stays, and the same command goes on"
+    )
     try:
         if place.is_file():
             place.download("", copy, CHOOSE_CACHE)

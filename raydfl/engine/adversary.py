@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from raydfl.attacks._attack import Attack, Cohort, ColludingAttack, UpdateAttack
-from raydfl.attacks._statistics import Known
+from raydfl.attacks._statistics import HonestUpdates
 from raydfl.core import seeds
 from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import Tensors, Update
@@ -17,7 +17,7 @@ from raydfl.data.names import Names
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-class Attackers:
+class Adversary:
     """The attackers of a federation.
 
     Args:
@@ -117,7 +117,7 @@ def _colluding(
             honest = [position for position in alike if updates[position].client_id not in attacking]
             seen = honest if attack.knowledge == "all" else []
             own = [position for position in alike if updates[position].client_id in attacking]
-            known = Known([flat[position].vector for position in seen or own], start)
+            known = HonestUpdates([flat[position].vector for position in seen or own], start)
             changes[kind] = attack.together(known, cohort)
         yield _with(update, tensors.layout, start, changes[kind])
 

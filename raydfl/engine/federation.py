@@ -19,17 +19,17 @@ from raydfl.core.metrics import summarise
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import Metrics, ModelSpec, Ratio, State, Task, Tensors, Update
 from raydfl.data.population import Population
-from raydfl.engine.adversary import Attackers
+from raydfl.engine.adversary import Adversary
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Result
 from raydfl.engine.pool import Pool
 from raydfl.engine.storage import record
 from raydfl.engine.storage.committer import Committer
-from raydfl.engine.storage.mirror import Mirror
-from raydfl.engine.storage.private import Ledger, PrivateIndex, PrivateRef
+from raydfl.engine.storage.mirror import RunMirror
+from raydfl.engine.storage.private import PrivateIndex, PrivateRef, SegmentUsage
 from raydfl.engine.storage.store import RunStore, as_stored
-from raydfl.engine.telemetry import TIMELINE, RoundReport, Watch
+from raydfl.engine.telemetry import TIMELINE, ResultTimer, RoundReport
 from raydfl.engine.validation import Kinds, UpdateChecker, kinds_of, overflown
 from raydfl.engine.worker import build_models, reason_of
 from raydfl.methods._method import Method
@@ -62,16 +62,16 @@ class Federation:
         self.method = config.build_method()
         self.clients = Clients(population, config)
         self.cohort = config.train.cohort_size(len(self.clients))
-        self._attackers = Attackers(config.build_attack(), type(self.method).changes, population.ids, config.run.seed)
+        self._attackers = Adversary(config.build_attack(), type(self.method).changes, population.ids, config.run.seed)
         self._sites = population.sites
         self._site_of = population.site_of
         self._variants = [
             (specs, build_models(self.method, specs, config.run.seed)) for specs in self.clients.variants()
         ]
         self._fully_shared = _shared_models(self.method, self._variants)
-        self._rows: list[record.Row] = []
+        self._rows: list[record.MetricRow] = []
         self._committer = Committer(store)
-        self._to_commit: tuple[State, PrivateIndex, set[str], set[str], list[record.Row]] | None = None
+        self._to_commit: tuple[State, PrivateIndex, set[str], set[str], list[record.MetricRow]] | None = None
         self._commit_seconds = 0.0
         self._commit_wait = 0.0
         self._marked = time.perf_counter()
@@ -87,7 +87,7 @@ class Federation:
             record.discard_rows(store.folder, self.state.round_index)
         if config.data.sites:
             pool.retain(store.at_sites)
-        self._ledger = Ledger(self._private, store.sizes_of_segments())
+        self._ledger = SegmentUsage(self._private, store.sizes_of_segments())
         self._committed = self.state.round_index
 
     def _first_state(self) -> State:
@@ -166,7 +166,9 @@ class Federation:
         started = time.perf_counter()
         report = RoundReport(self.state.round_index + 1)
         orders = self.plan()
-        results = Watch(self.pool.run(orders, self.broadcast({key for order in orders for key in order.task.receive})))
+        results = ResultTimer(
+            self.pool.run(orders, self.broadcast({key for order in orders for key in order.task.receive}))
+        )
         planned = time.perf_counter()
         # Only now: what the last round left to write need not keep the clients waiting.
         self._begin_commit()
@@ -213,7 +215,7 @@ class Federation:
         self._marked, self._commit_wait = now, 0.0
         return report.seconds
 
-    def _record_work(self, report: RoundReport, results: Watch, started: float) -> None:
+    def _record_work(self, report: RoundReport, results: ResultTimer, started: float) -> None:
         """How the actors spent the round's training, and who did what when."""
         report.work.update(results.work(self.pool.places()))
         report.retried = sum(results.retried.values())
@@ -334,7 +336,7 @@ class Federation:
     def _note(self, round_index: int, phase: str, metric: str, notes: Mapping[str, str]) -> None:
         """What befell single clients."""
         self._rows += [
-            record.Row(round_index, phase, client, "server", metric, 1.0, 1.0, note=note)
+            record.MetricRow(round_index, phase, client, "server", metric, 1.0, 1.0, note=note)
             for client, note in notes.items()
         ]
 
@@ -398,7 +400,7 @@ class Federation:
                 clients.setdefault(split, {})[result.client_id] = metrics
         self._check_failed(report, report.unmeasured, len(orders) - server_positions)
         self._note(report.round, "evaluate", "failed", report.unmeasured)
-        rows: list[record.Row] = []
+        rows: list[record.MetricRow] = []
         for split, parts in server.items():
             pooled = pool_metrics(parts)
             rows += record.rows_from_metrics(report.round, "evaluate", "", split, {**pooled, **summarise(pooled)})
@@ -456,7 +458,7 @@ class Federation:
         orders = self._orders(self.method.plan_evaluation(self.state, chosen), tuple(measure))
         return [dataclasses.replace(order, position=first_position + order.position) for order in orders]
 
-    def copy_to(self, mirror: Mirror) -> None:
+    def copy_to(self, mirror: RunMirror) -> None:
         """Bring a mirror up to the newest commit, and have every further one copied there.
 
         Raises:

@@ -9,7 +9,7 @@ from typing import Protocol
 from raydfl.core.tensors import FlatTensors
 from raydfl.engine.orders import Order, Result, in_groups
 from raydfl.engine.storage.private import PrivateRef, site_of
-from raydfl.engine.telemetry import placed
+from raydfl.engine.telemetry import with_spans
 from raydfl.engine.worker import Worker
 
 
@@ -61,7 +61,7 @@ class SerialPool:
         for group in in_groups(orders):
             begun = time.perf_counter()
             results = self._workers[group[0].site].carry_out(group, broadcast, begun)
-            yield from placed(results, 0, begun, time.perf_counter())
+            yield from with_spans(results, 0, begun, time.perf_counter())
 
     def places(self) -> int:
         """This process."""

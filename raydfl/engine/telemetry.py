@@ -48,7 +48,7 @@ class RoundReport:
     """Times that a client's training was given to another actor."""
     bytes_down: int = 0
     bytes_up: int = 0
-    rows: list[record.Row] = field(default_factory=list)
+    rows: list[record.MetricRow] = field(default_factory=list)
     """What has become durable since the last report: rows of rounds before this one, as a rule."""
 
 
@@ -59,7 +59,7 @@ WALL = ("plan", "clients", "aggregate", "evaluate", "commit_wait")
 """Parts of a round's wall-clock time that exclude each other; what is left of the round lies between rounds."""
 
 
-def placed(results: Sequence[Result], actor: int, sent: float, answered: float) -> list[Result]:
+def with_spans(results: Sequence[Result], actor: int, sent: float, answered: float) -> list[Result]:
     """The results of one call with their spans.
 
     Args:
@@ -78,7 +78,7 @@ def placed(results: Sequence[Result], actor: int, sent: float, answered: float) 
     return found
 
 
-class Watch(Iterator["Result"]):
+class ResultTimer(Iterator["Result"]):
     """The results of a pool's run, watched as they come."""
 
     def __init__(self, results: Iterator[Result]) -> None:

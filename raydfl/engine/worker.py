@@ -35,9 +35,9 @@ from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Result, 
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
 from raydfl.engine.validation import check_form, check_weights, checked_metrics
 from raydfl.methods._method import Method
-from raydfl.training.clock import Clock, LateError
+from raydfl.training.clock import Clock, DeadlineExceededError
 from raydfl.training.precision import check_device
-from raydfl.training.replica import Built
+from raydfl.training.replica import Replica
 from raydfl.training.step import Step
 from raydfl.training.together import lockstep as together
 from raydfl.training.users_code import place_of
@@ -135,7 +135,7 @@ class Worker:
         self.clients = Clients(self.population, config)
         self._held, self._first = (self.population, 0) if held is None else held
         self.attack = config.build_attack()
-        self._built: dict[tuple[tuple[ModelSpec, ...], int], Built] = {}
+        self._built: dict[tuple[tuple[ModelSpec, ...], int], Replica] = {}
         self._samples: dict[tuple[str, int], Examples] = {}
 
     def carry_out(
@@ -171,7 +171,7 @@ class Worker:
         started = time.perf_counter()
         work = [functools.partial(self._carry_out, order, broadcast, place) for place, order in enumerate(orders)]
         results = []
-        for outcome in together.carry_out(work) if len(work) > 1 else [work[0]()]:
+        for outcome in together.run_in_lockstep(work) if len(work) > 1 else [work[0]()]:
             if isinstance(outcome, Exception):
                 raise outcome
             results.append(outcome)
@@ -185,7 +185,7 @@ class Worker:
         do = self._train if order.measure is None else self._evaluate
         try:
             return do(order, broadcast, place)
-        except LateError as error:
+        except DeadlineExceededError as error:
             return self._left_out(order, broadcast, str(error))
         except ClientError as error:
             if not self._may_drop(order):
@@ -302,14 +302,14 @@ class Worker:
         client = self.clients.by_id(order.task.client_id)
         return client, self._held.data(client.index - self._first, order.attacking)
 
-    def _build(self, specs: tuple[ModelSpec, ...], place: int) -> Built:
+    def _build(self, specs: tuple[ModelSpec, ...], place: int) -> Replica:
         key = (specs, place)
         built = self._built.get(key)
         if built is None or not built.whole:
             models = build_models(self.method, specs, self.config.run.seed)
             for model in models.values():
                 model.to(self.device)
-            built = self._built[key] = Built(models)
+            built = self._built[key] = Replica(models)
         return built
 
     def _train(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Result:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from raydfl.core.ops.sums import Rows
+from raydfl.core.ops.sums import ClientVectors
 from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import Tensors, Update
 from raydfl.rules._weights import absent, check_shapes, flat
@@ -41,7 +41,7 @@ class Base:
         base = self.under(update, sent.layout)
         mask = absent(update, sent.layout)
         vector = sent.vector if mask is None else np.where(mask, base, sent.vector)
-        return math.sqrt(Rows([vector]).squared_distances(base)[0])
+        return math.sqrt(ClientVectors([vector]).squared_distances(base)[0])
 
     def shortened(self, update: Update, factor: float) -> Update:
         """The same update with its change multiplied by a factor, in new memory."""

@@ -11,7 +11,7 @@ from typing import Literal, cast
 import numpy as np
 
 from raydfl.core.errors import RaydflError
-from raydfl.core.ops.sums import Parts, Rows, Weight, compiled
+from raydfl.core.ops.sums import ClientVectors, Parts, Weight, compiled
 from raydfl.core.tensors import Layout
 from raydfl.core.types import Ratio, Tensors, Update
 from raydfl.rules._weights import absent, divided, flat, total_of, weight_of
@@ -38,8 +38,8 @@ class Group:
     _scratch: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.float32), repr=False)
 
     @cached_property
-    def _rows(self) -> Rows:
-        return Rows(self.rows)
+    def _rows(self) -> ClientVectors:
+        return ClientVectors(self.rows)
 
     @cached_property
     def _numbers(self) -> list[float] | None:

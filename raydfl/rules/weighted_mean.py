@@ -10,7 +10,7 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from raydfl.core.ops.sums import Rows, Weight
+from raydfl.core.ops.sums import ClientVectors, Weight
 from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import Tensors, Update
 from raydfl.rules._rule import Aggregate, Rule, over_current
@@ -45,7 +45,7 @@ class _RunningMean:
         if not self._totals:
             self._layout, self._flat = sent.layout, np.zeros(sent.layout.size)
             self._totals = {name: self._flat[sent.layout.columns(name)] for name in sent}
-        rows = Rows([sent.vector])
+        rows = ClientVectors([sent.vector])
         for name, shape in zip(sent.layout.names, sent.layout.shapes, strict=True):
             columns = sent.layout.columns(name)
             if name not in self._totals:
@@ -56,7 +56,7 @@ class _RunningMean:
 
     def _add_waiting(self) -> None:
         weights = [weight for _, weight in self._waiting]
-        Rows([vector for vector, _ in self._waiting]).add_to(self._flat, weights)
+        ClientVectors([vector for vector, _ in self._waiting]).add_to(self._flat, weights)
         for name in self._layout.names:
             self._weights[name] = total_of(weights, self._weights[name])
         self._waiting = []

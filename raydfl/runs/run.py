@@ -25,7 +25,7 @@ from raydfl.cluster.gpu import with_share
 from raydfl.cluster.nodes import NodeWatch
 from raydfl.cluster.pool import why_ended
 from raydfl.cluster.resources import wanted_kinds
-from raydfl.cluster.server import ElsewhereError, Server, ServerActor
+from raydfl.cluster.server import Server, ServerActor, ServerRewoundError
 from raydfl.cluster.session import connected, ray_session
 from raydfl.core import ops
 from raydfl.core.errors import ResourcesError
@@ -230,7 +230,7 @@ class _Actor:
         """What the server returned; ``None``: see :meth:`rounds`."""
         try:
             return self._get(reference)
-        except (_ServerLostError, ElsewhereError):
+        except (_ServerLostError, ServerRewoundError):
             return None
 
     def _note_loss(self, error: Exception) -> None:
@@ -367,7 +367,7 @@ def _rounds(
     scores: dict[str, float] = {}
     shown = round_index
 
-    def recorded(rows: Sequence[record.Row]) -> None:
+    def recorded(rows: Sequence[record.MetricRow]) -> None:
         """What has become durable, by whatever way it is learned."""
         tracker.log_rows(rows)
         scores.update(record.scores(rows))

@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 
 from raydfl.core.errors import InputError
 from raydfl.engine.settings import TrackSettings, without_password
-from raydfl.engine.storage.record import Row, read_rows, to_rows
+from raydfl.engine.storage.record import MetricRow, read_rows, to_rows
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -49,7 +49,7 @@ _PROBE_SECONDS = 5.0
 _RETRY_SECONDS = 60.0  # a store that failed is left alone for so long: each try may block the run until its timeout
 
 
-def metric_name(row: Row, work: str = WORK) -> str:
+def metric_name(row: MetricRow, work: str = WORK) -> str:
     """The name of a row's metric in MLflow: ``split/metric``, after the phase where that is not train or evaluate.
 
     Characters that MLflow refuses become ``_``, with a short hash at the end so that different names stay different.
@@ -78,7 +78,7 @@ class Tracker(Protocol):
         """Begin, or go on with the run that ``start`` returned ``run_id`` for. Returns the run's id."""
         ...
 
-    def log_rows(self, rows: Iterable[Row]) -> None:
+    def log_rows(self, rows: Iterable[MetricRow]) -> None:
         """Mirror the rows of newly committed rounds, which are on the disk already."""
         ...
 
@@ -100,7 +100,7 @@ class NullTracker:
         """Returns ``run_id``, or nothing."""
         return run_id or ""
 
-    def log_rows(self, rows: Iterable[Row]) -> None:
+    def log_rows(self, rows: Iterable[MetricRow]) -> None:
         """Does nothing."""
 
     def log_artifact(self, path: Path) -> None:
@@ -180,7 +180,7 @@ class MlflowTracker:
             self.log_rows(())
         return self._run_id
 
-    def log_rows(self, rows: Iterable[Row]) -> None:
+    def log_rows(self, rows: Iterable[MetricRow]) -> None:
         """Mirror the server's and pooled numbers of newly committed rounds; step = round.
 
         All rows of a round in one call: rows of rounds that are mirrored already are left out, as are those of clients
@@ -331,7 +331,7 @@ class MlflowTracker:
         for start in range(0, len(fresh), _PARAMS_PER_CALL):
             client.log_batch(self._run_id, params=fresh[start : start + _PARAMS_PER_CALL])
 
-    def _log(self, rows: Iterable[Row], present: set[tuple[str, int]]) -> None:
+    def _log(self, rows: Iterable[MetricRow], present: set[tuple[str, int]]) -> None:
         """Send rows of rounds that are not mirrored and numbers that are not ``present``; then remember the last round."""
         from mlflow.entities import Metric
 
@@ -364,7 +364,7 @@ class MlflowTracker:
             if item.step > self._mirrored
         }
 
-    def _backlog(self) -> list[Row]:
+    def _backlog(self) -> list[MetricRow]:
         """The server's and pooled rows on the disk of rounds that are not mirrored."""
         where = (pc.field("client") == "") & (pc.field("round") > self._mirrored)
         return to_rows(read_rows(self._run_dir, where=where))

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 
-class LateError(Exception):
+class DeadlineExceededError(Exception):
     """A client is left out of the round because its time was over; no mistake of its code."""
 
 
@@ -78,7 +78,7 @@ class Clock:
         finally:
             self.start()
         if self.cut and not (self._partial and self.steps):
-            raise LateError(
+            raise DeadlineExceededError(
                 f"late: {self.steps} steps were done at train.deadline={self._limit:g} s"
                 + ("" if self._partial else ", and train.late=drop")
             )

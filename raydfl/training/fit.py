@@ -132,7 +132,7 @@ class _Fit:
         try:
             with _computing(steps):
                 answers = fit_together(steps, self.losses, self.models, self.epochs)
-        except together.ApartError as error:
+        except together.NotBatchableError as error:
             for step in steps:
                 step.apart = str(error)
             raise

@@ -34,7 +34,7 @@ from raydfl.training.randomness import generator_states, seed_of_step, set_gener
 from raydfl.training.step import Loss, Step
 from raydfl.training.tape import Tape, TapeError, form, record
 from raydfl.training.together import signature as alike
-from raydfl.training.together.handles import Hidden
+from raydfl.training.together.handles import Unavailable
 from raydfl.training.users_code import is_users, outside
 
 logger = logging.getLogger(__name__)
@@ -294,7 +294,7 @@ class Gradients:
         origins.update((id(getattr(batch, name)), _Origin("batch", "", name)) for name in _FIELDS)
         origins[id(seed)] = _Origin("seed")
         received = {key: _Watched("received", key, tensors, origins) for key, tensors in step.received.items()}
-        hidden = {name: cast(Any, Hidden(name, "all steps")) for name in _HIDDEN}
+        hidden = {name: cast(Any, Unavailable(name, "all steps")) for name in _HIDDEN}
         state = cast(Any, _Watched("state", "", step.state, origins))
         shown = dataclasses.replace(step, models=dict(step.models), received=received, state=state, **hidden)
         shown.__class__ = _Sealed

@@ -15,7 +15,7 @@ _Source = tuple[str | None, int]
 """Where a stretch of values comes from: the key of what was received, or ``None`` for the initial values; its first element."""
 
 
-class Built:
+class Replica:
     """One client's networks by name.
 
     Where it is possible, all floating tensors are views of one vector: what a client receives is then copied by as many

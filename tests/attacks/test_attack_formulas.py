@@ -11,7 +11,7 @@ import torch
 from scipy import optimize, stats
 
 from raydfl.attacks._attack import Attack, Cohort, ColludingAttack
-from raydfl.attacks._statistics import Known
+from raydfl.attacks._statistics import HonestUpdates
 from raydfl.attacks.alie import ALIE, largest_z
 from raydfl.attacks.backdoor import Backdoor
 from raydfl.attacks.free_rider import FreeRider
@@ -24,7 +24,7 @@ from raydfl.attacks.scaling import Scaling
 from raydfl.attacks.sign_flip import SignFlip
 from raydfl.core.types import Update
 from raydfl.data.names import Names
-from raydfl.engine.adversary import Attackers
+from raydfl.engine.adversary import Adversary
 from raydfl.rules import WeightedMean
 
 NONE = np.random.default_rng(0)
@@ -37,12 +37,12 @@ def changes(clients: int = 7, elements: int = 50, seed: int = 0, offset: float =
     return (rng.normal(0.2, 1.0, (clients, elements)) * rng.uniform(0.1, 3, elements) + offset).astype(np.float32)
 
 
-def known(rows: np.ndarray, reference: float = 0.0) -> Known:
-    return Known(list(rows), np.full(rows.shape[1], reference, np.float32))
+def known(rows: np.ndarray, reference: float = 0.0) -> HonestUpdates:
+    return HonestUpdates(list(rows), np.full(rows.shape[1], reference, np.float32))
 
 
-def federation(attack: Attack, seed: int = 1, prefixes: tuple[str, ...] = ()) -> Attackers:
-    return Attackers(attack, prefixes, Names.of(IDS), seed)
+def federation(attack: Attack, seed: int = 1, prefixes: tuple[str, ...] = ()) -> Adversary:
+    return Adversary(attack, prefixes, Names.of(IDS), seed)
 
 
 def sent(attack: Attack, values: np.ndarray, attacking: str, current: np.ndarray, round_index: int = 0) -> np.ndarray:
@@ -78,7 +78,7 @@ def test_statistics_of_what_is_known(elements: int) -> None:
 class Spy(ColludingAttack):
     seen: int = 0
 
-    def together(self, known: Known, cohort: Cohort) -> np.ndarray:
+    def together(self, known: HonestUpdates, cohort: Cohort) -> np.ndarray:
         return np.full(len(known.reference), float(sum(row[0] for row in known.rows)))
 
 

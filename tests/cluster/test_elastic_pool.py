@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fake_cluster import START, FakeCluster, open_pool, orders
 
-from raydfl.cluster.faults import Patience
+from raydfl.cluster.faults import StragglerPolicy
 from raydfl.cluster.pool import RayPool
 from raydfl.core.errors import ResourcesError
 from raydfl.core.types import Task
@@ -184,7 +184,7 @@ def test_a_site_that_stays_away_is_named(cluster: FakeCluster) -> None:
 def test_the_retries_of_a_client_that_is_left_out_are_told(cluster: FakeCluster) -> None:
     cluster.join("a", 1)
     settings = RaySettings(actors=1, retries=1)
-    pool = RayPool(cluster.start_actor, settings, Patience(drop_lost=True))
+    pool = RayPool(cluster.start_actor, settings, StragglerPolicy(drop_lost=True))
     for time in (1.0, 2.0 + START):  # its first actor ends, and the one in that one's place
         cluster.at(cluster.now + time, lambda: cluster.actors[-1].end(cluster.now))
     (result,) = carry_out(pool, [10.0])

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from raydfl.cluster.scheduling import WORTH, Place, hand_out
+from raydfl.cluster.scheduling import WORTH, Lane, schedule
 
 
 def carry_out(costs: list[float], workers: int, pace: float, latency: float = 0.005) -> tuple[float, int, list[int]]:
@@ -17,9 +17,9 @@ def carry_out(costs: list[float], workers: int, pace: float, latency: float = 0.
     events: list[tuple[float, int]] = []
     now, calls, given = 0.0, 0, []
     while waiting or events:
-        places = [Place(worker, loads[worker], free[worker], pace) for worker in range(workers)]
+        places = [Lane(worker, loads[worker], free[worker], pace) for worker in range(workers)]
         sizes = [costs[piece] for piece in waiting]
-        made = hand_out(sizes, [False] * len(waiting), places, now)
+        made = schedule(sizes, [False] * len(waiting), places, now)
         gone = set()
         for worker, positions in made:
             pieces = [waiting[position] for position in positions]
@@ -62,29 +62,29 @@ def test_a_call_is_worth_its_cost() -> None:
 
 
 def test_an_actor_is_given_its_next_call_while_it_works() -> None:
-    places = [Place("a", 1, 1.0, 1.0), Place("b", 1, 2.0, 1.0)]
-    calls = hand_out([1.0] * 20, [False] * 20, places, now=0.5)
+    places = [Lane("a", 1, 1.0, 1.0), Lane("b", 1, 2.0, 1.0)]
+    calls = schedule([1.0] * 20, [False] * 20, places, now=0.5)
     assert [key for key, _ in calls] == ["a", "b"]
-    assert hand_out([1.0] * 20, [False] * 20, places, now=0.5) == []  # both have two
+    assert schedule([1.0] * 20, [False] * 20, places, now=0.5) == []  # both have two
 
 
 def test_what_may_have_ended_an_actor_goes_alone() -> None:
-    places = [Place("a", 0, 0.0, 0.001), Place("b", 0, 0.0, 0.001)]
-    calls = hand_out([3.0, 2.0, 1.0], [False, True, False], places, now=0.0)
+    places = [Lane("a", 0, 0.0, 0.001), Lane("b", 0, 0.0, 0.001)]
+    calls = schedule([3.0, 2.0, 1.0], [False, True, False], places, now=0.0)
     alone = next(key for key, pieces in calls if pieces == [1])
     assert all(key != alone for key, pieces in calls if pieces != [1])  # nothing waits behind it
-    assert hand_out([2.0], [True], [Place("a", 1, 5.0, 1.0)], now=0.0) == []  # nor does it wait behind others
+    assert schedule([2.0], [True], [Lane("a", 1, 5.0, 1.0)], now=0.0) == []  # nor does it wait behind others
 
 
 def test_calls_do_not_grow_with_the_work() -> None:
-    places = [Place("a", 0, 0.0, 1.0), Place("b", 0, 0.0, 1.0)]
-    calls = hand_out([0.3] * 5000, [False] * 5000, places, now=0.0)
+    places = [Lane("a", 0, 0.0, 1.0), Lane("b", 0, 0.0, 1.0)]
+    calls = schedule([0.3] * 5000, [False] * 5000, places, now=0.0)
     assert {len(pieces) for _, pieces in calls} == {3}
 
 
 def test_who_is_idle_gets_the_last_piece() -> None:
-    places = [Place("busy", 2, 0.0, 1.0), Place("idle", 0, 0.0, 1.0)]  # the busy one takes longer than was foreseen
-    assert hand_out([0.05], [False], places, now=1.0) == [("idle", [0])]
+    places = [Lane("busy", 2, 0.0, 1.0), Lane("idle", 0, 0.0, 1.0)]  # the busy one takes longer than was foreseen
+    assert schedule([0.05], [False], places, now=1.0) == [("idle", [0])]
 
 
 @pytest.mark.parametrize("pieces", [1, 3, 20, 300])
@@ -98,8 +98,8 @@ def test_fast_and_slow_share_the_work_by_their_pace(paces: list[float], pieces: 
     events: list[tuple[float, int]] = []
     now, ends = 0.0, 0.0
     while waiting or events:
-        places = [Place(number, loads[number], free[number], pace) for number, pace in enumerate(paces)]
-        made = hand_out(waiting, [False] * len(waiting), places, now)
+        places = [Lane(number, loads[number], free[number], pace) for number, pace in enumerate(paces)]
+        made = schedule(waiting, [False] * len(waiting), places, now)
         for worker, positions in made:
             free[worker] = max(free[worker], now) + paces[worker] * sum(waiting[position] for position in positions)
             ends = max(ends, free[worker])

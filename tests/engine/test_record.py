@@ -16,7 +16,7 @@ from raydfl.core.errors import ResourcesError, RunDirectoryError
 from raydfl.core.types import Ratio
 from raydfl.engine.storage import record
 from raydfl.engine.storage.record import (
-    Row,
+    MetricRow,
     compact,
     discard_rows,
     read_rows,
@@ -29,8 +29,8 @@ from raydfl.engine.storage.record import (
 )
 
 
-def numbers(round_index: int, rows: int = 3) -> list[Row]:
-    return [Row(round_index, "train", f"c{i}", "train", "loss", round_index + i / 10, 4.0) for i in range(rows)]
+def numbers(round_index: int, rows: int = 3) -> list[MetricRow]:
+    return [MetricRow(round_index, "train", f"c{i}", "train", "loss", round_index + i / 10, 4.0) for i in range(rows)]
 
 
 def write_rounds(folder: Path, rounds: range) -> None:
@@ -53,10 +53,10 @@ def names(folder: Path) -> list[str]:
 def test_rows_come_back_as_written(tmp_path: Path) -> None:
     matrix = np.arange(6.0).reshape(2, 3)
     rows = [
-        Row(0, "", "", "server", "bytes_up", 12.5, 1.0),
-        Row(3, "evaluate", "größe \U0001f600 'x'", "test", "plugin/accuracy", float("nan"), 0.0),
-        Row(3, "evaluate", "", "test", "plugin/confusion", float("nan"), 15.0, matrix),
-        Row(3, "evaluate", "", "test", "m/loss", float("inf"), 2.0),
+        MetricRow(0, "", "", "server", "bytes_up", 12.5, 1.0),
+        MetricRow(3, "evaluate", "größe \U0001f600 'x'", "test", "plugin/accuracy", float("nan"), 0.0),
+        MetricRow(3, "evaluate", "", "test", "plugin/confusion", float("nan"), 15.0, matrix),
+        MetricRow(3, "evaluate", "", "test", "m/loss", float("inf"), 2.0),
     ]
     write_rows(rows_path(tmp_path, 3), rows)
     back = to_rows(read_rows(tmp_path))
@@ -73,7 +73,7 @@ def test_rows_come_back_as_written(tmp_path: Path) -> None:
 def test_ratios_and_arrays_become_rows() -> None:
     metrics = {"loss": Ratio(6.0, 4), "confusion": np.array([[2, 1], [0, 1]])}
     loss, confusion = rows_from_metrics(5, "evaluate", "", "test", metrics)
-    assert loss == Row(5, "evaluate", "", "test", "loss", 1.5, 4)
+    assert loss == MetricRow(5, "evaluate", "", "test", "loss", 1.5, 4)
     assert confusion.count == 4
     assert np.isnan(confusion.value)
     assert [row.metric for row in rows_from_metrics(5, "evaluate", "anna", "test", metrics)] == ["loss"]

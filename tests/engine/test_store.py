@@ -24,7 +24,7 @@ import raydfl.engine.storage.store
 from raydfl.core.errors import ConfigError, ResourcesError, RunDirectoryError
 from raydfl.core.files import plain_name, write_durably
 from raydfl.core.types import State
-from raydfl.engine.storage.private import Ledger, PrivateIndex, PrivateRef, PrivateStore
+from raydfl.engine.storage.private import PrivateIndex, PrivateRef, PrivateStore, SegmentUsage
 from raydfl.engine.storage.store import RunStore, as_stored
 
 LOOP: list[Any] = []
@@ -261,7 +261,7 @@ def test_what_a_round_handles_does_not_grow_with_the_clients() -> None:
 def test_a_ledger_says_what_an_index_says(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     index, written = PrivateIndex(), Counter[str]()
-    ledger = Ledger(index, {})
+    ledger = SegmentUsage(index, {})
     referred: set[str] = set()
     for round_index in range(1, 61):
         refs = random_refs(rng, round_index)
@@ -280,10 +280,10 @@ def test_a_ledger_says_what_an_index_says(tmp_path: Path) -> None:
         live = index.bytes_by_segment()
         assert (ledger.live, ledger.bytes) == (sum(live.values()), sum(written[segment] for segment in live))
         assert ledger.sparse() == {segment for segment in live if live[segment] < written[segment] / 2}
-        opened = Ledger(index, written)
+        opened = SegmentUsage(index, written)
         assert (opened.live, opened.bytes, opened.sparse()) == (ledger.live, ledger.bytes, ledger.sparse())
     assert ledger.sparse()
-    elsewhere = Ledger(index, {})
+    elsewhere = SegmentUsage(index, {})
     assert (elsewhere.live, elsewhere.bytes, elsewhere.sparse()) == (ledger.live, ledger.live, set())
 
 
@@ -303,7 +303,7 @@ class Writer:
         commit, _ = self.store.open_latest()
         self.index = PrivateIndex() if commit is None else commit.private
         self.round = 0 if commit is None else commit.state.round_index
-        self.ledger = Ledger(self.index, self.store.sizes_of_segments())
+        self.ledger = SegmentUsage(self.index, self.store.sizes_of_segments())
 
     def train(self, clients: Iterable[int]) -> None:
         self.round += 1
@@ -532,7 +532,7 @@ def test_compaction_moves_what_counts_and_keeps_its_bytes(tmp_path: Path) -> Non
     for i in range(8):
         refs[i] = private.append(2, tensors_of(10 + i, 100))
     index = PrivateIndex().changed(refs)
-    ledger = Ledger(index, {path.name: path.stat().st_size for path in tmp_path.iterdir()})
+    ledger = SegmentUsage(index, {path.name: path.stat().st_size for path in tmp_path.iterdir()})
     moved = private.compact(3, index.within(ledger.sparse()))
     assert set(moved) == {8, 9}  # round 1's segment is 20 % alive, round 2's wholly
     assert all("compact" in ref.segment for ref in moved.values())

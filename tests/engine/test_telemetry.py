@@ -16,8 +16,8 @@ from raydfl.core.types import Ratio
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
 from raydfl.engine.orders import Result, Span
-from raydfl.engine.storage.record import Row, read_rows, rows_path, to_rows, write_rows
-from raydfl.engine.telemetry import TIMELINE, WALL, Watch, placed
+from raydfl.engine.storage.record import MetricRow, read_rows, rows_path, to_rows, write_rows
+from raydfl.engine.telemetry import TIMELINE, WALL, ResultTimer, with_spans
 from raydfl.runs.progress import Progress
 from raydfl.runs.report import write_report
 from raydfl.runs.report.data import read_run
@@ -31,26 +31,26 @@ def result(client: str = "a", waited: float = 0.0, seconds: float = 0.0, **more:
     return Result(0, client, waited=waited, seconds=seconds, **more)
 
 
-def spans(*found: tuple[int, float, float, float, float]) -> Watch:
+def spans(*found: tuple[int, float, float, float, float]) -> ResultTimer:
     """Watched results with spans (actor, sent, begin, end, answered), one client each."""
-    watch = Watch(result(f"c{number}", span=Span(*span)) for number, span in enumerate(found))
+    watch = ResultTimer(result(f"c{number}", span=Span(*span)) for number, span in enumerate(found))
     assert len(list(watch)) == len(found)
     return watch
 
 
 def test_work_lies_between_order_and_answer_with_the_ways_equally_long() -> None:
-    found = placed([result("a", 0.5, 1.0), result("b", 1.5, 2.0)], actor=3, sent=100.0, answered=104.5)
+    found = with_spans([result("a", 0.5, 1.0), result("b", 1.5, 2.0)], actor=3, sent=100.0, answered=104.5)
     # The actor was at it for 3.5 s after the call came: 1 s was on the way, half of it there.
     assert [(r.span.begin, r.span.end) for r in found if r.span] == [(101.0, 102.0), (102.0, 104.0)]
     assert {(r.span.actor, r.span.sent, r.span.answered) for r in found if r.span} == {(3, 100.0, 104.5)}
 
 
 def test_an_actors_clock_that_runs_faster_gives_no_negative_times() -> None:
-    found = placed([result("a", 0.0, 3.0), result("b", 3.0, 3.0)], actor=0, sent=10.0, answered=14.0)
+    found = with_spans([result("a", 0.0, 3.0), result("b", 3.0, 3.0)], actor=0, sent=10.0, answered=14.0)
     for one in found:
         assert one.span is not None
         assert 10.0 <= one.span.begin <= one.span.end <= 14.0
-    watch = Watch(iter(found))
+    watch = ResultTimer(iter(found))
     list(watch)
     assert all(ratio.total >= 0 for ratio in watch.work(2).values())
 
@@ -68,7 +68,7 @@ def test_the_actors_time_is_work_transfer_and_wait() -> None:
 
 
 def test_a_round_without_spans_says_nothing() -> None:
-    watch = Watch(iter([result()]))
+    watch = ResultTimer(iter([result()]))
     list(watch)
     assert watch.work(2) == {}
     assert watch.timeline(0.0, {}).shape == (0, 4)
@@ -83,7 +83,7 @@ def test_what_is_waited_for_is_measured_and_nothing_else(monkeypatch: pytest.Mon
             now.seconds += 2.0
             yield result(client, waited=0.25, retried=retried)
 
-    watch = Watch(slow())
+    watch = ResultTimer(slow())
     for _ in watch:
         now.seconds += 5.0  # the server aggregates
     assert watch.seconds == 4.0
@@ -96,7 +96,7 @@ def test_the_timeline_is_in_order_of_work_and_begins_with_the_round() -> None:
     np.testing.assert_array_equal(watch.timeline(10.0, {"c0": 7, "c1": 9}), [[9, 0, 1, 5], [7, 1, 2, 3]])
 
 
-def server_rows(run_dir: Path, round_index: int) -> dict[str, Row]:
+def server_rows(run_dir: Path, round_index: int) -> dict[str, MetricRow]:
     rows = to_rows(read_rows(run_dir))
     return {row.metric: row for row in rows if row.round == round_index and not row.client and row.split == "server"}
 
@@ -181,13 +181,13 @@ def test_the_parts_of_the_page_add_up_to_the_round(tiny: Tiny, recorded: Any, tm
 def test_the_page_of_a_run_whose_data_are_elsewhere_numbers_its_clients(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     array = np.array([[4.0, 0.0, 0.0, 1.0]])
-    write_rows(rows_path(tmp_path, 1), [Row(1, "train", "", "server", TIMELINE, float("nan"), 5.0, array)])
+    write_rows(rows_path(tmp_path, 1), [MetricRow(1, "train", "", "server", TIMELINE, float("nan"), 5.0, array)])
     assert "client 4" in write_report([tmp_path], tmp_path / "page.html").read_text()
 
 
 def test_records_from_before_the_parts_were_measured_show_totals(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
-    write_rows(rows_path(tmp_path, 1), [Row(1, "train", "", "server", "seconds/round", 2.0, 1.0)])
+    write_rows(rows_path(tmp_path, 1), [MetricRow(1, "train", "", "server", "seconds/round", 2.0, 1.0)])
     assert parts_of_rounds(read_run(tmp_path)) is None
     text = write_report([tmp_path], tmp_path / "page.html").read_text()
     assert "time per round" in text

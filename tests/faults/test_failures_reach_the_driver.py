@@ -21,7 +21,7 @@ from raydfl.engine.config import Config
 from raydfl.engine.federation import Federation
 from raydfl.engine.storage import record
 from raydfl.engine.storage.folder import final_state
-from raydfl.engine.storage.record import Row
+from raydfl.engine.storage.record import MetricRow
 from raydfl.methods.fedavg import FedAvg
 from raydfl.runs import run as runs
 from raydfl.runs.progress import FinishSummary, Progress
@@ -118,7 +118,7 @@ def test_rows_that_cannot_be_written_end_the_run(
     told, config = Told(), tiny("run.name=rows")
     write, path = record.write_rows, record.rows_path(Path(config.run.dir) / "rows", round_)
 
-    def full(where: Path, rows: Sequence[Row]) -> None:
+    def full(where: Path, rows: Sequence[MetricRow]) -> None:
         if where == path:
             raise (ResourcesError if kind == errno.ENOSPC else OSError)(os.strerror(kind))
         write(where, rows)

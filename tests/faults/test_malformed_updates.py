@@ -21,7 +21,7 @@ from raydfl.core.types import Ratio, Update
 from raydfl.engine.config import Config
 from raydfl.engine.storage import record
 from raydfl.engine.storage.folder import final_state
-from raydfl.engine.storage.record import Row
+from raydfl.engine.storage.record import MetricRow
 from raydfl.engine.validation import Kinds, UpdateChecker, check_form, check_weights, checked_metrics, is_finite
 from raydfl.runs.replay import replay
 from raydfl.runs.run import resume, run
@@ -57,7 +57,7 @@ SAID = {
 }
 
 
-def rows_of(run_dir: Path) -> list[Row]:
+def rows_of(run_dir: Path) -> list[MetricRow]:
     return record.to_rows(record.read_rows(run_dir))
 
 

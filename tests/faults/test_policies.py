@@ -18,18 +18,18 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import differ, finish, same, start, truth
 
-from raydfl.cluster.faults import Patience
+from raydfl.cluster.faults import StragglerPolicy
 from raydfl.core.errors import ClientError, ConfigError
 from raydfl.engine.config import Config
 from raydfl.engine.storage import record
 from raydfl.engine.storage.folder import final_state
-from raydfl.engine.storage.record import Row
+from raydfl.engine.storage.record import MetricRow
 from raydfl.runs.progress import Progress, RoundSummary
 from raydfl.runs.replay import replay
 from raydfl.runs.run import resume, run
 from raydfl.training import clock as deadline
 from raydfl.training import fit as train
-from raydfl.training.clock import Clock, LateError
+from raydfl.training.clock import Clock, DeadlineExceededError
 from raydfl.training.optimiser import Optimiser
 
 Tiny = Callable[..., Config]
@@ -43,7 +43,7 @@ def faulty(name: str) -> str:
     return f"method.name={FAULTY}:{name}"
 
 
-def rows_of(config: Config) -> list[Row]:
+def rows_of(config: Config) -> list[MetricRow]:
     return record.to_rows(record.read_rows(Path(config.run.dir) / str(config.run.name)))
 
 
@@ -257,7 +257,7 @@ def test_only_clients_with_work_left_are_late(tiny: Tiny) -> None:
         assert notes(drop, "late") == []
 
 
-def steps_without_deadline(tiny: Tiny) -> list[Row]:
+def steps_without_deadline(tiny: Tiny) -> list[MetricRow]:
     config = tiny("train.cohort=1.0", "train.rounds=1", "run.name=sizes")
     finish(config)
     return [row for row in rows_of(config) if row.metric == "steps" and row.client]
@@ -386,7 +386,7 @@ def test_a_clock_counts_a_clients_own_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert clock.expired
     with clock.waiting():
         clock.cut, clock.steps = True, 1
-    with pytest.raises(LateError, match="late: 0 steps were done at train.deadline=5 s$"), clock.waiting():
+    with pytest.raises(DeadlineExceededError, match="late: 0 steps were done at train.deadline=5 s$"), clock.waiting():
         clock.steps = 0
     endless = Clock()
     endless.start()
@@ -395,11 +395,11 @@ def test_a_clock_counts_a_clients_own_time(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_how_long_an_actor_has(tiny: Tiny) -> None:
-    patience = Patience.of(tiny("train.deadline=5", "ray.grace=2", "run.on_error=drop"))
+    patience = StragglerPolicy.of(tiny("train.deadline=5", "ray.grace=2", "run.on_error=drop"))
     assert [patience.limit(clients) for clients in (1, 3)] == [7.0, 17.0]
     assert [patience.tries(retries) for retries in (0, 1, 3)] == [1, 1, 3]
-    usual = Patience.of(tiny())
-    assert usual == Patience(grace=30.0)
+    usual = StragglerPolicy.of(tiny())
+    assert usual == StragglerPolicy(grace=30.0)
     assert usual.limit(1) == float("inf")
     assert usual.tries(0) == 0
 
@@ -422,16 +422,16 @@ def test_the_line_of_a_round_says_who_failed_and_why(tiny: Tiny) -> None:
 
 def test_records_of_older_versions_have_no_notes(tmp_path: Path) -> None:
     path = record.rows_path(tmp_path, 1)
-    record.write_rows(path, [Row(1, "train", "s1", "server", "failed", 1.0, 1.0, note="why")])
+    record.write_rows(path, [MetricRow(1, "train", "s1", "server", "failed", 1.0, 1.0, note="why")])
     assert [row.note for row in record.to_rows(record.read_rows(tmp_path))] == ["why"]
     pq.write_table(pq.read_table(path).drop_columns(["note"]).replace_schema_metadata(None), path)
-    record.write_rows(record.rows_path(tmp_path, 2), [Row(2, "train", "", "server", "failed", 0.0, 1.0)])
+    record.write_rows(record.rows_path(tmp_path, 2), [MetricRow(2, "train", "", "server", "failed", 0.0, 1.0)])
     assert [(row.round, row.note) for row in record.to_rows(record.read_rows(tmp_path))] == [(1, None), (2, None)]
     record.compact(tmp_path)
     read = record.to_rows(record.read_rows(tmp_path))
     assert [dataclasses.replace(row, array=None) for row in read] == [
-        Row(1, "train", "s1", "server", "failed", 1.0, 1.0),
-        Row(2, "train", "", "server", "failed", 0.0, 1.0),
+        MetricRow(1, "train", "s1", "server", "failed", 1.0, 1.0),
+        MetricRow(2, "train", "", "server", "failed", 0.0, 1.0),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Where code lives. Which room imports which is held by import-linter (pyproject.toml, ``make check``); here is what it does not see."""
+"""Where code lives: what import-linter (pyproject.toml, ``make check``), which holds who imports whom, does not see."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from scipy.spatial.distance import cdist
 from threadpoolctl import threadpool_limits
 
 from raydfl.core.ops import sums as rows
-from raydfl.core.ops.sums import Rows
+from raydfl.core.ops.sums import ClientVectors
 
 pytestmark = pytest.mark.usefixtures("sums")
 
@@ -25,25 +25,27 @@ def by_hand(matrix: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(("count", "elements"), [(1, 5), (2, 1), (7, 1000), (30, 70_000)])
 def test_distances_between_vectors_and_to_a_point(count: int, elements: int) -> None:
     matrix = cohort(count, elements)
-    squares = Rows(list(matrix)).pairwise()
+    squares = ClientVectors(list(matrix)).pairwise()
     np.testing.assert_allclose(squares, by_hand(matrix), rtol=1e-5)
     assert np.array_equal(squares, squares.T)
     assert not np.diagonal(squares).any()
     point = cohort(1, elements, seed=1)[0]
-    found = Rows(list(matrix)).squared_distances(point)
+    found = ClientVectors(list(matrix)).squared_distances(point)
     np.testing.assert_allclose(found, ((matrix.astype(float) - point) ** 2).sum(axis=1), rtol=1e-5)
 
 
 def test_several_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = cohort(9, 5000)
-    whole = Rows(list(matrix)).pairwise()
+    whole = ClientVectors(list(matrix)).pairwise()
     monkeypatch.setattr(rows, "_BLOCK", 9 * 70)
     monkeypatch.setattr(rows, "_STRIP", 130)
     monkeypatch.setattr(rows, "_SORTED", 9 * 33)
-    np.testing.assert_allclose(Rows(list(matrix)).pairwise(), whole, rtol=1e-5)
+    np.testing.assert_allclose(ClientVectors(list(matrix)).pairwise(), whole, rtol=1e-5)
     exact = ((matrix.astype(float) - 1) ** 2).sum(axis=1)
-    np.testing.assert_allclose(Rows(list(matrix)).squared_distances(np.ones(5000, np.float32)), exact, rtol=1e-6)
-    parts = [block.copy() for _, _, block in Rows(list(matrix)).ordered(range(9))]
+    np.testing.assert_allclose(
+        ClientVectors(list(matrix)).squared_distances(np.ones(5000, np.float32)), exact, rtol=1e-6
+    )
+    parts = [block.copy() for _, _, block in ClientVectors(list(matrix)).ordered(range(9))]
     assert len(parts) > 100
     np.testing.assert_array_equal(np.concatenate(parts).T, np.sort(matrix, axis=0))
 
@@ -52,7 +54,7 @@ def test_several_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_common_offset_costs_no_precision(offset: float) -> None:
     """In products of the vectors themselves, 1e6 squared would leave no digit of a distance of some thousands."""
     matrix = cohort(12, 3000, offset)
-    np.testing.assert_allclose(Rows(list(matrix)).pairwise(), by_hand(matrix), rtol=1e-5)
+    np.testing.assert_allclose(ClientVectors(list(matrix)).pairwise(), by_hand(matrix), rtol=1e-5)
 
 
 @pytest.mark.parametrize("distance", [1e3, 1e6, 1e12])
@@ -60,7 +62,7 @@ def test_vectors_far_away_do_not_blur_the_others(distance: float) -> None:
     matrix = cohort(12, 3000)
     matrix[[0, 4, 5, 9]] += np.float32(distance)  # the uniform mean lies far from everybody
     close = [index for index in range(12) if index not in (0, 4, 5, 9)]
-    found, expected = Rows(list(matrix)).pairwise(), by_hand(matrix)
+    found, expected = ClientVectors(list(matrix)).pairwise(), by_hand(matrix)
     np.testing.assert_allclose(found[np.ix_(close, close)], expected[np.ix_(close, close)], rtol=1e-5)
     np.testing.assert_allclose(found[0, close], expected[0, close], rtol=1e-5)
 
@@ -68,24 +70,24 @@ def test_vectors_far_away_do_not_blur_the_others(distance: float) -> None:
 @pytest.mark.parametrize("scale", [1e-30, 1e25, 1e38])
 def test_distances_may_be_beyond_the_squares_of_float32(scale: float) -> None:
     matrix = (np.clip(cohort(5, 2000), -3, 3) * np.float32(scale)).astype(np.float32)
-    np.testing.assert_allclose(Rows(list(matrix)).pairwise(), by_hand(matrix), rtol=1e-5)
-    far = Rows(list(matrix)).squared_distances(np.zeros(2000, np.float32))
+    np.testing.assert_allclose(ClientVectors(list(matrix)).pairwise(), by_hand(matrix), rtol=1e-5)
+    far = ClientVectors(list(matrix)).squared_distances(np.zeros(2000, np.float32))
     np.testing.assert_allclose(far, (matrix.astype(float) ** 2).sum(axis=1), rtol=1e-5)
 
 
 def test_equal_vectors_are_at_no_distance() -> None:
-    assert not Rows([np.full(3000, 0.1, np.float32)] * 4).pairwise().any()
+    assert not ClientVectors([np.full(3000, 0.1, np.float32)] * 4).pairwise().any()
 
 
 def test_vectors_without_elements_are_at_no_distance() -> None:
-    nothing = Rows([np.empty(0, np.float32)] * 3)
+    nothing = ClientVectors([np.empty(0, np.float32)] * 3)
     assert not nothing.pairwise().any()
     assert list(nothing.ordered(range(3))) == []
 
 
 def test_values_are_ordered_over_the_chosen() -> None:
     matrix = cohort(8, 100)
-    ((begin, end, block),) = Rows(list(matrix)).ordered([6, 1, 3])
+    ((begin, end, block),) = ClientVectors(list(matrix)).ordered([6, 1, 3])
     assert (begin, end) == (0, 100)
     np.testing.assert_array_equal(block, np.sort(matrix[[6, 1, 3]], axis=0).T)
 
@@ -94,5 +96,5 @@ def test_one_thread_or_two_in_the_products_of_a_rule() -> None:
     """Rules take one thread for them; this only shows what they rely on: equal limits, equal bits."""
     matrix = cohort(40, 30_000)
     with threadpool_limits(limits=1, user_api="blas"):
-        first, second = (Rows(list(matrix)).pairwise() for _ in range(2))
+        first, second = (ClientVectors(list(matrix)).pairwise() for _ in range(2))
     np.testing.assert_array_equal(first, second)

@@ -15,7 +15,7 @@ from raydfl.core.errors import ConfigError, RunDirectoryError
 from raydfl.core.types import Update
 from raydfl.engine.config import Config
 from raydfl.engine.storage import record as influence
-from raydfl.engine.storage.record import Row, read_rows, rows_path, to_rows, write_rows
+from raydfl.engine.storage.record import MetricRow, read_rows, rows_path, to_rows, write_rows
 from raydfl.methods.fedavg import FedAvg
 from raydfl.rules import RULES
 from raydfl.training.step import Step
@@ -116,7 +116,7 @@ def test_without_influences_nobody_is_named_and_a_torn_record_is_an_error(tiny: 
     finish(config)
     assert influence.influences(Path(config.run.dir) / "tiny") == {}
     (tmp_path / "torn" / "rows").mkdir(parents=True)
-    row = Row(1, "train", "", "server", "rule/influences", float("nan"), 1.0, np.array([1.0]))
+    row = MetricRow(1, "train", "", "server", "rule/influences", float("nan"), 1.0, np.array([1.0]))
     write_rows(rows_path(tmp_path / "torn", 1), [row])
     with pytest.raises(RunDirectoryError, match="round 1 has influences of 1 updates, but rows of 0 clients"):
         influence.influences(tmp_path / "torn")

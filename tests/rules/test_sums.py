@@ -15,7 +15,7 @@ from threadpoolctl import threadpool_limits
 
 from raydfl.core import ops
 from raydfl.core.ops import sums as rows
-from raydfl.core.ops.sums import Rows
+from raydfl.core.ops.sums import ClientVectors
 from raydfl.core.types import Update
 from raydfl.rules import LayerwisePruning, WeightedMean
 
@@ -59,7 +59,7 @@ def test_adding_is_one_product_and_one_sum_after_another(
     weights = generator.uniform(0, 50, len(chosen)).tolist()
     before = generator.normal(size=elements)
     total = before.copy()
-    Rows(all_vectors).add_to(total, weights, chosen, start)
+    ClientVectors(all_vectors).add_to(total, weights, chosen, start)
     wanted = added_by_hand(before, [all_vectors[row][start : start + elements] for row in chosen], weights)
     np.testing.assert_array_equal(total, wanted)
 
@@ -68,9 +68,9 @@ def test_long_vectors_are_added_to_the_same_bits_at_once_and_in_turns() -> None:
     sent, weights = vectors(9, 100_003), [0.1 * row + 0.3 for row in range(9)]
     wanted = added_by_hand(np.zeros(100_003), sent, weights)
     at_once, in_turns = np.zeros(100_003), np.zeros(100_003)
-    Rows(sent).add_to(at_once, weights)
+    ClientVectors(sent).add_to(at_once, weights)
     for vector, weight in zip(sent, weights, strict=True):
-        Rows([vector]).add_to(in_turns, [weight])
+        ClientVectors([vector]).add_to(in_turns, [weight])
     np.testing.assert_array_equal(at_once, wanted)
     np.testing.assert_array_equal(in_turns, wanted)
 
@@ -78,7 +78,7 @@ def test_long_vectors_are_added_to_the_same_bits_at_once_and_in_turns() -> None:
 def test_a_weight_for_each_element_may_stand_beside_plain_numbers() -> None:
     sent, each = vectors(3, 50_000), np.random.default_rng(1).uniform(size=50_000)
     total = np.zeros(50_000)
-    Rows(sent).add_to(total, [2.0, each, 0.0])
+    ClientVectors(sent).add_to(total, [2.0, each, 0.0])
     np.testing.assert_array_equal(total, 2.0 * sent[0].astype(np.float64) + each * sent[1])
 
 
@@ -86,22 +86,24 @@ def test_a_weight_for_each_element_may_stand_beside_plain_numbers() -> None:
 @pytest.mark.parametrize("mean", [0.0, 30.0])
 def test_deviations_are_distances_to_the_mean(count: int, elements: int, mean: float) -> None:
     sent = vectors(count, elements, mean=mean)
-    np.testing.assert_allclose(Rows(sent).squared_deviations([(0, elements)]), distances_by_hand(sent), rtol=1e-5)
+    np.testing.assert_allclose(
+        ClientVectors(sent).squared_deviations([(0, elements)]), distances_by_hand(sent), rtol=1e-5
+    )
 
 
 def test_deviations_count_the_elements_of_all_parts_and_no_others() -> None:
     sent = vectors(6, 90_000)
     parts = [(3, 11), (11, 11), (70, 50_001), (89_999, 90_000)]
     wanted = distances_by_hand([np.concatenate([vector[start:stop] for start, stop in parts]) for vector in sent])
-    np.testing.assert_allclose(Rows(sent).squared_deviations(parts), wanted, rtol=1e-5)
-    np.testing.assert_array_equal(Rows(sent).squared_deviations([]), np.zeros(6))
+    np.testing.assert_allclose(ClientVectors(sent).squared_deviations(parts), wanted, rtol=1e-5)
+    np.testing.assert_array_equal(ClientVectors(sent).squared_deviations([]), np.zeros(6))
 
 
 def test_vectors_close_to_each_other_and_far_from_zero_keep_their_order() -> None:
     """Squares of the vectors themselves, less that of their mean, would leave nothing of these distances."""
     generator = np.random.default_rng(2)
     sent = [(1000 + 0.01 * (1 + row) * generator.normal(size=3000)).astype(np.float32) for row in range(20)]
-    found, wanted = Rows(sent).squared_deviations([(0, 3000)]), distances_by_hand(sent)
+    found, wanted = ClientVectors(sent).squared_deviations([(0, 3000)]), distances_by_hand(sent)
     assert np.argsort(found).tolist() == np.argsort(wanted).tolist()
     np.testing.assert_allclose(found, wanted, rtol=1e-2)
 
@@ -109,12 +111,12 @@ def test_vectors_close_to_each_other_and_far_from_zero_keep_their_order() -> Non
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_deviations_may_be_beyond_the_squares_of_float32(scale: float) -> None:
     sent = [(vector * np.float32(scale)).astype(np.float32) for vector in vectors(5, 1000)]
-    np.testing.assert_allclose(Rows(sent).squared_deviations([(0, 1000)]), distances_by_hand(sent), rtol=1e-6)
+    np.testing.assert_allclose(ClientVectors(sent).squared_deviations([(0, 1000)]), distances_by_hand(sent), rtol=1e-6)
 
 
 def test_equal_vectors_have_equal_deviations() -> None:
     sent = vectors(4, 10_007)
-    found = Rows([sent[0], sent[1], sent[0], sent[2], sent[1]]).squared_deviations([(0, 10_007)])
+    found = ClientVectors([sent[0], sent[1], sent[0], sent[2], sent[1]]).squared_deviations([(0, 10_007)])
     assert found[0] == found[2]
     assert found[1] == found[4]
 
@@ -127,7 +129,7 @@ def test_compiled_deviations_are_those_of_fractions(sums: str) -> None:
     exact = [[Fraction(float(value)) for value in vector] for vector in sent]
     mean = [sum(column) / 7 for column in zip(*exact, strict=True)]
     wanted = [float(sum((value - middle) ** 2 for value, middle in zip(row, mean, strict=True))) for row in exact]
-    np.testing.assert_allclose(Rows(sent).squared_deviations([(0, 61)]), wanted, rtol=1e-14)
+    np.testing.assert_allclose(ClientVectors(sent).squared_deviations([(0, 61)]), wanted, rtol=1e-14)
 
 
 @pytest.mark.parametrize("count", [3, 200])
@@ -135,7 +137,7 @@ def test_an_approximate_sum_keeps_its_bound(count: int) -> None:
     sent, chosen = vectors(count, 30_000, mean=1.0), list(range(0, count, 2))
     weights = np.random.default_rng(1).uniform(size=len(chosen)) / count
     parts = [(5, 20_001), (29_000, 30_000)]
-    found = Rows(sent).approximate_sum(weights, chosen, parts)
+    found = ClientVectors(sent).approximate_sum(weights, chosen, parts)
     cut = [np.concatenate([sent[row][start:stop] for start, stop in parts]).astype(np.float64) for row in chosen]
     magnitudes = weights @ np.abs(cut)
     assert found.dtype == np.float32
@@ -147,7 +149,7 @@ def test_vectors_are_read_and_nothing_else() -> None:
     before = [vector.copy() for vector in sent]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        kept = Rows(sent)
+        kept = ClientVectors(sent)
         kept.add_to(np.zeros(1000), [1.0] * 5)
         kept.squared_deviations([(0, 1000)])
         kept.approximate_sum(np.full(5, 0.1), range(5), [(0, 1000)])
@@ -162,7 +164,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
         total = np.zeros(60_000)
         with threadpool_limits(limits=threads):
             updates = [Update({"w": torch.tensor(vector)}, 0.1 + index / 7) for index, vector in enumerate(sent)]
-            Rows(sent).add_to(total, [0.1] * 30)
+            ClientVectors(sent).add_to(total, [0.1] * 30)
             return [total, LayerwisePruning()(updates, {}).tensors["global"]["w"].numpy()]
 
     for one, two in zip(results(1), results(2), strict=True):
@@ -196,7 +198,7 @@ def test_operators_built_from_older_sources_are_left_aside(monkeypatch: pytest.M
         monkeypatch.setattr(rows, "_built", lambda: False)
         assert not rows.compiled()
         total = np.ones(2)
-        Rows([np.array([1.0, 2.0], np.float32)]).add_to(total, [2.0])
+        ClientVectors([np.array([1.0, 2.0], np.float32)]).add_to(total, [2.0])
     assert total.tolist() == [3.0, 5.0]
 
 

@@ -12,7 +12,7 @@ import yaml
 
 from raydfl.core.metrics import classification_metrics, summarise
 from raydfl.core.types import Metrics, Ratio
-from raydfl.engine.storage.record import Row, rows_from_clients, rows_from_metrics, rows_path, write_rows
+from raydfl.engine.storage.record import MetricRow, rows_from_clients, rows_from_metrics, rows_path, write_rows
 
 CLASSES = ["zero", "one", "two", "three"]
 LAYERS = ["conv.0", "conv.1", "gru", "output"]
@@ -54,7 +54,7 @@ def round_rows(
     heterogeneous: bool,
     classes: int,
     lpa: bool,
-) -> list[Row]:
+) -> list[MetricRow]:
     """What a federation records of one round."""
     rows = rows_from_clients(
         round_index, "train", "train", {c: {"loss": Ratio(float(40 * (1.6 - skill)), 40)} for c in clients}
@@ -92,7 +92,7 @@ def make_run(
     clients: int = 12,
     classes: Sequence[str] = tuple(CLASSES),
     about: Mapping[str, Any] | None = None,
-) -> list[Row]:
+) -> list[MetricRow]:
     """A run directory, finished unless ``done`` says how far it got; returns its rows."""
     settings = settings or config()
     total = settings["train"]["rounds"]

@@ -14,7 +14,7 @@ from fake_run import CLASSES, config, make_run
 
 from raydfl.core.types import Problem
 from raydfl.engine.config import Config
-from raydfl.engine.storage.record import Row, rows_path, write_rows
+from raydfl.engine.storage.record import MetricRow, rows_path, write_rows
 from raydfl.runs.report import write_report
 from raydfl.runs.report.data import read_run
 from raydfl.runs.report.diagnosis import problems_of
@@ -24,27 +24,27 @@ GUESSING = np.log(4)
 NAN = float("nan")
 
 
-def judged(folder: Path, *rows: Row, settings: dict[str, Any] | None = None, **about: Any) -> list[Problem]:
+def judged(folder: Path, *rows: MetricRow, settings: dict[str, Any] | None = None, **about: Any) -> list[Problem]:
     """A run of which the last of five rounds recorded these rows."""
     make_run(folder, {**config("fedavg", rounds=5), **(settings or {})}, about=about)
     write_rows(rows_path(folder, 5), rows)
     return problems_of(read_run(folder))
 
 
-def measured(loss: float, confusion: np.ndarray, split: str = "test") -> list[Row]:
+def measured(loss: float, confusion: np.ndarray, split: str = "test") -> list[MetricRow]:
     number, right = float(confusion.sum()), float(np.trace(confusion))
     return [
-        Row(5, "evaluate", "", split, "model/loss", loss, number),
-        Row(5, "evaluate", "", split, "model/accuracy", right / number, number),
-        Row(5, "evaluate", "", split, "model/confusion", NAN, number, confusion.astype(np.float64)),
+        MetricRow(5, "evaluate", "", split, "model/loss", loss, number),
+        MetricRow(5, "evaluate", "", split, "model/accuracy", right / number, number),
+        MetricRow(5, "evaluate", "", split, "model/confusion", NAN, number, confusion.astype(np.float64)),
     ]
 
 
-def trained(loss: float, clients: int = 10, bad: int = 0) -> list[Row]:
+def trained(loss: float, clients: int = 10, bad: int = 0) -> list[MetricRow]:
     return [
-        Row(5, "train", "", "train", "loss", loss, 40.0),
-        Row(5, "train", "", "server", "clients", float(clients), 1.0),
-        *(Row(5, "train", f"c{i}", "server", "failed", 1.0, 1.0, note="not finite: model/x") for i in range(bad)),
+        MetricRow(5, "train", "", "train", "loss", loss, 40.0),
+        MetricRow(5, "train", "", "server", "clients", float(clients), 1.0),
+        *(MetricRow(5, "train", f"c{i}", "server", "failed", 1.0, 1.0, note="not finite: model/x") for i in range(bad)),
     ]
 
 
@@ -111,9 +111,9 @@ def test_without_evaluation_a_training_loss_is_a_warning(tmp_path: Path, loss: f
     make_run(folder, config("fedavg", rounds=5), done=0)
     (folder / "LATEST").write_text("000005-00000000.safetensors")
     for round_index, value in ((1, 500.0), (5, loss)):
-        write_rows(rows_path(folder, round_index), [Row(round_index, "train", "", "train", "loss", value, 40.0)])
+        write_rows(rows_path(folder, round_index), [MetricRow(round_index, "train", "", "train", "loss", value, 40.0)])
     assert [(p.kind, p.worthless) for p in problems_of(read_run(folder))] == [("diverged", False)] * warned
-    write_rows(rows_path(folder, 5), [Row(5, "train", "", "train", "loss", 400.0, 40.0)])
+    write_rows(rows_path(folder, 5), [MetricRow(5, "train", "", "train", "loss", 400.0, 40.0)])
     assert problems_of(read_run(folder)) == []
 
 
@@ -134,7 +134,7 @@ def test_one_class_is_nothing_to_learn(tmp_path: Path) -> None:
     assert "'bark'" in problem.text
     folder = tmp_path / "anomalies"  # a method of its own scores, for which one class is right
     make_run(folder, config("fedavg", rounds=5), done=0, classes=["normal"])
-    write_rows(rows_path(folder, 5), [Row(5, "evaluate", "", "test", "model/auc", 0.9, 40.0)])
+    write_rows(rows_path(folder, 5), [MetricRow(5, "evaluate", "", "test", "model/auc", 0.9, 40.0)])
     assert problems_of(read_run(folder)) == []
 
 

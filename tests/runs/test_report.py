@@ -17,7 +17,7 @@ from matplotlib.axis import Axis
 
 from raydfl.core.errors import InputError, RunDirectoryError
 from raydfl.core.metrics import worst_decile
-from raydfl.engine.storage.record import Row, compact, rows_path, write_rows
+from raydfl.engine.storage.record import MetricRow, compact, rows_path, write_rows
 from raydfl.runs.report import figures as plots
 from raydfl.runs.report import write_report
 from raydfl.runs.report.data import read_run
@@ -101,7 +101,7 @@ def page(tmp_path: Path, *folders: Path) -> Page:
     return Page(out)
 
 
-def value(rows: Sequence[Row], round_index: int, split: str, metric: str) -> float:
+def value(rows: Sequence[MetricRow], round_index: int, split: str, metric: str) -> float:
     found = [r.value for r in rows if (r.round, r.client, r.split, r.metric) == (round_index, "", split, metric)]
     assert len(found) == 1
     return found[0]
@@ -236,10 +236,10 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
         },
     )
     more = [
-        Row(5, "train", "", "server", f"lpa/pruned/{evil}", 1.0, 1.0),
-        Row(5, "evaluate", "", evil, f"{evil}/accuracy", 0.5, 1.0),
-        Row(5, "evaluate", evil, evil, f"{evil}/accuracy", 0.5, 1.0),
-        Row(5, "train", "", "server", f"seconds/{evil}", 1.0, 1.0),
+        MetricRow(5, "train", "", "server", f"lpa/pruned/{evil}", 1.0, 1.0),
+        MetricRow(5, "evaluate", "", evil, f"{evil}/accuracy", 0.5, 1.0),
+        MetricRow(5, "evaluate", evil, evil, f"{evil}/accuracy", 0.5, 1.0),
+        MetricRow(5, "train", "", "server", f"seconds/{evil}", 1.0, 1.0),
     ]
     write_rows(rows_path(tmp_path / "run", 5), [*more])
     shown = page(tmp_path, tmp_path / "run")
@@ -263,9 +263,9 @@ def test_a_diverged_run(tmp_path: Path) -> None:
     make_run(tmp_path / "run", config(rounds=2))
     nothing = float("nan")
     rows = [
-        Row(2, "train", "", "train", "loss", nothing, 1.0),
-        Row(2, "evaluate", "", "test", "plugin/loss", float("inf"), 1.0),
-        Row(2, "evaluate", "", "test", "plugin/accuracy", nothing, 0.0),
+        MetricRow(2, "train", "", "train", "loss", nothing, 1.0),
+        MetricRow(2, "evaluate", "", "test", "plugin/loss", float("inf"), 1.0),
+        MetricRow(2, "evaluate", "", "test", "plugin/accuracy", nothing, 0.0),
     ]
     write_rows(rows_path(tmp_path / "run", 2), rows)
     results = {tuple(row[:3]): row[3:] for row in page(tmp_path, tmp_path / "run").table("model", "data", "score")}
@@ -364,9 +364,9 @@ def test_a_folder_gets_a_file(tmp_path: Path) -> None:
 
 def test_two_phases_of_a_round_are_one_curve_and_their_bytes_add_up(tmp_path: Path) -> None:
     rows = [
-        Row(1, "stage one", "", "server", "bytes_up", 10.0, 3.0),
-        Row(1, "stage two", "", "server", "bytes_up", 5.0, 2.0),
-        Row(2, "stage two", "", "server", "bytes_up", 5.0, 2.0),
+        MetricRow(1, "stage one", "", "server", "bytes_up", 10.0, 3.0),
+        MetricRow(1, "stage two", "", "server", "bytes_up", 5.0, 2.0),
+        MetricRow(2, "stage two", "", "server", "bytes_up", 5.0, 2.0),
     ]
     write_rows(rows_path(tmp_path / "run", 2), rows)
     run = read_run(tmp_path / "run")
@@ -377,13 +377,13 @@ def test_two_phases_of_a_round_are_one_curve_and_their_bytes_add_up(tmp_path: Pa
 
 def test_only_the_last_measurement_of_each_client_score_is_taken(tmp_path: Path) -> None:
     rows = [
-        Row(1, "evaluate", "a", "validation", "m/accuracy", 0.1, 5),
-        Row(1, "evaluate", "b", "validation", "m/accuracy", 0.2, 5),
-        Row(1, "evaluate", "", "validation", "m/accuracy", 0.15, 10),
-        Row(2, "evaluate", "a", "validation", "m/accuracy", 0.7, 5),
-        Row(2, "evaluate", "", "validation", "m/accuracy", 0.7, 5),
-        Row(1, "evaluate", "a", "test", "m/accuracy", 0.4, 5),
-        Row(1, "evaluate", "", "test", "m/accuracy", 0.4, 5),
+        MetricRow(1, "evaluate", "a", "validation", "m/accuracy", 0.1, 5),
+        MetricRow(1, "evaluate", "b", "validation", "m/accuracy", 0.2, 5),
+        MetricRow(1, "evaluate", "", "validation", "m/accuracy", 0.15, 10),
+        MetricRow(2, "evaluate", "a", "validation", "m/accuracy", 0.7, 5),
+        MetricRow(2, "evaluate", "", "validation", "m/accuracy", 0.7, 5),
+        MetricRow(1, "evaluate", "a", "test", "m/accuracy", 0.4, 5),
+        MetricRow(1, "evaluate", "", "test", "m/accuracy", 0.4, 5),
     ]
     write_rows(rows_path(tmp_path / "run", 2), rows)
     clients = {key: (r, v.tolist()) for key, (r, v) in read_run(tmp_path / "run").clients.items()}

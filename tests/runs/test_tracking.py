@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from raydfl.core.errors import InputError
 from raydfl.engine.settings import TrackSettings, without_password
-from raydfl.engine.storage.record import Row, rows_path, write_rows
+from raydfl.engine.storage.record import MetricRow, rows_path, write_rows
 from raydfl.runs import tracking as track
 from raydfl.runs.tracking import MlflowTracker, NullTracker, make_tracker, metric_name
 
@@ -44,7 +44,7 @@ class Place:
     def tracker(self, **settings: Any) -> MlflowTracker:
         return MlflowTracker(TrackSettings(**settings), self.runs_dir, self.run_dir, self.warnings.append)
 
-    def commit(self, rows: list[Row]) -> list[Row]:
+    def commit(self, rows: list[MetricRow]) -> list[MetricRow]:
         write_rows(rows_path(self.run_dir, max(row.round for row in rows)), rows)
         return rows
 
@@ -65,13 +65,13 @@ def place(tmp_path: Path, empty_database: Path) -> Place:
     return Place(folder)
 
 
-def of_round(round_index: int) -> list[Row]:
+def of_round(round_index: int) -> list[MetricRow]:
     """Two pooled numbers, one of a client, one matrix."""
     return [
-        Row(round_index, "train", "", "train", "loss", 1.0 / (round_index + 1), 40.0),
-        Row(round_index, "evaluate", "", "test", "plugin/accuracy", round_index / 10, 40.0),
-        Row(round_index, "evaluate", "anna", "test", "plugin/accuracy", 0.5, 4.0),
-        Row(round_index, "evaluate", "", "test", "plugin/confusion", math.nan, 4.0, np.eye(2)),
+        MetricRow(round_index, "train", "", "train", "loss", 1.0 / (round_index + 1), 40.0),
+        MetricRow(round_index, "evaluate", "", "test", "plugin/accuracy", round_index / 10, 40.0),
+        MetricRow(round_index, "evaluate", "anna", "test", "plugin/accuracy", 0.5, 4.0),
+        MetricRow(round_index, "evaluate", "", "test", "plugin/confusion", math.nan, 4.0, np.eye(2)),
     ]
 
 
@@ -116,7 +116,7 @@ def test_many_numbers_in_one_round(place: Place) -> None:
     """More than MLflow takes in one call."""
     tracker = place.tracker()
     run_id = tracker.start("r", {f"p{i}": i for i in range(230)}, {})
-    tracker.log_rows([Row(1, "train", "", "test", f"m{i}", float(i), 1.0) for i in range(2300)])
+    tracker.log_rows([MetricRow(1, "train", "", "test", f"m{i}", float(i), 1.0) for i in range(2300)])
     run = place.client().get_run(run_id)
     assert len(run.data.params) == 230
     assert run.data.metrics == {f"test/m{i}": float(i) for i in range(2300)}
@@ -125,7 +125,7 @@ def test_many_numbers_in_one_round(place: Place) -> None:
 def test_not_a_number_is_kept(place: Place) -> None:
     tracker = place.tracker()
     run_id = tracker.start("r", {}, {})
-    tracker.log_rows([Row(1, "train", "", "train", "loss", math.nan, 1.0)])
+    tracker.log_rows([MetricRow(1, "train", "", "train", "loss", math.nan, 1.0)])
     assert math.isnan(place.client().get_metric_history(run_id, "train/loss")[0].value)
 
 
@@ -392,14 +392,14 @@ def test_stores_that_keep_runs() -> None:
 @pytest.mark.parametrize(
     ("row", "name"),
     [
-        (Row(1, "train", "", "train", "loss", 0, 1), "train/loss"),
-        (Row(1, "evaluate", "", "test", "plugin/accuracy", 0, 1), "test/plugin/accuracy"),
-        (Row(1, "distil", "", "train", "loss", 0, 1), "distil/train/loss"),
-        (Row(1, "train", "", "", "bytes_up", 0, 1), "bytes_up"),
-        (Row(1, "train", "", "server", "seconds/fit", 0, 1), "work/seconds/fit"),
+        (MetricRow(1, "train", "", "train", "loss", 0, 1), "train/loss"),
+        (MetricRow(1, "evaluate", "", "test", "plugin/accuracy", 0, 1), "test/plugin/accuracy"),
+        (MetricRow(1, "distil", "", "train", "loss", 0, 1), "distil/train/loss"),
+        (MetricRow(1, "train", "", "", "bytes_up", 0, 1), "bytes_up"),
+        (MetricRow(1, "train", "", "server", "seconds/fit", 0, 1), "work/seconds/fit"),
     ],
 )
-def test_names_in_mlflow(row: Row, name: str) -> None:
+def test_names_in_mlflow(row: MetricRow, name: str) -> None:
     assert metric_name(row) == name
 
 
@@ -412,15 +412,15 @@ def test_the_charts_of_mlflow_begin_with_the_accuracy() -> None:
         ("train", "loss"),
     ]
     measured += [("test", "model/loss"), ("test", "model/accuracy"), ("triggered", "model/attack_success")]
-    names = [metric_name(Row(1, "evaluate", "", split, metric, 0, 1)) for split, metric in measured]
+    names = [metric_name(MetricRow(1, "evaluate", "", split, metric, 0, 1)) for split, metric in measured]
     charts = sorted(names, key=lambda name: (name.rpartition("/")[0], name))
     assert charts[0] == "test/model/accuracy"
     assert charts[-2:] == ["work/bytes_up", "work/seconds/round"]
 
 
 def test_curves_of_a_run_begun_by_an_earlier_version_go_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(round_index: int) -> list[Row]:
-        return [Row(round_index, "train", "", "server", "seconds/round", round_index / 10, 1.0)]
+    def seconds(round_index: int) -> list[MetricRow]:
+        return [MetricRow(round_index, "train", "", "server", "seconds/round", round_index / 10, 1.0)]
 
     tracker = place.tracker()
     monkeypatch.setattr(tracker, "_work", "server")
@@ -438,7 +438,7 @@ def test_names_that_mlflow_refuses_become_valid_and_stay_different() -> None:
     from mlflow.utils.validation import _validate_metric_name
 
     metrics = ["größe", "grÖße", "a//b", "../up", "x" * 400, "x" * 401, "a(b)", "a[b]", "'; drop", "tab\there", "/root"]
-    found = [metric_name(Row(1, "train", "", "test", metric, 0, 1)) for metric in metrics]
+    found = [metric_name(MetricRow(1, "train", "", "test", metric, 0, 1)) for metric in metrics]
     for name in found:
         _validate_metric_name(name)
     assert len(set(found)) == len(metrics)

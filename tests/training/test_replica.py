@@ -14,7 +14,7 @@ from raydfl.core.errors import ConfigError
 from raydfl.core.tensors import FlatTensors, OwnTensors
 from raydfl.models.crnn import CRNN
 from raydfl.training import replica as built_module
-from raydfl.training.replica import Built
+from raydfl.training.replica import Replica
 
 
 class Normalised(nn.Module):
@@ -69,7 +69,7 @@ def random_like(tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
 def test_each_tensor_comes_from_where_it_belongs(make: Callable[[], dict[str, nn.Module]]) -> None:
     """The first key that has a shared tensor, what the client kept for a private one, else the initial value."""
     fresh, models = state(make()), make()
-    networks = Built(models)
+    networks = Replica(models)
     floating = {name: value for name, value in fresh.items() if value.is_floating_point()}
     names = [name for name in floating if shared(name)]
     first = random_like({name: floating[name] for name in [*names[::2], "local/unknown"] if name in floating}, 1)
@@ -109,7 +109,7 @@ def spoil(models: dict[str, nn.Module]) -> None:
 def test_nothing_of_the_last_client_is_left(make: Callable[[], dict[str, nn.Module]]) -> None:
     models = make()
     fresh = state(models)
-    built = Built(models)
+    built = Replica(models)
     for parameter in models["plugin"].parameters():
         parameter.requires_grad_(False)  # after it was built: somebody's code
     spoil(models)
@@ -126,7 +126,7 @@ def test_nothing_of_the_last_client_is_left(make: Callable[[], dict[str, nn.Modu
 def test_a_frozen_parameter_is_frozen_again() -> None:
     models = networks()
     models["local"].scale.requires_grad_(False)  # type: ignore[union-attr, operator]
-    built = Built(models)
+    built = Replica(models)
     models["local"].scale.requires_grad_(True)  # type: ignore[union-attr, operator]
     built.start({}, {}, shared)
     assert not models["local"].scale.requires_grad  # type: ignore[union-attr]
@@ -134,7 +134,7 @@ def test_a_frozen_parameter_is_frozen_again() -> None:
 
 def test_they_compute_and_train_as_before() -> None:
     plain, models = networks(), networks()
-    Built(models)
+    Replica(models)
     x = torch.randn(3, 8, 4)
     for each in (plain, models):
         optimiser = torch.optim.SGD(each["plugin"].parameters(), lr=0.1)
@@ -185,7 +185,7 @@ LEFT_BEHIND: dict[str, Callable[[nn.Linear, dict[str, nn.Module]], object]] = {
 @pytest.mark.parametrize("make", [networks, tied])
 def test_whatever_is_left_in_a_network_is_noticed(what: str, make: Callable[[], dict[str, nn.Module]]) -> None:
     models = make()
-    built = Built(models)
+    built = Replica(models)
     built.start({}, {}, shared)
     assert built.whole
     LEFT_BEHIND.get(what, lambda *_: None)(linear(models), models)
@@ -195,7 +195,7 @@ def test_whatever_is_left_in_a_network_is_noticed(what: str, make: Callable[[], 
 def test_ordinary_work_leaves_nothing() -> None:
     """A network that somebody has trained and measured is not built again."""
     models = networks()
-    built = Built(models)
+    built = Replica(models)
     x = torch.randn(3, 8, 4)
     for _ in range(2):
         built.start({}, {}, shared)
@@ -212,7 +212,7 @@ def test_ordinary_work_leaves_nothing() -> None:
 def test_a_tensor_of_another_shape_is_refused(make: Callable[[], dict[str, nn.Module]]) -> None:
     """Never cut to fit: not a larger one, not one of as many elements, not one number for many; sent or kept."""
     models = make()
-    built = Built(models)
+    built = Replica(models)
     names = [name for name, value in state(models).items() if value.is_floating_point() and value.dim() == 2]
     for name in (next(filter(shared, names)), next(name for name in names if not shared(name))):
         rows, columns = state(models)[name].shape
@@ -231,7 +231,7 @@ def test_where_it_is_possible_they_lie_in_one_vector() -> None:
     for make, possible in ((networks, True), (tied, False), (double, False)):
         models = make()
         sent = {name: value for name, value in state(models).items() if value.is_floating_point()}
-        built = Built(models)
+        built = Replica(models)
         live = {f"{n}/{k}": v for n, m in models.items() for k, v in m.state_dict().items() if v.is_floating_point()}
         assert (built._vector is not None) == possible
         flat = FlatTensors.of(live)

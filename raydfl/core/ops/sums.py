@@ -44,7 +44,7 @@ def _built() -> bool:
     return hasattr(torch.ops.raydfl, "add_weighted")
 
 
-class Rows:
+class ClientVectors:
     """One float32 vector for each client, in client order, contiguous and all of one length. They are only read."""
 
     def __init__(self, vectors: Sequence[np.ndarray]) -> None:

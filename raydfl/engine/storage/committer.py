@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from raydfl.core.types import State
 from raydfl.engine.storage import record
-from raydfl.engine.storage.mirror import Mirror
+from raydfl.engine.storage.mirror import RunMirror
 from raydfl.engine.storage.private import PrivateIndex
-from raydfl.engine.storage.record import Row
+from raydfl.engine.storage.record import MetricRow
 from raydfl.engine.storage.store import RunStore
 
 _MERGE = 100
@@ -25,9 +25,9 @@ class Committer:
         self._store = store
         self._thread = ThreadPoolExecutor(1, "commit")
         self._under_way: Future[float] | None = None
-        self._rows: Sequence[Row] = ()
+        self._rows: Sequence[MetricRow] = ()
         self._commits = 0
-        self.mirror: Mirror | None = None
+        self.mirror: RunMirror | None = None
         """Where each commit is copied to; ``None``: nowhere."""
 
     def start(
@@ -36,7 +36,7 @@ class Committer:
         private: PrivateIndex,
         written: Iterable[str],
         superseded: Iterable[str],
-        rows: Sequence[Row],
+        rows: Sequence[MetricRow],
     ) -> None:
         """Begin to make a round true, with the segments as for RunStore.commit. The one before must have been waited for."""
         if self._under_way is not None:
@@ -50,7 +50,7 @@ class Committer:
         private: PrivateIndex,
         written: Sequence[str],
         superseded: Sequence[str],
-        rows: Sequence[Row],
+        rows: Sequence[MetricRow],
     ) -> float:
         started = time.perf_counter()
         # Rows first: what LATEST names is never without its record.
@@ -63,7 +63,7 @@ class Committer:
             self.mirror.push()
         return time.perf_counter() - started
 
-    def wait(self) -> tuple[Sequence[Row], float]:
+    def wait(self) -> tuple[Sequence[MetricRow], float]:
         """Until the commit under way, if there is one, is on the disk: its rows, and the seconds that it took.
 
         Raises:

@@ -16,7 +16,7 @@ from typing import Any
 
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.files import RESUME, default_cache, write_durably
-from raydfl.core.remote import Place, below, check_uri, is_uri, parted
+from raydfl.core.remote import RemoteFolder, below, check_uri, is_uri, parted
 from raydfl.core.yaml import parse_yaml
 from raydfl.engine.storage.store import RunStore
 
@@ -42,9 +42,9 @@ def local_runs(runs: str, cache: Path | None) -> Path:
     return (default_cache() if cache is None else cache).expanduser().absolute() / "runs" / f"{words}-{digest}"
 
 
-def mirror_of(runs: str, run_dir: Path) -> Mirror | None:
+def mirror_of(runs: str, run_dir: Path) -> RunMirror | None:
     """The mirror of a run whose ``run.dir`` is ``runs``; ``None`` where that is a path."""
-    return Mirror(run_dir, below(runs, run_dir.name)) if is_uri(runs) else None
+    return RunMirror(run_dir, below(runs, run_dir.name)) if is_uri(runs) else None
 
 
 def local_run(run: str | Path, overrides: Sequence[str] = ()) -> Path:
@@ -63,12 +63,12 @@ def local_run(run: str | Path, overrides: Sequence[str] = ()) -> Path:
     uri = str(run)
     check_uri(uri, "the run")
     runs, name = parted(uri)
-    place = Place(uri, "check the URI and the access to it")
+    place = RemoteFolder(uri, "check the URI and the access to it")
     text = place.read("config.yaml")
     if text is None:
         raise RunDirectoryError(f"there is no run at {uri}: it holds no config.yaml")
     folder = local_runs(runs, _cache(text, overrides)) / name
-    Mirror(folder, uri).fetch()
+    RunMirror(folder, uri).fetch()
     return folder
 
 
@@ -83,7 +83,7 @@ def _cache(config: bytes, overrides: Sequence[str]) -> Path | None:
     return Path(kept) if isinstance(kept, str) and Path(kept).is_dir() else None
 
 
-class Mirror:
+class RunMirror:
     """The copy of one run's folder behind a URI."""
 
     def __init__(self, folder: Path, uri: str) -> None:
@@ -96,7 +96,7 @@ class Mirror:
         self.folder = folder
         self.uri = uri
         again = f"raydfl resume {uri}"
-        self._place = Place(
+        self._place = RemoteFolder(
             uri, f"nothing is lost: the run is in {folder}, and goes on there when the URI can be used again: {again}"
         )
         self._there: dict[str, int] = {}

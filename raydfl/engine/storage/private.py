@@ -317,7 +317,7 @@ class PrivateStore:
                 sync(self.folder)  # a new file is on the disk only when the folder is
 
 
-class Ledger:
+class SegmentUsage:
     """Of every segment that holds a client's newest record, its bytes and those of them that still count.
 
     A round changes a few entries; nobody needs to look at all segments to know what has become worth moving or removing.

@@ -53,7 +53,7 @@ _MERGE_ROWS = 1_000_000  # rows held in memory while files are merged, and of a 
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MetricRow:
     """One number of the record, or one array (a confusion matrix)."""
 
     round: int
@@ -77,19 +77,19 @@ class Row:
     """In words what the number cannot say: why a client failed. ``None``: nothing."""
 
 
-def rows_from_metrics(round_index: int, phase: str, client: str, split: str, metrics: Metrics) -> list[Row]:
+def rows_from_metrics(round_index: int, phase: str, client: str, split: str, metrics: Metrics) -> list[MetricRow]:
     """A row for every ratio; arrays become rows for the server only (``client=""``): a client's add up to the pooled one."""
     rows = []
     for name, value in metrics.items():
         if isinstance(value, Ratio):
-            rows.append(Row(round_index, phase, client, split, name, value.value, value.count))
+            rows.append(MetricRow(round_index, phase, client, split, name, value.value, value.count))
         elif not client:
             array = np.asarray(value, np.float64)
-            rows.append(Row(round_index, phase, client, split, name, float("nan"), float(array.sum()), array))
+            rows.append(MetricRow(round_index, phase, client, split, name, float("nan"), float(array.sum()), array))
     return rows
 
 
-def rows_from_clients(round_index: int, phase: str, split: str, clients: Mapping[str, Metrics]) -> list[Row]:
+def rows_from_clients(round_index: int, phase: str, split: str, clients: Mapping[str, Metrics]) -> list[MetricRow]:
     """All rows of one measurement over clients: each client's, the pooled ones, and how the clients differ.
 
     Args:
@@ -106,7 +106,7 @@ def rows_from_clients(round_index: int, phase: str, split: str, clients: Mapping
     return rows + rows_from_metrics(round_index, phase, "", split, everything)
 
 
-def scores(rows: Iterable[Row]) -> dict[str, float]:
+def scores(rows: Iterable[MetricRow]) -> dict[str, float]:
     """The pooled numbers of evaluations, ``"test plugin/accuracy" -> 0.81``; of several rounds the last one's."""
     return {
         f"{row.split} {row.metric}": row.value
@@ -115,7 +115,7 @@ def scores(rows: Iterable[Row]) -> dict[str, float]:
     }
 
 
-def to_table(rows: Iterable[Row]) -> pa.Table:
+def to_table(rows: Iterable[MetricRow]) -> pa.Table:
     """Rows as an Arrow table with :data:`SCHEMA`."""
     rows = list(rows)
     columns: dict[str, list[Any]] = {name: list(map(operator.attrgetter(name), rows)) for name in _PLAIN}
@@ -124,14 +124,14 @@ def to_table(rows: Iterable[Row]) -> pa.Table:
     return pa.table(columns, schema=SCHEMA)
 
 
-def to_rows(table: pa.Table) -> list[Row]:
+def to_rows(table: pa.Table) -> list[MetricRow]:
     """The rows of a table that :func:`read_rows` returned."""
     rows = []
     for item in table.to_pylist():
         shape = item.pop("shape")
         if item["array"] is not None:
             item["array"] = np.array(item["array"], np.float64).reshape(shape)
-        rows.append(Row(**item))
+        rows.append(MetricRow(**item))
     return rows
 
 
@@ -140,7 +140,7 @@ def rows_path(run_dir: Path, last_round: int) -> Path:
     return run_dir / "rows" / f"{last_round:08d}.parquet"
 
 
-def write_rows(path: Path, rows: Iterable[Row]) -> None:
+def write_rows(path: Path, rows: Iterable[MetricRow]) -> None:
     """Write rows so that the file is there whole or not at all, also after a power cut; an existing file is replaced.
 
     Raises:

@@ -118,7 +118,7 @@ def make_source(search: Search) -> Source:
     return Drawn(search)
 
 
-class Judge:
+class SearchController:
     """Decides, and writes down what it decides."""
 
     def __init__(self, search: Search, journal: Journal) -> None:

@@ -18,10 +18,10 @@ from typing import Any
 from raydfl.cluster.trial_resources import Bundle, bundles_of, check_trial_fits
 from raydfl.core.errors import ResourcesError, RunDirectoryError
 from raydfl.engine.storage.store import RunStore
-from raydfl.experiments.search.controller import Judge
+from raydfl.experiments.search.controller import SearchController
 from raydfl.experiments.search.journal import Journal
 from raydfl.experiments.search.plan import Search, Trial, claim, corners, trial_name
-from raydfl.experiments.search.tracking import Mirror
+from raydfl.experiments.search.tracking import SearchTracker
 from raydfl.experiments.sweep.results import keys_of
 from raydfl.experiments.sweep.run import prepare
 from raydfl.runs.progress import Progress
@@ -70,7 +70,7 @@ def opened(search: Search) -> Iterator[Journal]:
 
 
 def run_search(
-    search: Search, journal: Journal, mirror: Mirror | None = None, progress: Progress | None = None
+    search: Search, journal: Journal, mirror: SearchTracker | None = None, progress: Progress | None = None
 ) -> SearchOutcome:
     """Do all trials that are not over. Ctrl-C lets those under way stop after their round; the same call goes on with them.
 
@@ -82,7 +82,7 @@ def run_search(
         InputError: recordings cannot be used, a package is missing, or the cluster cannot hold a trial; no trial was started.
     """
     progress = progress or Progress("quiet")
-    judge = Judge(search, journal)
+    judge = SearchController(search, journal)
     over = sum(record.over for record in journal.trials.values())
     if over:
         progress.message(f"{over} of {search.trials} trials are over already")
@@ -109,7 +109,9 @@ def outcome_of(search: Search, journal: Journal) -> SearchOutcome:
 class _Session:
     """One call of the command."""
 
-    def __init__(self, search: Search, judge: Judge, mirror: Mirror | None, progress: Progress) -> None:
+    def __init__(
+        self, search: Search, judge: SearchController, mirror: SearchTracker | None, progress: Progress
+    ) -> None:
         self._search = search
         self._judge = judge
         self._progress = progress

@@ -25,7 +25,7 @@ _PARENT = "mlflow.parentRunId"
 """MLflow's own tag: its pages show the run below the other one."""
 
 
-class Mirror:
+class SearchTracker:
     """Mirrors a search and its trials; nothing when ``track.mlflow`` is false."""
 
     def __init__(self, search: Search, journal: Journal, warn: Callable[[str], None]) -> None:

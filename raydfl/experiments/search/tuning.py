@@ -13,7 +13,7 @@ from ray.tune.search import Searcher
 
 from raydfl.cluster.trial_resources import Bundle, granted, placement_groups, waiting_text
 from raydfl.core.errors import ResourcesError
-from raydfl.experiments.search.controller import Judge
+from raydfl.experiments.search.controller import SearchController
 from raydfl.experiments.search.plan import Trial
 from raydfl.experiments.search.trial import REASON, ROUND, SCORE, STATUS, TrialOrder
 
@@ -37,7 +37,7 @@ class Observer(Protocol):
 class JudgeScheduler(FIFOScheduler):
     """Trials begin in their order; after each evaluation the judge decides."""
 
-    def __init__(self, judge: Judge, observers: list[Observer]) -> None:
+    def __init__(self, judge: SearchController, observers: list[Observer]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._judge = judge
         self._observers = observers
@@ -92,7 +92,7 @@ class JudgeSearcher(Searcher):
     """Hands out the judge's trials."""
 
     def __init__(
-        self, judge: Judge, order: Callable[[Trial], TrialOrder], stop: Path, observers: list[Observer]
+        self, judge: SearchController, order: Callable[[Trial], TrialOrder], stop: Path, observers: list[Observer]
     ) -> None:
         super().__init__(metric=SCORE, mode=judge.search.settings.metric.best)
         self._judge = judge

@@ -22,7 +22,7 @@ from raydfl.engine.config import Config
 from raydfl.experiments.sweep.grid import Sweep
 from raydfl.experiments.sweep.run import is_finished, rounds_done
 from raydfl.experiments.sweep.settings import MetricSettings
-from raydfl.runs.report.data import Curve, Key, Run, read_run
+from raydfl.runs.report.data import Curve, Key, RunRecord, read_run
 from raydfl.runs.report.diagnosis import problems_of
 
 SUMMARIES = {"tail": "mean of last ten", "last": "last", "best": "best"}
@@ -122,7 +122,7 @@ class Results:
 def collect(sweep: Sweep) -> Results:
     """Read what the finished runs of a sweep recorded. A run that is not finished counts as missing."""
     settings = sweep.settings
-    read: dict[str, Run] = {}
+    read: dict[str, RunRecord] = {}
     rows: list[dict[str, Any]] = []
     cells: dict[tuple[str, ...], CellResult] = {}
     for labels, runs in sweep.cells.items():
@@ -163,7 +163,7 @@ def collect(sweep: Sweep) -> Results:
     return Results(sweep, tuple(_compared(sweep, cells)), tuple(rows), tuple(_notes(sweep)))
 
 
-def curve_of(run: Run, config: Config, metric: MetricSettings) -> Curve | None:
+def curve_of(run: RunRecord, config: Config, metric: MetricSettings) -> Curve | None:
     """A metric over the rounds in the table's unit: of what clients measured their mean; ``None`` when it was not recorded."""
     for key in keys_of(config, metric):
         found = run.curves.get(key)

@@ -31,7 +31,7 @@ from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import Commit, RunStore
 from raydfl.engine.worker import KEPT_MODEL, build_models
 from raydfl.methods._method import Method
-from raydfl.training.replica import Built
+from raydfl.training.replica import Replica
 
 Specs = tuple[ModelSpec, ...]
 
@@ -186,7 +186,7 @@ class _Run:
         networks = build_models(self.method, specs, self.config.run.seed)
         own = {name.removeprefix(KEPT_MODEL): value for name, value in kept.items() if name.startswith(KEPT_MODEL)}
         flat = {key: FlatTensors.of(tensors) for key, tensors in received.items()}
-        Built(networks).start(flat, own, self.method.shared, f"{self.run_dir}, {whose}")
+        Replica(networks).start(flat, own, self.method.shared, f"{self.run_dir}, {whose}")
         there = {name for tensors in flat.values() for name in tensors}
         names = {tensor for name in networks for tensor in _names(networks, name)}
         return networks, {name for name in names if name not in (there if self.method.shared(name) else own)}

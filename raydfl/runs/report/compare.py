@@ -13,7 +13,7 @@ import numpy as np
 from raydfl.core.metrics import base_name, model_name
 from raydfl.runs.progress import duration, size
 from raydfl.runs.report import figures as plots
-from raydfl.runs.report.data import SPLITS, Key, Run, dig, flatten, place
+from raydfl.runs.report.data import SPLITS, Key, RunRecord, dig, flatten, place
 from raydfl.runs.report.figures import Series
 from raydfl.runs.report.page import (
     SCORES,
@@ -36,10 +36,10 @@ class _Group:
     """Runs of one configuration that differ in their seed."""
 
     label: str
-    runs: list[Run]
+    runs: list[RunRecord]
 
 
-def comparison_page(runs: Sequence[Run]) -> str:
+def comparison_page(runs: Sequence[RunRecord]) -> str:
     """The page as HTML."""
     pictures = Pictures()
     groups = _group(runs)
@@ -62,9 +62,9 @@ def comparison_page(runs: Sequence[Run]) -> str:
     )
 
 
-def _group(runs: Sequence[Run]) -> list[_Group]:
+def _group(runs: Sequence[RunRecord]) -> list[_Group]:
     """Runs with equal configurations together; what each group is called is what tells it from the others."""
-    by_config: dict[str, list[Run]] = {}
+    by_config: dict[str, list[RunRecord]] = {}
     for run in runs:
         key = json.dumps(_decisive(run), sort_keys=True, default=str) if run.config else str(run.folder)
         by_config.setdefault(key, []).append(run)
@@ -84,12 +84,12 @@ def _group(runs: Sequence[Run]) -> list[_Group]:
     return groups
 
 
-def _decisive(run: Run) -> dict[str, Any]:
+def _decisive(run: RunRecord) -> dict[str, Any]:
     """The configuration without the seed and without what does not change the numbers."""
     return {key: value for key, value in run.config.items() if key not in ("run", "ray", "track")}
 
 
-def _ordered_keys(runs: Sequence[Run]) -> list[Key]:
+def _ordered_keys(runs: Sequence[RunRecord]) -> list[Key]:
     """Scores of any of the runs, by data, then model in the order of the runs."""
     models = list(dict.fromkeys(name for run in runs for name in run.models))
     keys = {key for run in runs for key in run.scores()}
@@ -174,7 +174,7 @@ def _differences(groups: Sequence[_Group]) -> list[tuple[str, list[str]]]:
     return rows
 
 
-def _run_row(group: _Group, run: Run) -> dict[str, str]:
+def _run_row(group: _Group, run: RunRecord) -> dict[str, str]:
     down, up = run.total_of("bytes_down"), run.total_of("bytes_up")
     seconds, seed = run.total_of("seconds/round"), dig(run.config, "run.seed")
     return {

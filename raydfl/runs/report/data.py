@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.metrics import HIGHER_IS_BETTER, base_name, model_name
 from raydfl.engine.storage.folder import check_about, decisive_changes, flat
-from raydfl.engine.storage.record import Row, read_rows, to_rows, unrecorded
+from raydfl.engine.storage.record import MetricRow, read_rows, to_rows, unrecorded
 from raydfl.engine.storage.store import RunStore
 from raydfl.engine.telemetry import TIMELINE
 
@@ -56,7 +56,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunRecord:
     """A run directory, read."""
 
     folder: Path
@@ -74,7 +74,7 @@ class Run:
     """Of the last rounds: Watch.timeline of raydfl.engine.telemetry, float64 [clients, 4]."""
     missing: Sequence[str] = field(default_factory=list)
     """What could not be shown, in sentences."""
-    befallen: Sequence[tuple[int, str, str, str, str]] = ()
+    incidents: Sequence[tuple[int, str, str, str, str]] = ()
     """Round, phase, client, "failed" or "late", and why: of clients that were left out of a round or stopped early."""
 
     @property
@@ -129,7 +129,7 @@ class Run:
         return float(sum(found)) if found else None
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunRecord:
     """Read what a report needs of a run directory. What is not there yet is left out and named in ``missing``.
 
     Raises:
@@ -177,7 +177,7 @@ def read_run(folder: Path) -> Run:
         missing.append(f"the files in rows/ of rounds {lost} are missing: what was measured in them is not shown.")
     clients = _client_scores(folder, until, curves)
     timelines = _timelines(folder, until, pooled)
-    return Run(folder, about, config, curves, confusions, clients, timelines, missing, _befallen(folder, until))
+    return RunRecord(folder, about, config, curves, confusions, clients, timelines, missing, _befallen(folder, until))
 
 
 def _befallen(folder: Path, until: int | None) -> list[tuple[int, str, str, str, str]]:
@@ -187,7 +187,7 @@ def _befallen(folder: Path, until: int | None) -> list[tuple[int, str, str, str,
     return [(row["round"], row["phase"], row["client"], row["metric"], row["note"]) for row in found]
 
 
-def _timelines(folder: Path, until: int | None, pooled: Sequence[Row]) -> dict[int, NDArray[np.float64]]:
+def _timelines(folder: Path, until: int | None, pooled: Sequence[MetricRow]) -> dict[int, NDArray[np.float64]]:
     """Of the last rounds that are recorded."""
     last = max((row.round for row in pooled), default=0)
     where = (pc.field("metric") == TIMELINE) & (pc.field("round") > last - _TIMELINES)

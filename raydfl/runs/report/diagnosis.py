@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from raydfl.core.metrics import model_name
 from raydfl.core.types import Problem
-from raydfl.runs.report.data import SPLITS, Run
+from raydfl.runs.report.data import SPLITS, RunRecord
 
 FAR = 10.0
 DEVIATIONS = 3.0
@@ -36,7 +36,7 @@ _NAMED = 5
 """Classes that are named one by one."""
 
 
-def problems_of(run: Run) -> list[Problem]:
+def problems_of(run: RunRecord) -> list[Problem]:
     """Return what is wrong with a run as far as it is recorded, the worst first."""
     names = run.about.get("classes")
     classes = [str(name) for name in names] if isinstance(names, list) else []
@@ -45,7 +45,7 @@ def problems_of(run: Run) -> list[Problem]:
     return [*_diverged(run, len(classes)), *_missing(run, classes)]
 
 
-def _one_class(run: Run, name: str) -> list[Problem]:
+def _one_class(run: RunRecord, name: str) -> list[Problem]:
     """A method that measures no accuracy (of anomalies, say) may well be trained on one class."""
     if not run.scores("accuracy"):
         return []
@@ -53,7 +53,7 @@ def _one_class(run: Run, name: str) -> list[Problem]:
     return [Problem("one class", text, worthless=True)]
 
 
-def _diverged(run: Run, classes: int) -> list[Problem]:
+def _diverged(run: RunRecord, classes: int) -> list[Problem]:
     guessing = math.log(max(2, classes))
     measured = [
         (curve.last, split, matrix)
@@ -91,7 +91,7 @@ def _has_learnt(confusion: NDArray[np.float64]) -> bool:
     return bool(np.trace(confusion) / examples > share + DEVIATIONS * math.sqrt(share * (1 - share) / examples))
 
 
-def _not_finite(run: Run) -> str:
+def _not_finite(run: RunRecord) -> str:
     """What there is to say of the last round's clients if most of their updates were not finite."""
     clients = run.curves.get(("server", "clients"))
     if clients is None:
@@ -99,12 +99,12 @@ def _not_finite(run: Run) -> str:
     last, number = int(clients.rounds[-1]), int(clients.last)
     bad = sum(
         round_index == last and phase == "train" and what == "failed" and why.startswith("not finite")
-        for round_index, phase, _, what, why in run.befallen
+        for round_index, phase, _, what, why in run.incidents
     )
     return f"the updates of {bad} of {number} clients in round {last} were not finite" if 2 * bad > number else ""
 
 
-def _missing(run: Run, classes: list[str]) -> list[Problem]:
+def _missing(run: RunRecord, classes: list[str]) -> list[Problem]:
     """Judged by models that are shared as a whole: private ones are measured on a sample of the test data."""
     for (split, metric), (_, matrix) in run.confusions.items():
         if split == "test" and len(matrix) == len(classes) and _is_shared(run, model_name(metric).rpartition(":")[2]):
@@ -117,7 +117,7 @@ def _missing(run: Run, classes: list[str]) -> list[Problem]:
     return []
 
 
-def _is_shared(run: Run, model: str) -> bool:
+def _is_shared(run: RunRecord, model: str) -> bool:
     models = run.about.get("models")
     about = models.get(model) if isinstance(models, Mapping) else None
     kinds = about if isinstance(about, list) else [about]

@@ -11,10 +11,10 @@ from raydfl.core.errors import RunDirectoryError
 from raydfl.core.metrics import model_name
 from raydfl.engine.storage.store import Commit, RunStore
 from raydfl.runs.progress import size
-from raydfl.runs.report.data import SPLITS, Run, place
+from raydfl.runs.report.data import SPLITS, RunRecord, place
 
 
-def about_models(run: Run) -> tuple[list[str], list[str]]:
+def about_models(run: RunRecord) -> tuple[list[str], list[str]]:
     """A few sentences on each model, and the commands that use them.
 
     There are no sentences without run.json or a commit, and no commands before the first round.
@@ -27,7 +27,7 @@ def about_models(run: Run) -> tuple[list[str], list[str]]:
     return [_explain(run, commit, name, described) for name, described in kinds.items()], _commands(run, commit, kinds)
 
 
-def _commands(run: Run, commit: Commit, kinds: Mapping[str, list[Mapping[str, Any]]]) -> list[str]:
+def _commands(run: RunRecord, commit: Commit, kinds: Mapping[str, list[Mapping[str, Any]]]) -> list[str]:
     if commit.state.round_index == 0:
         return []
     folder = shlex.quote(str(run.folder))
@@ -38,7 +38,7 @@ def _commands(run: Run, commit: Commit, kinds: Mapping[str, list[Mapping[str, An
     return lines
 
 
-def _explain(run: Run, commit: Commit, name: str, kinds: list[Mapping[str, Any]]) -> str:
+def _explain(run: RunRecord, commit: Commit, name: str, kinds: list[Mapping[str, Any]]) -> str:
     measured = _measured(run, name)
     if all(kind.get("shared") for kind in kinds):
         return (
@@ -57,7 +57,7 @@ def _explain(run: Run, commit: Commit, name: str, kinds: list[Mapping[str, Any]]
     )
 
 
-def _measured(run: Run, name: str) -> str:
+def _measured(run: RunRecord, name: str) -> str:
     splits = sorted(
         {split for split, metric in run.scores() if split != "train" and model_name(metric).rpartition(":")[2] == name},
         key=lambda split: place(split, list(SPLITS)),

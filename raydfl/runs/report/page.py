@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from raydfl.core.metrics import model_name
 from raydfl.engine.settings import without_password
 from raydfl.runs.report import figures as plots
-from raydfl.runs.report.data import SPLITS, Curve, Key, Run
+from raydfl.runs.report.data import SPLITS, Curve, Key, RunRecord
 from raydfl.runs.report.diagnosis import problems_of
 
 SCORES = {
@@ -108,17 +108,17 @@ def value_text(value: Any) -> str:
     return without_password(str(value))
 
 
-def shown_curve(run: Run, key: Key) -> Curve:
+def shown_curve(run: RunRecord, key: Key) -> Curve:
     """Of a score that clients measured, their mean, each client counting once; else the score itself."""
     return run.curves.get((key[0], f"{key[1]}_client_mean"), run.curves[key])
 
 
-def problem_notes(run: Run) -> list[str]:
+def problem_notes(run: RunRecord) -> list[str]:
     """What went wrong with a run, in sentences."""
     return [f"{'Worthless' if problem.worthless else 'Warning'}: {problem.text}." for problem in problems_of(run)]
 
 
-def unfinished(run: Run) -> str:
+def unfinished(run: RunRecord) -> str:
     """What is missing of a run, and the command that goes on with it; empty when nothing is."""
     again = f"Go on with: raydfl resume {run.folder}"
     if not run.curves:

@@ -9,7 +9,7 @@ import numpy as np
 from raydfl.core.metrics import HIGHER_IS_BETTER, base_name, model_name, worst_decile
 from raydfl.runs.progress import duration, size
 from raydfl.runs.report import figures as plots
-from raydfl.runs.report.data import SPLITS, Key, Run, dig, flatten, place
+from raydfl.runs.report.data import SPLITS, Key, RunRecord, dig, flatten, place
 from raydfl.runs.report.figures import Series
 from raydfl.runs.report.models import about_models
 from raydfl.runs.report.page import (
@@ -33,7 +33,7 @@ _LISTED = 200
 """Skipped clips, and failures of clients, that a page lists."""
 
 
-def single_page(run: Run) -> str:
+def single_page(run: RunRecord) -> str:
     """The page as HTML."""
     pictures = Pictures()
     notes = [unfinished(run), *problem_notes(run), *run.missing]
@@ -52,7 +52,7 @@ def single_page(run: Run) -> str:
         failures=_failure_pictures(run, pictures),
         costs=_cost_pictures(run, pictures),
         skipped=_skipped(run),
-        befallen=run.befallen,
+        befallen=run.incidents,
         listed=_LISTED,
         models=_model_rows(run),
         about_models=sentences,
@@ -61,7 +61,7 @@ def single_page(run: Run) -> str:
     )
 
 
-def _subtitle(run: Run) -> str:
+def _subtitle(run: RunRecord) -> str:
     parts = [run.method and f"method {run.method}", run.data and f"data {run.data}"]
     seed = dig(run.config, "run.seed")
     parts += [f"seed {seed}" if seed is not None else "", str(run.about.get("created", ""))]
@@ -69,7 +69,7 @@ def _subtitle(run: Run) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def _tiles(run: Run) -> list[tuple[str, str]]:
+def _tiles(run: RunRecord) -> list[tuple[str, str]]:
     """(number, meaning): what one looks for first."""
     tiles = [
         (score_text("accuracy", shown_curve(run, key).last), f"accuracy of {model_label(key[1])}, {split_name(key[0])}")
@@ -99,7 +99,7 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
     return tiles
 
 
-def _result_row(run: Run, key: Key) -> dict[str, str]:
+def _result_row(run: RunRecord, key: Key) -> dict[str, str]:
     split, metric = key
     base, curve = base_name(metric), run.curves[key]
     ranking = np.where(np.isfinite(curve.values), curve.values if HIGHER_IS_BETTER[base] else -curve.values, -np.inf)
@@ -120,7 +120,7 @@ def _result_row(run: Run, key: Key) -> dict[str, str]:
     }
 
 
-def _skipped(run: Run) -> list[tuple[str, str]]:
+def _skipped(run: RunRecord) -> list[tuple[str, str]]:
     """(clip, reason) of the clips that could not be read."""
     listed = run.about.get("skipped")
     found = []
@@ -132,7 +132,7 @@ def _skipped(run: Run) -> list[tuple[str, str]]:
     return found
 
 
-def _model_rows(run: Run) -> list[dict[str, str]]:
+def _model_rows(run: RunRecord) -> list[dict[str, str]]:
     """A row for each architecture of each model, from run.json."""
     models = run.about.get("models")
     rows = []
@@ -152,7 +152,7 @@ def _model_rows(run: Run) -> list[dict[str, str]]:
     return rows
 
 
-def _learning_curves(run: Run, pictures: Pictures) -> list[Picture]:
+def _learning_curves(run: RunRecord, pictures: Pictures) -> list[Picture]:
     """A figure for each score; a curve for each model and split."""
     made = []
     for base, unit in UNITS.items():
@@ -164,7 +164,7 @@ def _learning_curves(run: Run, pictures: Pictures) -> list[Picture]:
     return made
 
 
-def _look(run: Run, key: Key) -> tuple[str, int, int]:
+def _look(run: RunRecord, key: Key) -> tuple[str, int, int]:
     """Label, colour (the model's) and dashes (the split's) of a curve: the same in all figures of a page."""
     split, metric = key
     splits = sorted({split for split, _ in run.scores()}, key=lambda name: place(name, list(SPLITS)))
@@ -172,7 +172,7 @@ def _look(run: Run, key: Key) -> tuple[str, int, int]:
     return label, run.models.index(model_name(metric)), splits.index(split)
 
 
-def _single_series(run: Run, key: Key) -> Series:
+def _single_series(run: RunRecord, key: Key) -> Series:
     split, metric = key
     label, colour, dash = _look(run, key)
     curve, low, high = run.curves[key], None, None
@@ -185,7 +185,7 @@ def _single_series(run: Run, key: Key) -> Series:
     return Series(label, curve.rounds, curve.values, low, high, colour, dash)
 
 
-def _spread_pictures(run: Run, pictures: Pictures) -> list[Picture]:
+def _spread_pictures(run: RunRecord, pictures: Pictures) -> list[Picture]:
     series, captions = [], []
     keys = [key for key in run.ordered("accuracy") if key in run.clients and len(run.clients[key][1])]
     for key in keys:
@@ -201,7 +201,7 @@ def _spread_pictures(run: Run, pictures: Pictures) -> list[Picture]:
     return [pictures.add("accuracy of each client", " ".join(captions), plots.client_spread(series, "accuracy (%)"))]
 
 
-def _confusion_pictures(run: Run, pictures: Pictures) -> list[Picture]:
+def _confusion_pictures(run: RunRecord, pictures: Pictures) -> list[Picture]:
     made = []
     names = run.about.get("classes")
     models = run.models
@@ -218,7 +218,7 @@ def _confusion_pictures(run: Run, pictures: Pictures) -> list[Picture]:
     return made
 
 
-def _pruning_picture(run: Run, pictures: Pictures) -> list[Picture]:
+def _pruning_picture(run: RunRecord, pictures: Pictures) -> list[Picture]:
     start = "lpa/pruned/"
     layers = {
         metric.removeprefix(start): (curve.rounds, curve.totals)
@@ -232,7 +232,7 @@ def _pruning_picture(run: Run, pictures: Pictures) -> list[Picture]:
     return [pictures.add("layer-wise pruning (LPA)", caption, plots.pruned(layers))]
 
 
-def _cost_pictures(run: Run, pictures: Pictures) -> list[Picture]:
+def _cost_pictures(run: RunRecord, pictures: Pictures) -> list[Picture]:
     made = []
     sent = totals(run, {"bytes_down": "to the clients", "bytes_up": "from the clients"})
     if sent:
@@ -241,7 +241,7 @@ def _cost_pictures(run: Run, pictures: Pictures) -> list[Picture]:
     return [*made, *time_pictures(run, pictures)]
 
 
-def _failure_pictures(run: Run, pictures: Pictures) -> list[Picture]:
+def _failure_pictures(run: RunRecord, pictures: Pictures) -> list[Picture]:
     kinds = [item for item in totals(run, {"failed": "failed", "rejected": "rejected"}) if item.y.sum()]
     if not kinds:
         return []

@@ -10,7 +10,7 @@ from raydfl.data.population import Population
 from raydfl.engine.telemetry import WALL
 from raydfl.runs.report import figures as plots
 from raydfl.runs.report import figures_time as plots_time
-from raydfl.runs.report.data import Run
+from raydfl.runs.report.data import RunRecord
 from raydfl.runs.report.figures import Series
 from raydfl.runs.report.figures_time import Work
 from raydfl.runs.report.page import Picture, Pictures
@@ -27,7 +27,7 @@ _WORDS = {
 }
 
 
-def time_pictures(run: Run, pictures: Pictures) -> list[Picture]:
+def time_pictures(run: RunRecord, pictures: Pictures) -> list[Picture]:
     """As many as the record allows; one that was made by an older version has only totals."""
     parts = parts_of_rounds(run)
     made = []
@@ -55,7 +55,7 @@ def time_pictures(run: Run, pictures: Pictures) -> list[Picture]:
     return made
 
 
-def parts_of_rounds(run: Run) -> tuple[NDArray[np.float64], dict[str, NDArray[np.float64]]] | None:
+def parts_of_rounds(run: RunRecord) -> tuple[NDArray[np.float64], dict[str, NDArray[np.float64]]] | None:
     """Each round's wall-clock seconds in parts that add up to ``seconds/round``; ``None`` when the record does not tell.
 
     Returns:
@@ -81,7 +81,7 @@ def parts_of_rounds(run: Run) -> tuple[NDArray[np.float64], dict[str, NDArray[np
     return rounds, parts
 
 
-def _last_rounds(run: Run) -> list[Work]:
+def _last_rounds(run: RunRecord) -> list[Work]:
     try:
         names = list(Population.load(run.folder / "population").ids)
     except (RaydflError, OSError):  # the page of a run whose data are elsewhere
@@ -103,7 +103,7 @@ def _last_rounds(run: Run) -> list[Work]:
     return found
 
 
-def totals(run: Run, labels: dict[str, str]) -> list[Series]:
+def totals(run: RunRecord, labels: dict[str, str]) -> list[Series]:
     """Totals by round of the named metrics, those that were recorded."""
     found: list[Series] = []
     for metric, label in labels.items():

@@ -34,7 +34,7 @@ from raydfl.training.step import Loss, Step
 from raydfl.training.together import signature as alike
 from raydfl.training.together.batches import StackedBatches
 from raydfl.training.together.handles import Source, UnlikeError
-from raydfl.training.together.lockstep import ApartError
+from raydfl.training.together.lockstep import NotBatchableError
 from raydfl.training.together.stack import MoreSourcesError, StackedClients
 
 _REMEMBERED = 1000
@@ -162,18 +162,18 @@ def _kind(step: Step) -> Hashable:
 def _failures(kind: Hashable, remember: bool) -> Iterator[None]:
     """Whatever fails inside means that the clients are computed one after another, where a real mistake shows again."""
     if kind in _refused:
-        raise ApartError(_refused[kind])
+        raise NotBatchableError(_refused[kind])
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise ApartError(f"not enough memory for so many clients at once: {error}") from error
+        raise NotBatchableError(f"not enough memory for so many clients at once: {error}") from error
     except Exception as error:
-        reason = str(error) if isinstance(error, ApartError) else f"{type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, NotBatchableError) else f"{type(error).__name__}: {error}"
         if remember and not isinstance(error, UnlikeError):
             if len(_refused) >= _REMEMBERED:
                 _refused.clear()
             _refused[kind] = reason
-        raise ApartError(reason) from error
+        raise NotBatchableError(reason) from error
 
 
 def _complete(group: StackedClients, kind: Hashable, computation: Callable[[], Any]) -> Any:
@@ -213,7 +213,7 @@ def _train(
         clients = batches.clients(number)
         if any(step.clock.expired for step in group.steps[:clients]):
             if number == 0:
-                raise ApartError("the deadline of one of the clients was over before they began")
+                raise NotBatchableError("the deadline of one of the clients was over before they began")
             return values, number
         if clients < group.active:
             group.keep(clients)
@@ -227,7 +227,7 @@ def _train(
             with computing_in(precision, first.device):
                 value = group.compute(loss, batch, seed_of_step(seeds, number * len(losses) + position))
             if value.shape != (clients,):
-                raise ApartError(f"the loss is not a scalar but {tuple(value.shape[1:])}")
+                raise NotBatchableError(f"the loss is not a scalar but {tuple(value.shape[1:])}")
             if scale is None:
                 value.sum().backward()  # type: ignore[no-untyped-call]
                 clip()
@@ -298,7 +298,7 @@ def _try(group: StackedClients, losses: Sequence[Loss], batch: Batch, seeds: Ten
             again = _at_random_place(group, loss, batch, seeds + 1, None)
             other = _at_random_place(group, loss, _padded(batch, -2.0), seeds, states)
             if _equal(value, again) or not _equal(padded, other):
-                raise ApartError(
+                raise NotBatchableError(
                     "padding changes the loss: it does not respect batch.weight (end it in batch.mean(...)), or examples of a "
                     "batch influence each other, as in batch normalisation"
                 )
@@ -333,7 +333,7 @@ def _at_random_place(
         except MoreSourcesError:
             continue
         if value.shape != (group.active,):
-            raise ApartError(f"the loss is not a scalar but {tuple(value.shape[1:])}")
+            raise NotBatchableError(f"the loss is not a scalar but {tuple(value.shape[1:])}")
         value.sum().backward()  # type: ignore[no-untyped-call]
         return value.detach()
 

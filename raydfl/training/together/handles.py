@@ -9,10 +9,10 @@ from typing import NoReturn
 from torch import Tensor
 
 from raydfl.training.step import Step
-from raydfl.training.together.lockstep import ApartError
+from raydfl.training.together.lockstep import NotBatchableError
 
 
-class UnlikeError(ApartError):
+class UnlikeError(NotBatchableError):
     """These clients hold different things; others may not."""
 
 
@@ -46,7 +46,7 @@ class Source:
         return f"step.state[{self.name!r}]" if self.key is None else f"step.received[{self.key!r}][{self.name!r}]"
 
 
-class Shown(Mapping[str, Tensor]):
+class TensorHandle(Mapping[str, Tensor]):
     """``step.state`` or an entry of ``step.received``; read only.
 
     Args:
@@ -97,7 +97,7 @@ class Shown(Mapping[str, Tensor]):
         return sum(1 for _ in self)
 
 
-class Hidden:
+class Unavailable:
     """Stands in for what is no tensor and not the same for all: whatever is done with it, clients are computed apart.
 
     Args:
@@ -109,7 +109,7 @@ class Hidden:
         object.__setattr__(self, "_reason", f"the loss reads step.{name}, which is not the same for {same}")
 
     def _refuse(self, *_: object) -> NoReturn:
-        raise ApartError(object.__getattribute__(self, "_reason"))
+        raise NotBatchableError(object.__getattribute__(self, "_reason"))
 
     def __getattr__(self, _: str) -> NoReturn:
         self._refuse()

@@ -42,7 +42,7 @@ class Call(Protocol):
         """
 
 
-class ApartError(Exception):
+class NotBatchableError(Exception):
     """Calls that looked alike cannot be computed together."""
 
 
@@ -59,7 +59,7 @@ def answer(call: Call) -> Any:
     return call.alone() if member is None else member.park(call)
 
 
-def carry_out(functions: Sequence[Callable[[], T]]) -> list[T | Exception]:
+def run_in_lockstep(functions: Sequence[Callable[[], T]]) -> list[T | Exception]:
     """Run the functions side by side; no thread is left when this returns or raises.
 
     Args:
@@ -196,7 +196,7 @@ def _compute(members: Sequence[_Member]) -> None:
     calls = [cast(Call, member.call) for member in members]
     if len(members) > 1:
         # One computation draws from one generator: the first client's.
-        with contextlib.suppress(ApartError), first.own_randomness():
+        with contextlib.suppress(NotBatchableError), first.own_randomness():
             answers = calls[0].several(calls[1:])
             for member, found in zip(members, answers, strict=True):
                 member.answer = found

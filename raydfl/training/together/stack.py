@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from raydfl.core.types import Batch
 from raydfl.training.randomness import step_randomness
 from raydfl.training.step import Loss, Step
-from raydfl.training.together.handles import Hidden, Shown, Source, UnlikeError
-from raydfl.training.together.lockstep import ApartError
+from raydfl.training.together.handles import Source, TensorHandle, Unavailable, UnlikeError
+from raydfl.training.together.lockstep import NotBatchableError
 
 
 class MoreSourcesError(Exception):
@@ -71,10 +71,10 @@ class _Tensors:
                 holder[key] = tensors[name]
             yield
             if self.buffers and any(holder[key] is not tensors[name] for holder, key, name in self._places):
-                raise ApartError("a model replaces a buffer in its forward(); change it in place instead")
+                raise NotBatchableError("a model replaces a buffer in its forward(); change it in place instead")
             changed = [name for live, before in attributes for name in live if live[name] is not before.get(name)]
             if changed:
-                raise ApartError(f"a model stores something in its forward(), in its attribute {changed[0]!r}")
+                raise NotBatchableError(f"a model stores something in its forward(), in its attribute {changed[0]!r}")
         finally:
             for holder, key, name in self._places:
                 holder[key] = self.own[name]
@@ -137,16 +137,16 @@ class StackedClients:
         """What a loss sees as its step."""
         first = self.steps[0]
         received = {
-            key: Shown(key, [s.received.get(key, {}) for s in self.steps], self._given, self._wanted)
+            key: TensorHandle(key, [s.received.get(key, {}) for s in self.steps], self._given, self._wanted)
             for key in first.received
         }
         return dataclasses.replace(
             first,
-            client=cast(Any, Hidden("client")),
-            data=cast(Any, Hidden("data")),
-            rng=cast(Any, Hidden("rng")),
+            client=cast(Any, Unavailable("client")),
+            data=cast(Any, Unavailable("data")),
+            rng=cast(Any, Unavailable("rng")),
             received=cast(Any, received),
-            state=cast(Any, Shown(None, [s.state for s in self.steps], self._given, self._wanted)),
+            state=cast(Any, TensorHandle(None, [s.state for s in self.steps], self._given, self._wanted)),
             models={name: first.models[name] for name in self.names},
         )
 
@@ -192,7 +192,7 @@ class StackedClients:
         versions = [tensor._version for tensor in given]
         value: Tensor = torch.vmap(one, randomness="different")(*arguments)
         if versions != [tensor._version for tensor in given]:
-            raise ApartError("the loss writes into a tensor of its step or batch")
+            raise NotBatchableError("the loss writes into a tensor of its step or batch")
         if self._wanted:
             for source in self._wanted:
                 source.of(self.steps)

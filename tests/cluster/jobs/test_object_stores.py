@@ -15,7 +15,7 @@ from moto.server import ThreadedMotoServer
 
 from raydfl.core import remote as place
 from raydfl.core.errors import ConfigError, DataError, ResourcesError
-from raydfl.core.remote import Place, check_uri
+from raydfl.core.remote import RemoteFolder, check_uri
 from raydfl.data.remote import fetch_recordings
 from raydfl.engine.config import Config
 from raydfl.engine.storage.mirror import local_runs
@@ -60,12 +60,12 @@ def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     monkeypatch.setattr(runs, "write_report", lambda run_dirs, out: out.write_text("not drawn in this test") and out)
     monkeypatch.setattr(place, "_PAUSES", (0.0,))
     uri: str = request.getfixturevalue(request.param)
-    Place(uri, "").remove(Place(uri, "").files())
+    RemoteFolder(uri, "").remove(RemoteFolder(uri, "").files())
     return uri
 
 
 def test_a_place_holds_what_is_put_there(store: str, tmp_path: Path) -> None:
-    there = Place(store, "look")
+    there = RemoteFolder(store, "look")
     assert there.files() == {}
     assert there.read("a/b") is None
     big = tmp_path / "big"
@@ -92,13 +92,13 @@ def test_a_run_goes_on_from_the_bucket_on_another_machine(store: str, tiny: Tiny
     assert run(here("two")).finished
     folder = local_runs(store, tmp_path / "two") / "far"
     same(truth(folder), undisturbed)
-    there = Place(place.below(store, "far"), "").files()
+    there = RemoteFolder(place.below(store, "far"), "").files()
     kept = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     assert there == {name: size for name, size in kept.items() if not name.startswith(".")}
 
 
 def test_recordings_are_copied_from_a_bucket(store: str, tmp_path: Path) -> None:
-    there = Place(store, "")
+    there = RemoteFolder(store, "")
     for name in ("x/1.wav", "x/2.wav", "labels.csv"):
         there.write(name, name.encode())
     folder = fetch_recordings(store, tmp_path)

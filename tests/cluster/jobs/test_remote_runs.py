@@ -20,7 +20,7 @@ from raydfl.core import remote as place
 from raydfl.core.errors import ConfigError, InputError, ResourcesError, RunDirectoryError
 from raydfl.core.remote import below, parted
 from raydfl.engine.config import Config, make_config
-from raydfl.engine.storage.mirror import Mirror, local_run, local_runs
+from raydfl.engine.storage.mirror import RunMirror, local_run, local_runs
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.record import read_rows
 from raydfl.engine.storage.store import RunStore
@@ -135,7 +135,7 @@ def test_what_clients_write_for_the_next_commit_is_not_copied_by_half(far: Tiny,
     try:
         server.round()
         assert list((run_dir / "private").glob("000001-*.seg"))
-        assert Mirror(run_dir, "file:///nowhere")._files(False, 0).keys() == {
+        assert RunMirror(run_dir, "file:///nowhere")._files(False, 0).keys() == {
             path.relative_to(run_dir).as_posix() for path in (run_dir / "commits").iterdir()
         }
         assert not list((remote / "far").glob("private/*.seg"))
@@ -234,7 +234,7 @@ def test_a_faked_listing_writes_and_removes_nothing_outside(
     monkeypatch.setattr(
         place, "open_file_system", lambda uri: (fs.PyFileSystem(liar), uri.partition("://")[2].partition("?")[0])
     )
-    mirror = Mirror(tmp_path / "here" / "run", f"file://{tmp_path}/there/run")
+    mirror = RunMirror(tmp_path / "here" / "run", f"file://{tmp_path}/there/run")
     with pytest.raises(ResourcesError, match=f"lists '{name}', which is not below it"):
         mirror.fetch()
     assert not list(tmp_path.glob("here/**/*.txt"))
@@ -252,7 +252,7 @@ def test_a_lock_is_not_fetched(tmp_path: Path) -> None:
     lock = tmp_path / "here" / "run" / ".lock"
     lock.touch()
     before = lock.stat().st_ino
-    assert Mirror(tmp_path / "here" / "run", f"file://{tmp_path}/there/run").fetch()
+    assert RunMirror(tmp_path / "here" / "run", f"file://{tmp_path}/there/run").fetch()
     assert lock.stat().st_ino == before
 
 
@@ -313,7 +313,7 @@ def test_a_copy_that_is_behind_is_brought_up_and_one_that_is_ahead_is_kept(
     same(truth(remote / "far"), truth(local(far())))
     shutil.rmtree(local(far()))
     shutil.move(tmp_path / "behind", local(far()))
-    mirror = Mirror(local(far()), f"file://{remote}/far")
+    mirror = RunMirror(local(far()), f"file://{remote}/far")
     assert mirror.fetch()
     same(truth(remote / "far"), truth(local(far())))
     assert not mirror.fetch()
@@ -346,7 +346,7 @@ def test_two_that_write_to_one_place_are_told(far: Tiny, remote: Path, tmp_path:
     finally:
         server.close()
     with pytest.raises(RunDirectoryError, match="is further than"):
-        Mirror(local(config), f"file://{remote}/far").sync()
+        RunMirror(local(config), f"file://{remote}/far").sync()
 
 
 def test_another_run_of_the_same_name_is_not_overwritten(far: Tiny, remote: Path) -> None:
@@ -501,7 +501,7 @@ def test_a_uri_with_one_slash_is_no_path(tiny: Tiny) -> None:
 def test_an_option_that_no_file_system_has_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raydfl.core.remote.time.sleep", lambda seconds: pytest.fail("it waits"))
     with pytest.raises(ResourcesError, match="s3://bucket/runs.*cannot be listed: "):
-        place.Place("s3://bucket/runs?regoin=eu", "mend it").files()
+        place.RemoteFolder("s3://bucket/runs?regoin=eu", "mend it").files()
 
 
 def test_actors_that_have_to_be_there_need_ray(tiny: Tiny) -> None:

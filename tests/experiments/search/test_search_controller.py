@@ -12,7 +12,7 @@ import pytest
 from space_files import SearchFile
 
 from raydfl.core.errors import RunDirectoryError
-from raydfl.experiments.search.controller import Judge
+from raydfl.experiments.search.controller import SearchController
 from raydfl.experiments.search.journal import Journal
 from raydfl.experiments.search.plan import Search, load_search
 
@@ -24,13 +24,13 @@ def _score(number: int, round_index: int) -> float:
     return 1 / (1 + number) ** 0.1 / round_index + 0.05 * math.sin(17 * number + round_index)
 
 
-def _open(search: Search, path: Path) -> Judge:
-    judge = Judge(search, Journal(path))
+def _open(search: Search, path: Path) -> SearchController:
+    judge = SearchController(search, Journal(path))
     assert judge.open_turn(0)
     return judge
 
 
-def _go_on(judge: Judge, score: Score = _score, events: int = 10**9) -> list[tuple[int, int, str]]:
+def _go_on(judge: SearchController, score: Score = _score, events: int = 10**9) -> list[tuple[int, int, str]]:
     """Trials one after another, until ``events`` decisions are made; what was decided."""
     decided: list[tuple[int, int, str]] = []
     while (trial := judge.suggest()) is not None:
@@ -196,7 +196,7 @@ def test_a_damaged_journal_is_refused(search_file: SearchFile, tmp_path: Path) -
 # -- population based training ---------------------------------------------------------------------------------------
 
 
-def _turn(judge: Judge, turn: int, score: Callable[[int], float]) -> list[Any]:
+def _turn(judge: SearchController, turn: int, score: Callable[[int], float]) -> list[Any]:
     assert judge.open_turn(turn)
     trials = []
     while (trial := judge.suggest()) is not None:
@@ -209,7 +209,7 @@ def test_the_worst_members_become_changed_copies_of_the_best(search_file: Search
     settings = {"samples": 8, "rounds": 7, "scheduler": {"name": "pbt", "interval": 3, "share": 0.25, "resample": 0.0}}
     search = load_search(search_file(**settings))
     assert search.turns == [3, 6, 7]
-    judge = Judge(search, Journal(tmp_path / "journal"))
+    judge = SearchController(search, Journal(tmp_path / "journal"))
     losses = [0.5, 0.1, 0.9, 0.4, 0.8, 0.2, 0.6, 0.3]
     first = _turn(judge, 0, lambda number: losses[number])
     second = _turn(judge, 1, lambda number: 0.5)
@@ -227,19 +227,19 @@ def test_the_worst_members_become_changed_copies_of_the_best(search_file: Search
             up, down = (domain.neighbour(parent.values[key], 1.2, up=way) for way in (True, False))
             assert value in (up, down)
     resampling = load_search(search_file(**{**settings, "scheduler": {**settings["scheduler"], "resample": 1.0}}))  # type: ignore[dict-item]
-    other = Judge(resampling, Journal(tmp_path / "other"))
+    other = SearchController(resampling, Journal(tmp_path / "other"))
     _turn(other, 0, lambda number: losses[number])
     assert _turn(other, 1, lambda number: 0.5)[2].values != second[2].values
 
 
 def test_a_turn_begins_only_after_all_of_the_last(search_file: SearchFile, tmp_path: Path) -> None:
     search = load_search(search_file(samples=2, scheduler={"name": "pbt", "interval": 2}))
-    judge = Judge(search, Journal(tmp_path / "journal"))
+    judge = SearchController(search, Journal(tmp_path / "journal"))
     assert judge.open_turn(0)
     trial = judge.suggest()
     assert trial is not None
     judge.ended(trial.number, "finished", round_index=2, score=0.5)
     assert not judge.open_turn(1)
-    again = Judge(search, Journal(tmp_path / "journal"))
+    again = SearchController(search, Journal(tmp_path / "journal"))
     assert again.open_turn(0)
     assert again.left == 1

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from raydfl.engine.storage.folder import write_config
-from raydfl.engine.storage.record import Row, rows_path, write_rows
+from raydfl.engine.storage.record import MetricRow, rows_path, write_rows
 from raydfl.experiments.sweep.grid import CellRun
 
 Grid = Callable[..., Path]
@@ -22,7 +22,9 @@ def leave(run: CellRun, scores: Mapping[str, Sequence[float]], finished: bool = 
     rows = []
     for name, values in scores.items():
         split, _, metric = name.partition(" ")
-        rows += [Row(place, "evaluate", "", split, metric, value, 10.0) for place, value in enumerate(values, start=1)]
+        rows += [
+            MetricRow(place, "evaluate", "", split, metric, value, 10.0) for place, value in enumerate(values, start=1)
+        ]
     if rows:
         write_rows(rows_path(run.run_dir, max(row.round for row in rows)), sorted(rows, key=lambda row: row.round))
     done = run.config.train.rounds if done is None else done

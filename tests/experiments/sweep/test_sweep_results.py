@@ -13,7 +13,7 @@ import pytest
 from commands import Raydfl
 from synthetic import Grid, leave
 
-from raydfl.engine.storage.record import Row, rows_path, write_rows
+from raydfl.engine.storage.record import MetricRow, rows_path, write_rows
 from raydfl.experiments.sweep.grid import Sweep, load_sweep
 from raydfl.experiments.sweep.page import write_page
 from raydfl.experiments.sweep.results import (
@@ -126,9 +126,11 @@ def test_a_diverged_run_is_named_in_every_table(grid: Grid, raydfl: Raydfl) -> N
         leave(run, scores[run.name])
     labels = list(sweep.cells)[1]
     diverged = sweep.cells[labels][0]
-    ends = [Row(ROUNDS, "evaluate", "", "test", "model/loss", 1e20, 20.0)]
-    ends += [Row(ROUNDS, "evaluate", "", "test", "model/accuracy", 0.5, 20.0)]
-    ends += [Row(ROUNDS, "evaluate", "", "test", "model/confusion", np.nan, 20.0, np.array([[10.0, 0], [10.0, 0]]))]
+    ends = [MetricRow(ROUNDS, "evaluate", "", "test", "model/loss", 1e20, 20.0)]
+    ends += [MetricRow(ROUNDS, "evaluate", "", "test", "model/accuracy", 0.5, 20.0)]
+    ends += [
+        MetricRow(ROUNDS, "evaluate", "", "test", "model/confusion", np.nan, 20.0, np.array([[10.0, 0], [10.0, 0]]))
+    ]
     write_rows(rows_path(diverged.run_dir, ROUNDS), ends)
     table = collect(sweep)
     assert {cell.labels: cell.worthless for cell in table.cells if cell.worthless} == {labels: 1}

@@ -90,7 +90,7 @@ def looped(method: Method, steps: Sequence[Step]) -> list[Update]:
 
 
 def jointly(method: Method, steps: Sequence[Step]) -> list[Update]:
-    found = together.carry_out([lambda step=step: method.local(step) for step in steps])
+    found = together.run_in_lockstep([lambda step=step: method.local(step) for step in steps])
     for update in found:
         if isinstance(update, Exception):
             raise update

@@ -300,7 +300,7 @@ def test_a_loss_that_is_no_scalar_is_refused_as_in_a_loop() -> None:
         return F.cross_entropy(step.forward("model", batch), batch.y, reduction="none")
 
     steps = make_steps(FedAvg(), mlp, sizes=(4, 8))
-    found = together.carry_out([lambda s=s: With(make=lambda step: loss).local(s) for s in steps])
+    found = together.run_in_lockstep([lambda s=s: With(make=lambda step: loss).local(s) for s in steps])
     assert all("grad can be implicitly created only for scalar outputs" in str(error) for error in found)
     assert "the loss is not a scalar but (4,)" in steps[0].apart
 
@@ -349,7 +349,7 @@ def test_a_client_that_fails_fails_alone() -> None:
         return update
 
     steps = make_steps(FedAvg(), mlp)
-    found = together.carry_out([lambda s=s: client(s) for s in steps])
+    found = together.run_in_lockstep([lambda s=s: client(s) for s in steps])
     assert isinstance(found[1], OddError)
     assert sum(isinstance(update, Update) for update in found) == 3
 

@@ -274,7 +274,7 @@ def test_predictions(shared: bool, lengths: bool) -> None:
         steps = [step for i, step in enumerate(steps) if i != 2]
         own = [examples for i, examples in enumerate(own) if i != 2]
     calls = [lambda s=s, e=e: predict(s, "model", e, 4) for s, e in zip(steps, own, strict=True)]
-    for found, call, examples in zip(together.carry_out(calls), calls, own, strict=True):
+    for found, call, examples in zip(together.run_in_lockstep(calls), calls, own, strict=True):
         assert isinstance(found, Tensor), found
         assert found.shape == (len(examples), CLASSES)
         torch.testing.assert_close(found, call(), rtol=1e-5, atol=1e-6)
@@ -286,5 +286,5 @@ def test_predictions_with_batch_normalisation_in_evaluation() -> None:
     for index, step in enumerate(steps):
         step.models["model"].normalise.running_mean.fill_(index)
     calls = [lambda s=s: predict(s, "model", s.data.train, 4) for s in steps]
-    for found, call in zip(together.carry_out(calls), calls, strict=True):
+    for found, call in zip(together.run_in_lockstep(calls), calls, strict=True):
         torch.testing.assert_close(found, call(), rtol=1e-5, atol=1e-6)

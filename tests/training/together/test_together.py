@@ -52,7 +52,7 @@ def test_outside_a_group_a_call_is_computed_alone() -> None:
 
 
 def test_calls_with_equal_keys_are_computed_together_and_others_alone() -> None:
-    found = together.carry_out(
+    found = together.run_in_lockstep(
         [
             asking(Add(1)),
             asking(Add(2, key=None)),
@@ -77,15 +77,15 @@ def test_clients_run_one_at_a_time_in_their_order() -> None:
 
         return run
 
-    assert together.carry_out([client("a", 2), client("b", 0), client("c", 1)]) == ["a", "b", "c"]
+    assert together.run_in_lockstep([client("a", 2), client("b", 0), client("c", 1)]) == ["a", "b", "c"]
     assert seen == ["a0", "b done", "c0", "a1", "c done", "a done"]
 
 
 def test_what_cannot_be_computed_together_is_computed_alone() -> None:
-    apart = together.ApartError("no")
+    apart = together.NotBatchableError("no")
     calls = [Add(1), Add(2)]
     calls[0].several = lambda others: (_ for _ in ()).throw(apart)  # type: ignore[method-assign]
-    assert together.carry_out([asking(call) for call in calls]) == [[(1, 1)], [(2, 1)]]
+    assert together.run_in_lockstep([asking(call) for call in calls]) == [[(1, 1)], [(2, 1)]]
 
 
 def test_one_clients_exception_is_its_outcome_and_the_others_finish() -> None:
@@ -95,7 +95,7 @@ def test_one_clients_exception_is_its_outcome_and_the_others_finish() -> None:
         together.answer(Add(1))
         raise mistake
 
-    found = together.carry_out([asking(Add(1), Add(10)), fails, asking(Add(1), Add(20))])
+    found = together.run_in_lockstep([asking(Add(1), Add(10)), fails, asking(Add(1), Add(20))])
     assert found[1] is mistake
     assert found[0] == [(3, 3), (30, 2)]
     assert found[2] == [(3, 3), (30, 2)]
@@ -109,7 +109,7 @@ def test_an_exception_of_a_computation_is_raised_where_the_client_made_the_call(
             return f"caught {error}"
         return "nothing"
 
-    found = together.carry_out([careful, asking(Add(1, key=None, failure=ValueError("its loss")))])
+    found = together.run_in_lockstep([careful, asking(Add(1, key=None, failure=ValueError("its loss")))])
     assert found[0] == "caught the loss"
     assert isinstance(found[1], ValueError)
 
@@ -128,7 +128,7 @@ def test_an_interrupt_in_a_computation_ends_everything(where: str) -> None:
         return run
 
     with pytest.raises(KeyboardInterrupt):
-        together.carry_out([client(0), client(1), client(2)])
+        together.run_in_lockstep([client(0), client(1), client(2)])
     assert cleaned == [0, 1, 2]
 
 
@@ -138,7 +138,7 @@ def test_an_exit_in_a_clients_code_ends_everything() -> None:
 
     begun: list[str] = []
     with pytest.raises(SystemExit):
-        together.carry_out([asking(Add(1)), exits, lambda: begun.append("never")])
+        together.run_in_lockstep([asking(Add(1)), exits, lambda: begun.append("never")])
     assert begun == []
 
 
@@ -150,7 +150,7 @@ def test_a_client_that_asks_again_while_it_is_ended_is_ended() -> None:
             together.answer(Add(2))
 
     with pytest.raises(KeyboardInterrupt):
-        together.carry_out([stubborn, stubborn])
+        together.run_in_lockstep([stubborn, stubborn])
 
 
 def test_a_client_draws_the_same_random_numbers_in_company_as_alone() -> None:
@@ -163,18 +163,18 @@ def test_a_client_draws_the_same_random_numbers_in_company_as_alone() -> None:
 
         return run
 
-    company = together.carry_out([client(1), client(2), client(3)])
+    company = together.run_in_lockstep([client(1), client(2), client(3)])
     assert company == [client(1)(), client(2)(), client(3)()]
 
 
 def test_groups_within_a_client_and_settings_of_threads() -> None:
     def inner() -> list[Any]:
         assert torch.get_num_threads() == threads
-        return together.carry_out([asking(Add(1)), asking(Add(2))])
+        return together.run_in_lockstep([asking(Add(1)), asking(Add(2))])
 
     threads = torch.get_num_threads()
-    assert together.carry_out([inner, inner]) == [[[(3, 2)], [(3, 2)]]] * 2
+    assert together.run_in_lockstep([inner, inner]) == [[[(3, 2)], [(3, 2)]]] * 2
 
 
 def test_nobody() -> None:
-    assert together.carry_out([]) == []
+    assert together.run_in_lockstep([]) == []
