@@ -154,7 +154,8 @@ def test_training_does_not_bring_in_pytorchs_compiler(tiny: Callable[..., Config
     program = f"""
 import json, sys
 from helpers import finish
-from raydfl import gradients, make_config
+from raydfl import make_config
+from raydfl.training import gradients
 gradients.FIRST = 1
 finish(make_config(json.loads({config.model_dump_json()!r})))
 print(sum(one.tape is not None for those in gradients._known.values() for one in those.values()))
