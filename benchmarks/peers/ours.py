@@ -32,7 +32,7 @@ class Actors:
         start_local_ray(logging_level="ERROR", log_to_driver=False)
         self._folder = create(config, Progress("quiet"))
         actor = ray.remote(ServerActor).options(num_cpus=0)
-        self._server = actor.remote(str(self._folder), config.model_dump(mode="json"))
+        self._server = actor.remote(str(self._folder), config)
         self._done, _ = ray.get(self._server.open.remote())
 
     def run(self, rounds: int) -> None:

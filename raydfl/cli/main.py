@@ -481,7 +481,7 @@ def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, 
 
             stack.enter_context(connected(config.ray.address, quiet=True))
             run_chunks = on_the_cluster
-        population = build_population(config.data, config.run.seed, progress, run_chunks, config.build_attack())
+        population = build_population(config.data, config.run.seed, progress, run_chunks, config.parts.attack)
         for message in population.messages:
             progress.message(message)
         progress.message(

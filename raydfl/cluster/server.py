@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from raydfl.cluster.client import start_client_actor
 from raydfl.cluster.faults import StragglerPolicy
@@ -134,7 +133,7 @@ class Server:
 class ServerActor:
     """The server as an actor. Ray restarts it when its process is lost; it then goes on from the last commit."""
 
-    def __init__(self, run_dir: str, config: dict[str, Any]) -> None:
+    def __init__(self, run_dir: str, config: Config) -> None:
         # What is raised here reaches the driver without its type, as the loss of an actor: all that may fail is left to _open.
         self._run_dir, self._config = Path(run_dir), config
         self._server: Server | None = None
@@ -144,12 +143,11 @@ class ServerActor:
             import torch
 
             hide_gpus()
-            config = Config.model_validate(self._config)
-            torch.set_num_threads(config.ray.threads)
+            torch.set_num_threads(self._config.ray.threads)
             sys.setswitchinterval(5e-4)  # the thread that commits shall not keep clients waiting
             # A method of the user's own is called by its class alone: tags are seen by whoever reaches the node's metrics.
-            self._metrics = RayMetrics(self._run_dir.name, config.method["name"].rpartition("/")[2])
-            self._server = Server(self._run_dir, config)
+            self._metrics = RayMetrics(self._run_dir.name, self._config.method["name"].rpartition("/")[2])
+            self._server = Server(self._run_dir, self._config)
         return self._server
 
     def open(self) -> tuple[int, list[str]]:

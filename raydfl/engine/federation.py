@@ -59,10 +59,10 @@ class Federation:
         self.config = config
         self.store = store
         self.pool = pool
-        self.method = config.build_method()
+        self.method = config.parts.method
         self.clients = Clients(population, config)
         self.cohort = config.train.cohort_size(len(self.clients))
-        self._attackers = Adversary(config.build_attack(), type(self.method).changes, population.ids, config.run.seed)
+        self._attackers = Adversary(config.parts.attack, type(self.method).changes, population.ids, config.run.seed)
         self._sites = population.sites
         self._site_of = population.site_of
         self._variants = [

@@ -29,7 +29,7 @@ def try_models(config: Config, population: Population) -> None:
     Raises:
         ConfigError: a network cannot be built or fails, or gives something else than a finite number for each example and class.
     """
-    method = config.build_method()
+    method = config.parts.method
     batch, real = _batch(population)
     with preserved(), torch.no_grad():
         for specs in Clients(population, config).variants():

@@ -130,11 +130,11 @@ class Worker:
         self.config = config
         self.private = private
         self.device = torch.device(device)
-        self.method = config.build_method()
+        self.method = config.parts.method
         self.population = Population.load(run_dir / "population") if population is None else population
         self.clients = Clients(self.population, config)
         self._held, self._first = (self.population, 0) if held is None else held
-        self.attack = config.build_attack()
+        self.attack = config.parts.attack
         self._built: dict[tuple[tuple[ModelSpec, ...], int], Replica] = {}
         self._samples: dict[tuple[str, int], Examples] = {}
 

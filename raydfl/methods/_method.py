@@ -9,6 +9,7 @@ A method is a frozen dataclass: its fields are its hyperparameters. It holds no 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -146,6 +147,15 @@ class Method:
         """The aggregation rule that is used when the configuration names none."""
         return WeightedMean()
 
+    @functools.cached_property
+    def built_rule(self) -> Rule:
+        """The aggregation rule: the configured one, or :meth:`default_rule`; built once.
+
+        Raises:
+            ConfigError: there is no such rule, or an option of it is unknown, of the wrong type or out of range.
+        """
+        return find_rule(self.rule, self.default_rule(), "method.rule")
+
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """The next state from this round's updates, which come one after another in client order.
 
@@ -153,7 +163,7 @@ class Method:
             The state (its round is counted by the engine), and what is to be recorded about the aggregation. By default the rule
             per key and tensor name over those who sent it; what nobody sent keeps its value.
         """
-        result = find_rule(self.rule, self.default_rule())(updates, state.tensors, rng)
+        result = self.built_rule(updates, state.tensors, rng)
         return dataclasses.replace(state, tensors=merge(state.tensors, result.tensors)), result.metrics()
 
     def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:

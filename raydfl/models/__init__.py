@@ -16,7 +16,7 @@ import typing
 from pathlib import PurePath
 from typing import Any
 
-from raydfl.models._build import _annotations, _find
+from raydfl.models._build import _annotations, find_architecture
 
 
 def model_paths(architecture: str, where: str) -> list[str]:
@@ -25,7 +25,7 @@ def model_paths(architecture: str, where: str) -> list[str]:
     Raises:
         ConfigError: there is no such architecture.
     """
-    cls, _ = _find(architecture, where)
+    cls, _ = find_architecture(architecture, where)
     return [name for name, kind in _annotations(cls).items() if _is_path(kind)]
 
 

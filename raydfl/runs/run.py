@@ -109,8 +109,9 @@ def resume(
     run_dir = local_run(run_dir, overrides)
     check_begun(run_dir)
     with driving(run_dir, progress):
-        stored = stored_config(run_dir, trust)
-        config = make_config(apply_overrides(stored.model_dump(mode="json"), overrides), f"{run_dir}/config.yaml")
+        config = stored = stored_config(run_dir, trust)
+        if overrides:
+            config = make_config(apply_overrides(stored.model_dump(mode="json"), overrides), f"{run_dir}/config.yaml")
         check_same(run_dir, config, trust)
         about = stored_about(run_dir)
         if "config" not in about and stored.digest() != about["digest"]:
@@ -185,7 +186,7 @@ class _Actor:
             here = ray.get_runtime_context().get_node_id()
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
         actor = ray.remote(ServerActor).options(**options)
-        self._actor: Any = actor.remote(str(run_dir), config.model_dump(mode="json"))
+        self._actor: Any = actor.remote(str(run_dir), config)
         self._lost = 0
 
     def _get(self, reference: Any) -> Any:
