@@ -7,7 +7,9 @@ Updates are taken in client order, and sums run in that order or in a single thr
 the updates alone (and of the round's generator, for rules that draw), to the bit.
 
 A rule of one's own is a subclass of :class:`CollectingRule` with one short method, or of :class:`Rule` for full control.
-The built-in ones are the files of :mod:`raydfl.rules`.
+The built-in ones are the files of this room, whose names are the rules' names in a configuration.
+
+Imports core. Begin with median.py and krum.py, then weighted_mean.py.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ __all__ = [
     "UniformMean",
     "WeightedMean",
     "find_rule",
+    "rule_class",
 ]
 
 RULES: Mapping[str, type[Rule]] = {
