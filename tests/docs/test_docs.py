@@ -289,7 +289,7 @@ def test_readme_names_every_method_and_data_set() -> None:
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in links(page):
         if target.startswith(("http://", "https://")):
