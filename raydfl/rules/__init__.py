@@ -19,10 +19,11 @@ from typing import Any
 
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError, nearest
-from raydfl.rules._collecting import CollectingRule
+from raydfl.rules._collecting import CollectingRule, one_thread
 from raydfl.rules._group import Group
 from raydfl.rules._robust import RobustRule
 from raydfl.rules._rule import Aggregate, Rule
+from raydfl.rules._weights import weight_of
 from raydfl.rules.lpa import LayerwisePruning
 from raydfl.rules.uniform_mean import UniformMean
 from raydfl.rules.weighted_mean import WeightedMean
@@ -38,7 +39,9 @@ __all__ = [
     "UniformMean",
     "WeightedMean",
     "find_rule",
+    "one_thread",
     "rule_class",
+    "weight_of",
 ]
 
 RULES: Mapping[str, type[Rule]] = {

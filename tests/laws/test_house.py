@@ -58,3 +58,15 @@ def test_every_room_has_a_face() -> None:
         assert re.search(r"\bImports ", said), path.parent.name
         for file in re.findall(r"\b[\w/]+\.py\b", said.partition("Begin with ")[2].partition("\n\n")[0]):
             assert (path.parent / file).is_file(), (path.parent.name, file)
+
+
+def test_nobody_enters_a_room_by_a_back_door() -> None:
+    """What another room needs of a ``_private.py`` is named in its room's ``__all__``."""
+    found = set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        room = path.relative_to(PACKAGE).parts[0]
+        for node in ast.walk(ast.parse(path.read_text())):
+            module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+            if re.match(r"raydfl\.\w+(\.\w+)*\._[a-z]", module) and module.split(".")[1] != room:
+                found.add((path.relative_to(PACKAGE).as_posix(), module))
+    assert {file for file, _ in found} <= {"engine/config.py", "engine/federation.py", "engine/worker.py"}, found
