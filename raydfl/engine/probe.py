@@ -16,7 +16,7 @@ from raydfl.data.population import Population
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.worker import build_models
-from raydfl.methods._method import Method
+from raydfl.methods import Method
 from raydfl.training.randomness import preserved
 
 _FRAMES = 96

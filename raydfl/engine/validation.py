@@ -19,7 +19,7 @@ from raydfl.core.errors import RaydflError
 from raydfl.core.metrics import base_name
 from raydfl.core.tensors import Layout
 from raydfl.core.types import Metrics, Ratio, Tensors, Update
-from raydfl.rules._weights import weight_of
+from raydfl.rules import weight_of
 
 
 def check_form(update: Any, who: str) -> None:

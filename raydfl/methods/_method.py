@@ -25,7 +25,7 @@ from raydfl.core.errors import ConfigError
 from raydfl.core.metrics import classification_metrics
 from raydfl.core.types import Batch, Client, Metrics, ModelSpec, Ratio, State, Task, Tensors, Update
 from raydfl.data.examples import Examples
-from raydfl.models._build import build_model
+from raydfl.models import build_model
 from raydfl.rules import Rule, WeightedMean, find_rule
 from raydfl.training.fit import fit, predict
 from raydfl.training.settings import TrainSettings
