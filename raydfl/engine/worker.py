@@ -35,22 +35,13 @@ from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Result, in_groups
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
-from raydfl.engine.validation import check_form, check_weights, checked_metrics
+from raydfl.engine.validation import check_form, check_weights, checked_metrics, reason_of
 from raydfl.methods._method import Method
 from raydfl.training.clock import Clock, DeadlineExceededError
 from raydfl.training.precision import check_device
 from raydfl.training.replica import Replica
 from raydfl.training.step import Step
 from raydfl.training.together import lockstep as together
-
-_REASON = 500
-"""Characters that are kept of why a client was left out."""
-
-
-def reason_of(text: str) -> str:
-    """Return why a client was left out as it is recorded, in one line."""
-    return " ".join(text.split())[:_REASON]
-
 
 KEPT_MODEL, KEPT_STATE = "model:", "state:"
 """Prefixes in a private record: tensors of models that are not shared, and what the method keeps in step.state."""
