@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from raydfl.attacks._attack import Attack
+from raydfl.attacks import Attack
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError
-from raydfl.methods._method import Method
-from raydfl.models._build import find_architecture
+from raydfl.methods import Method
+from raydfl.models import find_architecture
 from raydfl.rules import Rule
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from raydfl.attacks._attack import Attack
+from raydfl.attacks import Attack
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.files import content_digest
@@ -34,9 +34,8 @@ from raydfl.data.features.kinds import kind_of
 from raydfl.data.settings import DataSettings
 from raydfl.engine.assembly import ModelChoice, Parts, assemble
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
-from raydfl.methods._method import Method
-from raydfl.models import model_paths
-from raydfl.models._build import check_model
+from raydfl.methods import Method
+from raydfl.models import check_model, model_paths
 from raydfl.rules import rule_class
 from raydfl.training.precision import check_device
 from raydfl.training.settings import TrainSettings

@@ -36,7 +36,7 @@ from raydfl.engine.config import Config
 from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Result, in_groups
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
 from raydfl.engine.validation import check_form, check_weights, checked_metrics, reason_of
-from raydfl.methods._method import Method
+from raydfl.methods import Method
 from raydfl.training.clock import Clock, DeadlineExceededError
 from raydfl.training.precision import check_device
 from raydfl.training.replica import Replica

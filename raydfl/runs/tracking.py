@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import pyarrow.compute as pc
 
-from raydfl.core.errors import InputError
+from raydfl.core.errors import InputError, first_line
 from raydfl.engine.settings import TrackSettings, without_password
 from raydfl.engine.storage.record import MetricRow, read_rows, to_rows
 
@@ -395,7 +395,7 @@ class MlflowTracker:
 
 
 def _first_line(error: Exception) -> str:
-    return without_password((str(error).strip() or type(error).__name__).splitlines()[0])[:200]
+    return without_password(first_line(error))[:200]
 
 
 def _probe(uri: str) -> None:
