@@ -37,9 +37,10 @@ from raydfl.core import registry
 from raydfl.engine.config import Config, apply_overrides, load_config, make_config
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
+from raydfl.engine.telemetry import RoundReport
 from raydfl.runs import run as runs
 from raydfl.runs.folder import create
-from raydfl.runs.progress import Progress, RoundSummary
+from raydfl.runs.progress import Progress
 
 ROOT = Path(__file__).parents[1]
 PLAN = ("client actor", "server actor", "client actor", "node", "driver")
@@ -120,8 +121,8 @@ class _Told(Progress):
         super().__init__("quiet")
         self._to = to
 
-    def round(self, summary: RoundSummary) -> None:
-        self._to.send(summary.round)
+    def round(self, report: RoundReport) -> None:
+        self._to.send(report.round)
 
 
 def _drive(values: dict[str, Any], to: Connection) -> None:

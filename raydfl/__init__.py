@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from raydfl.runs.inference.model import load_model
     from raydfl.runs.inference.onnx import export_model
     from raydfl.runs.inference.recordings import classify
+    from raydfl.runs.outcome import Outcome
     from raydfl.runs.replay import replay
-    from raydfl.runs.run import Outcome, resume, run
+    from raydfl.runs.run import resume, run
     from raydfl.training.fit import fit, predict
     from raydfl.training.step import Step
 
@@ -30,7 +31,7 @@ _WHERE = {
     "Dataset": "raydfl.data.dataset",
     "RaydflError": "raydfl.core.errors",
     "Method": "raydfl.methods._method",
-    "Outcome": "raydfl.runs.run",
+    "Outcome": "raydfl.runs.outcome",
     "classify": "raydfl.runs.inference.recordings",
     "export_model": "raydfl.runs.inference.onnx",
     "load_model": "raydfl.runs.inference.model",

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,9 +28,7 @@ from raydfl.cluster.session import connected, ray_session
 from raydfl.core import ops
 from raydfl.core.errors import ResourcesError
 from raydfl.core.files import write_durably
-from raydfl.core.metrics import SHOWN, base_name
 from raydfl.core.remote import is_uri, parted
-from raydfl.core.types import Problem
 from raydfl.engine.config import Config, apply_overrides, make_config
 from raydfl.engine.storage import record
 from raydfl.engine.storage.folder import check_begun, check_same, flat, stored_about, stored_config, write_config
@@ -40,33 +36,13 @@ from raydfl.engine.storage.mirror import local_run, local_runs, mirror_of
 from raydfl.engine.storage.trust import remember_code
 from raydfl.engine.telemetry import RoundReport
 from raydfl.runs.folder import driving, ensure_features, export, folder_of, prepare_run
-from raydfl.runs.progress import FinishSummary, Progress, RoundSummary
+from raydfl.runs.outcome import Outcome
+from raydfl.runs.progress import Progress
 from raydfl.runs.report import write_report
 from raydfl.runs.report.data import read_run
 from raydfl.runs.report.diagnosis import problems_of
 from raydfl.runs.stopping import StopSignals
-from raydfl.runs.tracking import Tracker, make_tracker
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a run ended."""
-
-    run_dir: Path
-    round: int
-    """Rounds completed and committed."""
-    finished: bool
-    """Whether all configured rounds are done; else it was stopped and can be resumed."""
-    scores: dict[str, float] = field(default_factory=dict)
-    """The last evaluation, ``"test plugin/accuracy" -> 0.81``."""
-    problems: tuple[Problem, ...] = ()
-    """What went wrong although rounds are done, the worst first: raydfl.runs.report.diagnosis."""
-
-    @property
-    def worthless(self) -> str:
-        """Why the run shows nothing; empty when it does."""
-        return "; ".join(problem.text for problem in self.problems if problem.worthless)
-
+from raydfl.runs.tracking import Status, Tracker, make_tracker
 
 OnRound = Callable[[RoundReport], bool]
 """Called after each round, in order; ``True`` asks the run to stop there."""
@@ -128,8 +104,8 @@ def resume(
         return execute(run_dir, config, progress)
 
 
-_REASONS = 5
-"""Failed clients of a round whose reasons are shown; the record has all."""
+_IN_MLFLOW: dict[str, Status] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+"""What MLflow calls the ways in which a run ends."""
 _AT_ONCE = 0.6
 """Seconds of rounds that are asked for in one call: so much later may a run stop that is asked to."""
 
@@ -329,21 +305,11 @@ def execute(run_dir: Path, config: Config, progress: Progress, on_round: OnRound
     report = write_report([run_dir], run_dir / "report.html")
     for path in (run_dir / "config.yaml", report):
         tracker.log_artifact(path)
-    tracker.finish("KILLED" if not outcome.finished else "FAILED" if outcome.worthless else "FINISHED")
+    tracker.finish(_IN_MLFLOW[outcome.status])
     if mirror is not None:
         mirror.sync()
-    progress.finish(
-        FinishSummary(
-            status="stopped" if not outcome.finished else "failed" if outcome.worthless else "finished",
-            round=outcome.round,
-            total=max(outcome.round, config.train.rounds),
-            seconds=time.monotonic() - started,
-            run_dir=run_dir,
-            scores=outcome.scores,
-            next_step=f"open {_shown(run_dir)}/report.html" if outcome.finished else f"raydfl resume {name}",
-            problems=outcome.problems,
-        )
-    )
+    next_step = f"open {_shown(run_dir)}/report.html" if outcome.finished else f"raydfl resume {name}"
+    progress.finish(outcome, time.monotonic() - started, next_step)
     return outcome
 
 
@@ -398,25 +364,7 @@ def _rounds(
                 round_index = report.round
                 if round_index > shown:
                     shown = round_index
-                    progress.round(_summary(report, total))
+                    progress.round(report)
                     if on_round is not None and on_round(report):
                         stop.asked = True
     return Outcome(run_dir, round_index, round_index >= total, scores)
-
-
-def _summary(report: RoundReport, total: int) -> RoundSummary:
-    return RoundSummary(
-        round=report.round,
-        total=total,
-        loss=report.loss,
-        scores={name: value for name, value in report.scores.items() if base_name(name) in SHOWN},
-        clients=report.clients - len(report.rejected),
-        seconds=report.seconds.get("train_and_aggregate", float("nan")),
-        failed=len(report.rejected),
-        reasons=dict(itertools.islice(report.rejected.items(), _REASONS)),
-        late=len(report.cut),
-        bytes_down=report.bytes_down,
-        bytes_up=report.bytes_up,
-        retried=report.retried,
-        times={**report.seconds, **{what: ratio.value for what, ratio in report.work.items()}},
-    )

@@ -22,9 +22,11 @@ from raydfl.engine.federation import Federation
 from raydfl.engine.storage import record
 from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.record import MetricRow
+from raydfl.engine.telemetry import RoundReport
 from raydfl.methods.fedavg import FedAvg
 from raydfl.runs import run as runs
-from raydfl.runs.progress import FinishSummary, Progress
+from raydfl.runs.outcome import Outcome
+from raydfl.runs.progress import Progress
 from raydfl.runs.run import resume, run
 
 Tiny = Callable[..., Config]
@@ -86,13 +88,13 @@ class Told(Progress):
     def __init__(self) -> None:
         super().__init__("quiet")
         self.rounds: list[int] = []
-        self.ends: list[FinishSummary] = []
+        self.ends: list[Outcome] = []
 
-    def round(self, summary: Any) -> None:
-        self.rounds.append(summary.round)
+    def round(self, report: RoundReport) -> None:
+        self.rounds.append(report.round)
 
-    def finish(self, summary: FinishSummary) -> None:
-        self.ends.append(summary)
+    def finish(self, outcome: Outcome, seconds: float, next_step: str = "") -> None:
+        self.ends.append(outcome)
 
 
 @pytest.mark.usefixtures("server")
