@@ -32,6 +32,7 @@ import numpy as np
 from processes import Mark
 from ray.cluster_utils import Cluster
 
+from raydfl.cluster import server as servers
 from raydfl.cluster.server import Server
 from raydfl.core import registry
 from raydfl.engine.config import Config, apply_overrides, load_config, make_config
@@ -127,7 +128,7 @@ class _Told(Progress):
 
 def _drive(values: dict[str, Any], to: Connection) -> None:
     """What the driver's process does: start the run, or go on with it."""
-    runs._AT_ONCE = 0.0  # each round is reported when it is done, so that a kill meets any of them
+    servers._AT_ONCE = 0.0  # each round is reported when it is done, so that a kill meets any of them
     runs.write_report = lambda run_dirs, out: out.write_text("not drawn") and out  # type: ignore[assignment]
     runs.run(make_config(values), _Told(to))
     to.send(None)

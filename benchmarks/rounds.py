@@ -30,7 +30,7 @@ from peers.work import Work
 from torch import Tensor
 
 from raydfl import make_config
-from raydfl.cluster.server import ServerActor
+from raydfl.cluster.server import _AT_ONCE, ServerActor
 from raydfl.cluster.session import start_local_ray
 from raydfl.core.seeds import generator
 from raydfl.core.types import State
@@ -41,7 +41,6 @@ from raydfl.engine.storage.folder import final_state
 from raydfl.engine.worker import build_models
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
-from raydfl.runs.run import _AT_ONCE
 
 PEERS = Path(__file__).parents[1] / ".venv-peers" / "bin" / "python"
 WORKS: Mapping[str, Mapping[str, str]] = {

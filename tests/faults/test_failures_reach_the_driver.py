@@ -15,7 +15,8 @@ import pytest
 from helpers import finish, same, truth
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
-from raydfl.cluster.server import ServerActor
+from raydfl.cluster import server as servers
+from raydfl.cluster.server import RemoteServer, ServerActor
 from raydfl.core.errors import ClientError, ConfigError, ResourcesError
 from raydfl.engine.config import Config
 from raydfl.engine.federation import Federation
@@ -34,7 +35,7 @@ FAULTY = Path(__file__).parent / "faulty_methods.py"
 LAST = f"method.name={FAULTY}:CannotMeasureAt"
 
 
-class InThisProcess(runs._Actor):
+class InThisProcess(RemoteServer):
     """The driver's side of a server actor, whose other side is an object here; ``lost`` replies never arrive."""
 
     lost: Sequence[str] = ()
@@ -43,7 +44,7 @@ class InThisProcess(runs._Actor):
         actor = ServerActor(str(run_dir), config.model_dump(mode="json"))
         self.calls: list[str] = []
         self._lost = 0
-        self._progress = Progress("quiet")
+        self._tell = lambda _: None
 
         def call(name: str, *arguments: Any) -> Any:
             answer = getattr(actor, name)(*arguments)
@@ -67,10 +68,10 @@ CALLS = ("open", "rounds", "finish", "close")
 @pytest.fixture
 def as_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver reaches its server as an actor, which does several rounds in a call, however long they take."""
-    monkeypatch.setattr(runs, "_Local", InThisProcess)
+    monkeypatch.setattr(runs, "Server", InThisProcess)
     monkeypatch.setattr("raydfl.cluster.server.hide_gpus", lambda: None)  # this process goes on after the test
     monkeypatch.setattr("sys.setswitchinterval", lambda _: None)
-    monkeypatch.setattr(runs, "_AT_ONCE", 60.0)
+    monkeypatch.setattr(servers, "_AT_ONCE", 60.0)
     monkeypatch.setattr("ray.wait", lambda references, **_: (references, []))
     monkeypatch.setattr("ray.get", lambda reference, **_: reference())
 
@@ -186,7 +187,7 @@ def test_what_the_server_cannot_open_is_said_in_its_own_words(tiny: Tiny, monkey
             super().__init__(run_dir, config)
             monkeypatch.delattr(sys.modules["__main__"], "Own")
 
-    monkeypatch.setattr(runs, "_Local", Elsewhere)
+    monkeypatch.setattr(runs, "Server", Elsewhere)
     with pytest.raises(ConfigError, match=r"'__main__:Own'.*by other processes.*name it FILE.py:Own"):
         run(tiny(in_a_script(monkeypatch)))
 
@@ -208,7 +209,7 @@ class OfThisFile(ServerActor):
 @pytest.mark.usefixtures("ray_session")
 def test_a_server_that_cannot_be_made_says_why(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not the loss of an actor that ran out of memory."""
-    monkeypatch.setattr(runs, "ServerActor", OfThisFile)
+    monkeypatch.setattr(servers, "ServerActor", OfThisFile)
     with pytest.raises(
         ResourcesError, match=f"the server actor cannot start: .*No module named '{__name__}'; every node"
     ):
