@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from raydfl.core.types import Batch, Client, Ratio, State, Task, Update
     from raydfl.data.dataset import Dataset
     from raydfl.engine.config import Config, load_config, make_config
+    from raydfl.experiments.trainable import trainable
     from raydfl.methods._method import Method
     from raydfl.rules import Rule
     from raydfl.runs.inference.model import load_model
@@ -29,6 +30,7 @@ _WHERE = {
     "make_config": "raydfl.engine.config",
     "Dataset": "raydfl.data.dataset",
     "RaydflError": "raydfl.core.errors",
+    "trainable": "raydfl.experiments.trainable",
     "Method": "raydfl.methods._method",
     "Outcome": "raydfl.runs.run",
     "classify": "raydfl.runs.inference.recordings",
@@ -73,6 +75,7 @@ __all__ = [
     "replay",
     "resume",
     "run",
+    "trainable",
 ]
 
 
