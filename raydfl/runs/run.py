@@ -38,11 +38,14 @@ OnRound = Callable[[RoundReport], bool]
 """Called after each round, in order; ``True`` asks the run to stop there."""
 
 
-def run(config: Config, progress: Progress | None = None, on_round: OnRound | None = None) -> Outcome:
+def run(
+    config: Config, progress: Progress | None = None, on_round: OnRound | None = None, durable: bool = False
+) -> Outcome:
     """Start the configured run, or go on with it when its named folder already holds it.
 
     Args:
         on_round: see :func:`execute`.
+        durable: see :func:`execute`.
 
     Raises:
         InputError: something about the configuration, the data, the folder or the cluster is not as it should be.
@@ -53,7 +56,7 @@ def run(config: Config, progress: Progress | None = None, on_round: OnRound | No
     run_dir = folder_of(config, progress)
     with driving(run_dir, progress), connected(config.ray.address, quiet) if at_sites else contextlib.nullcontext():
         prepare_run(run_dir, config, progress)
-        return execute(run_dir, config, progress, on_round)
+        return execute(run_dir, config, progress, on_round, durable)
 
 
 def resume(
@@ -99,11 +102,14 @@ _IN_MLFLOW: dict[str, Status] = {"finished": "FINISHED", "stopped": "KILLED", "f
 """What MLflow calls the ways in which a run ends."""
 
 
-def execute(run_dir: Path, config: Config, progress: Progress, on_round: OnRound | None = None) -> Outcome:
+def execute(
+    run_dir: Path, config: Config, progress: Progress, on_round: OnRound | None = None, durable: bool = False
+) -> Outcome:
     """Do the rounds that are missing, then export the model and write the report.
 
     Args:
         on_round: told of each round; may ask the run to stop. After an evaluation no further round begins before it has answered.
+        durable: whether a round that was evaluated is committed, and nobody writes to the folder, while ``on_round`` is told of it.
 
     Raises:
         InputError: the directory or the cluster is not as it should be.
@@ -121,7 +127,7 @@ def execute(run_dir: Path, config: Config, progress: Progress, on_round: OnRound
         )
     if config.ray.gpus == "auto" and config.ray.actors != 0:
         with connected(config.ray.address, quiet):
-            return execute(run_dir, with_share(run_dir, config, progress.message), progress, on_round)
+            return execute(run_dir, with_share(run_dir, config, progress.message), progress, on_round, durable)
     clients = about["clients"]
     with ray_session(config, clients, quiet):
         server = (
@@ -159,7 +165,7 @@ def execute(run_dir: Path, config: Config, progress: Progress, on_round: OnRound
                 if mirror is not None:
                     mirror.put("run.json")
             try:
-                outcome = _rounds(run_dir, config, server, round_index, tracker, progress, on_round)
+                outcome = _rounds(run_dir, config, server, round_index, tracker, progress, on_round, durable)
             except BaseException as error:
                 tracker.finish("FAILED")
                 if isinstance(error, KeyboardInterrupt):
@@ -197,6 +203,7 @@ def _rounds(
     tracker: Tracker,
     progress: Progress,
     on_round: OnRound | None,
+    durable: bool,
 ) -> Outcome:
     total = max(round_index, config.train.rounds)  # it may have done more than are now asked for
     progress.start(total, round_index, run_dir.name)
@@ -218,6 +225,9 @@ def _rounds(
             else:
                 every = config.evaluate.every if on_round is not None else total
                 reports = server.rounds(round_index, min(total, (round_index // every + 1) * every))
+                if durable and reports and reports[-1].scores:
+                    finished = server.finish(reports[-1].round)
+                    reports = None if finished is None else [*reports[:-1], _joined(reports[-1], finished)]
             if reports is None:  # the server was lost: rounds it had committed are read back, others are done again
                 round_index, _ = server.open()
                 recorded(record.to_rows(record.read_rows(run_dir, round_index, where=pc.field("client") == "")))
@@ -238,3 +248,8 @@ def _rounds(
                     if on_round is not None and on_round(report):
                         stop.asked = True
     return Outcome(run_dir, round_index, round_index >= total, scores)
+
+
+def _joined(report: RoundReport, finished: RoundReport) -> RoundReport:
+    """Return a round's report with what has become durable since."""
+    return dataclasses.replace(report, rows=[*report.rows, *finished.rows])
