@@ -34,7 +34,7 @@ class Option:
 
 
 def options_of(cls: type) -> list[Option]:
-    """The options of a dataclass or of a group of settings, in their order."""
+    """Return the options of a dataclass or of a group of settings, in their order."""
     schema = _schema(cls)
     required = schema.get("required", ())
     return [
@@ -44,7 +44,7 @@ def options_of(cls: type) -> list[Option]:
 
 
 def path_options(cls: type) -> list[str]:
-    """The names of the options that are files or folders."""
+    """Return the names of the options that are files or folders."""
     return [
         name
         for name, about in _schema(cls).get("properties", {}).items()
@@ -67,7 +67,7 @@ def describe_field(about: Mapping[str, Any]) -> str:
 
 
 def _range(part: Mapping[str, Any]) -> str:
-    """``"1 to 512"``, ``"above 0, to 500"``, ``"at least 1"`` ...; empty when there is no limit."""
+    """Return ``"1 to 512"``, ``"above 0, to 500"``, ``"at least 1"`` ...; empty when there is no limit."""
     low, above, high, below = (part.get(key) for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"))
     if low is not None and high is not None:
         return f"{low:g} to {high:g}"
@@ -98,7 +98,7 @@ def _schema(cls: type) -> Mapping[str, Any]:
 def unknown_key(
     key: str, known: Iterable[str], where: str, tree: type[Settings], prefix: str = "", of: str = ""
 ) -> ConfigError:
-    """The error for a key that a group of settings does not have.
+    """Return the error for a key that a group of settings does not have.
 
     A key that stands in another group is most likely meant for that one: ``rounds`` is ``train.rounds``.
 
@@ -114,7 +114,7 @@ def unknown_key(
 
 
 def _paths(model: type[BaseModel], prefix: str) -> list[str]:
-    """The places of all settings within a group, ``"train.optimiser.lr"``."""
+    """Return the places of all settings within a group, ``"train.optimiser.lr"``."""
     paths = []
     for name, field in model.model_fields.items():
         place = f"{prefix}.{name}" if prefix else name
@@ -128,7 +128,7 @@ def _is_group(kind: Any) -> bool:
 
 
 def explain(error: ValidationError, where: str, values: Any, cls: Any = None) -> str:
-    """What pydantic found, in the words of the configuration: place, value, what it must be, and what it means.
+    """Say what pydantic found in the words of the configuration: place, value, what it must be, and what it means.
 
     Args:
         where: the place of ``values`` in the configuration, ``"method"``; empty at the top.
@@ -153,7 +153,7 @@ def explain(error: ValidationError, where: str, values: Any, cls: Any = None) ->
 
 
 def _place(values: Any, item: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Where the value stands: pydantic's location without the kinds of value that it tried (``("cohort", "int")``)."""
+    """Return the value's place: pydantic's location without the kinds of value that it tried (``("cohort", "int")``)."""
     place: list[Any] = []
     at = values
     for part in item["loc"]:
@@ -179,7 +179,7 @@ def _value_at(values: Any, place: Sequence[Any]) -> Any:
 
 
 def _about(cls: Any, place: Sequence[Any]) -> Mapping[str, Any]:
-    """The JSON schema of the setting at ``place``; empty when there is none."""
+    """Return the JSON schema of the setting at ``place``; empty when there is none."""
     if cls is None:
         return {}
     try:
@@ -196,7 +196,7 @@ def _about(cls: Any, place: Sequence[Any]) -> Mapping[str, Any]:
 
 
 def _resolved(node: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A node without references; of a group that may be null, the group."""
+    """Resolve a node's references; of a group that may be null, return the group."""
     for part in (node, *node.get("anyOf", ()), *node.get("allOf", ())):
         if "$ref" in part:
             found: Mapping[str, Any] = root["$defs"][part["$ref"].rpartition("/")[2]]
@@ -205,7 +205,7 @@ def _resolved(node: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, 
 
 
 def _problem(name: str, value: Any, items: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> tuple[str, bool]:
-    """A sentence, and whether it says all that there is to say."""
+    """Return a sentence, and whether it says all that there is to say."""
     own = [item for item in items if item["type"] in ("value_error", "assertion_error")]
     if own:
         shown = "" if isinstance(value, Mapping) else f" (got {_shown(value)})"
@@ -242,7 +242,7 @@ _KINDS = {
 
 
 def _wanted(item: Mapping[str, Any], about: Mapping[str, Any]) -> str:
-    """What a value must be, to follow ``it must be``."""
+    """Return what a value must be, to follow ``it must be``."""
     kind, limits = item["type"], item.get("ctx", {})
     if kind == "literal_error":
         choices = _choices(item)
@@ -274,13 +274,13 @@ def _choices(item: Mapping[str, Any]) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """A value as a configuration writes it."""
+    """Return a value as a configuration writes it."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
 
 
 def plain(value: Any) -> Any:
-    """A built option's value as plain data: tuples as lists, paths as text, dataclasses as mappings."""
+    """Return a built option's value as plain data: tuples as lists, paths as text, dataclasses as mappings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value) if item.init}
     return json.loads(json.dumps(value, default=_text))

@@ -52,7 +52,7 @@ RULES: Mapping[str, type[Rule]] = {
 
 
 def find_rule(setting: str | Mapping[str, Any] | None, default: Rule, where: str = "rule") -> Rule:
-    """The rule that a configuration asks for.
+    """Find and build the rule that a configuration names.
 
     Args:
         setting: a name of :data:`RULES` or ``my_file.py:Class``; or a mapping with ``name`` and the rule's options; or
@@ -72,7 +72,7 @@ def find_rule(setting: str | Mapping[str, Any] | None, default: Rule, where: str
 
 
 def rule_class(name: str, where: str) -> type[Rule]:
-    """The rule of that name.
+    """Find the rule of that name.
 
     Raises:
         ConfigError: there is none.
