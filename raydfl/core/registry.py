@@ -152,7 +152,7 @@ def find(package: str, name: str, base: type[T], what: str) -> type[T]:
     if ":" in name:
         found = load_object(name)
         if not (isinstance(found, type) and issubclass(found, base)):
-            raise ConfigError(f"{what} {name!r} is not a subclass of {base.__module__}.{base.__name__}")
+            raise ConfigError(f"{what} {name!r} is not a subclass of raydfl.{base.__name__}")
         return found
     known = names(package)
     if name not in known:

@@ -80,7 +80,7 @@ def rule_class(name: str, where: str) -> type[Rule]:
     if ":" in name:
         found = registry.load_object(name)
         if not (isinstance(found, type) and issubclass(found, Rule)):
-            raise ConfigError(f"{where}: {name!r} is not a subclass of raydfl.rules.Rule")
+            raise ConfigError(f"{where}: {name!r} is not a subclass of raydfl.Rule")
         return found
     if name not in RULES:
         raise ConfigError(f"{where}: unknown rule {name!r}; {nearest(name, RULES)} Your own class: my_file.py:Class")
