@@ -45,7 +45,7 @@ class ClientError(RaydflError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A ``did you mean`` clause for an unknown word, with all known ones when none is close.
+    """Return a ``did you mean`` clause for an unknown word, with all known ones when none is close.
 
     >>> nearest("ronds", ["rounds", "cohort"])
     "did you mean 'rounds'?"

@@ -102,7 +102,7 @@ class DataSettings(Settings):
     @field_validator("leave_out", mode="before")
     @classmethod
     def _labels(cls, value: Any) -> Any:
-        """A number is a label too; the order does not matter."""
+        """Accept numbers as labels; the order does not matter."""
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise ValueError("write a list of labels, like [_silence_]")
         return sorted({str(label) for label in value})
@@ -164,7 +164,7 @@ class DataSettings(Settings):
         return self
 
     def at(self, site: str) -> DataSettings:
-        """The settings with which one site prepares its data, in its own folder.
+        """Return the settings with which one site prepares its data, in its own folder.
 
         Raises:
             ConfigError: the data set does not take the site's options.

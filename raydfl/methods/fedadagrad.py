@@ -31,5 +31,5 @@ class FedAdagrad(AdaptiveOptimiser):
     beta1: Annotated[float, Field(ge=0, lt=1, description="decay of the first moment; 0: no momentum")] = 0.0
 
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
-        """The sum of the squares."""
+        """Return the sum of the squares."""
         return v + squared

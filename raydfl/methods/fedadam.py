@@ -32,5 +32,5 @@ class FedAdam(AdaptiveOptimiser):
     beta2: Annotated[float, Field(ge=0, lt=1, description="decay of the second moment")] = 0.99
 
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
-        """The mean of the squares, decaying."""
+        """Return the mean of the squares, decaying."""
         return self.beta2 * v + (1 - self.beta2) * squared

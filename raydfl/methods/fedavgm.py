@@ -36,13 +36,13 @@ class FedAvgM(ServerOptimiser):
     ] = 0.9
 
     def moments(self) -> Mapping[str, float]:
-        """The velocity."""
+        """Return the velocity."""
         return {"velocity": 0.0}
 
     def move(
         self, old: Tensor, mean: Tensor, moments: Mapping[str, Tensor], number: int
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """A step of heavy-ball momentum."""
+        """Take a step of heavy-ball momentum."""
         delta, before = mean - old, self.momentum * moments["velocity"]
         # old + server_lr (before + delta), in the form that at neutral values is the mean itself, without rounding.
         return mean + (self.server_lr - 1) * delta + self.server_lr * before, {"velocity": before + delta}

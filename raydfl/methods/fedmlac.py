@@ -93,7 +93,7 @@ class FedMLAC(Method):
     ] = True
 
     def shared(self, name: str) -> bool:
-        """The plug-in only."""
+        """Share only the plug-in."""
         return name.startswith("plugin/")
 
     def loss(self, step: Step, batch: Batch) -> Tensor:

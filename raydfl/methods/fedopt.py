@@ -40,7 +40,7 @@ class FedOpt(ServerOptimiser):
     eps: Annotated[float, Field(gt=0, description="denominator offset")] = 1e-8
 
     def default_rule(self) -> Rule:
-        """The plain mean over the cohort."""
+        """Return the plain mean over the cohort."""
         return UniformMean()
 
     def moments(self) -> Mapping[str, float]:
@@ -50,7 +50,7 @@ class FedOpt(ServerOptimiser):
     def move(
         self, old: Tensor, mean: Tensor, moments: Mapping[str, Tensor], number: int
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """A step of Adam, bias-corrected."""
+        """Take a step of Adam, bias-corrected."""
         delta = mean - old
         m = self.beta1 * moments["m"] + (1 - self.beta1) * delta
         v = self.beta2 * moments["v"] + (1 - self.beta2) * delta.square()

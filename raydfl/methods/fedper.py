@@ -34,7 +34,7 @@ class FedPer(Method):
     ] = ("model/output",)
 
     def shared(self, name: str) -> bool:
-        """All but the personal layers."""
+        """Share all but the personal layers."""
         return not name.startswith(self.personal)
 
     def init(

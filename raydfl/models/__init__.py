@@ -24,7 +24,7 @@ __all__ = ["architectures", "build_model", "check_model", "find_architecture", "
 
 
 def model_paths(architecture: str, where: str) -> list[str]:
-    """The options of an architecture that are files or folders: those that its constructor annotates as paths.
+    """Return the options of an architecture that are files or folders: those that its constructor annotates as paths.
 
     Raises:
         ConfigError: there is no such architecture.
@@ -34,5 +34,5 @@ def model_paths(architecture: str, where: str) -> list[str]:
 
 
 def _is_path(kind: Any) -> bool:
-    """Whether ``Path`` is the type, or one of those that it is made of."""
+    """Return whether ``Path`` is the type, or one of those that it is made of."""
     return (isinstance(kind, type) and issubclass(kind, PurePath)) or any(map(_is_path, typing.get_args(kind)))

@@ -24,12 +24,12 @@ Architecture = tuple[type[nn.Module], Mapping[str, Any]]
 
 
 def architectures() -> list[str]:
-    """The names of the built-in architectures, sorted."""
+    """Return the names of the built-in architectures, sorted."""
     return sorted(_built_in())
 
 
 def build_model(spec: ModelSpec) -> nn.Module:
-    """A freshly initialised network, on the CPU, from PyTorch's global generator (which the engine seeds before).
+    """Build a freshly initialised network, on the CPU, from PyTorch's global generator (which the engine seeds before).
 
     Raises:
         ConfigError: no such architecture, an option that it does not have (the nearest is named), a value of the wrong type
@@ -80,7 +80,7 @@ _TRIED: set[tuple[str, str, int, int | None]] = set()
 
 
 def model_options(architecture: str) -> dict[str, Any]:
-    """The options of a built-in architecture with their defaults."""
+    """Return the options of a built-in architecture with their defaults."""
     cls, preset = find_architecture(architecture, "models")
     parameters = list(inspect.signature(cls).parameters.values())[2:]
     return {parameter.name: preset.get(parameter.name, parameter.default) for parameter in parameters}
@@ -88,7 +88,7 @@ def model_options(architecture: str) -> dict[str, Any]:
 
 @cache
 def _built_in() -> Mapping[str, Architecture]:
-    """All of this package's architectures by name."""
+    """Return all of this package's architectures by name."""
     found: dict[str, Architecture] = {}
     for file in registry.names(_PACKAGE):
         found |= getattr(importlib.import_module(f"{_PACKAGE}.{file}"), "ARCHITECTURES", {})
@@ -119,7 +119,7 @@ def find_architecture(name: str, where: str) -> Architecture:
 
 
 def _checked(cls: type[nn.Module], options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The options, each converted to the type and held to the range that the constructor's annotation gives."""
+    """Convert each option to the type that the constructor's annotation gives, and check its range."""
     parameters = list(inspect.signature(cls).parameters.values())
     known = [parameter.name for parameter in parameters[2:] if parameter.kind is not parameter.VAR_KEYWORD]
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

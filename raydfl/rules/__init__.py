@@ -52,7 +52,7 @@ RULES: Mapping[str, type[Rule]] = {
 
 
 def find_rule(setting: str | Mapping[str, Any] | None, default: Rule, where: str = "rule") -> Rule:
-    """The rule that a configuration asks for.
+    """Find and build the rule that a configuration names.
 
     Args:
         setting: a name of :data:`RULES` or ``my_file.py:Class``; or a mapping with ``name`` and the rule's options; or
@@ -72,7 +72,7 @@ def find_rule(setting: str | Mapping[str, Any] | None, default: Rule, where: str
 
 
 def rule_class(name: str, where: str) -> type[Rule]:
-    """The rule of that name.
+    """Find the rule of that name.
 
     Raises:
         ConfigError: there is none.
@@ -80,7 +80,7 @@ def rule_class(name: str, where: str) -> type[Rule]:
     if ":" in name:
         found = registry.load_object(name)
         if not (isinstance(found, type) and issubclass(found, Rule)):
-            raise ConfigError(f"{where}: {name!r} is not a subclass of raydfl.rules.Rule")
+            raise ConfigError(f"{where}: {name!r} is not a subclass of raydfl.Rule")
         return found
     if name not in RULES:
         raise ConfigError(f"{where}: unknown rule {name!r}; {nearest(name, RULES)} Your own class: my_file.py:Class")

@@ -49,7 +49,7 @@ class SearchTracker:
         identity = {key: value for key, value in search.identity.items() if key != "space"}
         params = {**flat(identity), **{f"space.{key}": str(value) for key, value in search.identity["space"].items()}}
         self._ids["search"] = self._search_run.start(
-            search.settings.title, params, {"raydfl.experiments.search": str(search.file)}, self._ids.get("search")
+            search.settings.title, params, {"raydfl.search": str(search.file)}, self._ids.get("search")
         )
         self._keep()
 
