@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
-from raydfl.attacks._attack import Attack
+from raydfl.attacks import Attack
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.options import Option, describe_field, options_of, plain
@@ -15,8 +15,8 @@ from raydfl.core.settings import Settings
 from raydfl.core.yaml import to_yaml
 from raydfl.data.settings import DataSettings
 from raydfl.engine.config import Config
-from raydfl.methods._method import Method
-from raydfl.models._build import architectures, model_options
+from raydfl.methods import Method
+from raydfl.models import architectures, model_options
 from raydfl.rules import RULES
 
 _WIDTH = 110

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raydfl.core.types import Ratio
+from raydfl.core.types import Metrics, Ratio
 from raydfl.engine.orders import Result, Span
 from raydfl.engine.storage import record
 
@@ -50,6 +50,25 @@ class RoundReport:
     bytes_up: int = 0
     rows: list[record.MetricRow] = field(default_factory=list)
     """What has become durable since the last report: rows of rounds before this one, as a rule."""
+
+
+class RoundRows(list[record.MetricRow]):
+    """The rows of one round, in the order in which they are recorded."""
+
+    def __init__(self, round_index: int) -> None:
+        super().__init__()
+        self.round = round_index
+
+    def add(self, metrics: Metrics, client: str = "") -> None:
+        """Add numbers about the round's training, or about one client's part in it."""
+        self += record.rows_from_metrics(self.round, "train", client, "server", metrics)
+
+    def add_notes(self, phase: str, metric: str, notes: Mapping[str, str]) -> None:
+        """Add what happened to single clients."""
+        self += [
+            record.MetricRow(self.round, phase, client, "server", metric, 1.0, 1.0, note=note)
+            for client, note in notes.items()
+        ]
 
 
 TIMELINE = "timeline"

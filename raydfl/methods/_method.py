@@ -25,7 +25,7 @@ from raydfl.core.errors import ConfigError
 from raydfl.core.metrics import classification_metrics
 from raydfl.core.types import Batch, Client, Metrics, ModelSpec, Ratio, State, Task, Tensors, Update
 from raydfl.data.examples import Examples
-from raydfl.models._build import build_model
+from raydfl.models import build_model
 from raydfl.rules import Rule, WeightedMean, find_rule
 from raydfl.training.fit import fit, predict
 from raydfl.training.settings import TrainSettings
@@ -47,12 +47,22 @@ class Method:
     changes: ClassVar[tuple[str, ...]] = ()
     """What names of tensors begin with that clients send as changes to something, and not as new values of what they received."""
 
+    pure: ClassVar[bool] = False
+    """A promise about every loss that the method gives to ``fit``, by which its steps may be done from a recording (train.tape).
+
+    The loss does the same tensor operations for equal shapes of its step's and batch's tensors. It looks at no values, has no side
+    effects, and reads nothing that differs between clients or rounds but the step's tensors, ``step.phase``, ``step.options``, and
+    plain values that it captured. Each class says it for itself: it is not inherited, for a subclass may compute something else.
+    """
+
     def __init_subclass__(cls) -> None:
-        """Refuse a method that was written when ``build`` still got a client.
+        """Let no class inherit ``pure``, and refuse a method that was written when ``build`` still got a client.
 
         Raises:
             ConfigError: it was.
         """
+        if "pure" not in vars(cls):
+            cls.pure = False
         build = vars(cls).get("build")
         if isinstance(build, types.FunctionType) and "client" in inspect.signature(build).parameters:
             raise ConfigError(

@@ -67,7 +67,7 @@ def driving(run_dir: Path, progress: Progress) -> Iterator[None]:
     """Hold a run's folder while this process prepares the run, asks for its rounds and writes what comes after them.
 
     Who commits (in Ray another process) holds the RunStore's lock besides. A run that ends with an error before its first commit
-    leaves nothing behind, unless its folder was there before.
+    leaves nothing behind, unless its folder was there before, or sites have been asked: the next start takes its place there.
 
     Raises:
         RunDirectoryError: another process holds the folder, or it cannot be written.
@@ -85,7 +85,7 @@ def driving(run_dir: Path, progress: Progress) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if run_dir in missing and not (run_dir / "LATEST").exists():
+        if run_dir in missing and not any((run_dir / name).exists() for name in ("LATEST", "sites.key")):
             # First away with it at once: another process may be about to make it again.
             shutil.rmtree(run_dir.rename(run_dir.with_name(f".{uuid.uuid4().hex}.part")), ignore_errors=True)
             with contextlib.suppress(OSError):

@@ -26,7 +26,7 @@ from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
 from raydfl.engine.worker import Worker
-from raydfl.models._build import build_model
+from raydfl.models import build_model
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
 from raydfl.runs.replay import replay

@@ -27,7 +27,7 @@ from raydfl.engine.settings import TrackSettings
 from raydfl.experiments.search.settings import NoScheduler, PopulationScheduler, SearchSettings
 from raydfl.experiments.sweep.grid import folder_of, laid_over, read_base, read_groups
 from raydfl.experiments.sweep.settings import check_known, label_of
-from raydfl.methods._method import Method
+from raydfl.methods import Method
 
 _CORNERS = 32
 """Corners of the space that are checked; of larger spaces so many are drawn."""

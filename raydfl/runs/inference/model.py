@@ -30,7 +30,7 @@ from raydfl.engine.storage.mirror import local_run
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import Commit, RunStore
 from raydfl.engine.worker import KEPT_MODEL, build_models
-from raydfl.methods._method import Method
+from raydfl.methods import Method
 from raydfl.training.replica import Replica
 
 Specs = tuple[ModelSpec, ...]
