@@ -30,10 +30,10 @@ from raydfl.rules import Rule as Rule
 from raydfl.runs.inference.model import load_model as load_model
 from raydfl.runs.inference.onnx import export_model as export_model
 from raydfl.runs.inference.recordings import classify as classify
+from raydfl.runs.outcome import Outcome as Outcome
 from raydfl.runs.replay import replay as replay
 from raydfl.runs.report.data import read_run as read_run
 from raydfl.runs.report.time import parts_of_rounds as parts_of_rounds
-from raydfl.runs.run import Outcome as Outcome
 from raydfl.runs.run import resume as resume
 from raydfl.runs.run import run as run
 from raydfl.training.fit import fit as fit

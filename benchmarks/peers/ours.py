@@ -17,12 +17,11 @@ from torch import Tensor
 
 from peers.turns import serve
 from raydfl import Config, load_config
-from raydfl.cluster.server import ServerActor
+from raydfl.cluster.server import _AT_ONCE, ServerActor
 from raydfl.cluster.session import start_local_ray
 from raydfl.engine.storage.folder import final_state
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
-from raydfl.runs.run import _AT_ONCE
 
 
 class Actors:

@@ -24,8 +24,8 @@ from raydfl.core.errors import ClientError, ConfigError, DataError, InputError, 
 from raydfl.core.version import __version__
 
 if TYPE_CHECKING:
+    from raydfl.runs.outcome import Outcome
     from raydfl.runs.progress import Progress
-    from raydfl.runs.run import Outcome
 
 app = typer.Typer(
     help="Federated learning for audio on Ray clusters. Start with: raydfl init, then raydfl run jobs/quickstart.yaml",

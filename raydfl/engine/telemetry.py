@@ -51,6 +51,26 @@ class RoundReport:
     rows: list[record.MetricRow] = field(default_factory=list)
     """What has become durable since the last report: rows of rounds before this one, as a rule."""
 
+    @property
+    def used(self) -> int:
+        """Clients whose updates were used."""
+        return self.clients - len(self.rejected)
+
+    @property
+    def training_seconds(self) -> float:
+        """Wall-clock time of training and aggregation; NaN when it is not known."""
+        return self.seconds.get("train_and_aggregate", float("nan"))
+
+    @property
+    def clients_per_second(self) -> float:
+        """Clients trained in a second of the round; NaN when its time is not known."""
+        return self.used / self.training_seconds if self.training_seconds > 0 else float("nan")
+
+    @property
+    def times(self) -> dict[str, float]:
+        """Seconds by part of the round: those that the record calls ``seconds/<part>``."""
+        return {**self.seconds, **{what: ratio.value for what, ratio in self.work.items()}}
+
 
 class RoundRows(list[record.MetricRow]):
     """The rows of one round, in the order in which they are recorded."""

@@ -18,14 +18,7 @@ import typing
 from pathlib import PurePath
 from typing import Any
 
-from raydfl.models._build import (
-    _annotations,
-    architectures,
-    build_model,
-    check_model,
-    find_architecture,
-    model_options,
-)
+from raydfl.models._build import _annotations, architectures, build_model, check_model, find_architecture, model_options
 
 __all__ = ["architectures", "build_model", "check_model", "find_architecture", "model_options", "model_paths"]
 
