@@ -18,7 +18,7 @@ from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Result
 from raydfl.engine.settings import EvaluateSettings
 from raydfl.engine.storage import record
 from raydfl.engine.validation import Kinds, kinds_of, left_out, shown_reason
-from raydfl.methods._method import Method
+from raydfl.methods import Method
 
 
 class Evaluation:

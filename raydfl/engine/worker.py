@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raydfl.attacks._attack import Attack
+from raydfl.attacks import Attack
 from raydfl.core import seeds
 from raydfl.core.errors import ClientError, RaydflError
 from raydfl.core.files import default_cache
