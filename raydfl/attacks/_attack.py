@@ -28,7 +28,7 @@ from raydfl.data.corruption import Share, draw_clients, share_in_range
 from raydfl.data.features.alteration import Alteration
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.names import Names
-from raydfl.methods._method import Method
+from raydfl.methods import Method
 from raydfl.training.step import Step
 
 

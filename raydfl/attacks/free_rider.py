@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.attacks._attack import Cohort, UpdateAttack
 from raydfl.core.types import Update
-from raydfl.methods._method import Method
+from raydfl.methods import Method
 from raydfl.training.step import Step
 
 

@@ -157,7 +157,7 @@ class Server:
 class ServerActor:
     """A Server in a process of its own. Ray restarts it when that is lost; it then goes on from the last commit."""
 
-    def __init__(self, run_dir: str, config: dict[str, Any]) -> None:
+    def __init__(self, run_dir: str, config: Config) -> None:
         # What is raised here reaches the driver without its type, as the loss of an actor: all that may fail is left to _open.
         self._run_dir, self._config = Path(run_dir), config
         self._server: Server | None = None
@@ -167,12 +167,11 @@ class ServerActor:
             import torch
 
             hide_gpus()
-            config = Config.model_validate(self._config)
-            torch.set_num_threads(config.ray.threads)
+            torch.set_num_threads(self._config.ray.threads)
             sys.setswitchinterval(5e-4)  # the thread that commits shall not keep clients waiting
             # A method of the user's own is called by its class alone: tags are seen by whoever reaches the node's metrics.
-            self._metrics = RayMetrics(self._run_dir.name, config.method["name"].rpartition("/")[2])
-            self._server = Server(self._run_dir, config)
+            self._metrics = RayMetrics(self._run_dir.name, self._config.method["name"].rpartition("/")[2])
+            self._server = Server(self._run_dir, self._config)
         return self._server
 
     def open(self) -> tuple[int, list[str]]:
@@ -221,7 +220,7 @@ class RemoteServer:
             here = ray.get_runtime_context().get_node_id()
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
         actor = ray.remote(ServerActor).options(**options)
-        self._actor: Any = actor.remote(str(run_dir), config.model_dump(mode="json"))
+        self._actor: Any = actor.remote(str(run_dir), config)
         self._lost = 0
 
     def _get(self, reference: Any) -> Any:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
-from raydfl.attacks._attack import Attack, Cohort, ColludingAttack, UpdateAttack
-from raydfl.attacks._statistics import HonestUpdates
+from raydfl.attacks import Attack, Cohort, ColludingAttack, HonestUpdates, UpdateAttack
 from raydfl.core import seeds
 from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import Tensors, Update

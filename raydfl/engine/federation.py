@@ -42,10 +42,10 @@ class Federation:
         self.config = config
         self.store = store
         self.pool = pool
-        self.method = config.build_method()
+        self.method = config.parts.method
         self.clients = Clients(population, config)
         self._cohort = config.train.cohort_size(len(self.clients))
-        self._attackers = Adversary(config.build_attack(), type(self.method).changes, population.ids, config.run.seed)
+        self._attackers = Adversary(config.parts.attack, type(self.method).changes, population.ids, config.run.seed)
         self._site_of = population.site_of
         variants = [(specs, build_models(self.method, specs, config.run.seed)) for specs in self.clients.variants()]
         self._evaluation = Evaluation(

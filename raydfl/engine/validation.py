@@ -20,7 +20,7 @@ from raydfl.core.errors import ClientError, RaydflError, printable
 from raydfl.core.metrics import base_name
 from raydfl.core.tensors import Layout
 from raydfl.core.types import Metrics, Ratio, Tensors, Update
-from raydfl.rules._weights import weight_of
+from raydfl.rules import weight_of
 
 _REASON = 500
 """Characters that are kept of why a client was left out."""

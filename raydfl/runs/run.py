@@ -75,8 +75,9 @@ def resume(
     run_dir = local_run(run_dir, overrides)
     check_begun(run_dir)
     with driving(run_dir, progress):
-        stored = stored_config(run_dir, trust)
-        config = make_config(apply_overrides(stored.model_dump(mode="json"), overrides), f"{run_dir}/config.yaml")
+        config = stored = stored_config(run_dir, trust)
+        if overrides:
+            config = make_config(apply_overrides(stored.model_dump(mode="json"), overrides), f"{run_dir}/config.yaml")
         check_same(run_dir, config, trust)
         about = stored_about(run_dir)
         if "config" not in about and stored.digest() != about["digest"]:

@@ -29,7 +29,7 @@ from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
 from raydfl.engine.telemetry import RoundReport
-from raydfl.models._build import build_model
+from raydfl.models import build_model
 from raydfl.runs.folder import create, export
 from raydfl.runs.progress import Progress
 from raydfl.runs.run import run

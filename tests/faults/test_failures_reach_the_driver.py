@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import pickle
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ class InThisProcess(RemoteServer):
     lost: Sequence[str] = ()
 
     def __init__(self, run_dir: Path, config: Config) -> None:
-        actor = ServerActor(str(run_dir), config.model_dump(mode="json"))
+        actor = ServerActor(str(run_dir), pickle.loads(pickle.dumps(config)))
         self.calls: list[str] = []
         self._lost = 0
         self._tell = lambda _: None

@@ -27,7 +27,7 @@ from raydfl.engine.settings import TrackSettings
 from raydfl.experiments.search.settings import NoScheduler, PopulationScheduler, SearchSettings
 from raydfl.experiments.sweep.grid import folder_of, laid_over, read_base, read_groups
 from raydfl.experiments.sweep.settings import check_known, label_of
-from raydfl.methods._method import Method
+from raydfl.methods import Method
 
 _CORNERS = 32
 """Corners of the space that are checked; of larger spaces so many are drawn."""
@@ -273,7 +273,7 @@ _COUNTS = ("train.local_epochs", "train.batch_size")
 
 def _check_metric(search: Search) -> None:
     metric, config = search.settings.metric, search.first
-    method = config.build_method()
+    method = config.parts.method
     if metric.model is not None:
         check_known(metric.model, type(method).models, f"{search.file}: metric.model: there is no model")
     if type(method).evaluate is Method.evaluate:  # else the method measures what it likes
@@ -295,7 +295,7 @@ def _check_population(search: Search, scheduler: PopulationScheduler) -> None:
         )
     if search.samples < 2:
         raise ConfigError(f"{search.file}: samples: scheduler pbt needs a population of at least 2")
-    fields = {item.name: item.type for item in dataclasses.fields(search.first.build_method())}
+    fields = {item.name: item.type for item in dataclasses.fields(search.first.parts.method)}
     for key in search.settings.space:
         group, _, name = key.partition(".")
         rate = group == "method" and "float" in str(fields.get(name, ""))

@@ -200,7 +200,7 @@ def recorded(folder: Path, after: int) -> dict[int, dict[tuple[str, str], float]
     import pyarrow.compute as pc
 
     from raydfl.engine.storage.record import read_rows
-    from raydfl.engine.storage.store import RunStore
+    from raydfl.engine.storage.store import RunStore, round_of
 
     if not (folder / "run.json").exists():
         return {}
@@ -210,7 +210,7 @@ def recorded(folder: Path, after: int) -> dict[int, dict[tuple[str, str], float]
     where = (pc.field("client") == "") & (pc.field("round") > after)
     found: dict[int, dict[tuple[str, str], float]] = {}
     columns = ("round", "phase", "split", "metric", "value")
-    for row in read_rows(folder, int(latest.partition("-")[0]), where=where, columns=columns).to_pylist():
+    for row in read_rows(folder, round_of(latest), where=where, columns=columns).to_pylist():
         if row["phase"] == "evaluate":
             found.setdefault(row["round"], {})[row["split"], row["metric"]] = row["value"]
     return dict(sorted(found.items()))
@@ -229,7 +229,7 @@ def branch(parent: Path, folder: Path, config: Config) -> None:
     """
     from raydfl.core.files import write_durably
     from raydfl.engine.storage.folder import stored_about, write_config
-    from raydfl.engine.storage.store import RunStore
+    from raydfl.engine.storage.store import RunStore, round_of
 
     if (folder / "run.json").exists():
         return
@@ -238,7 +238,7 @@ def branch(parent: Path, folder: Path, config: Config) -> None:
         shutil.rmtree(remains, ignore_errors=True)
     shutil.copytree(parent, temporary, ignore=shutil.ignore_patterns(*_LEFT_BEHIND, "model*.safetensors", "export"))
     about = stored_about(parent)
-    done = int(str(RunStore(parent).latest()).partition("-")[0])
+    done = round_of(str(RunStore(parent).latest()))
     before = {"run": about["id"], "digest": about["digest"], "round": done}
     about |= {"id": folder.name, "digest": config.digest(), "config": config.model_dump(mode="json")}
     about |= {"branches": [*about.get("branches", []), before]}
