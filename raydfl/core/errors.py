@@ -67,3 +67,8 @@ def printable(text: str) -> str:
     \x1b[2Jgone
     """
     return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, or its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -17,7 +17,7 @@ from raydfl.core.errors import RunDirectoryError
 from raydfl.core.metrics import HIGHER_IS_BETTER, base_name, model_name
 from raydfl.engine.storage.folder import check_about, decisive_changes, flat
 from raydfl.engine.storage.record import MetricRow, read_rows, to_rows, unrecorded
-from raydfl.engine.storage.store import RunStore
+from raydfl.engine.storage.store import RunStore, round_of
 from raydfl.engine.telemetry import TIMELINE
 
 SPLITS = {
@@ -158,7 +158,7 @@ def read_run(folder: Path) -> RunRecord:
                 f"what was trained."
             )
     latest = RunStore(folder).latest()
-    until = None if latest is None else int(latest.split("-")[0])
+    until = None if latest is None else round_of(latest)
     of_server = pc.field("client") == ""
     pooled = to_rows(read_rows(folder, until, where=of_server & (pc.field("metric") != TIMELINE)))
     points: dict[Key, dict[int, tuple[float, float]]] = {}
@@ -177,10 +177,10 @@ def read_run(folder: Path) -> RunRecord:
         missing.append(f"the files in rows/ of rounds {lost} are missing: what was measured in them is not shown.")
     clients = _client_scores(folder, until, curves)
     timelines = _timelines(folder, until, pooled)
-    return RunRecord(folder, about, config, curves, confusions, clients, timelines, missing, _befallen(folder, until))
+    return RunRecord(folder, about, config, curves, confusions, clients, timelines, missing, _incidents(folder, until))
 
 
-def _befallen(folder: Path, until: int | None) -> list[tuple[int, str, str, str, str]]:
+def _incidents(folder: Path, until: int | None) -> list[tuple[int, str, str, str, str]]:
     """What the rows say in words of single clients."""
     columns = ("round", "phase", "client", "metric", "note")
     found = read_rows(folder, until, where=pc.field("note").is_valid(), columns=columns).to_pylist()
@@ -280,17 +280,6 @@ def dig(values: Any, path: str) -> Any:
     for key in path.split("."):
         values = values.get(key) if isinstance(values, Mapping) else None
     return values
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as ``a.b.c -> value``."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def place(item: str, order: Sequence[str]) -> tuple[int, str]:
