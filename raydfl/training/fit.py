@@ -56,7 +56,7 @@ def fit(step: Step, *losses: Loss, models: tuple[str, ...] = (), epochs: int | N
         fewer than asked for where ``train.deadline`` ended the training.
 
     Raises:
-        LateError: this client is left out of the round for its deadline; let it pass.
+        DeadlineExceededError: this client is left out of the round for its deadline; let it pass.
     """
     with step.clock.waiting():
         return cast(Metrics, together.answer(_Fit(step, losses, models, epochs)))

@@ -62,7 +62,7 @@ def fit_together(
         What ``fit`` returns, for each client.
 
     Raises:
-        ApartError: it cannot be done, and why; nothing has been changed.
+        NotBatchableError: it cannot be done, and why; nothing has been changed.
     """
     first = steps[0]
     options = alike.identity(dict(first.options))
@@ -112,7 +112,7 @@ def predict_together(steps: Sequence[Step], model: str, examples: Sequence[Examp
         batch_size: examples of each client at a time.
 
     Raises:
-        ApartError: it cannot be done, and why; nothing has been changed.
+        NotBatchableError: it cannot be done, and why; nothing has been changed.
     """
     kind = ("predict", _kind(steps[0]), model)
     # The same clips at all clients, as in an evaluation on the server's data, are read once.
@@ -194,7 +194,7 @@ def _train(
     """Everybody's steps: each step's losses [active clients], and the number of batches until all are done or one's time is over.
 
     Raises:
-        ApartError: somebody's time was over before the first batch.
+        NotBatchableError: somebody's time was over before the first batch.
     """
     first = group.steps[0]
     settings = first.training.optimiser

@@ -63,7 +63,7 @@ class _Tensors:
         """Inside, the models compute with these tensors.
 
         Raises:
-            ApartError: a model put a new tensor into a buffer's place, or stored something in an attribute: it would be lost.
+            NotBatchableError: a model put a new tensor in a buffer's place, or set an attribute: it would be lost.
         """
         attributes = [(live, dict(live)) for live in self._attributes]
         try:
@@ -168,7 +168,7 @@ class StackedClients:
 
         Raises:
             MoreSourcesError: ``sources`` now has what was missing; to be begun again with :meth:`start`.
-            ApartError: it cannot be computed so, and why.
+            NotBatchableError: it cannot be computed so, and why.
         """
         fields = {"x": batch.x, "y": batch.y, "lengths": batch.lengths, "weight": batch.weight}
         own_fields = {} if shared_batch else {name: value for name, value in fields.items() if value is not None}
