@@ -1,83 +1,49 @@
-"""raydfl: federated learning for audio on Ray clusters."""
+"""raydfl: federated learning for audio on Ray.
+
+What users need is imported from here (``from raydfl import run, Method``) and from :mod:`raydfl.ops`. The code lives in twelve
+rooms, and each imports only rooms below it:
+
+- ``cli``: the command line; words on a terminal
+- ``experiments``: many runs: grids, and searches on Ray Tune
+- ``runs``: one run from its folder to its page: run, resume, replay, progress, tracking, report, inference
+- ``cluster``: all that needs Ray: actors, the pool, nodes, GPUs, sites, jobs
+- ``engine``: the round and what is kept of it: configuration, federation, worker, storage; no Ray, no terminal
+- ``attacks``: simulated attackers, one file an attack
+- ``methods``: federated methods, one file a paper
+- ``training``: one client's local work, or several clients' in one computation
+- ``rules``: aggregation: many clients' updates in, the server's new tensors out
+- ``models``: networks, one file a family
+- ``data``: recordings in, batches of examples out
+- ``core``: values, numbers and files that every room uses; fast operators
+
+``rules``, ``models`` and ``data`` lie level: they do not know each other.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from raydfl.core.version import __version__
-
-if TYPE_CHECKING:
-    from raydfl.core.errors import RaydflError
-    from raydfl.core.types import Batch, Client, Ratio, State, Task, Update
-    from raydfl.data.dataset import Dataset
-    from raydfl.engine.config import Config, load_config, make_config
-    from raydfl.methods._method import Method
-    from raydfl.rules import Rule
-    from raydfl.runs.inference.model import load_model
-    from raydfl.runs.inference.onnx import export_model
-    from raydfl.runs.inference.recordings import classify
-    from raydfl.runs.replay import replay
-    from raydfl.runs.run import Outcome, resume, run
-    from raydfl.training.fit import fit, predict
-    from raydfl.training.step import Step
-
-_WHERE = {
-    "Rule": "raydfl.rules",
-    "Config": "raydfl.engine.config",
-    "load_config": "raydfl.engine.config",
-    "make_config": "raydfl.engine.config",
-    "Dataset": "raydfl.data.dataset",
-    "RaydflError": "raydfl.core.errors",
-    "Method": "raydfl.methods._method",
-    "Outcome": "raydfl.runs.run",
-    "classify": "raydfl.runs.inference.recordings",
-    "export_model": "raydfl.runs.inference.onnx",
-    "load_model": "raydfl.runs.inference.model",
-    "replay": "raydfl.runs.replay",
-    "resume": "raydfl.runs.run",
-    "run": "raydfl.runs.run",
-    "Step": "raydfl.training.step",
-    "fit": "raydfl.training.fit",
-    "predict": "raydfl.training.fit",
-    "Batch": "raydfl.core.types",
-    "Client": "raydfl.core.types",
-    "Ratio": "raydfl.core.types",
-    "State": "raydfl.core.types",
-    "Task": "raydfl.core.types",
-    "Update": "raydfl.core.types",
+# The one table of public names is the stub beside this file, which type checkers read in its place.
+_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+_HOMES = {
+    alias.name: str(line.module) for line in _STUB.body if isinstance(line, ast.ImportFrom) for alias in line.names
 }
 
-__all__ = [
-    "Batch",
-    "Client",
-    "Config",
-    "Dataset",
-    "Method",
-    "Outcome",
-    "Ratio",
-    "RaydflError",
-    "Rule",
-    "State",
-    "Step",
-    "Task",
-    "Update",
-    "__version__",
-    "classify",
-    "export_model",
-    "fit",
-    "load_config",
-    "load_model",
-    "make_config",
-    "predict",
-    "replay",
-    "resume",
-    "run",
-]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when they are first used: ``raydfl --help`` need not wait for PyTorch and Ray."""
-    if name not in _WHERE:
+    """Import a public name when it is first used: ``raydfl --help`` need not wait for PyTorch and Ray."""
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_WHERE[name]), name)
+    home = _HOMES[name]
+    if home == __name__:
+        return importlib.import_module(f"{home}.{name}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -28,7 +28,7 @@ from raydfl.data.corruption import Share, draw_clients, share_in_range
 from raydfl.data.features.alteration import Alteration
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.names import Names
-from raydfl.methods._method import Method
+from raydfl.methods import Method
 from raydfl.training.step import Step
 
 
@@ -73,7 +73,7 @@ class Attack:
         return self
 
     def attackers(self, ids: Names, seed: int, round_index: int) -> np.ndarray:
-        """Who attacks in the round after ``round_index`` completed ones: bool [clients].
+        """Return who attacks in the round after ``round_index`` completed ones: bool [clients].
 
         Args:
             ids: of all clients.
@@ -88,7 +88,7 @@ class Attack:
         return draw_clients(ids, self.clients, rng, "attack", "attackers")
 
     def candidates(self, ids: Names, seed: int) -> np.ndarray:
-        """Who attacks in some round: bool [clients].
+        """Return who attacks in any round: bool [clients].
 
         Raises:
             DataError: more attackers than clients, or an unknown id.
@@ -105,17 +105,17 @@ class Attack:
         return type(self).alteration is not Attack.alteration
 
     def alteration(self) -> Alteration | None:
-        """What is done to chosen recordings of attackers before their features are computed; by default nothing."""
+        """Return what to do to chosen recordings of attackers before their features are computed; by default nothing."""
         return None
 
     def altered(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """Which of an attacker's ``count`` training clips are altered: bool [count]; by default none."""
+        """Choose which of an attacker's ``count`` training clips are altered: bool [count]; by default none."""
         return np.zeros(count, bool)
 
     def labels(
         self, labels: np.ndarray, altered: np.ndarray, classes: Sequence[str], rng: np.random.Generator
     ) -> np.ndarray:
-        """The labels that an attacker trains on: int64 [clips]; by default the true ones.
+        """Return the labels that an attacker trains on: int64 [clips]; by default the true ones.
 
         Args:
             labels: int64 [clips]: indices into ``classes``.
@@ -125,11 +125,11 @@ class Attack:
         return labels
 
     def target_class(self, classes: Sequence[str]) -> int | None:
-        """The class that altered clips are to be taken for: how often that succeeds is measured. ``None``: nothing to measure."""
+        """Return the class that altered clips should be taken for, whose success is measured. ``None``: nothing to measure."""
         return None
 
     def local(self, method: Method, step: Step) -> Update:
-        """What an attacker does in place of the method's ``local``; by default just that."""
+        """Do an attacker's work in place of the method's ``local``; by default just that."""
         return method.local(step)
 
 
@@ -139,7 +139,7 @@ class UpdateAttack(Attack, ABC):
 
     @abstractmethod
     def change(self, change: np.ndarray, cohort: Cohort, rng: np.random.Generator) -> np.ndarray:
-        """What is sent in place of an honest change.
+        """Return what is sent in place of an honest change.
 
         Args:
             change: float64 [elements]: what the client sends, less what the server has; not to be written into.
@@ -164,11 +164,11 @@ class ColludingAttack(Attack, ABC):
 
     @abstractmethod
     def together(self, known: HonestUpdates, cohort: Cohort) -> np.ndarray:
-        """The change that every attacker sends: float [elements]."""
+        """Return the change that every attacker sends: float [elements]."""
 
 
 def class_index(name: str | int, classes: Sequence[str], where: str) -> int:
-    """The index of a class that an option names.
+    """Return the index of a class that an option names.
 
     Args:
         where: the option, for the message.
@@ -182,7 +182,7 @@ def class_index(name: str | int, classes: Sequence[str], where: str) -> int:
 
 
 def drawn_share(count: int, share: float, rng: np.random.Generator) -> np.ndarray:
-    """A drawn share of ``count`` things, rounded half up: bool [count]."""
+    """Draw a share of ``count`` things, rounded half up: bool [count]."""
     chosen = np.zeros(count, bool)
     chosen[rng.permutation(count)[: int(np.floor(share * count + 0.5))]] = True
     return chosen

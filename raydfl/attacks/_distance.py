@@ -56,7 +56,7 @@ class DistanceAttack(ColludingAttack):
 
     @abstractmethod
     def gamma(self, square: float, along: np.ndarray, own: np.ndarray, between: np.ndarray) -> float:
-        """The largest gamma, at least 0, that the bound allows.
+        """Return the largest gamma, at least 0, that the bound allows.
 
         Args:
             square: the direction's squared length, above 0.

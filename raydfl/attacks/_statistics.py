@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from raydfl.rules._collecting import one_thread
+from raydfl.rules import one_thread
 
 _BLOCK = 1 << 15
 """Elements that are worked on at a time: of some dozens of clients they stay in the processor's cache."""

@@ -39,7 +39,7 @@ class ALIE(ColludingAttack):
 
 
 def largest_z(clients: int, attackers: int) -> float:
-    """The paper's z for this many clients in a round, attackers included; at least 0."""
+    """Return the paper's z for this many clients in a round, attackers included; at least 0."""
     honest = clients - attackers
     supporters = max(1, math.floor(clients / 2 + 1) - attackers)
     if honest - supporters <= honest / 2:

@@ -55,7 +55,7 @@ class Trigger(Alteration):
 
     @classmethod
     def of_file(cls, path: Path, seconds: float, loudness_db: float, position: float | None) -> Trigger:
-        """A trigger whose sound is a recording.
+        """Make a trigger whose sound is a recording.
 
         Raises:
             DataError: the file cannot be read, or is silent as far as it is used.
@@ -82,7 +82,7 @@ class Trigger(Alteration):
         return result.astype(np.float32)
 
     def waveform(self, extractor: FeatureExtractor) -> np.ndarray:
-        """The sound alone: float64 [samples] at the extractor's rate, with a root mean square of 1."""
+        """Return the sound alone: float64 [samples] at the extractor's rate, with a root mean square of 1."""
         rate = extractor.settings.sample_rate
         samples = max(1, round(self.seconds * rate))
         if self.file is not None:
@@ -138,7 +138,7 @@ class Backdoor(UpdateAttack):
     ] = 1.0
 
     def check(self, classes: Sequence[str], features: AnyFeatures) -> None:
-        """The target exists, the sound can be used, and the features' sample rate can carry it."""
+        """Check that the target exists, that the sound can be used, and that the features' sample rate can carry it."""
         if isinstance(features, FileFeatures):
             raise needs_waves("attack 'backdoor'")
         self.target_class(classes)

@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.attacks._attack import Cohort, UpdateAttack
 from raydfl.core.types import Update
-from raydfl.methods._method import Method
+from raydfl.methods import Method
 from raydfl.training.step import Step
 
 
@@ -28,7 +28,7 @@ class FreeRider(UpdateAttack):
     ] = 0.0
 
     def local(self, method: Method, step: Step) -> Update:
-        """All that may leave a client, as it was received; differences are 0. Private state stays as it was."""
+        """Send all that may leave a client as it was received; differences are 0. Private state stays as it was."""
         received = next(iter(step.received.values()), {})
         tensors = {**received, **step.floating_state()}
         sent = {

@@ -33,7 +33,7 @@ class LabelFlip(Attack):
     ] = "next"
 
     def check(self, classes: Sequence[str], features: AnyFeatures) -> None:
-        """At least two classes, and those that are named exist."""
+        """Check that there are two classes at least, and that those that are named exist."""
         if len(classes) < 2:
             raise ConfigError(f"attack: label_flip needs at least 2 classes, the data have {len(classes)}")
         for pair in self.to.items() if isinstance(self.to, dict) else ():

@@ -36,6 +36,6 @@ class Scaling(UpdateAttack):
 
 
 def boosted(change: np.ndarray, boost: float | None, cohort: Cohort) -> np.ndarray:
-    """``boost`` times the change (float64 [elements]); ``None``: as much as makes up for the others' weight in the mean."""
+    """Multiply the change (float64 [elements]) by ``boost``; ``None``: by what makes up for the others' weight in the mean."""
     factor = 1 / cohort.share if boost is None else boost
     return change if factor == 1 else factor * change

@@ -24,8 +24,8 @@ from raydfl.core.errors import ClientError, ConfigError, DataError, InputError, 
 from raydfl.core.version import __version__
 
 if TYPE_CHECKING:
+    from raydfl.runs.outcome import Outcome
     from raydfl.runs.progress import Progress
-    from raydfl.runs.run import Outcome
 
 app = typer.Typer(
     help="Federated learning for audio on Ray clusters. Start with: raydfl init, then raydfl run jobs/quickstart.yaml",
@@ -479,7 +479,7 @@ def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, 
 
             stack.enter_context(connected(config.ray.address, quiet=True))
             run_chunks = on_the_cluster
-        population = build_population(config.data, config.run.seed, progress, run_chunks, config.build_attack())
+        population = build_population(config.data, config.run.seed, progress, run_chunks, config.parts.attack)
         for message in population.messages:
             progress.message(message)
         progress.message(

@@ -45,7 +45,7 @@ class ClientError(RaydflError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A ``did you mean`` clause for an unknown word, with all known ones when none is close.
+    """Return a ``did you mean`` clause for an unknown word, with all known ones when none is close.
 
     >>> nearest("ronds", ["rounds", "cohort"])
     "did you mean 'rounds'?"
@@ -55,6 +55,15 @@ def nearest(word: str, known: Iterable[str]) -> str:
     if close:
         return f"did you mean {close[0]!r}?"
     return f"known: {', '.join(names)}"
+
+
+def first_line(error: BaseException) -> str:
+    r"""Return the first line of what an error says; its kind if it says nothing.
+
+    >>> first_line(OSError("no route to host\nmore")), first_line(TimeoutError())
+    ('no route to host', 'TimeoutError')
+    """
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def printable(text: str) -> str:
@@ -67,8 +76,3 @@ def printable(text: str) -> str:
     \x1b[2Jgone
     """
     return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, or its kind where it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -119,7 +119,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def full_disk(folder: Path, needed: int, what: str, advice: str) -> ResourcesError:
-    """The error for a disk without room for ``needed`` more bytes."""
+    """Return the error for a disk without room for ``needed`` more bytes."""
     return ResourcesError(
         f"the disk of {folder} is full: it has {free_bytes(folder):,} bytes free and {what} need about {needed:,}; {advice}"
     )
@@ -149,7 +149,7 @@ def writing(folder: Path, needed: int, what: str, advice: str) -> Iterator[None]
 
 
 def default_cache() -> Path:
-    """``$RAYDFL_CACHE``, or ``raydfl`` below ``$XDG_CACHE_HOME`` or ``~/.cache``.
+    """Return ``$RAYDFL_CACHE``, or ``raydfl`` below ``$XDG_CACHE_HOME`` or ``~/.cache``.
 
     Raises:
         ResourcesError: the user has no home.

@@ -34,7 +34,7 @@ SHOWN = ("accuracy", "attack_success")
 
 
 def base_name(metric: str) -> str:
-    """What a metric measures, without the model that it belongs to.
+    """Return what a metric measures, without the model that it belongs to.
 
     >>> base_name("plugin/accuracy")
     'accuracy'
@@ -43,7 +43,7 @@ def base_name(metric: str) -> str:
 
 
 def model_name(metric: str) -> str:
-    """The model that a metric belongs to; empty when it names none.
+    """Return the model that a metric belongs to; empty when it names none.
 
     >>> model_name("plugin/accuracy")
     'plugin'
@@ -110,7 +110,7 @@ def classification_metrics(
 def _mean_over_clips(
     log_probabilities: NDArray[np.float64], labels: NDArray[np.int64], clips: NDArray[Any]
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """One row a clip: the log of the mean probabilities of its segments, in the order of the clips' numbers."""
+    """Return one row for each clip: the log of its segments' mean probabilities, in the order of the clips' numbers."""
     if clips.shape != labels.shape:
         raise DataError(
             f"{len(clips)} clip numbers for {len(labels)} labels; every segment needs the number of its clip"
@@ -130,7 +130,7 @@ def _mean_over_clips(
 
 
 def pool(parts: Iterable[Metrics]) -> dict[str, Ratio | np.ndarray]:
-    """The metrics of several clients or batches added up, name by name; a name need not be in all of them.
+    """Add up the metrics of several clients or batches, name by name; a name need not be in all of them.
 
     Raises:
         ValueError: one name is a ratio here and an array there, or arrays of different shapes.
@@ -155,7 +155,7 @@ def _kind(value: Ratio | np.ndarray) -> str:
 
 
 def summarise(metrics: Metrics) -> dict[str, Ratio]:
-    """The ratios in ``metrics`` and those that its arrays give.
+    """Return the ratios in ``metrics`` and those that its arrays give.
 
     From ``<model>/confusion`` (int [classes, classes], row: truth) come
 
@@ -186,7 +186,7 @@ def _from_confusion(confusion: NDArray[Any]) -> tuple[Ratio, Ratio]:
 
 
 def attack_success(metrics: Metrics, target: int | None) -> dict[str, Ratio]:
-    """``<model>/attack_success`` from each ``<model>/confusion``: the share of clips that are taken for the class ``target``.
+    """Return ``<model>/attack_success`` from each ``<model>/confusion``: the share of clips taken for the class ``target``.
 
     Args:
         metrics: of clips with a trigger whose true class is not the target.
@@ -200,7 +200,7 @@ def attack_success(metrics: Metrics, target: int | None) -> dict[str, Ratio]:
 
 
 def worst_decile(values: Sequence[float] | NDArray[np.float64], higher_is_better: bool = True) -> float:
-    """The mean over the tenth of the clients that fare worst (rounded up, so at least one client); NaN of no clients.
+    """Return the mean over the tenth of the clients that fare worst (rounded up, so at least one client); NaN of no clients.
 
     >>> worst_decile([0.9] * 18 + [0.2, 0.4])
     0.30000000000000004
@@ -215,7 +215,7 @@ def worst_decile(values: Sequence[float] | NDArray[np.float64], higher_is_better
 
 
 def spread(clients: Iterable[Metrics]) -> dict[str, Ratio]:
-    """How the clients differ: each client counts once, however many examples it has.
+    """Return how the clients differ; each client counts once, however many examples it has.
 
     For each score of :data:`HIGHER_IS_BETTER` that a client has, given or derived by :func:`summarise`:
     ``<score>_client_mean``, ``<score>_client_std`` (population standard deviation) and ``<score>_worst_decile``. The

@@ -34,7 +34,7 @@ class Option:
 
 
 def options_of(cls: type) -> list[Option]:
-    """The options of a dataclass or of a group of settings, in their order."""
+    """Return the options of a dataclass or of a group of settings, in their order."""
     schema = _schema(cls)
     required = schema.get("required", ())
     return [
@@ -44,7 +44,7 @@ def options_of(cls: type) -> list[Option]:
 
 
 def path_options(cls: type) -> list[str]:
-    """The names of the options that are files or folders."""
+    """Return the names of the options that are files or folders."""
     return [
         name
         for name, about in _schema(cls).get("properties", {}).items()
@@ -67,7 +67,7 @@ def describe_field(about: Mapping[str, Any]) -> str:
 
 
 def _range(part: Mapping[str, Any]) -> str:
-    """``"1 to 512"``, ``"above 0, to 500"``, ``"at least 1"`` ...; empty when there is no limit."""
+    """Return ``"1 to 512"``, ``"above 0, to 500"``, ``"at least 1"`` ...; empty when there is no limit."""
     low, above, high, below = (part.get(key) for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"))
     if low is not None and high is not None:
         return f"{low:g} to {high:g}"
@@ -95,10 +95,33 @@ def _schema(cls: type) -> Mapping[str, Any]:
 # -- what is wrong ---------------------------------------------------------------------------------------------------
 
 
+def check_keys(values: Any, annotation: Any, where: str, tree: type[Settings], prefix: str = "") -> None:
+    """Refuse a key that a group of settings, or one within it, does not have.
+
+    Pydantic would too, but without the nearest known one. Groups that also take other keys are left to their own check.
+
+    Args:
+        values: as given; what is no group is left to pydantic.
+        annotation: of the field that they are for.
+        where: the group's place; empty at the top.
+        tree: see :func:`unknown_key`.
+        prefix: see :func:`unknown_key`.
+
+    Raises:
+        ConfigError: naming the first.
+    """
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(values, Mapping) and _is_group(kind) and kind.model_config.get("extra") != "allow":
+            for key, value in values.items():
+                if key not in kind.model_fields:
+                    raise unknown_key(str(key), kind.model_fields, where, tree, prefix)
+                check_keys(value, kind.model_fields[key].annotation, f"{where}.{key}" if where else key, tree, prefix)
+
+
 def unknown_key(
     key: str, known: Iterable[str], where: str, tree: type[Settings], prefix: str = "", of: str = ""
 ) -> ConfigError:
-    """The error for a key that a group of settings does not have.
+    """Return the error for a key that a group of settings does not have.
 
     A key that stands in another group is most likely meant for that one: ``rounds`` is ``train.rounds``.
 
@@ -114,7 +137,7 @@ def unknown_key(
 
 
 def _paths(model: type[BaseModel], prefix: str) -> list[str]:
-    """The places of all settings within a group, ``"train.optimiser.lr"``."""
+    """Return the places of all settings within a group, ``"train.optimiser.lr"``."""
     paths = []
     for name, field in model.model_fields.items():
         place = f"{prefix}.{name}" if prefix else name
@@ -255,7 +278,7 @@ def _shown(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A built option's value as plain data: tuples as lists, paths as text, dataclasses as mappings."""
+    """Return a built option's value as plain data: tuples as lists, paths as text, dataclasses as mappings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value) if item.init}
     return json.loads(json.dumps(value, default=_text))

@@ -31,14 +31,14 @@ T = TypeVar("T")
 
 
 def names(package: str) -> list[str]:
-    """The built-in names of a package (``"raydfl.methods"``): its public modules, sorted."""
+    """Return the built-in names of a package (``"raydfl.methods"``): its public modules, sorted."""
     module = importlib.import_module(package)
     return sorted(m.name for m in pkgutil.iter_modules(module.__path__) if not m.name.startswith("_"))
 
 
 @functools.cache
 def _load_file(path: Path) -> ModuleType:
-    """A module from a file; its name depends only on the path, so that classes pickle between processes that share it."""
+    """Load a module from a file; its name depends only on the path, so that classes pickle between processes that share it."""
     name = f"raydfl_user_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -110,7 +110,7 @@ def _twice(name: str, one: Path, other: Path) -> ConfigError:
 
 
 def load_object(reference: str) -> Any:
-    """What ``file.py:Name`` or ``module:Name`` points to.
+    """Import what ``file.py:Name`` or ``module:Name`` points to.
 
     Raises:
         ConfigError: the file, the module or the name does not exist (in this process, where it is ``__main__``), or importing it
@@ -141,7 +141,7 @@ def load_object(reference: str) -> Any:
 
 
 def find(package: str, name: str, base: type[T], what: str) -> type[T]:
-    """The subclass of ``base`` called ``name``: the one defined in ``package/name.py``, or the user's ``file.py:Class``.
+    """Find the subclass of ``base`` called ``name``: the one defined in ``package/name.py``, or the user's ``file.py:Class``.
 
     Args:
         what: how an error names the kind of thing, ``"method"``.
@@ -152,7 +152,7 @@ def find(package: str, name: str, base: type[T], what: str) -> type[T]:
     if ":" in name:
         found = load_object(name)
         if not (isinstance(found, type) and issubclass(found, base)):
-            raise ConfigError(f"{what} {name!r} is not a subclass of {base.__module__}.{base.__name__}")
+            raise ConfigError(f"{what} {name!r} is not a subclass of raydfl.{base.__name__}")
         return found
     known = names(package)
     if name not in known:
@@ -169,7 +169,7 @@ def find(package: str, name: str, base: type[T], what: str) -> type[T]:
 
 
 def build(cls: type[T], options: Mapping[str, Any], where: str) -> T:
-    """``cls(**options)``, every option checked against the class's fields.
+    """Build ``cls(**options)``, with every option checked against the class's fields.
 
     Args:
         where: the place in the configuration, ``"method"``, for the messages.

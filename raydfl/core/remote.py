@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 
 def is_uri(text: object) -> bool:
-    """Whether it is a URI and not a path.
+    """Return whether it is a URI and not a path.
 
     >>> is_uri("s3://bucket/runs"), is_uri("/shared/runs"), is_uri("method.py:Class")
     (True, False, False)
@@ -78,7 +78,7 @@ def check_uri(uri: str, setting: str) -> None:
 
 
 def below(uri: str, name: str) -> str:
-    """The URI of what lies in a folder; options after ``?`` stay at the end.
+    """Return the URI of what lies in a folder; options after ``?`` stay at the end.
 
     >>> below("s3://bucket/runs?region=eu-central-1", "first")
     's3://bucket/runs/first?region=eu-central-1'
@@ -88,14 +88,14 @@ def below(uri: str, name: str) -> str:
 
 
 def parted(uri: str) -> tuple[str, str]:
-    """The URI of the folder that something lies in, and its name: the other way round of :func:`below`."""
+    """Split a URI into that of the folder and the name in it: the inverse of :func:`below`."""
     head, question, options = uri.partition("?")
     folder, _, name = head.rstrip("/").rpartition("/")
     return f"{folder}{question}{options}", name
 
 
 def open_file_system(uri: str) -> tuple[fs.FileSystem, str]:
-    """Arrow's file system for a URI, and the path in it."""
+    """Open Arrow's file system for a URI; return it and the path in it."""
     if uri.startswith("s3:") and "allow_delayed_open" not in uri:  # one request for a small file instead of three
         uri += f"{'&' if '?' in uri else '?'}allow_delayed_open=true"
     found: tuple[fs.FileSystem, str] = fs.FileSystem.from_uri(uri)
@@ -126,7 +126,7 @@ class RemoteFolder:
         return f"{self._opened[1]}/{name}" if name else self._opened[1]
 
     def _tried(self, name: str, what: str, do: Callable[[], _T]) -> _T:
-        """What ``do`` returns, at the latest at the last try.
+        """Call ``do`` until it succeeds, for a number of tries, and return its result.
 
         Raises:
             FileNotFoundError: at once; unless it is to be written.
@@ -142,14 +142,14 @@ class RemoteFolder:
                 if pause is None or hopeless:
                     tries = "" if hopeless else f", after {len(_PAUSES) + 1} tries"
                     raise ResourcesError(
-                        f"{below(self.uri, name) if name else self.uri} cannot be {what}{tries}: {first_line(error)}; "
-                        f"{self._advice}"
+                        f"{below(self.uri, name) if name else self.uri} cannot be {what}{tries}: "
+                        f"{first_line(error)}; {self._advice}"
                     ) from error
                 time.sleep(pause)
         raise AssertionError
 
     def is_file(self) -> bool:
-        """Whether the URI is that of a file.
+        """Return whether the URI is that of a file.
 
         Raises:
             FileNotFoundError: there is nothing.
@@ -186,7 +186,7 @@ class RemoteFolder:
         return there
 
     def read(self, name: str) -> bytes | None:
-        """The content of a file; ``None`` when it is not there.
+        """Read the content of a file; ``None`` when it is not there.
 
         Raises:
             ResourcesError: it cannot be read.

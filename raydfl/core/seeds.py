@@ -12,7 +12,7 @@ import numpy as np
 
 
 def seed_for(run_seed: int, round_index: int, client_id: str, purpose: str) -> int:
-    """A 63-bit seed that depends on all four arguments.
+    """Return a 63-bit seed that depends on all four arguments.
 
     ``client_id`` is empty for what the server draws; ``purpose`` keeps independent draws of one client and round apart.
 
@@ -26,5 +26,5 @@ def seed_for(run_seed: int, round_index: int, client_id: str, purpose: str) -> i
 
 
 def generator(run_seed: int, round_index: int, client_id: str, purpose: str) -> np.random.Generator:
-    """A fresh NumPy generator seeded with :func:`seed_for`."""
+    """Return a fresh NumPy generator seeded with :func:`seed_for`."""
     return np.random.default_rng(seed_for(run_seed, round_index, client_id, purpose))

@@ -44,7 +44,7 @@ class Layout:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
-        """The layout of these tensors, in the mapping's order."""
+        """Return the layout of these tensors, in the mapping's order."""
         if isinstance(tensors, FlatTensors):
             return tensors.layout
         return _layout(tuple(tensors), tuple(tuple(tensor.shape) for tensor in tensors.values()))
@@ -69,12 +69,12 @@ class Layout:
         return {name: position for position, name in enumerate(self.names)}
 
     def columns(self, name: str) -> slice:
-        """The elements of one tensor. Raises ``KeyError`` for an unknown name."""
+        """Return the range of one tensor's elements. Raises ``KeyError`` for an unknown name."""
         position = self.positions[name]
         return slice(self.offsets[position], self.offsets[position + 1])
 
     def views(self, vector: np.ndarray | Tensor) -> dict[str, Tensor]:
-        """The tensors in ``vector``, as views of its memory: see the module's warning about writing into them.
+        """Return the tensors in ``vector``, as views of its memory: see the module's warning about writing into them.
 
         Args:
             vector: float32 [size]; contiguous.
@@ -88,7 +88,7 @@ class Layout:
 
 @lru_cache(maxsize=1024)
 def _layout(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Layout:
-    """One object for equal layouts: several in one message travel once, and what is derived from them is derived once."""
+    """Return one object for equal layouts: several in one message travel once, and what is derived from them is derived once."""
     return Layout(names, shapes)
 
 
@@ -113,7 +113,7 @@ class FlatTensors(Mapping[str, Tensor]):
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> FlatTensors:
-        """These tensors, flattened (see :func:`flatten`)."""
+        """Flatten these tensors (see :func:`flatten`)."""
         return tensors if isinstance(tensors, cls) else cls(*flatten(tensors))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -125,7 +125,7 @@ class FlatTensors(Mapping[str, Tensor]):
         return _as_tensor(self.vector)
 
     def on(self, device: torch.device) -> Tensor:
-        """The vector as a tensor on a device, for reading; it is moved once for all clients of a process that receive it."""
+        """Return the vector as a tensor on a device, for reading; it is moved once for all clients of a process that receive it."""
         if device.type == "cpu":
             return self.whole
         if self._moved is None or not _is(self._moved.device, device):
@@ -179,7 +179,7 @@ class OwnTensors(Mapping[str, Tensor]):
 
 
 def flatten(tensors: Mapping[str, Tensor]) -> tuple[Layout, np.ndarray]:
-    """The tensors one after another in a new vector: float32 [layout.size], on the CPU, detached.
+    """Copy the tensors one after another into a new vector: float32 [layout.size], on the CPU, detached.
 
     :class:`FlatTensors` give the layout and vector that they have, without a copy.
 
@@ -204,18 +204,18 @@ def flatten(tensors: Mapping[str, Tensor]) -> tuple[Layout, np.ndarray]:
 
 
 def _is(device: torch.device, asked: torch.device) -> bool:
-    """Whether a tensor's device is the one that is asked for, of which the number may be left open."""
+    """Return whether a tensor's device is the requested one, whose number may be left open."""
     return device.type == asked.type and asked.index in (None, device.index)
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors one after another, float32, on the GPU if one is there: it is then asked, and waited for, once."""
+    """Join the tensors, float32, on the GPU if one of them is there: so the CPU waits for it only once."""
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), tensors[0].device)
     return torch.cat([tensor.detach().to(device, torch.float32).flatten() for tensor in tensors])
 
 
 def _block(tensors: Sequence[Tensor], size: int) -> Tensor | None:
-    """The memory in which float32 tensors lie one after another on the CPU, as one tensor; ``None`` if they do not."""
+    """Return the memory in which float32 tensors lie one after another on the CPU as one tensor; ``None`` if they do not."""
     if not tensors or any(t.dtype is not torch.float32 or t.device.type != "cpu" for t in tensors):
         return None
     address, storage = tensors[0].data_ptr(), tensors[0].untyped_storage().data_ptr()
@@ -232,7 +232,7 @@ def _block(tensors: Sequence[Tensor], size: int) -> Tensor | None:
 
 
 def _as_tensor(vector: np.ndarray | Tensor) -> Tensor:
-    """The same memory as a tensor."""
+    """Return the same memory as a tensor."""
     if isinstance(vector, Tensor):
         return vector
     if vector.flags.writeable:

@@ -116,7 +116,7 @@ class Batch:
     """float32 [batch]: 0 for padding examples; ``None`` when all count 1."""
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean of one value per example ([batch] -> scalar), padding left out. Every loss ends with it."""
+        """Return the mean of one value per example ([batch] -> scalar), padding left out. Every loss ends with it."""
         if self.weight is None:
             return values.mean()
         return (values * self.weight).sum() / self.weight.sum().clamp_min(1.0)

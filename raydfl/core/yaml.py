@@ -73,7 +73,7 @@ _Dumper.add_implicit_resolver(*_EXPONENT)
 
 
 def to_yaml(value: Any, flow: bool = True) -> str:
-    """A value as YAML that :func:`parse_yaml` reads as the same value; in one line, or in a line for each key."""
+    """Write a value as YAML that :func:`parse_yaml` reads as the same value; in one line, or in a line for each key."""
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=flow, sort_keys=False, allow_unicode=True, width=10**6)
     return text.removesuffix("...\n").rstrip("\n") if flow else text
 

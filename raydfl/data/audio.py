@@ -28,7 +28,7 @@ _UNKNOWN_SIZE = 0x7FFFF000
 def read_audio(
     path: str | os.PathLike[str], start: float = 0.0, stop: float | None = None
 ) -> tuple[npt.NDArray[np.float32], int]:
-    """The samples of an audio file, or of a part of it.
+    """Read the samples of an audio file, or of a part of it.
 
     Args:
         start: where the part begins, in seconds.
@@ -47,7 +47,7 @@ def read_audio(
     except UnicodeEncodeError:
         raise DataError(f"{shown_name(name)}: the file's name is not UTF-8; rename it") from None
     try:
-        if is_no_file(Path(name).stat()):  # to open it could take for ever
+        if is_no_file(Path(name).stat()):  # opening it could take forever
             raise DataError(f"{name}: {NO_FILE}")
         with Path(name).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -99,7 +99,7 @@ def check_samples(samples: npt.NDArray[np.float32], name: str) -> None:
 
 
 def audio_seconds(path: str | os.PathLike[str]) -> float:
-    """The duration that a file's header states, in seconds, without decoding it.
+    """Read the duration that a file's header states, in seconds, without decoding it.
 
     Raises:
         DataError: the file is missing or is no audio.

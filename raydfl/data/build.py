@@ -112,7 +112,7 @@ class Division:
 def list_clips(
     data: DataSettings, seed: int, progress: Progress | None = None, complete: bool = True
 ) -> tuple[pa.Table, list[str]]:
-    """The manifest of the configured data set and the names of its classes; no clip is opened.
+    """List the configured data set: its manifest and the names of its classes; no clip is opened.
 
     What is behind a URI is copied first.
 
@@ -139,7 +139,7 @@ def list_clips(
 def divide(
     manifest: pa.Table, classes: Sequence[str], data: DataSettings, seed: int, complete: bool = True
 ) -> Division:
-    """Who has which clips if all of them can be read.
+    """Divide the clips among the clients as if all of them could be read.
 
     Args:
         complete: whether these are all clips of the federation, so that a class without clips is a mistake.
@@ -214,7 +214,7 @@ def _assemble(
     stores: list[FeatureStore] = []
 
     def normalised(store: FeatureStore, clips: np.ndarray) -> FeatureStore:
-        """The features of these clips of the manifest as the settings want them."""
+        """Return the features of these clips of the manifest as the settings want them."""
         if data.features.normalise != "group":
             return store
         return normalise_groups(
@@ -224,7 +224,7 @@ def _assemble(
     def features(
         clips: np.ndarray, noisy: np.ndarray, alteration: Alteration | None, altered: np.ndarray
     ) -> FeatureStore:
-        """Of some clips (ascending), those with noise (bool [clips]) noisy, those to be altered (bool [clips]) altered."""
+        """Return the features of some clips (ascending), noisy and altered where the flags (bool [clips]) say so."""
         names = manifest.column("clip").take(pa.array(clips)).to_pylist()
         snr = None if data.corrupt.noise is None else data.corrupt.noise.snr_db
         store = prepare(
@@ -288,7 +288,7 @@ def _assemble(
 
 
 def _statistics(store: FeatureStore, group: np.ndarray, client: np.ndarray, clients: int) -> dict[str, np.ndarray]:
-    """What a recording of each client would be normalised with: see :meth:`Population.statistics`.
+    """Return what a recording of each client would be normalised with: see :meth:`Population.statistics`.
 
     Args:
         store: normalised by group.
@@ -313,7 +313,7 @@ def _with_label_errors(ids: Names, data: DataSettings, seed: int) -> np.ndarray:
 def _corrupted_labels(
     labels: np.ndarray, client: np.ndarray, ids: Names, classes: int, data: DataSettings, seed: int
 ) -> np.ndarray:
-    """``labels`` (int64 [clips], of clients ``client``, ascending) with the wrong ones in place."""
+    """Return ``labels`` (int64 [clips], of clients ``client``, ascending) with the wrong ones in place."""
     if data.corrupt.labels is None:
         return labels
     labels = labels.copy()
@@ -367,7 +367,7 @@ def _attacked(
     stores: list[FeatureStore],
     features: Callable[[np.ndarray, np.ndarray, Alteration | None, np.ndarray], FeatureStore],
 ) -> dict[str, np.ndarray]:
-    """The parts attack and triggered. Features that they need are made by ``features`` and added to ``stores``, as the last."""
+    """Make the parts attack and triggered. ``features`` makes the features that they need, which become the last of ``stores``."""
     poisoned = poison(attack, ids, classes, training.client, training.labels, seed)
     mine = poisoned.attacker[training.client]
     target, alteration, test = attack.target_class(classes), attack.alteration(), division.split.test
@@ -403,7 +403,7 @@ def _columns(
     stride: int | None,
     owners: tuple[np.ndarray, int] | None,
 ) -> dict[str, np.ndarray]:
-    """The columns of one part; with ``owners`` (client of each clip, ascending; number of clients) also its offsets."""
+    """Return the columns of one part; with ``owners`` (client of each clip, ascending; number of clients) also its offsets."""
     clip, first, frames = segments(rows.frames, settings, stride)
     columns = {
         f"{part}/starts": (rows.starts[clip] + first).astype(np.int64),

@@ -32,7 +32,7 @@ CLIENTS = "Which clients: a share (0.2; 1.0: all), a number (an integer), or a l
 
 
 def share_in_range(value: Share) -> Share:
-    """``value`` if it can be a share, number or list of clients; else a ValueError."""
+    """Return ``value`` if it can be a share, number or list of clients; else raise a ValueError."""
     if isinstance(value, float) and not 0 <= value <= 1:
         raise ValueError("a share of the clients must be between 0.0 and 1.0; for a number of clients write an integer")
     if isinstance(value, int) and value < 0:
@@ -80,17 +80,17 @@ class Noise:
     """One for each clip, at least 0; :data:`NOISELESS` leaves the clip as it is."""
 
     def part(self, start: int, stop: int) -> Noise:
-        """The noise of clips ``start`` to ``stop - 1``."""
+        """Return the noise of clips ``start`` to ``stop - 1``."""
         return Noise(self.snr_db, self.seeds[start:stop])
 
 
 def noise_for(clips: Iterable[str], snr_db: float, seed: int) -> Noise:
-    """The noise of clips of these names in a run of this seed."""
+    """Return the noise of clips of these names in a run of this seed."""
     return Noise(snr_db, tuple(seed_for(seed, 0, clip, "noise") for clip in clips))
 
 
 def add_noise(wave: np.ndarray, snr_db: float, seed: int) -> np.ndarray:
-    """``wave`` (float32 [samples]) plus white Gaussian noise of power mean(wave^2) / 10^(snr_db / 10)."""
+    """Add white Gaussian noise of power mean(wave^2) / 10^(snr_db / 10) to ``wave`` (float32 [samples])."""
     power = float(np.mean(np.square(wave, dtype=np.float64)))
     noise = np.random.default_rng(seed).standard_normal(wave.size)
     result: np.ndarray = (wave + noise * np.sqrt(power / 10 ** (snr_db / 10))).astype(np.float32)
@@ -98,7 +98,7 @@ def add_noise(wave: np.ndarray, snr_db: float, seed: int) -> np.ndarray:
 
 
 def choose_clients(ids: Names, wanted: Share, seed: int, purpose: str) -> np.ndarray:
-    """Whose data are made worse: bool [clients].
+    """Choose whose data are corrupted: bool [clients].
 
     Args:
         purpose: keeps the draws for noise and for labels apart.
@@ -110,7 +110,7 @@ def choose_clients(ids: Names, wanted: Share, seed: int, purpose: str) -> np.nda
 
 
 def draw_clients(ids: Names, wanted: Share, rng: np.random.Generator, where: str, what: str) -> np.ndarray:
-    """Who is meant by a share, a number or a list of ids: bool [clients].
+    """Return which clients a share, a number or a list of ids means: bool [clients].
 
     Args:
         where: the group of settings that asks, for the messages.
@@ -134,7 +134,7 @@ def draw_clients(ids: Names, wanted: Share, rng: np.random.Generator, where: str
 
 
 def transition_matrix(classes: int, rate: float, rng: np.random.Generator) -> np.ndarray:
-    """float64 [classes, classes]: the probability that label ``row`` becomes ``column``.
+    """Return the probability that label ``row`` becomes ``column``: float64 [classes, classes].
 
     The diagonal is ``1 - rate``; 40 % of the other cells, drawn at random, are 0; the others of a row share ``rate`` evenly. A row
     that lost all its cells gets one back.
@@ -154,7 +154,7 @@ def transition_matrix(classes: int, rate: float, rng: np.random.Generator) -> np
 
 
 def wrong_labels(labels: np.ndarray, classes: int, rate: float, seed: int, client_id: str) -> np.ndarray:
-    """int64 [clips]: a client's labels (int64 [clips]) after its transition matrix."""
+    """Draw a client's labels (int64 [clips]) by its transition matrix: int64 [clips]."""
     rng = generator(seed, 0, client_id, "label errors")
     bounds = np.cumsum(transition_matrix(classes, rate, rng), axis=1)
     drawn = rng.random(len(labels))

@@ -53,7 +53,7 @@ class Dataset:
     card: ClassVar[Card] = Card("a data set of your own")
 
     def manifest(self) -> pa.Table:
-        """All clips of the set, as :func:`raydfl.data.manifest.make_manifest` returns them.
+        """List all clips of the set, as :func:`raydfl.make_manifest` returns them.
 
         Their order depends on nothing but the set and the options.
 
@@ -63,7 +63,7 @@ class Dataset:
         raise NotImplementedError(f"{type(self).__name__} must say in manifest() which clips it has")
 
     def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
-        """The samples of one clip.
+        """Read the samples of one clip.
 
         Args:
             row: the clip's row of the manifest, by column.
@@ -77,7 +77,7 @@ class Dataset:
         return read_audio(row["path"])
 
     def identity(self, row: Mapping[str, Any]) -> str | None:
-        """What decides the samples of a clip, for the feature cache.
+        """Return what decides the samples of a clip, for the feature cache.
 
         ``None`` when that is the content of the file at ``row["path"]``; otherwise (a generated clip, a part of a file) a
         string that changes whenever the samples would.
@@ -85,7 +85,7 @@ class Dataset:
         return None
 
     def part(self, row: Mapping[str, Any]) -> str | None:
-        """Which part of the file at ``row["path"]`` the clip is, for the feature cache; ``None``: all of it.
+        """Return which part of the file at ``row["path"]`` the clip is, for the feature cache; ``None``: all of it.
 
         Asked where :meth:`identity` gives ``None``: the content of the file and this string then decide the samples.
         """
@@ -93,12 +93,12 @@ class Dataset:
 
 
 def dataset_names() -> list[str]:
-    """The built-in sets' names in a configuration, sorted."""
+    """Return the built-in sets' names in a configuration, sorted."""
     return registry.names(PACKAGE)
 
 
 def find_dataset(name: str) -> type[Dataset]:
-    """The set called ``name``: a built-in, or the user's ``my_file.py:Class`` or ``my_module:Class``.
+    """Find the set called ``name``: a built-in, or the user's ``my_file.py:Class`` or ``my_module:Class``.
 
     Raises:
         ConfigError: there is none; the nearest name is given.

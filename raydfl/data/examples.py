@@ -32,7 +32,7 @@ class Examples:
         return len(self.starts)
 
     def take(self, indices: np.ndarray) -> Examples:
-        """The examples at these positions (int [n]), in that order."""
+        """Return the examples at these positions (int [n]), in that order."""
         indices = np.asarray(indices, np.int64)
         return Examples(
             self.store,
@@ -44,7 +44,7 @@ class Examples:
         )
 
     def batch(self, index: np.ndarray, device: torch.device | str = "cpu") -> Batch:
-        """The examples at positions ``index`` (int [n]) as one batch on ``device``.
+        """Return the examples at positions ``index`` (int [n]) as one batch on ``device``.
 
         ``x`` is float32 [n, frames, bands]. When lengths differ, all are padded with zeros to the batch's longest and ``lengths``
         holds their own; in a population whose examples all have one length ``lengths`` is ``None``.
@@ -80,7 +80,7 @@ class Examples:
             self.store.read_ahead(self.starts, self.counts)
 
     def order(self, batch_size: int, rng: np.random.Generator | None) -> list[np.ndarray]:
-        """The positions (int64 [at most batch_size]) of each batch of one pass over all examples, the last may be smaller.
+        """Return the positions (int64 [at most batch_size]) of each batch of one pass over all examples, the last may be smaller.
 
         Args:
             rng: shuffles; ``None``: in order.
@@ -91,7 +91,7 @@ class Examples:
     def batches(
         self, batch_size: int, rng: np.random.Generator | None, device: torch.device | str = "cpu"
     ) -> Iterator[Batch]:
-        """All examples once, in the batches of :meth:`order`."""
+        """Yield all examples once, in the batches of :meth:`order`."""
         for index in self.order(batch_size, rng):
             yield self.batch(index, device)
 

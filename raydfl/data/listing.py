@@ -1,4 +1,4 @@
-"""What is made of a data set's list of clips before it is divided: labels left out, and clips of nobody dealt out."""
+"""Changes to a data set's list of clips before it is divided: labels left out, and clips without an owner dealt out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raydfl.data.partition import natural_order
 
 
 def kept_labels(labels: Sequence[str], left_out: Iterable[str]) -> list[str]:
-    """``labels`` without those of ``left_out``.
+    """Return ``labels`` without those of ``left_out``.
 
     Raises:
         DataError: a label to be left out is not there, or none is left.
@@ -28,7 +28,7 @@ def kept_labels(labels: Sequence[str], left_out: Iterable[str]) -> list[str]:
 
 
 def deal_ungrouped(manifest: pa.Table, seed: int) -> pa.Table:
-    """The manifest with a group for the clips that have none: dealt out evenly, in random order.
+    """Give a group to the clips that have none: dealt out evenly, in random order.
 
     Clips of the official split go to groups that have clips in the same part of it, so that nobody is in two parts.
 

@@ -80,7 +80,7 @@ NO_FILE = "is a pipe, a socket or a device, not a file"
 def make_manifest(
     rows_or_columns: Sequence[Mapping[str, Any]] | Mapping[str, Any] | pa.Table, where: str, remarks: Sequence[str] = ()
 ) -> pa.Table:
-    """A validated manifest from rows, from columns, or from another table.
+    """Make a validated manifest from rows, from columns, or from another table.
 
     ``clip``, ``path`` and ``label`` must be given (``path`` may hold nulls); ``group``, ``split`` and ``seconds`` are null
     when absent. The order of the rows is kept, further columns follow the six standard ones.
@@ -109,7 +109,7 @@ def make_manifest(
 
 
 def remarks_of(manifest: pa.Table) -> list[str]:
-    """What the user is to be told about the set that a manifest lists."""
+    """Return remarks for the user about the set that a manifest lists."""
     remarks: list[str] = json.loads((manifest.schema.metadata or {}).get(_REMARKS, b"[]"))
     return remarks
 
@@ -135,7 +135,7 @@ def read_manifest(path: str | os.PathLike[str]) -> pa.Table:
 
 
 def _part(start: float, stop: float | None, samples: int, rate: int, name: str) -> tuple[int, int]:
-    """The first sample of a part of a file, and the one after its last.
+    """Return the first sample of a part of a file, and the one after its last.
 
     Raises:
         DataError: the file does not have that part.
@@ -154,12 +154,12 @@ def _part(start: float, stop: float | None, samples: int, rate: int, name: str) 
 
 
 def is_no_file(status: os.stat_result) -> bool:
-    """Whether it is neither a file nor a folder: opening a pipe waits for whoever writes to it."""
+    """Return whether it is neither a file nor a folder: opening a pipe waits for whoever writes to it."""
     return not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode))
 
 
 def shown_name(path: str | os.PathLike[str]) -> str:
-    r"""A path as text that can be printed and stored, also where its name is not UTF-8.
+    r"""Return a path as text that can be printed and stored, also where its name is not UTF-8.
 
     >>> shown_name(os.fsdecode(b"caf\xe9.wav"))
     'caf\\xe9.wav'

@@ -31,7 +31,7 @@ from raydfl.core.settings import Settings
 
 
 def sizes_text(sizes: np.ndarray) -> str:
-    """``18 to 24 clips each, median 21``."""
+    """Describe sizes: ``18 to 24 clips each, median 21``."""
     if sizes.min() == sizes.max():
         return f"{sizes.min():,} clips each"
     return f"{sizes.min():,} to {sizes.max():,} clips each, median {np.median(sizes):g}"
@@ -162,7 +162,7 @@ def partition_clips(
 
 
 def without_groups(clips: int) -> str:
-    """A setting with which so many clips can be dealt that belong to nobody."""
+    """Return a setting with which this many clips without owners can be dealt."""
     return f"data.partition='{{by: dirichlet, clients: {min(10, max(2, clips // 10))}, alpha: 0.5}}'"
 
 
@@ -186,7 +186,7 @@ def _sorted_partition(
 
 
 def _values(manifest: pa.Table, rows: np.ndarray, column: str) -> tuple[list[str], np.ndarray]:
-    """The column's values among these rows, in natural order, and int64 [rows] which of them each row has."""
+    """Return the column's values among these rows, in natural order, and int64 [rows] which of them each row has."""
     if column not in manifest.column_names:
         raise DataError(
             f"the manifest has no column {column!r} to partition by; {nearest(column, manifest.column_names)}"
@@ -273,7 +273,7 @@ def _until_all_have(
 
 
 def _dealt(count: int, proportions: np.ndarray) -> np.ndarray:
-    """int64 [count], ascending: owners of ``count`` things dealt in these proportions (they add up to 1)."""
+    """Return int64 [count], ascending: owners of ``count`` things dealt in these proportions (they add up to 1)."""
     # The small number keeps a sum of 0.999... from giving the last thing to someone with proportion 0.
     cuts = np.floor(np.cumsum(proportions)[:-1] * count + 1e-9).astype(np.int64)
     owners: np.ndarray = np.repeat(np.arange(len(proportions)), np.diff(cuts, prepend=0, append=count))
@@ -288,7 +288,7 @@ def _dirichlet(
     clients: int,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """int64 [rows]: owners."""
+    """Draw the owners: int64 [rows]."""
     what = "clips"
     unit_of = np.arange(len(rows))
     if settings.column is not None:
@@ -322,7 +322,7 @@ def _dirichlet(
 
 
 def _most_frequent(unit_of: np.ndarray, labels: np.ndarray, units: int) -> np.ndarray:
-    """int64 [units]: the label that most of a unit's clips have, the smallest of several."""
+    """Return int64 [units]: the label that most of a unit's clips have, the smallest of several."""
     counts = np.zeros((units, int(labels.max()) + 1), np.int64)
     np.add.at(counts, (unit_of, labels), 1)
     result: np.ndarray = counts.argmax(axis=1)
@@ -359,7 +359,7 @@ def _least_and_most(count: int, clients: int, spread: float) -> tuple[int, int]:
 
 
 def _spread_sizes(count: int, clients: int, spread: float, rng: np.random.Generator) -> np.ndarray:
-    """int64 [clients]: sizes by FedSTAR's rule."""
+    """Return int64 [clients]: sizes by FedSTAR's rule."""
     least, most = _least_and_most(count, clients, spread)
     sizes = np.full(clients, least, np.int64)
     while (left := count - int(sizes.sum())) > 0:

@@ -54,7 +54,7 @@ class Poisoned:
 def poison(
     attack: Poisoner, ids: Names, classes: Sequence[str], client: np.ndarray, labels: np.ndarray, seed: int
 ) -> Poisoned:
-    """What an attack does to training data.
+    """Do to training data what an attack does.
 
     Args:
         client: int [clips], ascending: whose each clip is.
@@ -76,7 +76,7 @@ def poison(
 
 
 def alterations_for(clips: Sequence[str], altered: np.ndarray, what: Alteration, seed: int) -> Alterations:
-    """What is done to clips of these names; those with ``altered`` (bool [clips]) false stay as they are."""
+    """Return what is done to clips of these names; those with ``altered`` (bool [clips]) false stay as they are."""
     seeds = (
         seed_for(seed, 0, clip, "alteration") if yes else UNALTERED for clip, yes in zip(clips, altered, strict=True)
     )
@@ -84,6 +84,6 @@ def alterations_for(clips: Sequence[str], altered: np.ndarray, what: Alteration,
 
 
 def noise_of_some(clips: Sequence[str], noisy: np.ndarray, snr_db: float, seed: int) -> Noise:
-    """The noise of those clips of these names with ``noisy`` (bool [clips]) true: what :func:`noise_for` gives them."""
+    """Return the noise of those clips of these names with ``noisy`` (bool [clips]) true: what :func:`noise_for` gives them."""
     drawn = noise_for(clips, snr_db, seed).seeds
     return Noise(snr_db, tuple(own if yes else NOISELESS for own, yes in zip(drawn, noisy, strict=True)))

@@ -125,7 +125,7 @@ class Population:
         return int(offsets[index + 1] - offsets[index])
 
     def profile(self, index: int) -> dict[str, Any]:
-        """What else is known of a client: ``group`` (where clients are made of groups), ``noisy``, ``label_errors``."""
+        """Return what else is known of a client: ``group`` (where clients are made of groups), ``noisy``, ``label_errors``."""
         facts: dict[str, Any] = {
             "noisy": bool(self._arrays["noisy"][index]),
             "label_errors": bool(self._arrays["label_errors"][index]),
@@ -134,7 +134,7 @@ class Population:
         return facts if group < 0 else {"group": self._groups[group], **facts}
 
     def data(self, index: int, attacking: bool = False) -> ClientData:
-        """A client's data; its ``test`` is empty.
+        """Return a client's data; its ``test`` is empty.
 
         Args:
             attacking: with the training data of a client that attacks.
@@ -188,7 +188,7 @@ class Population:
         return values[:, -1 if client is None else int(self._arrays["statistics/of"][client])]
 
     def label_counts(self) -> np.ndarray:
-        """int64 [clients, classes]: training clips of each client by label, wrong labels as they are."""
+        """Return int64 [clients, classes]: training clips of each client by label, wrong labels as they are."""
         offsets = self._arrays["train/offsets"]
         client = np.repeat(np.arange(len(self)), np.diff(offsets))
         clips = self._arrays["train/clips"]
@@ -222,7 +222,7 @@ class Population:
             write_atomically(folder / POPULATION_FILE, functools.partial(_write_bytes, content))
 
     def is_saved_in(self, folder: Path) -> bool:
-        """Whether it is the population that :meth:`save` wrote there, whose features may lie in another cache."""
+        """Return whether it is the population that :meth:`save` wrote there, whose features may lie in another cache."""
         _, metadata = _map_safetensors(folder / POPULATION_FILE)
         facts = json.loads(metadata["raydfl"])
         keys = [store.folder.name for store in self.stores]
@@ -312,7 +312,7 @@ _DTYPES = {"BOOL": np.bool_, "U8": np.uint8, "I32": np.int32, "I64": np.int64, "
 
 
 def _map_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """The arrays of a safetensors file as views of a read-only map (the library itself copies them), and its metadata.
+    """Map the arrays of a safetensors file as read-only views (the library itself copies them); with its metadata.
 
     Raises:
         ValueError: the file is not of that format, or not whole.

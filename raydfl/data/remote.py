@@ -21,14 +21,14 @@ _COMPLETE = "complete.json"
 
 
 def local_copy(uri: str, cache: Path | None) -> Path:
-    """Where the copy of a folder, or of a file, lies or will lie."""
+    """Return where the copy of a folder, or of a file, lies or will lie."""
     folder = (default_cache() if cache is None else cache).expanduser().absolute()
     digest = hashlib.blake2b(uri.encode(), digest_size=8).hexdigest()
     return folder / "recordings" / digest / parted(uri)[1]
 
 
 def fetch_recordings(uri: str, cache: Path | None, progress: Progress | None = None) -> Path:
-    """Copy everything at a URI, unless that has been done; an interrupted copy is gone on with.
+    """Copy everything at a URI, unless that has been done; an interrupted copy is continued.
 
     Safe to call from several processes at once: the first copies, the others wait.
 

@@ -28,7 +28,7 @@ class SegmentSettings(Settings):
 
 
 def segments(lengths: np.ndarray, settings: SegmentSettings | None, stride: int | None) -> tuple[np.ndarray, ...]:
-    """Where the examples of clips lie.
+    """Return where the examples of clips lie.
 
     Args:
         lengths: int [clips], frames of each clip.

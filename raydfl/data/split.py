@@ -119,7 +119,7 @@ def split_clips(manifest: pa.Table, settings: SplitSettings, seed: int) -> Split
 
 
 def hold_out(count: int, fraction: float, rng: np.random.Generator) -> np.ndarray:
-    """Which of a client's ``count`` clips are its validation: bool [count], round(fraction * count) of them, never all."""
+    """Draw which of a client's ``count`` clips are its validation: bool [count], round(fraction * count) of them, never all."""
     chosen = np.zeros(count, bool)
     number = min(count - 1, _rounded(fraction * count))
     chosen[rng.permutation(count)[:number]] = True
@@ -194,14 +194,14 @@ def _share_of_each_label(labels: np.ndarray, fraction: float, rng: np.random.Gen
 
 
 def _enough_of_each_label(labels: np.ndarray) -> float | None:
-    """A share of which every label with at least two clips gives one; ``None`` when there is no such label."""
+    """Return a share of which every label with at least two clips gives one; ``None`` when there is no such label."""
     counts = np.unique(labels.astype(str), return_counts=True)[1]
     several = counts[counts > 1]
     return float(np.ceil(1000 * 0.5 / several.min()) / 1000) if len(several) else None
 
 
 def _leaves_every_label(manifest: pa.Table, column: str) -> bool:
-    """Whether the usual share of a column's values can be held out, whichever they are, and clips of every label be left."""
+    """Return whether any usual share of a column's values can be held out so that clips of every label are left."""
     values = manifest.column(column)
     if values.null_count:
         return False
@@ -211,7 +211,7 @@ def _leaves_every_label(manifest: pa.Table, column: str) -> bool:
 
 
 def _another_way(manifest: pa.Table) -> str:
-    """What else data.split.test could be with these clips, and data.partition where nobody owns them."""
+    """Suggest what else data.split.test could be with these clips, and data.partition where nobody owns them."""
     columns = [name for name in manifest.column_names if name not in _NO_CHOICE]
     ways = [f"{{by: {name}, fraction: {_USUAL}}}" for name in columns if _leaves_every_label(manifest, name)]
     enough = _enough_of_each_label(_column(manifest, "label"))

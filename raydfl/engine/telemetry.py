@@ -8,13 +8,12 @@ What is left between the two is transfer. So clocks of two nodes are never compa
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from raydfl.core.types import Ratio
+from raydfl.core.types import Metrics, Ratio
 from raydfl.engine.orders import Result, Span
 from raydfl.engine.storage import record
 
@@ -51,6 +50,45 @@ class RoundReport:
     rows: list[record.MetricRow] = field(default_factory=list)
     """What has become durable since the last report: rows of rounds before this one, as a rule."""
 
+    @property
+    def used(self) -> int:
+        """Clients whose updates were used."""
+        return self.clients - len(self.rejected)
+
+    @property
+    def training_seconds(self) -> float:
+        """Wall-clock time of training and aggregation; NaN when it is not known."""
+        return self.seconds.get("train_and_aggregate", float("nan"))
+
+    @property
+    def clients_per_second(self) -> float:
+        """Clients trained in a second of the round; NaN when its time is not known."""
+        return self.used / self.training_seconds if self.training_seconds > 0 else float("nan")
+
+    @property
+    def times(self) -> dict[str, float]:
+        """Seconds by part of the round: those that the record calls ``seconds/<part>``."""
+        return {**self.seconds, **{what: ratio.value for what, ratio in self.work.items()}}
+
+
+class RoundRows(list[record.MetricRow]):
+    """The rows of one round, in the order in which they are recorded."""
+
+    def __init__(self, round_index: int) -> None:
+        super().__init__()
+        self.round = round_index
+
+    def add(self, metrics: Metrics, client: str = "") -> None:
+        """Add numbers about the round's training, or about one client's part in it."""
+        self += record.rows_from_metrics(self.round, "train", client, "server", metrics)
+
+    def add_notes(self, phase: str, metric: str, notes: Mapping[str, str]) -> None:
+        """Add what happened to single clients."""
+        self += [
+            record.MetricRow(self.round, phase, client, "server", metric, 1.0, 1.0, note=note)
+            for client, note in notes.items()
+        ]
+
 
 TIMELINE = "timeline"
 """The array of the record that says which actor worked on which client when."""
@@ -59,14 +97,17 @@ WALL = ("plan", "clients", "aggregate", "evaluate", "commit_wait")
 """Parts of a round's wall-clock time that exclude each other; what is left of the round lies between rounds."""
 
 
-def with_spans(results: Sequence[Result], actor: int, sent: float, answered: float) -> list[Result]:
-    """The results of one call with their spans.
+def with_spans(
+    results: Sequence[Result], actor: int, sent: float, answered: float, retried: Mapping[int, int] | None = None
+) -> list[Result]:
+    """Return the results of one call with what the pool knows about them.
 
     Args:
         results: with ``waited`` and ``seconds`` as the actor measured them.
         actor: who did it.
         sent: when the call went out, on the server's clock.
         answered: when the answer was there, on the same clock.
+        retried: times that orders were given to another actor, by position.
     """
     inside = max((result.waited + result.seconds for result in results), default=0.0)
     arrived = sent + max(0.0, answered - sent - inside) / 2
@@ -74,17 +115,15 @@ def with_spans(results: Sequence[Result], actor: int, sent: float, answered: flo
     for result in results:
         begin = min(arrived + result.waited, answered)
         end = min(begin + result.seconds, answered)
-        found.append(dataclasses.replace(result, span=Span(actor, sent, begin, end, answered)))
+        span = Span(actor, sent, begin, end, answered)
+        found.append(dataclasses.replace(result, span=span, retried=(retried or {}).get(result.position, 0)))
     return found
 
 
-class ResultTimer(Iterator["Result"]):
-    """The results of a pool's run, watched as they come."""
+class ResultTimer:
+    """What the results of a pool's run say about times; :meth:`note` is told of each as it comes."""
 
-    def __init__(self, results: Iterator[Result]) -> None:
-        self._results = results
-        self.seconds = 0.0
-        """For which whoever asked for results was kept waiting."""
+    def __init__(self) -> None:
         self.spans: list[tuple[str, Span]] = []
         """By client id, in order of arrival; without those that a pool gave none."""
         self.queued = 0.0
@@ -92,18 +131,13 @@ class ResultTimer(Iterator["Result"]):
         self.retried: dict[str, int] = {}
         """Times that a client's work was given to another actor, by client id."""
 
-    def __next__(self) -> Result:
-        asked = time.perf_counter()
-        try:
-            result = next(self._results)
-        finally:
-            self.seconds += time.perf_counter() - asked
+    def note(self, result: Result) -> None:
+        """Take note of a result."""
         if result.span is not None:
             self.spans.append((result.client_id, result.span))
         self.queued += result.waited
         if result.retried:
             self.retried[result.client_id] = result.retried
-        return result
 
     def work(self, actors: int) -> dict[str, Ratio]:
         """How the actors spent the time from the first order sent to the last answer, in seconds of actors.

@@ -1,1 +1,9 @@
-"""One file per federated method; the file name is its name in a configuration."""
+"""Federated methods. One file a paper; its name is the method's name in a configuration.
+
+Imports training, rules, models, data and core, never engine. Begin with fedavg.py, fedprox.py (another loss) and scaffold.py (state
+on both sides). A method of your own is a subclass of :class:`Method`.
+"""
+
+from raydfl.methods._method import Method
+
+__all__ = ["Method"]

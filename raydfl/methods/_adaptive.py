@@ -43,7 +43,7 @@ class AdaptiveOptimiser(ServerOptimiser, ABC):
     def move(
         self, old: Tensor, mean: Tensor, moments: Mapping[str, Tensor], number: int
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """One step of algorithm 2."""
+        """Take one step of algorithm 2."""
         delta = mean - old
         m = self.beta1 * moments["m"] + (1 - self.beta1) * delta
         v = self.second_moment(moments["v"], delta.square())

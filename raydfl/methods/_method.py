@@ -9,6 +9,7 @@ A method is a frozen dataclass: its fields are its hyperparameters. It holds no 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +25,7 @@ from raydfl.core.errors import ConfigError
 from raydfl.core.metrics import classification_metrics
 from raydfl.core.types import Batch, Client, Metrics, ModelSpec, Ratio, State, Task, Tensors, Update
 from raydfl.data.examples import Examples
-from raydfl.models._build import build_model
+from raydfl.models import build_model
 from raydfl.rules import Rule, WeightedMean, find_rule
 from raydfl.training.fit import fit, predict
 from raydfl.training.settings import TrainSettings
@@ -46,12 +47,22 @@ class Method:
     changes: ClassVar[tuple[str, ...]] = ()
     """What names of tensors begin with that clients send as changes to something, and not as new values of what they received."""
 
+    pure: ClassVar[bool] = False
+    """A promise about every loss that the method gives to ``fit``, by which its steps may be done from a recording (train.tape).
+
+    The loss does the same tensor operations for equal shapes of its step's and batch's tensors. It looks at no values, has no side
+    effects, and reads nothing that differs between clients or rounds but the step's tensors, ``step.phase``, ``step.options``, and
+    plain values that it captured. Each class says it for itself: it is not inherited, for a subclass may compute something else.
+    """
+
     def __init_subclass__(cls) -> None:
-        """Refuse a method that was written when ``build`` still got a client.
+        """Let no class inherit ``pure``, and refuse a method that was written when ``build`` still got a client.
 
         Raises:
             ConfigError: it was.
         """
+        if "pure" not in vars(cls):
+            cls.pure = False
         build = vars(cls).get("build")
         if isinstance(build, types.FunctionType) and "client" in inspect.signature(build).parameters:
             raise ConfigError(
@@ -64,7 +75,7 @@ class Method:
         """Refuse training settings that the method is not defined for, with a ConfigError."""
 
     def build(self, models: Sequence[ModelSpec]) -> dict[str, nn.Module]:
-        """The models by name, freshly initialised, of clients for which these architectures were chosen.
+        """Build the models by name, freshly initialised, of clients for which these architectures were chosen.
 
         All those clients share one built network, re-loaded in place. The engine seeds PyTorch before, equally for all, so equal
         architectures start from equal weights.
@@ -72,7 +83,7 @@ class Method:
         return {spec.name: build_model(spec) for spec in models}
 
     def logits(self, models: Mapping[str, nn.Module], name: str, batch: Batch) -> Tensor | None:
-        """What is looked at before the first round to see that a model can be used: its logits [batch, classes].
+        """Return what is checked before the first round to see that a model can be used: its logits [batch, classes].
 
         Override it where a model is not a classifier by itself: compute what it is a part of, or return ``None``.
 
@@ -85,11 +96,11 @@ class Method:
         return logits
 
     def shared(self, name: str) -> bool:
-        """Whether the tensor of that flat name may leave the client. What may not is kept for the client between rounds."""
+        """Return whether the tensor of that flat name may leave the client. What may not is kept for the client between rounds."""
         return True
 
     def may_send(self, key: str, name: str) -> bool:
-        """Whether clients may send a tensor of that flat name under that key of the state where the server has none.
+        """Return whether clients may send a tensor of that flat name under that key of the state where the server has none.
 
         What they send besides is refused: else a client could add to the state what it likes.
         """
@@ -98,7 +109,7 @@ class Method:
     def init(
         self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
     ) -> State:
-        """The state before the first round.
+        """Return the state before the first round.
 
         Args:
             clients: the population.
@@ -126,7 +137,7 @@ class Method:
         return State(round_index=0, tensors={"global": tensors})
 
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
-        """The tasks of the next round; by default ``cohort`` clients drawn uniformly without replacement.
+        """Plan the tasks of the next round; by default ``cohort`` clients drawn uniformly without replacement.
 
         A client may appear once in a round.
         """
@@ -134,34 +145,43 @@ class Method:
         return [Task(clients[int(index)].id) for index in chosen]
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
-        """The training loss of a batch, a scalar; by default the mean cross-entropy of the method's first model."""
+        """Return the training loss of a batch, a scalar; by default the mean cross-entropy of the method's first model."""
         logits = step.forward(next(iter(step.models)), batch)
         return batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
 
     def local(self, step: Step) -> Update:
-        """The client's work for one task; by default training on its data with :meth:`loss`."""
+        """Do the client's work for one task; by default train on its data with :meth:`loss`."""
         return step.update(fit(step, self.loss))
 
     def default_rule(self) -> Rule:
-        """The aggregation rule that is used when the configuration names none."""
+        """Return the aggregation rule that is used when the configuration names none."""
         return WeightedMean()
 
+    @functools.cached_property
+    def built_rule(self) -> Rule:
+        """The aggregation rule: the configured one, or :meth:`default_rule`; built once.
+
+        Raises:
+            ConfigError: there is no such rule, or an option of it is unknown, of the wrong type or out of range.
+        """
+        return find_rule(self.rule, self.default_rule(), "method.rule")
+
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
-        """The next state from this round's updates, which come one after another in client order.
+        """Make the next state from this round's updates, which come one after another in client order.
 
         Returns:
             The state (its round is counted by the engine), and what is to be recorded about the aggregation. By default the rule
             per key and tensor name over those who sent it; what nobody sent keeps its value.
         """
-        result = find_rule(self.rule, self.default_rule())(updates, state.tensors, rng)
+        result = self.built_rule(updates, state.tensors, rng)
         return dataclasses.replace(state, tensors=merge(state.tensors, result.tensors)), result.metrics()
 
     def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:
-        """Which entries of the state the given clients receive when their models are measured; by default ``"global"``."""
+        """Choose which entries of the state the given clients receive when their models are measured; by default ``"global"``."""
         return [Task(client.id, phase="evaluate") for client in clients]
 
     def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
-        """What is measured on some examples: for every model in ``step.models`` ``<model>/loss``, ``/accuracy``, ``/confusion``."""
+        """Measure on some examples: for every model in ``step.models`` ``<model>/loss``, ``/accuracy``, ``/confusion``."""
         measured: dict[str, Ratio | np.ndarray] = {}
         for name in step.models:
             logits = predict(step, name, examples, batch_size)
@@ -173,5 +193,5 @@ class Method:
 
 
 def merge(tensors: Mapping[str, Tensors], changed: Mapping[str, Tensors]) -> dict[str, Tensors]:
-    """``tensors`` with those of ``changed`` in their place, key by key and name by name."""
+    """Return ``tensors`` with those of ``changed`` in their place, key by key and name by name."""
     return {key: {**tensors.get(key, {}), **changed.get(key, {})} for key in {**tensors, **changed}}

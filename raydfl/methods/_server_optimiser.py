@@ -30,13 +30,13 @@ class ServerOptimiser(Method, ABC):
 
     @abstractmethod
     def moments(self) -> Mapping[str, float]:
-        """What is kept for every element of a parameter: name -> its first value."""
+        """Return what is kept for every element of a parameter: name -> its first value."""
 
     @abstractmethod
     def move(
         self, old: Tensor, mean: Tensor, moments: Mapping[str, Tensor], number: int
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """One step of one parameter.
+        """Take one step of one parameter.
 
         Args:
             old: the server's, float32 of any shape.
@@ -68,7 +68,7 @@ class ServerOptimiser(Method, ABC):
         return dataclasses.replace(state, tensors={**state.tensors, "moments": moments})
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
-        """One step of every parameter along the clients' mean change."""
+        """Take one step of every parameter along the clients' mean change."""
         arrived = 0
 
         def counted() -> Iterator[Update]:

@@ -13,7 +13,7 @@ momentum on delta divided by the clients' learning rate "FedOPT": that is server
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -26,6 +26,8 @@ from raydfl.methods._server_optimiser import ServerOptimiser
 class FedAvgM(ServerOptimiser):
     """FedAvg with momentum at the server."""
 
+    pure: ClassVar[bool] = True
+
     server_lr: Annotated[
         float, Field(gt=0, description="server learning rate; 1 takes the clients' mean where there is no momentum")
     ] = 1.0
@@ -34,13 +36,13 @@ class FedAvgM(ServerOptimiser):
     ] = 0.9
 
     def moments(self) -> Mapping[str, float]:
-        """The velocity."""
+        """Return the velocity."""
         return {"velocity": 0.0}
 
     def move(
         self, old: Tensor, mean: Tensor, moments: Mapping[str, Tensor], number: int
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """A step of heavy-ball momentum."""
+        """Take a step of heavy-ball momentum."""
         delta, before = mean - old, self.momentum * moments["velocity"]
         # old + server_lr (before + delta), in the form that at neutral values is the mean itself, without rounding.
         return mean + (self.server_lr - 1) * delta + self.server_lr * before, {"velocity": before + delta}

@@ -31,7 +31,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -58,6 +58,8 @@ those who held the class when somebody last did; 0: it is not known yet."""
 class FedKAD(Method):
     """Private networks that are drawn to common class means of their top features."""
 
+    pure: ClassVar[bool] = True
+
     lam: Annotated[
         float, Field(ge=0, description="weight of the distance to the class means; 0: every client trains for itself")
     ] = 1.0
@@ -69,7 +71,7 @@ class FedKAD(Method):
     ] = False
 
     def shared(self, name: str) -> bool:
-        """The class means and counts; the network only with ``weights``."""
+        """Share the class means and counts; the network only with ``weights``."""
         return self.weights or not name.startswith("model/")
 
     def init(
@@ -124,7 +126,7 @@ class FedKAD(Method):
         return step.update(metrics, tensors={**tensors, MEANS: means.float(), COUNTS: counts})
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
-        """The rule, in which a client's class mean weighs as much as its examples of the class."""
+        """Apply the rule; a client's class mean weighs as much as its examples of the class."""
         new, report = super().aggregate(state, map(_weighted_by_class, updates), rng)
         before, after = state.tensors["global"][COUNTS], new.tensors["global"][COUNTS]
         # A rule that ignores weights may find no examples of a class that few hold; what is known stays known.
@@ -134,7 +136,7 @@ class FedKAD(Method):
         ), report
 
     def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
-        """Also ``prototypes/accuracy`` and ``prototypes/confusion``, of the nearest class mean among those known."""
+        """Measure ``prototypes/accuracy`` and ``prototypes/confusion`` too, of the nearest class mean among those known."""
         measured = dict(super().evaluate(step, examples, batch_size))
         known = step.reference(COUNTS).cpu() > 0
         if "model" in step.models and bool(known.any()):
@@ -185,7 +187,7 @@ def _projection(width: int, size: int, device: torch.device) -> Tensor:
 
 
 def _weighted_by_class(update: Update) -> Update:
-    """The update with its class means weighted by its own counts (not negative, whatever it claims)."""
+    """Return the update with its class means weighted by its own counts (not negative, whatever it claims)."""
     counts = update.tensors[COUNTS].clamp_min(0)
     by_class = {MEANS: counts[:, None].expand_as(update.tensors[MEANS]), COUNTS: counts.sign()}
     rest = {name: cast(float, update.weight) for name in update.tensors if name not in by_class}

@@ -55,6 +55,8 @@ _WARM = "warm"
 class FedMLAC(Method):
     """Mutual learning of a private local model and a shared plug-in model."""
 
+    pure: ClassVar[bool] = True
+
     models: ClassVar[Mapping[str, str]] = {"plugin": "crnn_lite", "local": "crnn_base"}
 
     alpha: Annotated[
@@ -91,7 +93,7 @@ class FedMLAC(Method):
     ] = True
 
     def shared(self, name: str) -> bool:
-        """The plug-in only."""
+        """Share only the plug-in."""
         return name.startswith("plugin/")
 
     def loss(self, step: Step, batch: Batch) -> Tensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -30,6 +30,8 @@ from raydfl.rules import Rule, UniformMean
 class FedOpt(ServerOptimiser):
     """FedAvg with PyTorch's Adam at the server."""
 
+    pure: ClassVar[bool] = True
+
     server_lr: Annotated[
         float, Field(gt=0, description="server learning rate: about how far an element moves in a round")
     ] = 0.001
@@ -38,7 +40,7 @@ class FedOpt(ServerOptimiser):
     eps: Annotated[float, Field(gt=0, description="denominator offset")] = 1e-8
 
     def default_rule(self) -> Rule:
-        """The plain mean over the cohort."""
+        """Return the plain mean over the cohort."""
         return UniformMean()
 
     def moments(self) -> Mapping[str, float]:
@@ -48,7 +50,7 @@ class FedOpt(ServerOptimiser):
     def move(
         self, old: Tensor, mean: Tensor, moments: Mapping[str, Tensor], number: int
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """A step of Adam, bias-corrected."""
+        """Take a step of Adam, bias-corrected."""
         delta = mean - old
         m = self.beta1 * moments["m"] + (1 - self.beta1) * delta
         v = self.beta2 * moments["v"] + (1 - self.beta2) * delta.square()

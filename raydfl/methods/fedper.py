@@ -10,7 +10,7 @@ Personal layers start from the same initial values at every client. Deviation: t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -26,13 +26,15 @@ from raydfl.methods._method import Method
 class FedPer(Method):
     """Federated averaging of all but the personal layers."""
 
+    pure: ClassVar[bool] = True
+
     personal: Annotated[
         tuple[str, ...],
         Field(description="beginnings of the names of personal tensors, e.g. [model/output]; empty is FedAvg"),
     ] = ("model/output",)
 
     def shared(self, name: str) -> bool:
-        """All but the personal layers."""
+        """Share all but the personal layers."""
         return not name.startswith(self.personal)
 
     def init(

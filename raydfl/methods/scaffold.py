@@ -41,6 +41,8 @@ CONTROL = "control/"
 class Scaffold(Method):
     """Stochastic controlled averaging."""
 
+    pure: ClassVar[bool] = True
+
     changes: ClassVar[tuple[str, ...]] = (CONTROL,)
 
     server_lr: Annotated[
@@ -48,7 +50,7 @@ class Scaffold(Method):
     ] = 1.0
 
     def check(self, train: TrainSettings) -> None:
-        """The correction is defined for SGD only."""
+        """Refuse other optimisers: the correction is defined for SGD only."""
         if train.optimiser.name != "sgd":
             raise ConfigError(f"scaffold needs train.optimiser.name=sgd, not {train.optimiser.name!r}")
 
@@ -98,7 +100,7 @@ class Scaffold(Method):
         return float(settings.models.get(name.partition("/")[0], settings.lr) * settings.decay**step.round_index)
 
     def default_rule(self) -> Rule:
-        """The plain mean over the cohort."""
+        """Return the plain mean over the cohort."""
         return UniformMean()
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:

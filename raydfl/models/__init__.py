@@ -8,6 +8,8 @@ An architecture is an ``nn.Module`` with the constructor ``(inputs, classes, **o
 
 A file of this package lists its architectures in ``ARCHITECTURES``: name -> (class, options that the name stands for). A
 user's own class is ``my_file.py:Class``.
+
+Imports core. Begin with dense.py and crnn.py.
 """
 
 from __future__ import annotations
@@ -16,19 +18,21 @@ import typing
 from pathlib import PurePath
 from typing import Any
 
-from raydfl.models._build import _annotations, _find
+from raydfl.models._build import _annotations, architectures, build_model, check_model, find_architecture, model_options
+
+__all__ = ["architectures", "build_model", "check_model", "find_architecture", "model_options", "model_paths"]
 
 
 def model_paths(architecture: str, where: str) -> list[str]:
-    """The options of an architecture that are files or folders: those that its constructor annotates as paths.
+    """Return the options of an architecture that are files or folders: those that its constructor annotates as paths.
 
     Raises:
         ConfigError: there is no such architecture.
     """
-    cls, _ = _find(architecture, where)
+    cls, _ = find_architecture(architecture, where)
     return [name for name, kind in _annotations(cls).items() if _is_path(kind)]
 
 
 def _is_path(kind: Any) -> bool:
-    """Whether ``Path`` is the type, or one of those that it is made of."""
+    """Return whether ``Path`` is the type, or one of those that it is made of."""
     return (isinstance(kind, type) and issubclass(kind, PurePath)) or any(map(_is_path, typing.get_args(kind)))

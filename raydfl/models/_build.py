@@ -24,19 +24,19 @@ Architecture = tuple[type[nn.Module], Mapping[str, Any]]
 
 
 def architectures() -> list[str]:
-    """The names of the built-in architectures, sorted."""
+    """Return the names of the built-in architectures, sorted."""
     return sorted(_built_in())
 
 
 def build_model(spec: ModelSpec) -> nn.Module:
-    """A freshly initialised network, on the CPU, from PyTorch's global generator (which the engine seeds before).
+    """Build a freshly initialised network, on the CPU, from PyTorch's global generator (which the engine seeds before).
 
     Raises:
         ConfigError: no such architecture, an option that it does not have (the nearest is named), a value of the wrong type
             or out of range, or a user's constructor that fails.
     """
     where = f"models.{spec.name}"
-    cls, preset = _find(spec.architecture, where)
+    cls, preset = find_architecture(spec.architecture, where)
     options = _checked(cls, {**preset, **dict(spec.options)}, f"{where}: {spec.architecture}")
     try:
         return cls(spec.inputs, spec.classes, **options)
@@ -60,9 +60,10 @@ def check_model(architecture: str, options: Mapping[str, Any], inputs: int, fram
     Raises:
         ConfigError: see :func:`build_model`; or the clips have too few frames.
     """
-    cls, preset = _find(architecture, where)
-    _checked(cls, {**preset, **options}, f"{where}: {architecture}")
-    if ":" in architecture:
+    cls, preset = find_architecture(architecture, where)
+    checked = _checked(cls, {**preset, **options}, f"{where}: {architecture}")
+    network = (architecture, repr(sorted(checked.items())), inputs, frames)
+    if ":" in architecture or network in _TRIED:
         return
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = build_model(ModelSpec(where.rpartition(".")[2], architecture, inputs, 2, tuple(options.items())))
@@ -71,25 +72,39 @@ def check_model(architecture: str, options: Mapping[str, Any], inputs: int, fram
                 model(torch.zeros(1, frames, inputs))
         except DataError as error:
             raise ConfigError(f"{where}: {architecture}: {error}") from error
+    _TRIED.add(network)
+
+
+_TRIED: set[tuple[str, str, int, int | None]] = set()
+"""Built-in networks that were found good in this process: all the configurations of a study may have the same."""
 
 
 def model_options(architecture: str) -> dict[str, Any]:
-    """The options of a built-in architecture with their defaults."""
-    cls, preset = _find(architecture, "models")
+    """Return the options of a built-in architecture with their defaults."""
+    cls, preset = find_architecture(architecture, "models")
     parameters = list(inspect.signature(cls).parameters.values())[2:]
     return {parameter.name: preset.get(parameter.name, parameter.default) for parameter in parameters}
 
 
 @cache
 def _built_in() -> Mapping[str, Architecture]:
-    """All of this package's architectures by name."""
+    """Return all of this package's architectures by name."""
     found: dict[str, Architecture] = {}
     for file in registry.names(_PACKAGE):
         found |= getattr(importlib.import_module(f"{_PACKAGE}.{file}"), "ARCHITECTURES", {})
     return found
 
 
-def _find(name: str, where: str) -> Architecture:
+def find_architecture(name: str, where: str) -> Architecture:
+    """Return the class of that name, and the options that the name stands for.
+
+    Args:
+        name: a built-in, or ``my_file.py:Class``.
+        where: the place in the configuration, for the messages.
+
+    Raises:
+        ConfigError: there is none, or it is no network.
+    """
     if ":" in name:
         cls = registry.load_object(name)
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
@@ -104,7 +119,7 @@ def _find(name: str, where: str) -> Architecture:
 
 
 def _checked(cls: type[nn.Module], options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The options, each converted to the type and held to the range that the constructor's annotation gives."""
+    """Convert each option to the type that the constructor's annotation gives, and check its range."""
     parameters = list(inspect.signature(cls).parameters.values())
     known = [parameter.name for parameter in parameters[2:] if parameter.kind is not parameter.VAR_KEYWORD]
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

@@ -71,7 +71,7 @@ class CRNN(nn.Module):
         return logits
 
     def embed(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """The mean over time of the GRU's output: float32 [batch, hidden * directions].
+        """Return the mean over time of the GRU's output: float32 [batch, hidden * directions].
 
         Args:
             x: float32 [batch, frames, inputs].

@@ -25,7 +25,7 @@ class MeanLinear(nn.Module):
         return logits
 
     def embed(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """The mean frame, float32 [batch, inputs]."""
+        """Return the mean frame, float32 [batch, inputs]."""
         return mean_over_time(x, lengths)
 
 
@@ -44,7 +44,7 @@ class MeanMLP(nn.Module):
         return logits
 
     def embed(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """The hidden layer's output, float32 [batch, hidden]."""
+        """Return the hidden layer's output, float32 [batch, hidden]."""
         return self.hidden(mean_over_time(x, lengths)).relu()  # type: ignore[no-any-return]
 
 

@@ -7,7 +7,9 @@ Updates are taken in client order, and sums run in that order or in a single thr
 the updates alone (and of the round's generator, for rules that draw), to the bit.
 
 A rule of one's own is a subclass of :class:`CollectingRule` with one short method, or of :class:`Rule` for full control.
-The built-in ones are the files of :mod:`raydfl.rules`.
+The built-in ones are the files of this room, whose names are the rules' names in a configuration.
+
+Imports core. Begin with median.py and krum.py, then weighted_mean.py.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from typing import Any
 
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError, nearest
-from raydfl.rules._collecting import CollectingRule
+from raydfl.rules._collecting import CollectingRule, one_thread
 from raydfl.rules._group import Group
 from raydfl.rules._robust import RobustRule
 from raydfl.rules._rule import Aggregate, Rule
+from raydfl.rules._weights import weight_of
 from raydfl.rules.lpa import LayerwisePruning
 from raydfl.rules.uniform_mean import UniformMean
 from raydfl.rules.weighted_mean import WeightedMean
@@ -36,6 +39,9 @@ __all__ = [
     "UniformMean",
     "WeightedMean",
     "find_rule",
+    "one_thread",
+    "rule_class",
+    "weight_of",
 ]
 
 RULES: Mapping[str, type[Rule]] = {
@@ -46,7 +52,7 @@ RULES: Mapping[str, type[Rule]] = {
 
 
 def find_rule(setting: str | Mapping[str, Any] | None, default: Rule, where: str = "rule") -> Rule:
-    """The rule that a configuration asks for.
+    """Find and build the rule that a configuration names.
 
     Args:
         setting: a name of :data:`RULES` or ``my_file.py:Class``; or a mapping with ``name`` and the rule's options; or
@@ -66,7 +72,7 @@ def find_rule(setting: str | Mapping[str, Any] | None, default: Rule, where: str
 
 
 def rule_class(name: str, where: str) -> type[Rule]:
-    """The rule of that name.
+    """Find the rule of that name.
 
     Raises:
         ConfigError: there is none.
@@ -74,7 +80,7 @@ def rule_class(name: str, where: str) -> type[Rule]:
     if ":" in name:
         found = registry.load_object(name)
         if not (isinstance(found, type) and issubclass(found, Rule)):
-            raise ConfigError(f"{where}: {name!r} is not a subclass of raydfl.rules.Rule")
+            raise ConfigError(f"{where}: {name!r} is not a subclass of raydfl.Rule")
         return found
     if name not in RULES:
         raise ConfigError(f"{where}: unknown rule {name!r}; {nearest(name, RULES)} Your own class: my_file.py:Class")

@@ -23,7 +23,7 @@ class Base:
         self._flat: dict[tuple[str, Layout], np.ndarray] = {}
 
     def under(self, update: Update, layout: Layout) -> np.ndarray:
-        """The server's values where an update has its own: float32 [layout.size]; not to be written to.
+        """Return the server's values where an update has its own: float32 [layout.size]; not to be written to.
 
         Raises:
             RaydflError: a tensor of the update has another shape at the server.
@@ -36,7 +36,7 @@ class Base:
         return self._flat[key]
 
     def length(self, update: Update) -> float:
-        """The Euclidean length of an update's change, elements without weight left out."""
+        """Return the Euclidean length of an update's change, elements without weight left out."""
         sent = FlatTensors.of(update.tensors)
         base = self.under(update, sent.layout)
         mask = absent(update, sent.layout)
@@ -44,7 +44,7 @@ class Base:
         return math.sqrt(ClientVectors([vector]).squared_distances(base)[0])
 
     def shortened(self, update: Update, factor: float) -> Update:
-        """The same update with its change multiplied by a factor, in new memory."""
+        """Return the same update with its change multiplied by a factor, in new memory."""
         sent = FlatTensors.of(update.tensors)
         base = self.under(update, sent.layout)
         vector = sent.vector - base

@@ -32,7 +32,7 @@ class CollectingRule(Rule):
 
     @abstractmethod
     def combine(self, group: Group) -> np.ndarray:
-        """The server's new values, float [group.layout.size], from those that the clients sent."""
+        """Return the server's new values, float [group.layout.size], from those that the clients sent."""
 
     def __call__(
         self, updates: Iterable[Update], current: Mapping[str, Tensors], rng: np.random.Generator | None = None
@@ -65,18 +65,18 @@ class CollectingRule(Rule):
 
 
 def one_thread() -> ThreadpoolController:
-    """A context in which matrix products use one thread: how one is summed depends on their number."""
+    """Return a context in which matrix products use one thread: the order of their sums depends on the number of threads."""
     return _blas().limit(limits=1, user_api="blas")
 
 
 @cache
 def _blas() -> ThreadpoolController:
-    """The libraries behind NumPy's matrix products."""
+    """Return the libraries behind NumPy's matrix products."""
     return ThreadpoolController()
 
 
 def _groups(updates: Sequence[Update], current: Tensors) -> Iterator[tuple[Sequence[int], Group]]:
-    """The updates of one key, cut so that within a group every client has every tensor; with the clients' positions."""
+    """Group the updates of one key so that within a group every client has every tensor; with the clients' positions."""
     rows = [FlatTensors.of(update.tensors) for update in updates]
     shapes = {name: tuple(tensor.shape) for name, tensor in current.items()}
     for position, (update, row) in enumerate(zip(updates, rows, strict=True)):
@@ -106,7 +106,7 @@ def _groups(updates: Sequence[Update], current: Tensors) -> Iterator[tuple[Seque
 
 
 def _part(row: FlatTensors, layout: Layout) -> np.ndarray:
-    """The tensors of ``layout`` out of a row: float32 [layout.size], the row itself where it has no others."""
+    """Take the tensors of ``layout`` out of a row: float32 [layout.size], the row itself where it has no others."""
     if row.layout == layout:
         return row.vector
     return np.concatenate([row.vector[row.layout.columns(name)] for name in layout.names])

@@ -70,7 +70,7 @@ class Group:
         return vector
 
     def layers(self, by: Literal["module", "tensor"]) -> dict[str, list[str]]:
-        """The tensors' names by layer: each tensor for itself, or all tensors of a module (names up to the last dot)."""
+        """Return the tensors' names by layer: each tensor for itself, or all tensors of a module (names up to the last dot)."""
         layers: dict[str, list[str]] = {}
         for name in self.layout.names:
             layers.setdefault(name.rpartition(".")[0] or name if by == "module" else name, []).append(name)
@@ -95,7 +95,7 @@ class Group:
         return matrix
 
     def parts(self, names: Sequence[str]) -> Parts:
-        """Where some tensors lie in a row: ranges of elements, those of neighbours in one."""
+        """Return where some tensors lie in a row: ranges of elements, with neighbours joined."""
         parts: list[tuple[int, int]] = []
         for name in names:
             columns = self.layout.columns(name)
@@ -106,7 +106,7 @@ class Group:
         return parts
 
     def squared_deviations(self, names: Sequence[str]) -> np.ndarray:
-        """How far each client's values of some tensors, taken as one vector, are from the uniform mean of all clients.
+        """Return how far each client's values of some tensors, taken as one vector, are from the uniform mean of all clients.
 
         The rows are read where they lie; see :meth:`raydfl.core.ops.sums.Rows.squared_deviations` for the precision.
 
@@ -116,7 +116,7 @@ class Group:
         return self._rows.squared_deviations(self.parts(names))
 
     def mean(self, name: str, kept: Sequence[int]) -> np.ndarray:
-        """The weighted mean of one tensor over some of the clients: float32 [elements].
+        """Return the weighted mean of one tensor over some of the clients: float32 [elements].
 
         It is that of :class:`WeightedMean` over these clients, bit for bit.
 
@@ -154,24 +154,24 @@ class Group:
         return dict(zip(names, np.split(means, edges[:-1]), strict=True))
 
     def squared_distances(self, point: np.ndarray) -> np.ndarray:
-        """Each client's squared Euclidean distance to a vector [elements]: float64 [clients]."""
+        """Return each client's squared Euclidean distance to a vector [elements]: float64 [clients]."""
         return self._rows.squared_distances(point)
 
     def pairwise(self) -> np.ndarray:
-        """The squared Euclidean distances between all clients: float64 [clients, clients].
+        """Return the squared Euclidean distances between all clients: float64 [clients, clients].
 
         See :meth:`raydfl.core.ops.sums.Rows.pairwise` for the precision.
         """
         return self._rows.pairwise()
 
     def ordered(self, chosen: Sequence[int] | None = None) -> Iterator[tuple[int, int, np.ndarray]]:
-        """The values of each element in ascending order, some elements at a time: see :meth:`raydfl.core.ops.sums.Rows.ordered`."""
+        """Yield the values of each element in ascending order, some elements at a time: see :meth:`ClientVectors.ordered`."""
         return self._rows.ordered(range(len(self.rows)) if chosen is None else chosen)
 
     def average(
         self, factors: Sequence[float] | np.ndarray, *, uniform: bool, towards: np.ndarray | None = None
     ) -> np.ndarray:
-        """A mean over the clients in which each one's weight is multiplied by a factor, summed in float64.
+        """Average over the clients, each one's weight multiplied by a factor, summed in float64.
 
         With factors of 1 it is that of :class:`WeightedMean`, or uniform of :class:`UniformMean`, bit for bit.
 
@@ -216,7 +216,7 @@ class Group:
         return divided(total, weight, self.server[columns])
 
     def voters(self, fill: float | None = None) -> Voters:
-        """The clients that have any weight, each with a value for every element.
+        """Return the clients that have any weight, each with a value for every element.
 
         Args:
             fill: stands where an element of a client has no weight; by default the server's value, as if the client had

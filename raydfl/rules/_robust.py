@@ -27,7 +27,7 @@ Byzantine = Annotated[
 
 
 def count_of(share: float, clients: int) -> int:
-    """``floor(share * clients)`` of the decimal number that the user wrote: 0.29 * 100 is 28.999... in binary."""
+    """Return ``floor(share * clients)`` of the decimal number that the user wrote: 0.29 * 100 is 28.999... in binary."""
     return math.floor(share * clients + 1e-9)
 
 
@@ -37,7 +37,7 @@ class RobustRule(CollectingRule):
 
     @abstractmethod
     def decide(self, voters: Group) -> np.ndarray:
-        """The server's new values, float [elements]; may set ``voters.influence``.
+        """Return the server's new values, float [elements]; may set ``voters.influence``.
 
         Args:
             voters: at least one client, each with a value for every element.
@@ -61,7 +61,7 @@ class MiddleRule(CollectingRule):
 
     @abstractmethod
     def cut(self, clients: np.ndarray) -> np.ndarray:
-        """How many values are left out at either end, when so many clients have one: int64, less than half of ``clients``."""
+        """Return how many values to leave out at either end if this many clients have one: int64, less than half of ``clients``."""
 
     def combine(self, group: Group) -> np.ndarray:
         """See :class:`CollectingRule`."""

@@ -69,6 +69,6 @@ class Rule(ABC):
 
 
 def over_current(changed: dict[str, dict[str, Tensor]], current: Mapping[str, Tensors]) -> dict[str, dict[str, Tensor]]:
-    """What the server had, with what changed in its place: names keep their order, new ones come last."""
+    """Return what the server had, with the changed tensors in their place: names keep their order, new ones come last."""
     keys = dict.fromkeys((*current, *changed))
     return {key: {**current.get(key, {}), **changed.get(key, {})} for key in keys}

@@ -17,12 +17,12 @@ from raydfl.core.types import Tensors, Update
 
 
 def total_of(weights: Sequence[Any], start: Any = 0.0) -> Any:
-    """The sum, one after another: Python's own ``sum`` corrects rounding from 3.12 on, but only within one call."""
+    """Add up one after another: Python's own ``sum`` corrects rounding from 3.12 on, but only within one call."""
     return reduce(operator.add, weights, start)
 
 
 def divided(total: np.ndarray, weight: Weight, current: Tensor | np.ndarray | None) -> np.ndarray:
-    """``total / weight`` as float32 [elements]; where the weight is 0, what the server has, or 0 if it has nothing."""
+    """Return ``total / weight`` as float32 [elements]; where the weight is 0, what the server has, or 0 if it has nothing."""
     if isinstance(weight, float) and weight > 0:
         return (total / weight).astype(np.float32)
     result = np.zeros(total.shape)
@@ -35,7 +35,7 @@ def divided(total: np.ndarray, weight: Weight, current: Tensor | np.ndarray | No
 def weight_of(
     update: Update, weight: float | Mapping[str, float | Tensor], name: str, shape: tuple[int, ...]
 ) -> Weight:
-    """The weight of one tensor of an update, checked."""
+    """Return the weight of one tensor of an update, checked."""
     what = f"client {update.client_id!r}: the weight of its update"
     value: float | Tensor
     if isinstance(weight, Mapping):
@@ -64,7 +64,7 @@ def weight_of(
 
 
 def absent(update: Update, layout: Layout) -> np.ndarray | None:
-    """Which elements of an update have no weight: bool [layout.size], or ``None`` where all have some.
+    """Return which elements of an update have no weight: bool [layout.size], or ``None`` where all have some.
 
     Args:
         layout: of the tensors wanted, all of which the update has.

@@ -17,7 +17,7 @@ from raydfl.rules.krum import scores, tolerated
 
 
 def near_median(ordered: np.ndarray, count: int) -> np.ndarray:
-    """The mean of the values nearest to the median, for each element: float64 [elements].
+    """Return the mean of the values nearest to the median, for each element: float64 [elements].
 
     Args:
         ordered: float32 [elements, clients], ascending in each row.

@@ -19,7 +19,7 @@ from raydfl.rules._robust import RobustRule
 
 
 def shortening(lengths: np.ndarray, limit: float) -> np.ndarray:
-    """``min(1, limit / lengths)``: float64, 1 where a length is 0."""
+    """Return ``min(1, limit / lengths)``: float64, 1 where a length is 0."""
     factors = np.ones(len(lengths))
     np.divide(limit, lengths, out=factors, where=lengths > limit)
     return factors

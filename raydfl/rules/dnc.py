@@ -22,7 +22,7 @@ from raydfl.rules._robust import Byzantine, RobustRule, count_of
 
 
 def outlier_scores(sample: np.ndarray) -> np.ndarray:
-    """Each client's squared projection on the top right singular vector of the centred sample: float64 [clients].
+    """Return each client's squared projection on the top right singular vector of the centred sample: float64 [clients].
 
     Args:
         sample: float64 [clients, elements].

@@ -34,7 +34,7 @@ MEMORY = "foolsgold/"
 
 
 def trust(histories: np.ndarray, confidence: float) -> np.ndarray:
-    """How much each client counts: float64 [clients], 0..1.
+    """Return how much each client counts: float64 [clients], 0..1.
 
     Args:
         histories: float64 [clients, features]: the sums of their changes.
@@ -117,7 +117,7 @@ class FoolsGold(Rule):
         return Aggregate({**tensors, **memory}, {}, factors)
 
     def _remembered(self, updates: Sequence[Update], known: Tensors, base: Base) -> dict[str, Tensor]:
-        """The histories with this round in them: float32 [features] by client id."""
+        """Return the histories with this round in them: float32 [features] by client id."""
         renewed: dict[str, Tensor] = {}
         names: list[str] = []
         shapes: dict[str, tuple[int, ...]] = {}
@@ -147,7 +147,7 @@ class FoolsGold(Rule):
         return renewed
 
     def _indicative(self, update: Update) -> list[str]:
-        """The names of the tensors that are compared, in the order in which they were sent."""
+        """Return the names of the tensors that are compared, in the order in which they were sent."""
         start = self.features
         if start is None:
             last = list(update.tensors)[-1]
@@ -156,13 +156,13 @@ class FoolsGold(Rule):
 
 
 def _any(weight: float | Mapping[str, float | Tensor]) -> bool:
-    """Whether anything of an update counts."""
+    """Return whether anything of an update counts."""
     values = weight.values() if isinstance(weight, Mapping) else [weight]
     return any(bool(np.any(np.asarray(value))) for value in values)
 
 
 def _times(weight: float | Mapping[str, float | Tensor], factor: float) -> Any:
-    """A weight of any form, multiplied."""
+    """Multiply a weight of any form."""
     if isinstance(weight, Mapping):
         return {name: value * factor for name, value in weight.items()}
     return weight * factor

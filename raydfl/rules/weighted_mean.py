@@ -62,7 +62,7 @@ class _RunningMean:
         self._waiting = []
 
     def result(self) -> dict[str, Tensor]:
-        """The mean by name, each tensor in memory of its own."""
+        """Return the mean by name, each tensor in memory of its own."""
         self._add_waiting()
         return {
             name: torch.from_numpy(divided(total, self._weights[name], self._current.get(name))).view(

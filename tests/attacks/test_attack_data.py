@@ -11,7 +11,7 @@ import pytest
 import soundfile
 from tones import Tones
 
-from raydfl.attacks._attack import Attack
+from raydfl.attacks import Attack
 from raydfl.attacks.backdoor import Trigger
 from raydfl.attacks.corrupt_recordings import Damage
 from raydfl.core import registry

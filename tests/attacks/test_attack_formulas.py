@@ -10,8 +10,7 @@ import pytest
 import torch
 from scipy import optimize, stats
 
-from raydfl.attacks._attack import Attack, Cohort, ColludingAttack
-from raydfl.attacks._statistics import HonestUpdates
+from raydfl.attacks import Attack, Cohort, ColludingAttack, HonestUpdates
 from raydfl.attacks.alie import ALIE, largest_z
 from raydfl.attacks.backdoor import Backdoor
 from raydfl.attacks.free_rider import FreeRider

@@ -26,7 +26,7 @@ from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
 from raydfl.engine.worker import Worker
-from raydfl.models._build import build_model
+from raydfl.models import build_model
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
 from raydfl.runs.replay import replay
@@ -264,7 +264,7 @@ def test_recorded_success_is_that_of_the_model_by_hand(tiny: Tiny) -> None:
     run_dir = Path(config.run.dir) / "hand"
     copies = Population.load(run_dir / "population").triggered
     assert len(copies) == 24  # 2 of 3 classes x 6 speakers x 2 takes
-    ((_, options),) = config.model_choices()["model"]
+    ((_, options),) = config.parts.models["model"]
     model = build_model(
         ModelSpec(
             "model", "crnn_tiny", 16, 3, tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in options.items())

@@ -36,9 +36,9 @@ METHOD = "from raydfl import Method, Rule\nfrom torch import nn\n\n\n"
         (
             METHOD + "class Mine:\n    pass\n",
             "Mine",
-            r"method '.*mine.py:Mine' is not a subclass of raydfl.methods._method.Method",
+            r"method '.*mine.py:Mine' is not a subclass of raydfl.Method",
         ),
-        (METHOD + "Mine = 5\n", "Mine", r"is not a subclass of raydfl.methods._method.Method"),
+        (METHOD + "Mine = 5\n", "Mine", r"is not a subclass of raydfl.Method"),
         (
             METHOD + "class Mine(Method):\n    def build(self, client):\n        return super().build(client.models)\n",
             "Mine",

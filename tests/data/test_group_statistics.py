@@ -11,7 +11,7 @@ import pytest
 import soundfile
 from tiny_sets import Made, write_folder
 
-from raydfl.attacks._attack import Attack
+from raydfl.attacks import Attack
 from raydfl.core import registry
 from raydfl.data.build import build_population
 from raydfl.data.examples import Examples

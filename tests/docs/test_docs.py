@@ -20,21 +20,19 @@ from typing import Any
 
 import pytest
 from commands import Raydfl
-from pages import PAGES, RECORDINGS, ROOT, Block, anchor, blocks, headings, links, option_tables
+from pages import PAGES, RECORDINGS, ROOT, Block, anchor, blocks, headings, links, option_tables, without_blocks
 
-from raydfl.attacks._attack import Attack
+import raydfl as package
+from raydfl import Attack, Config, Method, Step, find_dataset, load_config, make_config
 from raydfl.core import registry
 from raydfl.core.options import options_of, plain
 from raydfl.core.settings import Settings
 from raydfl.core.types import ModelSpec
 from raydfl.core.yaml import parse_yaml
-from raydfl.data.dataset import dataset_names, find_dataset
-from raydfl.engine.config import Config, load_config, make_config
-from raydfl.methods._method import Method
-from raydfl.models._build import architectures, build_model, model_options
+from raydfl.data.dataset import dataset_names
+from raydfl.models import architectures, build_model, model_options
 from raydfl.rules import RULES
 from raydfl.runs import run as runs
-from raydfl.training.step import Step
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 RUNNABLE = [block for block in BLOCKS if block.language in ("bash", "python", "yaml")]
@@ -291,7 +289,7 @@ def test_readme_names_every_method_and_data_set() -> None:
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in links(page):
         if target.startswith(("http://", "https://")):
@@ -307,6 +305,21 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_no_path_of_a_certain_machine(page: Path) -> None:
     found = re.search(r"(?<![\w.])/(?:work|home|root|tmp)/", page.read_text())
     assert found is None, page.read_text()[found.start() : found.start() + 60] if found else ""
+
+
+_IMPORT = re.compile(r"^\s*(?:from (raydfl[\w.]*) import|import (raydfl[\w.]*))", re.MULTILINE)
+_DOTTED = re.compile(r"\braydfl\.(\w+)\b(?!/)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_send_nobody_to_a_back_room(page: Path) -> None:
+    """Users import from ``raydfl`` and ``raydfl.ops`` alone; what lies behind these doors may move."""
+    for block in (block for block in blocks(page) if block.language == "python"):
+        modules = {one or other for one, other in _IMPORT.findall(block.text)}
+        assert modules <= {"raydfl", "raydfl.ops"}, block.name
+    for code in re.findall(r"`([^`]+)`", without_blocks(page)):
+        named = {name for name in _DOTTED.findall(code) if name not in ("yaml", "html")}
+        assert named <= set(package.__all__), f"{page.name}: {code}"
 
 
 def test_jobs_are_valid() -> None:

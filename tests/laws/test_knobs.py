@@ -10,7 +10,7 @@ from helpers import differ, finish, same
 
 from raydfl.core import registry
 from raydfl.engine.config import Config
-from raydfl.methods._method import Method
+from raydfl.methods import Method
 
 Tiny = Callable[..., Config]
 

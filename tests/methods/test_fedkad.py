@@ -23,7 +23,7 @@ from raydfl.engine.storage import record
 from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
-from raydfl.methods._method import Method
+from raydfl.methods import Method
 from raydfl.methods.fedavg import FedAvg
 from raydfl.methods.fedkad import COUNTS, MEANS, FedKAD, _projection
 from raydfl.models.crnn import CRNN

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.types import Batch, Client, Ratio, State, Update
-from raydfl.methods._method import Method
+from raydfl.methods import Method
 from raydfl.methods.fedavg import FedAvg
 from raydfl.methods.fedmlac import FedMLAC
 from raydfl.methods.fedper import FedPer

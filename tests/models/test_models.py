@@ -10,7 +10,7 @@ import torch
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.types import ModelSpec
-from raydfl.models._build import architectures, build_model
+from raydfl.models import architectures, build_model
 from raydfl.models.crnn import CRNN
 
 

@@ -348,7 +348,7 @@ def test_a_rule_from_a_file_is_found(tmp_path: Path) -> None:
         6.0,
         10.0,
     ]
-    with pytest.raises(ConfigError, match="Other' is not a subclass of raydfl.rules.Rule"):
+    with pytest.raises(ConfigError, match="Other' is not a subclass of raydfl.Rule"):
         find_rule(f"{file}:Other", WeightedMean())
 
 

@@ -35,7 +35,7 @@ class _Compiled:
 
 @cache
 def _compiled() -> _Compiled | None:
-    """The compiled operators, loaded at the first use, or ``None`` after one line in the log."""
+    """Return the compiled operators, loaded at the first use, or ``None`` after one line in the log."""
     if not _LIBRARY.exists():
         _log.info(
             "raydfl.ops: not compiled on this machine (%s is not there); training on a CPU is slower", _LIBRARY.name
@@ -52,7 +52,7 @@ def _compiled() -> _Compiled | None:
 
 
 def compiled() -> bool:
-    """Whether the operators in C++ are there."""
+    """Return whether the operators in C++ are available."""
     return _compiled() is not None
 
 
@@ -67,14 +67,14 @@ def use(implementation: Literal["auto", "torch"]) -> Iterator[None]:
 
 
 def compiled_for(x: Tensor) -> _Compiled | None:
-    """The compiled operators, if they are there and compute for such an ``x``."""
+    """Return the compiled operators, if they are there and compute for such an ``x``."""
     if x.dtype == torch.float32 and x.device.type == "cpu" and _CHOICE.get() == "auto":
         return _compiled()
     return None
 
 
 def autocast_type(x: Tensor) -> torch.dtype | None:
-    """What operations on ``x`` compute in inside of torch.autocast; ``None`` outside, and for float64.
+    """Return the type in which operations on ``x`` compute inside of torch.autocast; ``None`` outside, and for float64.
 
     On a CPU float32: there a short type only saves memory, and the compiled operators beat PyTorch's in it many times over.
     """
@@ -85,5 +85,5 @@ def autocast_type(x: Tensor) -> torch.dtype | None:
 
 
 def torch_is_better(x: Tensor) -> bool:
-    """Whether PyTorch's own layer is the faster one: on a GPU, one model at a time (cuDNN); it cannot be mapped by vmap."""
+    """Return whether PyTorch's own layer is faster: on a GPU, one model at a time (cuDNN); vmap cannot map it."""
     return x.is_cuda and not torch._C._are_functorch_transforms_active()

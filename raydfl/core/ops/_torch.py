@@ -17,7 +17,7 @@ NOWHERE = 255  # the code of a pool in which nothing is above 0
 
 
 def _windows(x: Tensor, lengths: Tensor | None, padding: int, kernel: int) -> Tensor:
-    """What a convolution sees at each frame: [clients, batch * frames, inputs * kernel] of x [clients, batch, frames, inputs]."""
+    """Return what a convolution sees at each frame: [clients, batch * frames, inputs * kernel]."""
     if lengths is not None:
         outside = torch.arange(x.shape[2], device=x.device) >= lengths.unsqueeze(2)
         x = x.masked_fill(outside.unsqueeze(3), 0.0)
@@ -56,7 +56,7 @@ def conv_backward(
     pool: int,
     needed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x (empty unless needed), weight and bias."""
+    """Return the gradients of x (empty unless needed), weight and bias."""
     if x.dim() == 3:
         lengths = None if lengths is None else lengths.unsqueeze(0)
         dy, codes, x, weight = (tensor.unsqueeze(0) for tensor in (dy, codes, x, weight))
@@ -90,18 +90,18 @@ def conv_backward(
 
 
 def _in_steps(x: Tensor, directions: int) -> Tensor:
-    """[clients, batch, frames, width] as each direction meets it: [clients, directions, frames, batch, width]."""
+    """Arrange [clients, batch, frames, width] as each direction meets it: [clients, directions, frames, batch, width]."""
     x = x.transpose(1, 2)
     return torch.stack([x, x.flip(1)][:directions], dim=1)
 
 
 def _stacked(weights: Sequence[Tensor], kind: int) -> Tensor:
-    """One kind of weight of all directions, [clients, directions, ...]."""
+    """Stack one kind of weight of all directions: [clients, directions, ...]."""
     return torch.stack(list(weights[kind::4]), dim=1)
 
 
 def _counting(lengths: Tensor, frames: int, directions: int) -> Tensor:
-    """Which steps count: bool [clients, directions, frames, batch, 1]."""
+    """Return which steps count: bool [clients, directions, frames, batch, 1]."""
     counting = torch.arange(frames, device=lengths.device) < lengths.unsqueeze(2)
     return _in_steps(counting.unsqueeze(3), directions)
 
@@ -143,7 +143,7 @@ def gru_forward(x: Tensor, lengths: Tensor | None, weights: Sequence[Tensor]) ->
 def gru_backward(
     dy: Tensor, y: Tensor, gates: Tensor, x: Tensor, lengths: Tensor | None, weights: Sequence[Tensor], needed: bool
 ) -> list[Tensor]:
-    """The gradients of x (empty unless needed) and of each weight."""
+    """Return the gradients of x (empty unless needed) and of each weight."""
     if x.dim() == 3:
         lengths = None if lengths is None else lengths.unsqueeze(0)
         dy, y, gates, x = (tensor.unsqueeze(0) for tensor in (dy, y, gates, x))
@@ -200,18 +200,18 @@ _32_BITS = 0xFFFFFFFF
 
 
 def _signed(value: int) -> int:
-    """The int64 with the bits of an unsigned one."""
+    """Return the int64 with the bits of an unsigned one."""
     return value - 2**64 if value >= 2**63 else value
 
 
 def _scrambled(bits: Tensor, shift: int, factor: int) -> Tensor:
-    """One round of splitmix64: the bits shifted in, then a product modulo 2**64."""
+    """Do one round of splitmix64: the bits shifted in, then a product modulo 2**64."""
     product: Tensor = (bits ^ ((bits >> shift) & (2 ** (64 - shift) - 1))) * _signed(factor)
     return product
 
 
 def drop(x: Tensor, seed: Tensor, call: int, threshold: int, scale: float) -> Tensor:
-    """``x`` [batch, ...] times ``scale`` where its element's 32 random bits are at least ``threshold``, and 0 elsewhere.
+    """Return ``x`` [batch, ...] times ``scale`` where its element's 32 random bits are at least ``threshold``, and 0 elsewhere.
 
     Args:
         x: with a dimension of clients in front if ``seed`` has one.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def grouped(clients: int, dims: tuple[Any, ...], values: tuple[Any, ...]) -> list[Any]:
-    """The arguments of an operation for all clients at once: every tensor as [clients, ...].
+    """Return the arguments of an operation for all clients at once: every tensor as [clients, ...].
 
     Args:
         clients: size of the mapped dimension.
@@ -25,7 +25,7 @@ def grouped(clients: int, dims: tuple[Any, ...], values: tuple[Any, ...]) -> lis
 
 
 def once(name: str) -> RuntimeError:
-    """The error of an operation that is differentiated twice."""
+    """Return the error of an operation that is differentiated twice."""
     return RuntimeError(
         f"{name} of raydfl.ops cannot be differentiated twice; use {name} of torch.nn in a network whose loss contains gradients"
     )

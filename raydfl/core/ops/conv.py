@@ -23,7 +23,7 @@ def conv1d(
     pool: int | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """A convolution over time with stride 1; with ``pool`` followed by ReLU and max pooling.
+    """Convolve over time with stride 1; with ``pool`` followed by ReLU and max pooling.
 
     Args:
         x: float [batch, frames, inputs], or [clients, batch, frames, inputs] with weights and lengths of each client.
@@ -54,7 +54,7 @@ class Conv1d(nn.Conv1d):
     """torch.nn.Conv1d, [batch, channels, frames] to [batch, channels, frames]; other strides and so on are torch's own."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The convolution, see torch.nn.Conv1d."""
+        """Convolve, see torch.nn.Conv1d."""
         if not self._covered(x):
             return super().forward(x)
         return conv1d(x.transpose(-1, -2), self.weight, self.bias, int(self.padding[0])).transpose(-1, -2)

@@ -53,7 +53,7 @@ class Dropout(nn.Dropout):
     """torch.nn.Dropout; within :func:`random_state`, from its seed and of x [batch, ...]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` with a share ``p`` of its values zeroed and the rest divided by 1 - p while training, ``x`` otherwise."""
+        """Return ``x`` with a share ``p`` of its values zeroed and the rest divided by 1 - p while training, ``x`` otherwise."""
         state = _STATE.get()
         if state is None or not self.training or not 0 < self.p < 1:
             return super().forward(x)

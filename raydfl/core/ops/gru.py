@@ -14,7 +14,7 @@ from raydfl.core.ops._vmap import check_group, grouped, once
 
 
 def gru(x: Tensor, weights: Sequence[Tensor], lengths: Tensor | None = None) -> Tensor:
-    """The output of a GRU that starts from 0.
+    """Return the output of a GRU that starts from 0.
 
     Args:
         x: float [batch, frames, inputs], or [clients, batch, frames, inputs] with weights and lengths of each client.
@@ -42,7 +42,7 @@ class GRU(nn.GRU):
     """torch.nn.GRU; several layers, a start other than 0, packed sequences and time before batch are torch's own."""
 
     def forward(self, x: Any, hx: Tensor | None = None) -> tuple[Any, Tensor]:
-        """The output and the last state, see torch.nn.GRU."""
+        """Return the output and the last state, see torch.nn.GRU."""
         if not isinstance(x, Tensor) or hx is not None or not self._covered(x) or torch_is_better(x):
             output: tuple[Any, Tensor] = nn.GRU.forward(self, x, hx)
             return output
@@ -53,7 +53,7 @@ class GRU(nn.GRU):
         return outputs, torch.stack(last)
 
     def outputs(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """The output alone, [batch, frames, directions * hidden], for x [batch, frames, inputs]; see :func:`gru`.
+        """Return the output alone, [batch, frames, directions * hidden], for x [batch, frames, inputs]; see :func:`gru`.
 
         Raises:
             ValueError: the module has more than one layer or wants time before batch.
@@ -69,7 +69,7 @@ class GRU(nn.GRU):
         return gru(x, self._weights(), lengths)
 
     def _weights(self) -> list[Tensor]:
-        """One layer's four weights for each direction; by name, because torch.func.functional_call replaces attributes."""
+        """Return one layer's four weights for each direction; by name, because torch.func.functional_call replaces attributes."""
         weights: list[Tensor] = []
         for suffix in ("", "_reverse") if self.bidirectional else ("",):
             weights += [getattr(self, f"weight_{kind}_l0{suffix}") for kind in ("ih", "hh")]

@@ -9,7 +9,7 @@ from raydfl.core.ops._backend import compiled_for
 
 
 def mean_over_time(x: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """The mean of x [batch, frames, channels] over the frames that count: [batch, channels].
+    """Return the mean of x [batch, frames, channels] over the frames that count: [batch, channels].
 
     Args:
         x: float, one frame or more.

@@ -34,13 +34,13 @@ _FLOATS = torch.empty(0)
 
 
 def compiled() -> bool:
-    """Whether sums are compiled: the operators were built, and :func:`raydfl.ops.use` does not leave them aside."""
+    """Return whether sums are compiled: the operators were built, and :func:`raydfl.ops.use` has not turned them off."""
     return compiled_for(_FLOATS) is not None and _built()
 
 
 @cache
 def _built() -> bool:
-    """Whether the loaded operators have these sums too: those built from older sources do not."""
+    """Return whether the loaded operators have these sums too: those built from older sources do not."""
     return hasattr(torch.ops.raydfl, "add_weighted")
 
 
@@ -61,7 +61,7 @@ class ClientVectors:
     def add_to(
         self, total: np.ndarray, weights: Sequence[Weight], chosen: Sequence[int] | None = None, start: int = 0
     ) -> None:
-        """``total += weights[0] * vectors[0] + ...`` in float64, one after another.
+        """Add ``weights[0] * vectors[0] + ...`` to ``total`` in float64, one after another.
 
         Each product is rounded before it is added, so that no fused operation rounds differently: the bits are the same with
         and without compiled operators, and however many vectors one call adds.
@@ -87,7 +87,7 @@ class ClientVectors:
                 np.add(sums, part, out=sums)
 
     def squared_deviations(self, parts: Parts) -> np.ndarray:
-        """Each vector's squared Euclidean distance to the mean of all: float64 [vectors].
+        """Return each vector's squared Euclidean distance to the mean of all: float64 [vectors].
 
         Differences are taken before they are squared, so vectors that are close to each other far from 0 keep their order.
         Compiled, all is done in float64. NumPy has float32 means and differences: distances that differ by less than about
@@ -118,7 +118,7 @@ class ClientVectors:
         return squares
 
     def squared_distances(self, point: np.ndarray) -> np.ndarray:
-        """Each vector's squared Euclidean distance to a point: float64 [vectors].
+        """Return each vector's squared Euclidean distance to a point: float64 [vectors].
 
         Differences are taken before they are squared. Both are float32, sums of up to 32,768 squares too; values beyond the
         range of float32's squares cost a second pass in float64.
@@ -145,7 +145,7 @@ class ClientVectors:
         return squares
 
     def pairwise(self) -> np.ndarray:
-        """The squared Euclidean distances between all vectors: float64 [vectors, vectors], symmetric, 0 on the diagonal.
+        """Return the squared Euclidean distances between all vectors: float64 [vectors, vectors], symmetric, 0 on the diagonal.
 
         They come from one matrix product of the differences to a vector in the midst of the others. An error is therefore about
         1e-6 of the squared distance of the farther one from there: neither a common offset nor vectors far away blur the
@@ -173,7 +173,7 @@ class ClientVectors:
         return squares
 
     def _in_the_midst(self) -> int:
-        """The vector from which half of the others are least far, judged by a sample of the elements."""
+        """Return the vector from which half of the others are least far, judged by a sample of the elements."""
         count, elements = len(self.vectors), len(self.vectors[0])
         columns = np.linspace(0, elements - 1, min(elements, max(16, _SAMPLE // count)), dtype=np.int64)
         sample = np.stack([vector[columns] for vector in self.vectors]).astype(np.float64)
@@ -181,7 +181,7 @@ class ClientVectors:
         return int(np.argmin(far))
 
     def ordered(self, chosen: Sequence[int]) -> Iterator[tuple[int, int, np.ndarray]]:
-        """The values of each element, sorted.
+        """Yield the values of each element, sorted.
 
         Yields:
             Elements from, and to (not included); their values, float32 [elements, chosen], ascending in each row, to work in.
@@ -200,7 +200,7 @@ class ClientVectors:
             yield begin, end, block
 
     def approximate_sum(self, weights: np.ndarray, chosen: Sequence[int], parts: Parts) -> np.ndarray:
-        """The weighted sum of some vectors in NumPy's float32: several times as fast there as :meth:`add_to`.
+        """Add up some weighted vectors in NumPy's float32: several times as fast there as :meth:`add_to`.
 
         Its error is below ``len(chosen) * 1.2e-7`` of the weighted sum of the magnitudes, and as a rule far smaller.
 
@@ -245,5 +245,5 @@ class ClientVectors:
 
 
 def _in_range(squares: np.ndarray) -> bool:
-    """Whether float32 could hold what was squared and summed, so that the result is as precise as it should be."""
+    """Return whether float32 could hold what was squared and summed, so that the result is as precise as it should be."""
     return bool(np.isfinite(squares).all()) and float(np.max(squares, initial=0.0)) > 1e-30

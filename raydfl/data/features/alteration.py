@@ -19,7 +19,7 @@ class Alteration(ABC):
 
     @abstractmethod
     def __call__(self, wave: np.ndarray, extractor: FeatureExtractor, seed: int) -> np.ndarray:
-        """The altered wave, as long as it was.
+        """Return the altered wave, as long as it was.
 
         Args:
             wave: float32 [samples] at the extractor's rate, cut to the length that features are made of.
@@ -36,5 +36,5 @@ class Alterations:
     """One for each clip, at least 0; :data:`UNALTERED` leaves the clip as it is."""
 
     def part(self, start: int, stop: int) -> Alterations:
-        """What is done to clips ``start`` to ``stop - 1``."""
+        """Return what is done to clips ``start`` to ``stop - 1``."""
         return Alterations(self.what, self.seeds[start:stop])

@@ -8,7 +8,7 @@ A store is a folder ``KEY`` below the cache folder:
 - ``store.json``: what it is, the sizes and digests of the files, and why clips could not be read.
 
 ``KEY`` is a digest of every clip's content in order and of all settings that change a number. While a store is made its
-chunks lie in ``KEY.parts`` (an interrupted preparation goes on from them) under the lock ``KEY.lock``; the folder gets its
+chunks lie in ``KEY.parts`` (an interrupted preparation continues from them) under the lock ``KEY.lock``; the folder gets its
 name when it is whole.
 
 ``normalise: group`` is not done here: whose clips are training clips is not known yet. :mod:`raydfl.data.statistics` makes a
@@ -95,13 +95,13 @@ class FeatureStore:
         return int(self.frames.shape[1])
 
     def clip(self, index: int) -> np.ndarray:
-        """[frames, bands] of clip ``index``, padding included; a view."""
+        """Return [frames, bands] of clip ``index``, padding included; a view."""
         view: np.ndarray = self.frames[self.offsets[index] : self.offsets[index + 1]]
         return view
 
     @functools.cached_property
     def fits_in_memory(self) -> bool:
-        """Whether the page cache may keep all frames, so that reading ahead would be for nothing after the first time."""
+        """Return whether the page cache can keep all frames, so that reading ahead would be useless after the first time."""
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return self.frames.nbytes < memory / 2
 
@@ -129,7 +129,7 @@ class FeatureStore:
 
 
 def open_store(folder: Path, verify: bool = False) -> FeatureStore:
-    """The store in ``folder``, in about a millisecond.
+    """Open the store in ``folder``, in about a millisecond.
 
     Args:
         verify: read all of it, about a second for each GB, and compare it with its digests; once in a process.
@@ -174,9 +174,9 @@ def prepare(
     progress: Progress | None = None,
     run_chunks: RunChunks | None = None,
 ) -> FeatureStore:
-    """The features of a manifest's clips, from the cache or made now; for ``normalise: group`` as they are, in float32.
+    """Return the features of a manifest's clips, from the cache or made now; for ``normalise: group`` as they are, in float32.
 
-    Safe to call from several processes at once (the first makes them, the others wait) and to interrupt (the next call goes on).
+    Safe to call from several processes at once (the first makes them, the others wait) and to interrupt (the next call continues).
 
     Args:
         source: the data set that reads the clips.
@@ -259,7 +259,7 @@ def _unreadable(manifest: pa.Table, failures: Mapping[int, str], note: str = "")
 
 
 def found_or_made(folder: Path, needed: int, make: Callable[[], None]) -> FeatureStore:
-    """The store in ``folder`` if it is whole; else ``make`` has to write it, in one process only.
+    """Open the store in ``folder`` if it is whole; else let ``make`` write it, in one process only.
 
     Args:
         needed: bytes that it takes while it is made.
@@ -341,7 +341,7 @@ _verified: set[tuple[str | int, ...]] = set()
 
 def _has_digest(path: Path, digest: str) -> bool:
     status = path.stat()
-    # The time of change tells of whoever writes, and not of a disk that forgets: so each process reads everything once.
+    # The time of change shows who writes, but not that a disk forgets: so each process reads everything once.
     state = (digest, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     if state not in _verified and file_digest(path) == digest:
         _verified.add(state)
@@ -445,7 +445,7 @@ def _facts_of(path: Path) -> tuple[int, int, str]:
 
 
 def _padded(frames: np.ndarray, lengths: np.ndarray, length: int) -> np.ndarray:
-    """[clips * length, bands] of frames of clips of these lengths, zeros after each."""
+    """Return [clips * length, bands] of frames of clips of these lengths, zeros after each."""
     padded = np.zeros((len(lengths), length, frames.shape[1]), np.float32)
     padded[np.arange(length) < lengths[:, None]] = frames
     return padded.reshape(-1, frames.shape[1])

@@ -36,7 +36,7 @@ _SCHEMA = pa.schema(
 
 
 def rows_of(manifest: pa.Table) -> Iterator[dict[str, Any]]:
-    """The rows of a manifest one by one, a few thousand at a time in memory."""
+    """Yield the rows of a manifest one by one, a few thousand at a time in memory."""
     for batch in manifest.to_batches(max_chunksize=4096):
         yield from batch.to_pylist()
 
@@ -44,7 +44,7 @@ def rows_of(manifest: pa.Table) -> Iterator[dict[str, Any]]:
 def content_digests(
     dataset: Dataset, manifest: pa.Table, cache: Path, progress: Progress
 ) -> tuple[list[bytes], dict[int, str]]:
-    """The digest of every clip's content, in the manifest's order, and why some could not be read.
+    """Return the digest of every clip's content, in the manifest's order, and why some could not be read.
 
     Args:
         manifest: columns ``clip``, ``path`` and whatever else the data set's ``identity`` asks for.

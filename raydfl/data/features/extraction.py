@@ -1,4 +1,4 @@
-"""The features of some clips, computed by whoever is asked to: this process, a worker process, or a Ray task.
+"""Compute the features of some clips, wherever that is done: in this process, a worker process, or a Ray task.
 
 A chunk is a plain value and :func:`compute_chunk` a plain function, so any executor will do that can call one with the other on a
 machine that sees the recordings and the cache folder.
@@ -46,7 +46,7 @@ class Source:
     """Fields of its class."""
 
     def open(self) -> Dataset:
-        """The data set.
+        """Open the data set.
 
         Raises:
             ConfigError: unknown name, or options that its class does not take.
@@ -172,7 +172,7 @@ def _computed(chunk: Chunk, settings: FeatureSettings | ModelFeatures) -> Featur
 
 
 def read_report(chunk: Chunk) -> ChunkReport | None:
-    """The report of a chunk that an earlier run finished; ``None`` when its file is missing, damaged, or has failures.
+    """Read the report of a chunk that an earlier run finished; ``None`` when its file is missing, damaged, or has failures.
 
     Failures are tried again: the reason may have gone.
     """
@@ -223,7 +223,7 @@ _datasets: dict[str, Dataset] = {}
 
 
 def _open(source: Source) -> Dataset:
-    """A data set opened once in each process: some load voices or tables."""
+    """Open a data set once in each process: some load voices or tables."""
     key = repr(source)
     if key not in _datasets:
         _datasets[key] = source.open()

@@ -68,7 +68,7 @@ class FeatureExtractor:
         return result
 
     def features(self, wave: np.ndarray) -> np.ndarray:
-        """float32 [frames, bands] of a wave of the settings' rate, cut but not padded to the settings' length.
+        """Compute float32 [frames, bands] of a wave of the settings' rate, cut but not padded to the settings' length.
 
         Normalised when ``normalise`` is ``clip``.
 
@@ -81,7 +81,7 @@ class FeatureExtractor:
         return np.ascontiguousarray(matrix, dtype=np.float32)
 
     def __call__(self, samples: np.ndarray, rate: int) -> np.ndarray:
-        """float32 [frames, bands] of float32 [samples, channels] at ``rate`` Hz: :meth:`wave`, then :meth:`features`."""
+        """Compute float32 [frames, bands] of float32 [samples, channels] at ``rate`` Hz: :meth:`wave`, then :meth:`features`."""
         return self.features(self.wave(samples, rate))
 
     def _resampler(self, rate: int) -> nn.Module:

@@ -77,7 +77,7 @@ class FileFeatures(Settings):
     @model_validator(mode="before")
     @classmethod
     def _bands_of_the_file(cls, values: Any) -> Any:
-        """The file is looked into once: the configuration that a run keeps has the number."""
+        """Look into the file once: the configuration that a run keeps has the number."""
         if not isinstance(values, Mapping) or values.get("bands") is not None:
             return values
         if not isinstance(values.get("path"), str | Path):
@@ -89,7 +89,7 @@ class FileFeatures(Settings):
         return np.full(seconds.shape, self.frames or 0, np.int64)
 
     def noisy_file(self) -> Path:
-        """The file of the clips with noise.
+        """Return the file of the clips with noise.
 
         Raises:
             ConfigError: there is none.
@@ -102,12 +102,12 @@ class FileFeatures(Settings):
         return self.noisy_path
 
     def key(self) -> dict[str, Any]:
-        """All that decides the numbers but for the files' content, for the key of the cache."""
+        """Return all that decides the numbers but for the files' content, for the key of the cache."""
         return self.model_dump(exclude={"path", "noisy_path"})
 
 
 def needs_waves(what: str) -> ConfigError:
-    """The error for ``what`` ("attack 'backdoor'"), which alters recordings, where there are only features."""
+    """Return the error for ``what`` ("attack 'backdoor'"), which alters recordings, where there are only features."""
     return ConfigError(
         f"{what} alters recordings, and data.features of the kind file come without any: take the kind logmel, or the kind model "
         "with the network that made the features"
@@ -115,7 +115,7 @@ def needs_waves(what: str) -> ConfigError:
 
 
 def read_features(settings: FileFeatures, clip: str, noisy: bool) -> np.ndarray:
-    """float32 [frames, bands] of one clip, cut but not padded, normalised where ``normalise`` is ``clip``.
+    """Read one clip: float32 [frames, bands], cut but not padded, normalised where ``normalise`` is ``clip``.
 
     Raises:
         DataError: the file has no features of that clip, or they are not as they must be.
@@ -133,7 +133,7 @@ def read_features(settings: FileFeatures, clip: str, noisy: bool) -> np.ndarray:
 def features_digests(
     settings: FileFeatures, clips: Sequence[str], noise: Noise | None, cache: Path, progress: Progress
 ) -> tuple[list[bytes], dict[int, str]]:
-    """What :func:`raydfl.data.features.digests.content_digests` gives for recordings: digests of the clips' features.
+    """Return digests of the clips' features, as :func:`raydfl.data.features.digests.content_digests` does for recordings.
 
     Args:
         clips: ids.
@@ -162,7 +162,7 @@ def features_digests(
 
 
 def missing_features(clips: Sequence[str], missing: Mapping[int, str]) -> DataError:
-    """The error for clips (by number) that have no features."""
+    """Return the error for clips (by number) that have no features."""
     first = min(missing)
     return DataError(
         f"{len(missing)} of {len(clips)} clips have no features, the first {clips[first]!r}: {missing[first]}. Make them, or leave "
@@ -192,7 +192,7 @@ class _Source(ABC):
 
     @abstractmethod
     def bands(self) -> int:
-        """The numbers of a frame of the first matrix.
+        """Return the numbers of a frame of the first matrix.
 
         Raises:
             DataError: there is none.
@@ -200,7 +200,7 @@ class _Source(ABC):
 
     @abstractmethod
     def read(self, clip: str, check: Check, frames: int | None) -> np.ndarray:
-        """The matrix of a clip, at most the first ``frames`` of it; ``check`` sees shape and dtype before it is read."""
+        """Read the matrix of a clip, at most the first ``frames`` of it; ``check`` sees shape and dtype before."""
 
     @abstractmethod
     def digests(self, clips: Mapping[int, str], cache: Path, progress: Progress) -> dict[int, bytes | str]:
@@ -335,7 +335,7 @@ class _Folder(_Source):
 
 
 def _open(path: Path) -> _Source:
-    """The matrices in a file or folder.
+    """Open the matrices in a file or folder.
 
     Raises:
         DataError: there is no such file, or it is not what its name says.

@@ -18,7 +18,7 @@ _KINDS: dict[str, type[AnyFeatures]] = {"logmel": FeatureSettings, "file": FileF
 
 
 def kind_of(values: Mapping[str, Any]) -> type[AnyFeatures]:
-    """The settings of the kind that ``values`` name; log-mel where they name none.
+    """Return the settings of the kind that ``values`` name; log-mel where they name none.
 
     Raises:
         ConfigError: there is no such kind, or a setting of another kind is among the values.
@@ -38,7 +38,7 @@ def kind_of(values: Mapping[str, Any]) -> type[AnyFeatures]:
 
 
 def make_features(values: Any) -> AnyFeatures:
-    """The settings that ``values`` describe; they may be settings already.
+    """Return the settings that ``values`` describe; they may be settings already.
 
     Raises:
         ConfigError: unknown kind, wrong type, or value out of range.

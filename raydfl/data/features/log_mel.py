@@ -142,7 +142,7 @@ class FeatureSettings(Settings):
         return frames
 
     def key(self) -> dict[str, Any]:
-        """All that decides the numbers, for the key of the cache."""
+        """Return all that decides the numbers, for the key of the cache."""
         return self.model_dump() | {"fft": self.points, "high_hz": self.highest_hz}
 
 
@@ -157,5 +157,5 @@ def _count_empty(sample_rate: int, low_hz: float, high_hz: float, bands: int, po
 
 
 def _empty_bands(settings: FeatureSettings, points: int) -> int:
-    """How many mel bands hold no Fourier bin: they would be a constant, and no information."""
+    """Count the mel bands without a Fourier bin: they would be constant, without information."""
     return _count_empty(settings.sample_rate, settings.low_hz, settings.highest_hz, settings.bands, points)

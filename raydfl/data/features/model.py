@@ -3,7 +3,7 @@
 The network is a class, named as ``my_file.py:Class`` or ``my_module:Class``: a ``torch.nn.Module`` or anything else that can be
 called with a wave (tensor float32 [samples] at ``sample_rate``) and returns its features (float [frames, bands]). It is built
 once in each process, on the CPU, in evaluation mode and without gradients. What it draws from PyTorch's generator, when it is built
-or called, is the same for every clip, process and machine; other sources of randomness are its own affair.
+or called, is the same for every clip, process and machine; raydfl does not control other sources of randomness.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ModelFeatures(Settings):
         return np.full(seconds.shape, self.frames or 0, np.int64)
 
     def key(self) -> dict[str, Any]:
-        """All that decides the numbers, for the key of the cache: of class and weights the files' content.
+        """Return all that decides the numbers, for the key of the cache: of class and weights the files' content.
 
         Raises:
             ConfigError: the class or the weights are not there, or the class's file has changed since this process loaded it.
@@ -117,7 +117,7 @@ class ModelFeatures(Settings):
         }
 
     def load(self) -> type:
-        """The class.
+        """Load the class.
 
         Raises:
             ConfigError: there is none of that name.
@@ -136,7 +136,7 @@ _loaded: dict[Path, str] = {}
 
 
 def _unchanged(path: Path) -> str:
-    """The digest of a file of code, which Python loads once in a process."""
+    """Return the digest of a file of code, which Python loads once in a process."""
     now = _digest(path, "model")
     if _loaded.setdefault(path, now) != now:
         raise ConfigError(f"data.features.model: {path} has changed since this process loaded it; start a new one")
@@ -184,7 +184,7 @@ class NamedModel:
             self._model.cpu().eval()
 
     def __call__(self, wave: np.ndarray) -> np.ndarray:
-        """float32 [frames, bands] of a wave (float32 [samples]), not more than the settings' frames.
+        """Compute float32 [frames, bands] of a wave (float32 [samples]), not more than the settings' frames.
 
         Raises:
             DataError: what the model returns is something else.

@@ -23,20 +23,20 @@ from raydfl.data.features.wave import EPSILON
 
 
 def group_numbers(manifest: pa.Table) -> np.ndarray:
-    """int64 [clips]: a number for each group in order of appearance; clips without a group form one of their own."""
+    """Number the groups in order of appearance: int64 [clips]; clips without a group form one of their own."""
     column = manifest.column("group").combine_chunks().dictionary_encode(null_encoding="encode")
     numbers: np.ndarray = column.indices.to_numpy().astype(np.int64)
     return numbers
 
 
 def statistics_of(store: FeatureStore) -> np.ndarray:
-    """float64 [2, groups + 1, bands]: means and deviations with which :func:`normalise_groups` made a store."""
+    """Return float64 [2, groups + 1, bands]: means and deviations with which :func:`normalise_groups` made a store."""
     statistics: np.ndarray = np.load(store.folder / "statistics.npy")
     return statistics
 
 
 def z_scores(matrix: np.ndarray, statistics: np.ndarray) -> np.ndarray:
-    """float32 [frames, bands] of ``matrix`` (the same) with ``statistics`` (float64 [2, bands]: mean, deviation)."""
+    """Normalise ``matrix`` (float32 [frames, bands]) with ``statistics`` (float64 [2, bands]: mean, deviation)."""
     mean, deviation = statistics
     result: np.ndarray = ((matrix - mean) / (deviation + EPSILON)).astype(np.float32)
     return result
@@ -45,7 +45,7 @@ def z_scores(matrix: np.ndarray, statistics: np.ndarray) -> np.ndarray:
 def normalise_groups(
     store: FeatureStore, group: np.ndarray, training: np.ndarray, dtype: str, clean: FeatureStore | None = None
 ) -> FeatureStore:
-    """The clips of ``store``, whose features are as they are, normalised by group; from the cache or made now.
+    """Normalise the clips of ``store``, which are not normalised yet, by group; from the cache or made now.
 
     Args:
         group: int64 [clips]: number of each clip's group in the whole data set.

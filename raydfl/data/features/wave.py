@@ -22,6 +22,6 @@ Dtype = Annotated[
 
 
 def z_scored(matrix: np.ndarray) -> np.ndarray:
-    """``matrix`` (float32 [frames, bands]) with mean 0 and deviation 1 in each band."""
+    """Scale ``matrix`` (float32 [frames, bands]) to mean 0 and deviation 1 in each band."""
     result: np.ndarray = (matrix - matrix.mean(axis=0)) / (matrix.std(axis=0) + EPSILON)
     return result

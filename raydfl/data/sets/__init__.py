@@ -1,1 +1,5 @@
-"""One file per data set; the file name is its name in a configuration."""
+"""The built-in data sets. One file each; its name is the set's name in a configuration. Begin with emodb.py."""
+
+from raydfl.data.sets._files import list_recordings
+
+__all__ = ["list_recordings"]

@@ -96,7 +96,7 @@ def speak(
 
 @functools.cache
 def languages() -> dict[str, Path]:
-    """The files of eSpeak's languages and accents by name in lower case: ``en-us``, ``en-gb-x-rp``, ``de``, ``cmn`` ...
+    """Return the files of eSpeak's languages and accents by name in lower case: ``en-us``, ``en-gb-x-rp``, ``de``, ``cmn`` ...
 
     Raises:
         ConfigError: eSpeak NG is not installed.
@@ -107,7 +107,7 @@ def languages() -> dict[str, Path]:
 
 @functools.cache
 def variants() -> tuple[str, ...]:
-    """The names of eSpeak's voice variants (over 100), sorted.
+    """Return the names of eSpeak's voice variants (over 100), sorted.
 
     Raises:
         ConfigError: eSpeak NG is not installed.
@@ -118,7 +118,7 @@ def variants() -> tuple[str, ...]:
 
 @functools.cache
 def version() -> str:
-    """The version of the package that brings the library: another one may say the same word with other samples.
+    """Return the version of the package that brings the library: another one may say the same word with other samples.
 
     Raises:
         ConfigError: eSpeak NG is not installed.
@@ -177,7 +177,7 @@ def _unload(library: ctypes.CDLL) -> None:
 
 
 def _is_loaded(path: str) -> bool:
-    """Whether a library is in memory, without loading it."""
+    """Return whether a library is in memory, without loading it."""
     find = _c_library().dlopen
     find.argtypes = [ctypes.c_char_p, ctypes.c_int]
     find.restype = ctypes.c_void_p

@@ -22,7 +22,7 @@ _KINDS = 8
 
 
 def absolute(path: Path) -> Path:
-    """The path without links in it, which need not exist.
+    """Return the path without links in it, which need not exist.
 
     Raises:
         DataError: links that lead in a circle, or ``~NAME`` of nobody.
@@ -34,7 +34,7 @@ def absolute(path: Path) -> Path:
 
 
 def find_root(root: Path, card: Card) -> Path:
-    """The set's root as an absolute path.
+    """Find the set's root as an absolute path.
 
     Raises:
         DataError: there is no such folder.
@@ -48,14 +48,14 @@ def find_root(root: Path, card: Card) -> Path:
 
 
 def wrong_layout(folder: Path, card: Card, detail: str) -> DataError:
-    """The error for a root that exists but is laid out in another way: what was expected and what is there."""
+    """Return the error for a root that exists but is laid out in another way: what was expected and what is there."""
     entries = sorted(shown_name(entry.name) + ("/" if _is_folder(entry) else "") for entry in _entries(str(folder)))
     shown = ", ".join(entries[:8]) + (f", ... ({len(entries)} entries)" if len(entries) > 8 else "")
     return DataError(f"{card.title}: {detail} in {folder}. Expected {card.layout}. Found: {shown or 'an empty folder'}")
 
 
 def list_audio(folder: Path, suffixes: tuple[str, ...] = (".wav",)) -> list[str]:
-    """The files with one of these endings (in lower case) at any depth below ``folder``: sorted POSIX paths relative to it.
+    """List files with one of these endings (in lower case) at any depth below ``folder``: sorted POSIX paths relative to it.
 
     Hidden files and folders are left out: unpacking on a Mac leaves ``._name.wav`` files that hold no sound. Symbolic links
     to folders are followed.
@@ -70,7 +70,7 @@ def list_audio(folder: Path, suffixes: tuple[str, ...] = (".wav",)) -> list[str]
 
 
 def list_recordings(folder: Path) -> tuple[list[str], str]:
-    """As :func:`list_audio` all files that can be decoded, with any name; and in words which other files lie there.
+    """List all files that can be decoded, as :func:`list_audio`, with any name; and describe the other files there.
 
     Raises:
         DataError: a folder that cannot be opened, or a link to a folder that it lies in.
@@ -96,7 +96,7 @@ def check_name(name: str, folder: Path) -> None:
 
 
 def _left_out(folder: Path, others: Sequence[str], found: Iterable[str]) -> str:
-    """What to say about files in a folder that are no recordings, or none that can be decoded; empty when there are none."""
+    """Describe files in a folder that are no recordings, or none that can be decoded; empty when there are none."""
     if not others:
         return ""
     kinds = Counter(Path(name).suffix.lower() for name in others).most_common()
@@ -159,7 +159,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def match_name(pattern: re.Pattern[str], name: str, card: Card, form: str) -> re.Match[str]:
-    """What a set's file name says.
+    """Take apart a set's file name.
 
     Args:
         name: file name, without folders.
@@ -175,7 +175,7 @@ def match_name(pattern: re.Pattern[str], name: str, card: Card, form: str) -> re
 
 
 def read_rows(path: Path, needed: tuple[str, ...], card: Card) -> list[dict[str, str]]:
-    """The rows of a set's CSV file, all values as text.
+    """Read the rows of a set's CSV file, all values as text.
 
     Raises:
         DataError: it cannot be read, or lacks one of the columns ``needed``.
@@ -197,7 +197,7 @@ def read_rows(path: Path, needed: tuple[str, ...], card: Card) -> list[dict[str,
 
 
 def fold_split(fold: int, test_folds: tuple[int, ...]) -> str | None:
-    """The split of a clip of ``fold`` when ``test_folds`` are held out; ``None`` when no fold is."""
+    """Return the split of a clip of ``fold`` when ``test_folds`` are held out; ``None`` when no fold is."""
     if not test_folds:
         return None
     return "test" if fold in test_folds else "train"

@@ -114,7 +114,7 @@ class CremaD(Dataset):
         )
 
     def _votes(self, root: Path) -> dict[str, str]:
-        """The letter (or, in a draw, letters with colons between) that won, by file name without suffix."""
+        """Return the letter (or, in a draw, letters with colons between) that won, by file name without suffix."""
         for name in _TABLES:
             if (root / name).is_file():
                 rows = read_rows(root / name, ("FileName", "MultiModalVote"), self.card)

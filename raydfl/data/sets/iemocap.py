@@ -69,7 +69,7 @@ class IEMOCAP(Dataset):
         return make_manifest(rows, f"{self.card.title} in {root}")
 
     def _turns(self, root: Path, report: Path) -> Iterator[dict[str, Any]]:
-        """The kept turns of one dialogue."""
+        """Yield the kept turns of one dialogue."""
         labels = _FOUR if self.emotions == "four" else _ALL
         for number, line in enumerate(report.read_text("latin-1").splitlines(), start=1):
             if not line.startswith("["):

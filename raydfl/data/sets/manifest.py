@@ -57,7 +57,7 @@ class Manifest(Dataset):
     ] = None
 
     def manifest(self) -> pa.Table:
-        """The rows in the order of the list. Extra columns: those that are not mapped; ``start`` and ``stop`` as float64.
+        """List the rows in the order of the file. Extra columns: those that are not mapped; ``start`` and ``stop`` as float64.
 
         A clip's id is its path, relative to the root if it lies below it; for a part of a file followed by ``@start-stop``.
 
@@ -100,11 +100,11 @@ class Manifest(Dataset):
         return make_manifest(extra | columns, str(file))
 
     def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
-        """The file, or the part of it."""
+        """Read the file, or the part of it."""
         return read_audio(row["path"], row.get("start") or 0.0, row.get("stop"))
 
     def part(self, row: Mapping[str, Any]) -> str | None:
-        """``@start-stop``, if that is given."""
+        """Return ``@start-stop``, if that is given."""
         return _place(row.get("start"), row.get("stop")) or None
 
     def _read(self, file: Path) -> pa.Table:
@@ -135,7 +135,7 @@ class Manifest(Dataset):
         raise DataError(f"{file} is neither *.csv nor *.parquet; expected {self.card.layout}")
 
     def _paths(self, values: list[object], file: Path, root: Path) -> list[str]:
-        """Absolute paths."""
+        """Return absolute paths."""
         for number, value in enumerate(values, start=1):
             if not isinstance(value, str) or not value or "\0" in value:
                 raise DataError(f"{file}: row {number} has no path (column {self.path_column!r} is {value!r})")
@@ -154,7 +154,7 @@ def _clip(path: str, root: Path) -> str:
 
 
 def _delimiter(file: Path) -> str:
-    """What separates the columns in the header line: spreadsheets of many countries write semicolons."""
+    """Find what separates the columns in the header line: spreadsheets of many countries write semicolons."""
     with file.open("rb") as opened:
         header = opened.readline()
     try:
@@ -165,7 +165,7 @@ def _delimiter(file: Path) -> str:
 
 
 def _seconds(table: pa.Table, name: str, file: Path) -> list[float | None]:
-    """A column of times, ``None`` where there is none."""
+    """Read a column of times, ``None`` where there is none."""
     values: list[float | None] = []
     for number, value in enumerate(table.column(name).to_pylist(), start=1):
         try:
@@ -189,14 +189,14 @@ def _check_parts(starts: Sequence[float | None], stops: Sequence[float | None], 
 
 
 def _place(start: float | None, stop: float | None) -> str:
-    """What a clip's id says about its place in the file: nothing for all of it."""
+    """Return what a clip's id says about its place in the file: nothing for all of it."""
     if not start and stop is None:
         return ""
     return f"@{_number(start or 0.0)}-{'' if stop is None else _number(stop)}"
 
 
 def _number(value: float) -> str:
-    """All digits that a float64 has, and no more than those: ``3`` and ``0.1``."""
+    """Write all digits that a float64 has, and no more: ``3`` and ``0.1``."""
     return repr(value).removesuffix(".0")
 
 

@@ -96,7 +96,7 @@ class SpeechCommands(Dataset):
         return make_manifest(rows, f"{self.card.title} in {root}")
 
     def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
-        """The whole file, or for silence one second of it."""
+        """Read the whole file, or for silence one second of it."""
         samples, rate = read_audio(row["path"])
         if row["start"] is None:
             return samples, rate
@@ -104,7 +104,7 @@ class SpeechCommands(Dataset):
         return samples[first : first + round(_SILENCE_SECONDS * rate)], rate
 
     def identity(self, row: Mapping[str, Any]) -> str | None:
-        """``None`` for whole files; for silence the file's digest and the place in it."""
+        """Return ``None`` for whole files; for silence the file's digest and the place in it."""
         if row["start"] is None:
             return None
         return f"{_digest(row['path'], _modified(row['path']))} from {row['start']} s for {_SILENCE_SECONDS} s"
@@ -190,5 +190,5 @@ def _modified(path: str) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _digest(path: str, _modified_ns: int) -> str:
-    """Of a file's bytes; a file of background noise is asked for once for each clip that is cut from it."""
+    """Return the digest of a file's bytes; background noise is looked up once for each clip that is cut from it."""
     return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()

@@ -114,7 +114,7 @@ class SpokenWords(Dataset):
         return _WORD_LISTS[self.words] if isinstance(self.words, str) else self.words
 
     def manifest(self) -> pa.Table:
-        """One row for each speaker, word and take. Extra columns: ``take`` (int64) and ``language``.
+        """List one row for each speaker, word and take. Extra columns: ``take`` (int64) and ``language``.
 
         Raises:
             ConfigError: eSpeak NG is not installed, or has no such language.
@@ -169,7 +169,7 @@ class SpokenWords(Dataset):
         return clip[:, None], espeak.SAMPLE_RATE
 
     def identity(self, row: Mapping[str, Any]) -> str:
-        """All that decides the samples of a clip; not how many speakers, words or takes there are beside it."""
+        """Return all that decides the samples of a clip; not how many other speakers, words or takes there are."""
         options = (self.seed, self.languages, self.snr_db, self._samples)
         return f"spoken words {_VERSION}, espeakng-loader {espeak.version()}, {options}, {row['clip']}"
 
@@ -200,7 +200,7 @@ class SpokenWords(Dataset):
         return counts
 
     def _splits(self) -> list[str | None]:
-        """The split of each speaker."""
+        """Return the split of each speaker."""
         if not self.test_speakers and not self.validation_speakers:
             return [None] * self.speakers
         sizes = {"test": self.test_speakers, "validation": self.validation_speakers}

@@ -94,7 +94,7 @@ class UrbanSound8K(Dataset):
 
 
 def _seconds(path: Path) -> float | None:
-    """By the file, since some copies of the set are padded; ``None`` if it cannot be read, which whoever reads it will find."""
+    """Read it from the file, since some copies of the set are padded; ``None`` if it cannot be read: reading the clip says so."""
     try:
         return audio_seconds(path)
     except DataError:

@@ -263,9 +263,13 @@ class RunStore:
             return list(entries)
 
 
-def round_of(name: str) -> int:
-    """Return the round that a commit's name says."""
-    return int(name.partition("-")[0])
+def round_of(commit: str) -> int:
+    """Return the round after which a commit of that name was made.
+
+    >>> round_of("000012-0badcafe.safetensors")
+    12
+    """
+    return int(commit.partition("-")[0])
 
 
 def as_stored(state: State) -> State:

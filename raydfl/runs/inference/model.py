@@ -27,7 +27,7 @@ from raydfl.engine.storage.mirror import local_run
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import Commit, RunStore
 from raydfl.engine.worker import KEPT_MODEL, build_models
-from raydfl.methods._method import Method
+from raydfl.methods import Method
 from raydfl.training.replica import Replica
 
 Specs = tuple[ModelSpec, ...]
@@ -112,7 +112,7 @@ class _Run:
         self.config: Config = stored_config(run_dir, trust)
         self.classes = tuple(stored_about(run_dir)["classes"])
         self.commit = _last_commit(run_dir)
-        self.method: Method = self.config.build_method()
+        self.method: Method = self.config.parts.method
         self.population = Population.load(run_dir / "population", bands=self.config.data.features.bands)
         self.clients = Clients(self.population, self.config)
 

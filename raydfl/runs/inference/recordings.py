@@ -29,7 +29,7 @@ from raydfl.data.features.file import FileFeatures
 from raydfl.data.features.statistics import z_scores
 from raydfl.data.manifest import shown_name
 from raydfl.data.segment import segments
-from raydfl.data.sets._files import list_recordings
+from raydfl.data.sets import list_recordings
 from raydfl.runs.inference.model import RunModel, load_model
 
 Given = TypeVar("Given")

@@ -20,7 +20,7 @@ from raydfl import classify, export_model, load_model
 from raydfl.core.errors import InputError, ResourcesError
 from raydfl.core.types import ModelSpec
 from raydfl.data.features.extractor import FeatureExtractor
-from raydfl.models._build import architectures, build_model
+from raydfl.models import architectures, build_model
 from raydfl.runs.inference.model import RunModel
 
 pytestmark = pytest.mark.skipif(
