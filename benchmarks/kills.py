@@ -32,14 +32,16 @@ import numpy as np
 from processes import Mark
 from ray.cluster_utils import Cluster
 
+from raydfl.cluster import server as servers
 from raydfl.cluster.server import Server
 from raydfl.core import registry
 from raydfl.engine.config import Config, apply_overrides, load_config, make_config
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
+from raydfl.engine.telemetry import RoundReport
 from raydfl.runs import run as runs
 from raydfl.runs.folder import create
-from raydfl.runs.progress import Progress, RoundSummary
+from raydfl.runs.progress import Progress
 
 ROOT = Path(__file__).parents[1]
 PLAN = ("client actor", "server actor", "client actor", "node", "driver")
@@ -120,13 +122,13 @@ class _Told(Progress):
         super().__init__("quiet")
         self._to = to
 
-    def round(self, summary: RoundSummary) -> None:
-        self._to.send(summary.round)
+    def round(self, report: RoundReport) -> None:
+        self._to.send(report.round)
 
 
 def _drive(values: dict[str, Any], to: Connection) -> None:
     """What the driver's process does: start the run, or go on with it."""
-    runs._AT_ONCE = 0.0  # each round is reported when it is done, so that a kill meets any of them
+    servers._AT_ONCE = 0.0  # each round is reported when it is done, so that a kill meets any of them
     runs.write_report = lambda run_dirs, out: out.write_text("not drawn") and out  # type: ignore[assignment]
     runs.run(make_config(values), _Told(to))
     to.send(None)

@@ -23,25 +23,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import ray
 import torch
 from peers.turns import Process
 from peers.work import Work
 from torch import Tensor
 
 from raydfl import make_config
-from raydfl.cluster.server import ServerActor
-from raydfl.cluster.session import start_local_ray
 from raydfl.core.seeds import generator
 from raydfl.core.types import State
+from raydfl.core.yaml import to_yaml
 from raydfl.data.population import Population
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
-from raydfl.engine.storage.folder import final_state
 from raydfl.engine.worker import build_models
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
-from raydfl.runs.run import _AT_ONCE
 
 PEERS = Path(__file__).parents[1] / ".venv-peers" / "bin" / "python"
 WORKS: Mapping[str, Mapping[str, str]] = {
@@ -70,33 +66,6 @@ class Contestant(Protocol):
     def close(self) -> None:
         """End."""
         ...
-
-
-class Raydfl:
-    """raydfl on a server actor and client actors."""
-
-    def __init__(self, config: Config) -> None:
-        start_local_ray(logging_level="ERROR", log_to_driver=False)
-        self._folder = create(config, Progress("quiet"))
-        actor = ray.remote(ServerActor).options(num_cpus=0)
-        self._server = actor.remote(str(self._folder), config.model_dump(mode="json"))
-        self._done, _ = ray.get(self._server.open.remote())
-
-    def run(self, rounds: int) -> None:
-        """Do that many rounds, asked for as ``raydfl run`` does it: several short ones in one call."""
-        until = self._done + rounds
-        while self._done < until:
-            self._done = ray.get(self._server.rounds.remote(self._done, until, _AT_ONCE))[-1].round
-
-    def weights(self) -> Mapping[str, Tensor]:
-        """The model of the last commit."""
-        ray.get(self._server.finish.remote(self._done))
-        return {name.partition("/")[2]: value for name, value in final_state(self._folder).tensors["global"].items()}
-
-    def close(self) -> None:
-        """End the actors and Ray."""
-        ray.get(self._server.close.remote())
-        ray.shutdown()
 
 
 def configuration(data: Mapping[str, object], runs: Path, work: str, actors: int, together: int = 1) -> Config:
@@ -132,7 +101,7 @@ def fsdd(root: Path) -> dict[str, object]:
 def make_work(config: Config, rounds: int) -> Work:
     """What raydfl will do in its first rounds, written down for the others."""
     population = Population.load(create(config, Progress("quiet")) / "population")
-    clients, method, seed = Clients(population, config), config.build_method(), config.run.seed
+    clients, method, seed = Clients(population, config), config.parts.method, config.run.seed
     sizes = [population.num_examples(index) for index in range(len(population))]
     whole = [next(population.data(index).train.batches(size, None)) for index, size in enumerate(sizes)]
     cohort = config.train.cohort_size(len(population))
@@ -180,10 +149,21 @@ def contestants(work: str, data: Mapping[str, object], runs: Path, rounds: int) 
         if PEERS.exists():
             known["Flower, 2 client slots"] = process("Flower", PEERS, "flower")
             known["pfl-research, 2 processes"] = process("pfl-research", PEERS, "pfl_research")
-    known["raydfl, 1 actor"] = lambda: Raydfl(configuration(data, runs, work, 1))
-    known["raydfl, 2 actors"] = lambda: Raydfl(configuration(data, runs, work, 2))
-    known["raydfl, 2 actors, 6 together"] = lambda: Raydfl(configuration(data, runs, work, 2, 6))
+    for name, actors, together in (
+        ("raydfl, 1 actor", 1, 1),
+        ("raydfl, 2 actors", 2, 1),
+        ("raydfl, 2 actors, 6 together", 2, 6),
+    ):
+        config = configuration(data, runs, work, actors, together)
+        file = runs / f"{config.run.name}.yaml"
+        file.write_text(to_yaml(config.model_dump(mode="json"), flow=False))
+        known[name] = ours(name, file, runs / f"{config.run.name}.log")
     return known
+
+
+def ours(name: str, config: Path, log: Path) -> Callable[[], Contestant]:
+    """How to start raydfl on a configuration."""
+    return lambda: Process(name, [sys.executable, "-m", "peers.ours", config], log)
 
 
 def choose(

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -180,6 +180,8 @@ class Leaking(Method):
 @dataclass(frozen=True, kw_only=True)
 class Summing(Method):
     """Keeps several tensors, and adds them to its loss in the order in which its state has them: the last bits depend on it."""
+
+    pure: ClassVar[bool] = True
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
         value = super().loss(step, batch)

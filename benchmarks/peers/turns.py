@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import subprocess
 import sys
@@ -23,6 +24,7 @@ def serve(run: Callable[[int], None], weights: Callable[[], Mapping[str, Tensor]
         run: does that many rounds.
         weights: the global model's state dict.
     """
+    faulthandler.enable()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     print("done", file=answers)
@@ -82,7 +84,8 @@ class Process:
         return torch.load(path, weights_only=True)
 
     def close(self) -> None:
-        """End it."""
+        """End it; what it has done counts, but how it ended is not passed over."""
         assert self._process.stdin is not None  # noqa: S101
         self._process.stdin.close()
-        self._process.wait(60)
+        if code := self._process.wait(60):
+            print(f"{self.name} ended with exit code {code}: {self._log.read_text(errors='replace')[-2000:]}")

@@ -30,12 +30,12 @@ def explain_config(config: Config) -> str:
     ]
     for name, field in Config.model_fields.items():
         if name == "method":
-            built = config.build_method()
+            built = config.parts.method
             lines += _comment(str(field.description), 0)
             lines += ["method:", *_comment("which method; `raydfl methods` lists them", 1)]
             lines += [f"  name: {to_yaml(config.method['name'])}", *_options(options_of(type(built)), plain(built), 1)]
         elif name == "attack":
-            attack = config.build_attack()
+            attack = config.parts.attack
             lines += _comment(f"{field.description}; `raydfl methods` lists the attacks", 0)
             if config.attack is None or attack is None:
                 lines.append("attack: null")
@@ -46,7 +46,7 @@ def explain_config(config: Config) -> str:
             known = ", ".join(architectures())
             lines += _comment(f"{field.description}. Built in: {known}. Your own class: my_file.py:Class", 0)
             lines.append("models:")
-            for model, choices in config.model_choices().items():
+            for model, choices in config.parts.models.items():
                 lines.append(f"  {model}: {to_yaml(_as_written(choices))}")
         else:
             lines += _group(name, getattr(config, name), 0)

@@ -24,8 +24,8 @@ from raydfl.core.errors import ClientError, ConfigError, DataError, InputError, 
 from raydfl.core.version import __version__
 
 if TYPE_CHECKING:
+    from raydfl.runs.outcome import Outcome
     from raydfl.runs.progress import Progress
-    from raydfl.runs.run import Outcome
 
 app = typer.Typer(
     help="Federated learning for audio on Ray clusters. Start with: raydfl init, then raydfl run jobs/quickstart.yaml",
@@ -36,8 +36,6 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Data sets: which there are, what is in them, who gets what.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
-cluster_app = typer.Typer(help="Clusters: is the description of one whole, and do jobs fit it?", no_args_is_help=True)
-app.add_typer(cluster_app, name="cluster")
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="the configuration, a YAML file", show_default=False)]
 Overrides = Annotated[
@@ -481,7 +479,7 @@ def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, 
 
             stack.enter_context(connected(config.ray.address, quiet=True))
             run_chunks = on_the_cluster
-        population = build_population(config.data, config.run.seed, progress, run_chunks, config.build_attack())
+        population = build_population(config.data, config.run.seed, progress, run_chunks, config.parts.attack)
         for message in population.messages:
             progress.message(message)
         progress.message(
@@ -509,29 +507,6 @@ def data_plot(
     with _writing(out):
         plot_partition(population, out)
     print(out)  # noqa: T201
-
-
-@cluster_app.callback()
-def _cluster() -> None:
-    """What stands before a command about clusters."""
-
-
-@cluster_app.command("check")
-def cluster_check(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="for ray up, or a RayJob of KubeRay", show_default=False)
-    ],
-    jobs: Annotated[
-        list[Path] | None, typer.Argument(metavar="JOB...", help="configurations of runs", show_default=False)
-    ] = None,
-) -> None:
-    """Check the description of a cluster, without contacting anything.
-
-    Whether Ray takes it, a token is asked for, the dashboard is not open, nodes come and go, and each JOB's client actors fit.
-    """
-    from raydfl.cluster.clusterfile import check
-
-    print("\n".join(check(file, jobs or [])))  # noqa: T201
 
 
 _INTERRUPTED = 130

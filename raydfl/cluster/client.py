@@ -51,12 +51,12 @@ class ClientActor:
     what the next client needs.
     """
 
-    def __init__(self, run_dir: str, config: dict[str, Any], kind: ActorKind, site: SentToSite | None = None) -> None:
+    def __init__(self, run_dir: str, config: Config, kind: ActorKind, site: SentToSite | None = None) -> None:
         """Open the run.
 
         Args:
             run_dir: the run's folder, the same path on every node; at a site there is none.
-            config: the configuration as plain data.
+            config: of the run.
             kind: of this actor.
             site: at a site, what it needs to know of the run.
         """
@@ -66,14 +66,13 @@ class ClientActor:
         sys.setswitchinterval(5e-4)
         self._failed: RaydflError | None = None  # what a constructor raises would reach the driver without its type
         try:
-            settings = Config.model_validate(config)
             device = choose_device(kind.gpus)
             if site is None:
                 check_visible(folder)
-                self._worker = Worker(folder, settings, PrivateStore(folder / "private"), device)
+                self._worker = Worker(folder, config, PrivateStore(folder / "private"), device)
                 return
-            population = receive(settings, kind.site, site)
-            self._worker = open_worker(settings, kind.site, site.key, folder, population, device)
+            population = receive(config, kind.site, site)
+            self._worker = open_worker(config, kind.site, site.key, folder, population, device)
         except RaydflError as error:
             self._failed = error
 
@@ -138,4 +137,4 @@ def start_client_actor(run_dir: Path, config: Config, site_key: str, kind: Actor
         max_task_retries=0,
     )
     sent = SentToSite.of(run_dir, site_key) if kind.site else None
-    return actor.remote(str(run_dir), config.model_dump(mode="json"), kind, sent)
+    return actor.remote(str(run_dir), config, kind, sent)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import tempfile
@@ -164,7 +163,7 @@ def measure(run_dir: Path, config: Config, device: Device, where: str) -> Memory
     """
     train, evaluate = config.train, config.evaluate
     # On a GPU the features may lie there too, so the data count.
-    work = (config.build_method(), config.model_choices(), config.data.model_dump_json(exclude={"cache"}))
+    work = (config.parts.method, config.parts.models, config.data.model_dump_json(exclude={"cache"}))
     batches = (train.batch_size, train.together, train.optimiser, train.precision, evaluate.batch_size)
     kind = (work, batches, device.name(), device.total(), torch.__version__)
     path = (config.data.cache or default_cache()) / "gpu_memory.json"
@@ -202,14 +201,14 @@ def _heaviest(run_dir: Path, config: Config, where: str) -> None:
 class _Probe:
     """An actor with a GPU of its own."""
 
-    def memory(self, run_dir: str, config: dict[str, Any]) -> Memory:
+    def memory(self, run_dir: str, config: Config) -> Memory:
         """See :func:`measure`."""
         if not torch.cuda.is_available():
             raise ResourcesError(
                 "ray.gpus: auto needs a GPU that PyTorch can use, but on the node that Ray chose torch.cuda.is_available() is "
                 "False; install PyTorch with CUDA there, or set ray.gpus=0 for the CPU"
             )
-        return measure(Path(run_dir), Config.model_validate(config), CudaDevice(), "cuda")
+        return measure(Path(run_dir), config, CudaDevice(), "cuda")
 
 
 def with_share(run_dir: Path, config: Config, tell: Callable[[str], None]) -> Config:
@@ -237,7 +236,7 @@ def with_share(run_dir: Path, config: Config, tell: Callable[[str], None]) -> Co
         )
     probe: Any = ray.remote(_Probe).options(num_cpus=settings.cpus, num_gpus=1).remote()
     try:
-        answer = probe.memory.remote(str(run_dir), json.loads(config.model_dump_json()))
+        answer = probe.memory.remote(str(run_dir), config)
         memory: Memory = ray.get(answer, timeout=None if settings.autoscale else 600 + settings.ready_timeout)
     except RayTaskError as error:
         raise task_cause(error) from error

@@ -1,4 +1,7 @@
-"""ServerActor: a Ray actor that holds the federation's state, aggregates, and restarts from the last commit."""
+"""The server: holds the federation's state, aggregates, commits. In this process, or as an actor that restarts from its commits.
+
+Whoever drives a run asks either for the same: open, rounds, finish, close (:class:`Server`, :class:`RemoteServer`).
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,25 @@ import contextlib
 import functools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.placement_group import get_current_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
 from raydfl.cluster.client import start_client_actor
-from raydfl.cluster.faults import StragglerPolicy
+from raydfl.cluster.faults import LOST, StragglerPolicy, task_cause
 from raydfl.cluster.gpu import hide_gpus
 from raydfl.cluster.job import check_visible
 from raydfl.cluster.metrics import RayMetrics
-from raydfl.cluster.pool import RayPool
+from raydfl.cluster.nodes import NodeWatch
+from raydfl.cluster.pool import RayPool, why_ended
+from raydfl.cluster.resources import wanted_kinds
 from raydfl.cluster.sites import workers_here
-from raydfl.core.errors import RaydflError
+from raydfl.core.errors import ResourcesError
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
 from raydfl.engine.federation import Federation
@@ -27,9 +37,8 @@ from raydfl.engine.storage.mirror import mirror_of
 from raydfl.engine.storage.store import RunStore
 from raydfl.engine.telemetry import RoundReport
 
-
-class ServerRewoundError(RaydflError):
-    """A server was asked for what follows a round at which it does not stand."""
+_AT_ONCE = 0.6
+"""Seconds of rounds that are asked for in one call: so much later may a run stop that is asked to."""
 
 
 class Server:
@@ -85,26 +94,31 @@ class Server:
         with self._sound() as federation:
             return federation.state.round_index
 
-    @property
-    def warnings(self) -> list[str]:
-        """What was found damaged and passed over when the directory was opened."""
-        return self._federation.warnings
+    def open(self) -> tuple[int, list[str]]:
+        """Return rounds completed, and what was found damaged and passed over when the directory was opened."""
+        return self.round_index, self._federation.warnings
 
     def round(self) -> RoundReport:
-        """Federation.round. One that fails may be asked for again, where it is not :meth:`rounds` that the server is asked for."""
+        """Do Federation.round. One that fails may be asked for again, where :meth:`rounds` is not what the server is asked for."""
         return self._federation.round()
 
-    def rounds(self, until: int, seconds: float) -> list[RoundReport]:
-        """At least one round, and more as long as they fit into some time.
+    def rounds(self, round_index: int, until: int, seconds: float = 0.0) -> list[RoundReport] | None:
+        """Do at least one round, and more as long as they fit into some time.
 
         Args:
+            round_index: rounds that the caller knows to be completed.
             until: rounds completed at which to stop in any case.
             seconds: for all of them together.
+
+        Returns:
+            What they did; ``None``, if this server stands elsewhere, because it was restarted from a commit.
 
         Raises:
             Exception: as Federation.round, of the first round; where a later one fails, those before it are returned, and whatever
                 is asked for next raises.
         """
+        if self.round_index != round_index:
+            return None
         started = time.perf_counter()
         reports: list[RoundReport] = []
         while True:
@@ -119,9 +133,18 @@ class Server:
             if reports[-1].round >= until or taken * (1 + 1 / len(reports)) > seconds:
                 return reports
 
-    def finish(self) -> RoundReport:
-        """Commit what is not committed yet and wait until it is on the disk; the report holds the rows."""
+    def finish(self, round_index: int | None = None) -> RoundReport | None:
+        """Commit what is not committed yet and wait until it is on the disk.
+
+        Args:
+            round_index: rounds that the caller knows to be completed; ``None``: whatever they are.
+
+        Returns:
+            A report with the rows; ``None``, if this server stands elsewhere, because it was restarted from a commit.
+        """
         report = RoundReport(self.round_index)
+        if round_index not in (None, report.round):
+            return None
         with self._sound() as federation:
             federation.finish(report)
         return report
@@ -132,9 +155,9 @@ class Server:
 
 
 class ServerActor:
-    """The server as an actor. Ray restarts it when its process is lost; it then goes on from the last commit."""
+    """A Server in a process of its own. Ray restarts it when that is lost; it then goes on from the last commit."""
 
-    def __init__(self, run_dir: str, config: dict[str, Any]) -> None:
+    def __init__(self, run_dir: str, config: Config) -> None:
         # What is raised here reaches the driver without its type, as the loss of an actor: all that may fail is left to _open.
         self._run_dir, self._config = Path(run_dir), config
         self._server: Server | None = None
@@ -144,47 +167,125 @@ class ServerActor:
             import torch
 
             hide_gpus()
-            config = Config.model_validate(self._config)
-            torch.set_num_threads(config.ray.threads)
+            torch.set_num_threads(self._config.ray.threads)
             sys.setswitchinterval(5e-4)  # the thread that commits shall not keep clients waiting
             # A method of the user's own is called by its class alone: tags are seen by whoever reaches the node's metrics.
-            self._metrics = RayMetrics(self._run_dir.name, config.method["name"].rpartition("/")[2])
-            self._server = Server(self._run_dir, config)
+            self._metrics = RayMetrics(self._run_dir.name, self._config.method["name"].rpartition("/")[2])
+            self._server = Server(self._run_dir, self._config)
         return self._server
 
     def open(self) -> tuple[int, list[str]]:
-        """Rounds completed, and warnings about damaged commits."""
-        server = self._open()
-        return server.round_index, server.warnings
+        """Do Server.open."""
+        return self._open().open()
 
-    def _at(self, round_index: int) -> Server:
-        server = self._open()
-        if server.round_index != round_index:
-            raise ServerRewoundError(f"the server has completed {server.round_index} rounds, not {round_index}")
-        return server
-
-    def rounds(self, round_index: int, until: int, seconds: float) -> list[RoundReport]:
-        """Server.rounds after ``round_index`` completed ones.
-
-        Raises:
-            ElsewhereError: this server stands elsewhere, because it was restarted from a commit.
-        """
-        reports = self._at(round_index).rounds(until, seconds)
-        self._metrics.observe(reports)
+    def rounds(self, round_index: int, until: int, seconds: float) -> list[RoundReport] | None:
+        """Do Server.rounds, and tell Ray's metrics of them."""
+        reports = self._open().rounds(round_index, until, seconds)
+        self._metrics.observe(reports or [])
         return reports
 
-    def finish(self, round_index: int) -> RoundReport:
-        """Server.finish, if this server has completed so many rounds.
-
-        Raises:
-            ElsewhereError: it stands elsewhere, because it was restarted from a commit.
-        """
-        server = self._at(round_index)
+    def finish(self, round_index: int) -> RoundReport | None:
+        """Do Server.finish."""
+        server = self._open()
         self._metrics.flush()
-        return server.finish()
+        return server.finish(round_index)
 
     def close(self) -> None:
         """End the client actors and unlock the run directory."""
         if self._server is not None:
             self._server.close()
             self._server = None
+
+
+class _ServerLostError(Exception):
+    """The server ended before it answered; Ray starts it again."""
+
+
+class RemoteServer:
+    """The server as an actor, followed over its restarts: what the driver's loop asks, as it asks :class:`Server`."""
+
+    _RESTARTS = 10
+
+    def __init__(self, run_dir: Path, config: Config, clients: int, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        kinds = wanted_kinds(config, clients)
+        self._watch = NodeWatch(kinds, config.ray.min_actors or len(kinds), tell)
+        if config.ray.autoscale:
+            self._watch.waits(config.ray.ready_timeout)
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "max_restarts": self._RESTARTS, "max_task_retries": 0}
+        # Beside the driver, not on whatever node Ray picks, which may be one that leaves. Not a soft wish: those Ray overlooks for
+        # an actor that reserves nothing. And without the driver's node there is no run that a server elsewhere could go on with.
+        # A trial's placement group keeps the server by itself, and a strategy would take it, and all it starts, out of the group.
+        if get_current_placement_group() is None:
+            here = ray.get_runtime_context().get_node_id()
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
+        actor = ray.remote(ServerActor).options(**options)
+        self._actor: Any = actor.remote(str(run_dir), config)
+        self._lost = 0
+
+    def _get(self, reference: Any) -> Any:
+        """Return what the server did, or raise what it raised.
+
+        Raises:
+            _ServerLostError: it was lost before it answered.
+        """
+        while not ray.wait([reference], timeout=1.0)[0]:
+            self._watch.look()
+        self._watch.look()
+        try:
+            return ray.get(reference)
+        except RayTaskError as error:  # first: where its cause is a loss of something else, it is of both kinds
+            raise task_cause(error) from error
+        except LOST as error:
+            self._note_loss(error)
+            raise _ServerLostError from error
+        except RayError as error:  # its environment cannot be made, its node has gone ...
+            raise ResourcesError(
+                f"the server actor cannot be reached: {type(error).__name__}: {why_ended(error)}; resume the run when it can"
+            ) from error
+
+    def open(self) -> tuple[int, list[str]]:
+        """Return rounds completed, and warnings about damaged commits; also after a restart, which may take a moment."""
+        while True:
+            with contextlib.suppress(_ServerLostError):
+                stand: tuple[int, list[str]] = self._get(self._actor.open.remote())
+                return stand
+
+    def rounds(self, round_index: int, until: int) -> list[RoundReport] | None:
+        """Do one more round, or several short ones; ``None`` when the server was lost and stands elsewhere now."""
+        reports: list[RoundReport] | None = self._answer(self._actor.rounds.remote(round_index, until, _AT_ONCE))
+        return reports
+
+    def finish(self, round_index: int) -> RoundReport | None:
+        """Commit everything up to this round; ``None`` when the server was lost and stands elsewhere now."""
+        report: RoundReport | None = self._answer(self._actor.finish.remote(round_index))
+        return report
+
+    def _answer(self, reference: Any) -> Any:
+        """Return what the server did; ``None``: see :meth:`rounds`."""
+        try:
+            return self._get(reference)
+        except _ServerLostError:
+            return None
+
+    def _note_loss(self, error: Exception) -> None:
+        self._lost += 1
+        if getattr(error, "actor_init_failed", False):
+            raise ResourcesError(
+                f"the server actor cannot start: {why_ended(error)}; every node needs the same raydfl, and what the run's "
+                f"files import"
+            ) from error
+        if self._lost > 5 * self._RESTARTS or "ActorDied" in type(error).__name__:
+            raise ResourcesError(
+                f"the server actor was lost and could not be restarted: {type(error).__name__}: {why_ended(error)}; "
+                f"check memory, then resume the run"
+            ) from error
+        if self._lost == 1:
+            self._tell("the server was lost; it is restarted from the last commit")
+        time.sleep(0.5)
+
+    def close(self) -> None:
+        """End the server, its client actors with it."""
+        with contextlib.suppress(*LOST, GetTimeoutError, RayTaskError):
+            ray.get(self._actor.close.remote(), timeout=20)
+        ray.kill(self._actor)

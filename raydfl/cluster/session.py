@@ -14,7 +14,7 @@ import grpc
 import ray
 
 from raydfl.cluster.resources import check_resources
-from raydfl.core.errors import ResourcesError
+from raydfl.core.errors import ResourcesError, first_line
 from raydfl.engine.config import Config
 
 _SECONDS = 10
@@ -119,7 +119,7 @@ def connected(address: str | None, quiet: bool = False) -> Iterator[None]:
             raise
         except Exception as error:  # Ray raises many kinds here
             where = f"the Ray cluster at {address}" if address else "a local Ray"
-            first = (str(error).strip().splitlines() or [""])[0]
+            first = first_line(error)
             reason = error.strerror or first if isinstance(error, OSError) else f"{type(error).__name__}: {first}"
             raise ResourcesError(
                 f"cannot reach {where}: {reason}; check the address (ray.address, or RAY_ADDRESS), and that RAY_AUTH_TOKEN or "

@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from raydfl.cluster.faults import task_cause
-from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError
+from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError, first_line
 from raydfl.core.files import RESUME, write_atomically, write_durably, writing
 from raydfl.core.progress import Progress
 from raydfl.data.build import build_population, list_clips
@@ -273,9 +273,8 @@ def _everywhere(
         except RayTaskError as error:
             raise task_cause(error) from error
         except RayError as error:
-            first = (str(error).strip().splitlines() or [""])[0]
             raise ResourcesError(
-                f"site {name!r} was lost while it prepared its data: {type(error).__name__}: {first}; check its node and its "
-                f"memory, then start the run again"
+                f"site {name!r} was lost while it prepared its data: {type(error).__name__}: {first_line(error)}; check its node "
+                f"and its memory, then start the run again"
             ) from error
     return done

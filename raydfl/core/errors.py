@@ -57,6 +57,15 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"known: {', '.join(names)}"
 
 
+def first_line(error: BaseException) -> str:
+    r"""Return the first line of what an error says; its kind if it says nothing.
+
+    >>> first_line(OSError("no route to host\nmore")), first_line(TimeoutError())
+    ('no route to host', 'TimeoutError')
+    """
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def printable(text: str) -> str:
     r"""Return ``text`` with what would steer a terminal, turn letters round or cannot be encoded written out; lines and tabs stay.
 

@@ -128,7 +128,7 @@ def _is_group(kind: Any) -> bool:
 
 
 def explain(error: ValidationError, where: str, values: Any, cls: Any = None) -> str:
-    """Say what pydantic found in the words of the configuration: place, value, what it must be, and what it means.
+    """Say what pydantic found in the words of a configuration: place, value, what it must be, and what it means.
 
     Args:
         where: the place of ``values`` in the configuration, ``"method"``; empty at the top.
@@ -138,139 +138,114 @@ def explain(error: ValidationError, where: str, values: Any, cls: Any = None) ->
     problems: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for item in error.errors(include_url=False):
         problems.setdefault(_place(values, item), []).append(item)
-    # Of a value that may be of several kinds, pydantic tells what is wrong for each: the deepest one is what was meant.
-    deepest = [place for place in problems if not any(_within(other, place) for other in problems)]
     lines = []
-    for place in deepest:
+    for place, items in problems.items():
+        # Of a value that may be of several kinds, pydantic tells what is wrong for each: the deepest one is what was meant.
+        if any(len(other) > len(place) and other[: len(place)] == place for other in problems):
+            continue
         name = ".".join(str(part) for part in (where, *place) if str(part)) or "the value"
         about = _about(cls, place)
-        text, self_explaining = _problem(name, _value_at(values, place), problems[place], about)
-        lines.append(text)
+        lines.append(f"{name}{_problem(items, about)}")
         meaning = describe_field(about)
-        if meaning and not self_explaining:
+        if meaning and not any(item["type"] in _WHOLE for item in items):
             lines.append(f"  {name}: {meaning}")
     return "\n".join(lines)
 
 
+_WHOLE = ("value_error", "assertion_error", "extra_forbidden")
+"""Errors that say all that there is to say."""
+
+
 def _place(values: Any, item: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the value's place: pydantic's location without the kinds of value that it tried (``("cohort", "int")``)."""
+    """Return where the value stands: pydantic's location without the kinds of value that it tried (``("cohort", "int")``)."""
     place: list[Any] = []
     at = values
-    for part in item["loc"]:
+    for position, part in enumerate(item["loc"], 1):
         item_of_list = isinstance(at, (list, tuple)) and isinstance(part, int) and part < len(at)
         if item_of_list or (isinstance(at, Mapping) and part in at):
             at = at[part]
-        elif not (item["type"] == "missing" and isinstance(at, Mapping) and part == item["loc"][-1]):
+        elif item["type"] != "missing" or position < len(item["loc"]):
             continue
         place.append(part)
     return tuple(place)
 
 
-def _within(inner: tuple[Any, ...], outer: tuple[Any, ...]) -> bool:
-    return len(inner) > len(outer) and inner[: len(outer)] == outer
-
-
-def _value_at(values: Any, place: Sequence[Any]) -> Any:
-    for part in place:
-        if isinstance(values, Mapping) and part not in values:
-            return None  # it is missing
-        values = values[part]
-    return values
-
-
 def _about(cls: Any, place: Sequence[Any]) -> Mapping[str, Any]:
     """Return the JSON schema of the setting at ``place``; empty when there is none."""
-    if cls is None:
-        return {}
     try:
-        root = _schema(cls)
+        root = {} if cls is None else _schema(cls)
     except PydanticUserError:
         return {}
-    node: Mapping[str, Any] = root
+    node = root
     for part in place:
-        described = _resolved(node, root).get("properties", {}).get(part)
-        if described is None:
-            return {}
-        node = described
+        node = _resolved(node, root).get("properties", {}).get(part, {})
     return {**_resolved(node, root), **node}
 
 
 def _resolved(node: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Resolve a node's references; of a group that may be null, return the group."""
-    for part in (node, *node.get("anyOf", ()), *node.get("allOf", ())):
+    """Return a node without references; of a group that may be null, the group."""
+    for part in (node, *node.get("anyOf", ())):
         if "$ref" in part:
             found: Mapping[str, Any] = root["$defs"][part["$ref"].rpartition("/")[2]]
             return found
     return node
 
 
-def _problem(name: str, value: Any, items: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return a sentence, and whether it says all that there is to say."""
-    own = [item for item in items if item["type"] in ("value_error", "assertion_error")]
-    if own:
-        shown = "" if isinstance(value, Mapping) else f" (got {_shown(value)})"
-        return f"{name}: {own[0]['ctx']['error']}{shown}", True
-    if items[0]["type"] == "extra_forbidden":
-        return f"{name}: there is no such setting (got {_shown(value)}); take it out, or mend its name", True
-    if items[0]["type"] == "missing" and not isinstance(value, (list, tuple)):
-        return f"{name} is missing", False
-    wanted = list(dict.fromkeys(_wanted(item, about) for item in items))
+def _problem(items: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str:
+    """Return the rest of a sentence that begins with the setting's name."""
+    first = next((item for item in items if item["type"] in _WHOLE), items[0])
+    value = first["input"]
+    if first["type"] == "missing":
+        return " is missing"
+    if first["type"] == "extra_forbidden":
+        return f": there is no such setting (got {_shown(value)}); take it out, or mend its name"
+    if first["type"] in _WHOLE:
+        return f": {first['ctx']['error']}" + ("" if isinstance(value, Mapping) else f" (got {_shown(value)})")
+    wanted = list(dict.fromkeys(_wanted(item) for item in items))
     if "a number" in wanted and "a whole number" in wanted:
         wanted.remove("a whole number")
     if wanted == ["text"] and isinstance(value, (bool, int, float)):
         wanted = ["text (put it in quotes)"]
-    choices = [choice for item in items if item["type"] == "literal_error" for choice in _choices(item)]
-    hint = nearest(str(value), choices) if choices else ""
-    return f"{name} is {_shown(value)}; it must be {' or '.join(wanted)}" + (
-        f"; {hint}" if hint.startswith("did you mean") else ""
-    ), False
+    if wanted == ["a group of settings"]:
+        wanted[0] += f" ({', '.join(about.get('properties', ()))})"
+    hint = nearest(str(value), [choice for item in items for choice in _choices(item)])
+    return f" is {_shown(value)}; it must be {' or '.join(wanted)}" + (f"; {hint}" if hint.startswith("did") else "")
 
 
-_KINDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "string": "text",
-    "path": "a path",
-    "list": "a list",
-    "tuple": "a list",
-    "set": "a list",
-    "dict": "a group {key: value}",
-    "none": "null",
+_PLAIN = {
+    r"^Input (should be|is not) ": "",
+    r"^\w+ should have (.*?)( after validation.*)?$": r"\1 long",
+    r"^String should match pattern": "text that matches",
+    r"a valid integer.*": "a whole number",
+    r"a valid number.*": "a number",
+    r"a valid boolean.*": "true or false",
+    r"a valid string": "text",
+    r"a valid path.*": "a path",
+    r"a valid (list|tuple|set|frozenset)": "a list",
+    r"a valid dictionary$": "a group {key: value}",
+    r"a (valid )?dictionary or .*": "a group of settings",
+    r"^None$": "null",
+    r"greater than or equal to": "at least",
+    r"less than or equal to": "at most",
+    r"greater than": "above",
+    r"less than": "below",
 }
-"""What a value must be, by the beginning of the names of pydantic's errors (``int_type``, ``int_parsing`` ...)."""
+"""Pydantic's words for what a value should be, where a configuration has others."""
 
 
-def _wanted(item: Mapping[str, Any], about: Mapping[str, Any]) -> str:
+def _wanted(item: Mapping[str, Any]) -> str:
     """Return what a value must be, to follow ``it must be``."""
-    kind, limits = item["type"], item.get("ctx", {})
-    if kind == "literal_error":
-        choices = _choices(item)
+    choices = _choices(item)
+    if choices:
         return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
-    if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
-        words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-        return " and ".join(f"{words[key]} {limit:g}" for key, limit in limits.items() if key in words)
-    if kind in ("too_short", "string_too_short", "too_long", "string_too_long"):
-        least = "min_length" in limits
-        count = limits["min_length" if least else "max_length"]
-        what = ("character" if kind.startswith("string") else "item") + ("" if count == 1 else "s")
-        return f"{'at least' if least else 'at most'} {count} {what} long"
-    if kind == "missing":  # of a list with a set number of items
-        return f"longer: item {item['loc'][-1] + 1} is missing"
-    if kind == "finite_number":
-        return "a finite number"
-    if kind in ("model_type", "dataclass_type", "model_attributes_type"):
-        keys = list(about.get("properties", ()))
-        return "a group of settings" + (f" ({', '.join(keys)})" if keys else "")
-    first = kind.partition("_")[0]
-    if first in _KINDS:
-        return _KINDS[first]
-    message = str(item["msg"])
-    return message.removeprefix("Input should be ").removeprefix("Value error, ")
+    text = str(item["msg"])
+    for pattern, words in _PLAIN.items():
+        text = re.sub(pattern, words, text)
+    return text
 
 
 def _choices(item: Mapping[str, Any]) -> list[str]:
-    return re.findall(r"'([^']*)'", item["ctx"]["expected"]) or [item["ctx"]["expected"]]
+    return re.findall(r"'([^']*)'", item["ctx"]["expected"]) if item["type"] == "literal_error" else []
 
 
 def _shown(value: Any) -> str:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from pyarrow import ArrowException, ArrowInvalid, fs
 
-from raydfl.core.errors import ConfigError, ResourcesError
+from raydfl.core.errors import ConfigError, ResourcesError, first_line
 from raydfl.core.files import plain_name, write_atomically, writing
 
 SCHEMES = ("file", "s3", "gs")
@@ -140,10 +140,10 @@ class RemoteFolder:
                     raise
                 hopeless = isinstance(error, _HOPELESS)
                 if pause is None or hopeless:
-                    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
                     tries = "" if hopeless else f", after {len(_PAUSES) + 1} tries"
                     raise ResourcesError(
-                        f"{below(self.uri, name) if name else self.uri} cannot be {what}{tries}: {first}; {self._advice}"
+                        f"{below(self.uri, name) if name else self.uri} cannot be {what}{tries}: "
+                        f"{first_line(error)}; {self._advice}"
                     ) from error
                 time.sleep(pause)
         raise AssertionError

@@ -24,7 +24,7 @@ class Clients(Sequence[Client]):
         self._population = population
         self._specs: list[list[ModelSpec]] = []
         self._drawn: list[np.ndarray | None] = []
-        for name, choices in config.model_choices().items():
+        for name, choices in config.parts.models.items():
             self._specs.append(
                 [
                     ModelSpec(name, architecture, population.bands, len(population.classes), _frozen(options))

@@ -15,12 +15,12 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from raydfl.attacks._attack import Attack
+from raydfl.attacks import Attack
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.files import content_digest
@@ -32,16 +32,13 @@ from raydfl.data.dataset import find_dataset
 from raydfl.data.features.file import FileFeatures, needs_waves
 from raydfl.data.features.kinds import kind_of
 from raydfl.data.settings import DataSettings
+from raydfl.engine.assembly import ModelChoice, Parts, assemble
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
-from raydfl.methods._method import Method
-from raydfl.models import model_paths
-from raydfl.models._build import check_model
-from raydfl.rules import find_rule, rule_class
+from raydfl.methods import Method
+from raydfl.models import check_model, model_paths
+from raydfl.rules import rule_class
 from raydfl.training.precision import check_device
 from raydfl.training.settings import TrainSettings
-
-ModelChoice = str | dict[str, Any] | list[str | dict[str, Any]]
-
 
 _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("attack",): None,
@@ -80,18 +77,16 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Config:
-        method = self.build_method()
+        method, rule, attack = self.parts.method, self.parts.rule, self.parts.attack
         method.check(self.train)
         if self.ray.actors == 0 or self.ray.gpus == 0 or self.ray.cpu_actors:
             check_device(self.train.precision, torch.device("cpu"))
-        rule = find_rule(method.rule, method.default_rule(), "method.rule")
         if rule.relative and method.changes:
             raise ConfigError(
                 f"method.rule: {type(rule).__name__} measures how far clients are from the server's tensors, but the clients of "
                 f"{self.method['name']!r} also send changes, which are not near them; take a rule that compares clients with each "
                 f"other (geometric_median, multi_krum, dnc ...)"
             )
-        attack = self.build_attack()
         if isinstance(self.data.features, FileFeatures) and attack is not None and attack.alters:
             raise needs_waves(f"attack {str((self.attack or {})['name'])!r}")
         declared = type(method).models
@@ -99,7 +94,7 @@ class Config(Settings):
             if name not in declared:
                 raise ConfigError(f"models: {self.method['name']} has no model {name!r}; {nearest(name, declared)}")
         frames = None if self.data.segment is not None else self.data.features.frames
-        for name, choices in self.model_choices().items():
+        for name, choices in self.parts.models.items():
             for architecture, options in choices:
                 check_model(architecture, options, self.data.features.bands, frames, f"models.{name}")
         for name in self.train.optimiser.models:
@@ -109,61 +104,48 @@ class Config(Settings):
                 )
         return self
 
-    def build_method(self) -> Method:
-        """The method with its hyperparameters.
+    @functools.cached_property
+    def parts(self) -> Parts:
+        """What is described here, built: once in each process that has this configuration.
 
         Raises:
-            ConfigError: unknown method or hyperparameter, wrong type, value out of range.
+            ConfigError: in a process that got a configuration from another one: it cannot load a user's file.
         """
-        options = dict(self.method)
-        if not isinstance(options.get("name"), str):
-            raise ConfigError(f"method: a name is missing; known: {', '.join(registry.names('raydfl.methods'))}")
-        cls = registry.find("raydfl.methods", options.pop("name"), Method, "method")
-        return registry.build(cls, options, "method")
+        return assemble(self.method, self.models, self.attack)
+
+    def __getstate__(self) -> dict[Any, Any]:
+        # A description travels; each process loads users' files and builds for itself.
+        state = super().__getstate__()
+        state["__dict__"] = {key: value for key, value in state["__dict__"].items() if key != "parts"}
+        return state
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with some groups replaced by checked ones."""
+        copied = super().model_copy(update=update, deep=deep)
+        if not {"method", "models", "attack"}.isdisjoint(update or {}):
+            copied.__dict__.pop("parts", None)  # built of what was replaced
+        return copied
+
+    def build_method(self) -> Method:
+        """The method with its hyperparameters: ``parts.method``."""
+        return self.parts.method
 
     def build_attack(self) -> Attack | None:
-        """The attack with its options; ``None`` when every client is honest.
-
-        Raises:
-            ConfigError: unknown attack or option, wrong type, value out of range.
-        """
-        if self.attack is None:
-            return None
-        options = dict(self.attack)
-        if not isinstance(options.get("name"), str):
-            raise ConfigError(f"attack: a name is missing; known: {', '.join(registry.names('raydfl.attacks'))}")
-        return registry.build(registry.find("raydfl.attacks", options.pop("name"), Attack, "attack"), options, "attack")
-
-    def model_choices(self) -> dict[str, list[tuple[str, dict[str, Any]]]]:
-        """For every model of the method, in its order: the architectures that clients draw from, with their options."""
-        declared = type(self.build_method()).models
-        chosen: dict[str, list[tuple[str, dict[str, Any]]]] = {}
-        for name, default in declared.items():
-            value = self.models.get(name, default)
-            items = value if isinstance(value, list) else [value]
-            if not items:
-                raise ConfigError(f"models.{name}: the list of architectures is empty")
-            chosen[name] = []
-            for item in items:
-                options = {"name": item} if isinstance(item, str) else dict(item)
-                if not isinstance(options.get("name"), str):
-                    raise ConfigError(f"models.{name}: an architecture's name is missing in {item!r}")
-                chosen[name].append((options.pop("name"), options))
-        return chosen
+        """The attack with its options, ``None`` when every client is honest: ``parts.attack``."""
+        return self.parts.attack
 
     def files(self) -> dict[str, tuple[str, str]]:
         """Return the files that options of method, rule, models and attack name: by their place, path and digest of the content.
 
         What data and features name is not among them: the population and the features that come of it are kept with the run.
         """
-        method, attack = self.build_method(), self.build_attack()
+        method, rule, attack = self.parts.method, self.parts.rule, self.parts.attack
         named = {f"method.{key}": getattr(method, key) for key in path_options(type(method))}
         if attack is not None:
             named |= {f"attack.{key}": getattr(attack, key) for key in path_options(type(attack))}
         if isinstance(method.rule, dict):
-            rule = find_rule(method.rule, method.default_rule())
             named |= {f"method.rule.{key}": getattr(rule, key) for key in path_options(type(rule))}
-        for name, choices in self.model_choices().items():
+        for name, choices in self.parts.models.items():
             for number, (architecture, options) in enumerate(choices):
                 place = f"models.{name}" if len(choices) == 1 else f"models.{name}.{number}"
                 for key in model_paths(architecture, place):
@@ -181,9 +163,9 @@ class Config(Settings):
         """
         parts = self.model_dump(mode="json", exclude={"evaluate", "ray", "run", "track"})
         # With the options that were not given, so that writing a default down changes nothing.
-        parts["method"] = {"name": self.method["name"], **plain(self.build_method())}
-        parts["models"] = self.model_choices()
-        attack = self.build_attack()
+        parts["method"] = {"name": self.method["name"], **plain(self.parts.method)}
+        parts["models"] = self.parts.models
+        attack = self.parts.attack
         if attack is not None:
             parts["attack"] = {"name": (self.attack or {})["name"], **plain(attack)}
         # Of sites in the order given, in which clients are numbered; a site's folder, like the cache, is only where things lie.

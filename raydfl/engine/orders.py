@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from raydfl.core.errors import ConfigError
 from raydfl.core.types import Metrics, ModelSpec, Task, Update
 from raydfl.engine.storage.private import PrivateRef
 
@@ -87,6 +91,55 @@ class Result:
     """Why it was not, where it was tried."""
 
 
+def check_tasks(tasks: Sequence[Task], keys: Collection[str]) -> None:
+    """Check that what a method planned can be carried out.
+
+    Args:
+        tasks: of one round.
+        keys: of the server's state.
+
+    Raises:
+        ConfigError: a client has two tasks, or is to receive what the server does not have.
+    """
+    seen: set[str] = set()
+    for task in tasks:
+        if task.client_id in seen:
+            raise ConfigError(
+                f"the method planned two tasks for client {task.client_id!r} in one round; one is possible"
+            )
+        seen.add(task.client_id)
+        for key in task.receive:
+            if key not in keys:
+                raise ConfigError(
+                    f"the method planned to send {key!r} to client {task.client_id!r}, but the server's state has only "
+                    f"{', '.join(keys)}"
+                )
+
+
+def keys_of(orders: Sequence[Order]) -> set[str]:
+    """Return the keys of the server's state that orders need."""
+    return {key for order in orders for key in order.task.receive}
+
+
+def grouped(orders: Sequence[Order], kinds: Sequence[Hashable], width: int) -> list[Order]:
+    """Return the orders with their groups: at most ``width`` of a kind, phase and receipt, those of similar cost together.
+
+    It is a rule that does not know the pool, because how clients are grouped shows in the last digits of what they compute.
+    """
+    if width == 1:
+        return list(orders)
+    alike: dict[Hashable, list[Order]] = {}
+    for order, kind in sorted(zip(orders, kinds, strict=True), key=lambda pair: (-pair[0].cost, pair[0].position)):
+        alike.setdefault((kind, order.task.phase, order.task.receive), []).append(order)
+    group_of: dict[int, int] = {}
+    number = 0
+    for members in alike.values():
+        for part in np.array_split(np.array([order.position for order in members]), -(-len(members) // width)):
+            group_of.update(dict.fromkeys(part.tolist(), number))
+            number += 1
+    return [dataclasses.replace(order, group=group_of[order.position]) for order in orders]
+
+
 def in_groups(orders: Sequence[Order]) -> list[list[Order]]:
     """The orders by group, groups and orders in them in the order given."""
     groups: dict[tuple[str, int], list[Order]] = {}
@@ -109,3 +162,16 @@ class Span:
     end: float
     answered: float
     """When the server had the call's answer; it looks for answers while it has nothing to aggregate."""
+
+
+def in_order(results: Iterator[Result], count: int) -> Iterator[Result]:
+    """Results by rising position; those that come early wait."""
+    early: dict[int, Result] = {}
+    following = 0
+    for result in results:
+        early[result.position] = result
+        while following in early:
+            yield early.pop(following)
+            following += 1
+    if following != count:
+        raise AssertionError(f"the pool returned {following} of {count} results")

@@ -11,13 +11,13 @@ from torch.nn.parameter import is_lazy
 
 from raydfl.core.errors import ConfigError, RaydflError
 from raydfl.core.types import Batch, ModelSpec
+from raydfl.core.users_code import place_of
 from raydfl.data.population import Population
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.worker import build_models
 from raydfl.methods import Method
 from raydfl.training.randomness import preserved
-from raydfl.training.users_code import place_of
 
 _FRAMES = 96
 """Of the noise that stands for recordings which are at sites, where their lengths differ."""
@@ -29,7 +29,7 @@ def try_models(config: Config, population: Population) -> None:
     Raises:
         ConfigError: a network cannot be built or fails, or gives something else than a finite number for each example and class.
     """
-    method = config.build_method()
+    method = config.parts.method
     batch, real = _batch(population)
     with preserved(), torch.no_grad():
         for specs in Clients(population, config).variants():

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raydfl.core.types import Ratio
+from raydfl.core.types import Metrics, Ratio
 from raydfl.engine.orders import Result, Span
 from raydfl.engine.storage import record
 
@@ -50,6 +50,45 @@ class RoundReport:
     bytes_up: int = 0
     rows: list[record.MetricRow] = field(default_factory=list)
     """What has become durable since the last report: rows of rounds before this one, as a rule."""
+
+    @property
+    def used(self) -> int:
+        """Clients whose updates were used."""
+        return self.clients - len(self.rejected)
+
+    @property
+    def training_seconds(self) -> float:
+        """Wall-clock time of training and aggregation; NaN when it is not known."""
+        return self.seconds.get("train_and_aggregate", float("nan"))
+
+    @property
+    def clients_per_second(self) -> float:
+        """Clients trained in a second of the round; NaN when its time is not known."""
+        return self.used / self.training_seconds if self.training_seconds > 0 else float("nan")
+
+    @property
+    def times(self) -> dict[str, float]:
+        """Seconds by part of the round: those that the record calls ``seconds/<part>``."""
+        return {**self.seconds, **{what: ratio.value for what, ratio in self.work.items()}}
+
+
+class RoundRows(list[record.MetricRow]):
+    """The rows of one round, in the order in which they are recorded."""
+
+    def __init__(self, round_index: int) -> None:
+        super().__init__()
+        self.round = round_index
+
+    def add(self, metrics: Metrics, client: str = "") -> None:
+        """Add numbers about the round's training, or about one client's part in it."""
+        self += record.rows_from_metrics(self.round, "train", client, "server", metrics)
+
+    def add_notes(self, phase: str, metric: str, notes: Mapping[str, str]) -> None:
+        """Add what happened to single clients."""
+        self += [
+            record.MetricRow(self.round, phase, client, "server", metric, 1.0, 1.0, note=note)
+            for client, note in notes.items()
+        ]
 
 
 TIMELINE = "timeline"

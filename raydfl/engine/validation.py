@@ -8,18 +8,39 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from raydfl.core.errors import RaydflError
+from raydfl.core.errors import ClientError, RaydflError, printable
 from raydfl.core.metrics import base_name
 from raydfl.core.tensors import Layout
 from raydfl.core.types import Metrics, Ratio, Tensors, Update
 from raydfl.rules import weight_of
+
+_REASON = 500
+"""Characters that are kept of why a client was left out."""
+_ADVICE = {
+    "not finite": "lower train.optimiser.lr or set train.optimiser.clip_norm, and start afresh",
+    "error": "mend the method, or raise run.max_failed, and resume the run",
+    "late": "raise train.deadline, and start afresh",
+    "lost": "check memory (an out-of-memory kill ends an actor), lower ray.actors or raise ray.retries, then resume the run",
+}
+"""What to do, by the kind of failure with which a reason begins."""
+
+
+def reason_of(text: str) -> str:
+    """Return why a client was left out as it is recorded, in one line."""
+    return " ".join(text.split())[:_REASON]
+
+
+def shown_reason(reason: str) -> str:
+    """Return why a client was left out as it is recorded and shown: at a site it is written by somebody else's process."""
+    return printable(" ".join(reason.split()))
 
 
 def check_form(update: Any, who: str) -> None:
@@ -201,3 +222,78 @@ def overflown(after: Mapping[str, Tensors], before: Mapping[str, Tensors]) -> li
         and not is_finite(tensor)
         and (old is None or is_finite(old))
     ]
+
+
+def left_out(round_index: int, client: str, misfit: str, on_error: str) -> str:
+    """Return the reason for which a client is left out whose work does not fit.
+
+    Raises:
+        ClientError: clients are not to be left out.
+    """
+    text = f"round {round_index}, client {client!r}: {misfit}"
+    if on_error == "stop":
+        raise ClientError(text)
+    return reason_of(f"error: {text}")
+
+
+def check_failed(
+    round_index: int, failed: Mapping[str, str], clients: int, max_failed: float, run_dir: Path | None = None
+) -> None:
+    """Check that not too many clients of a round have failed.
+
+    Args:
+        round_index: of the round.
+        failed: reasons by client id.
+        clients: that took part.
+        max_failed: the share of them that may fail.
+        run_dir: the run's folder, where one of them can be looked at by a replay.
+
+    Raises:
+        ClientError: names one of them, and says what to do.
+    """
+    if len(failed) <= max_failed * clients:
+        return
+    client, reason = next(iter(failed.items()))
+    advice = _ADVICE[reason.partition(":")[0]]
+    if run_dir is not None:
+        advice += f", or look at one with: raydfl replay {run_dir} --round {round_index} --client '{client}'"
+    raise ClientError(
+        f"round {round_index}: {len(failed)} of {clients} clients were rejected "
+        f"(client {client!r}: {reason}), more than run.max_failed={max_failed:g} allows; {advice}"
+    )
+
+
+def check_overflow(
+    round_index: int,
+    after: Mapping[str, Tensors],
+    before: Mapping[str, Tensors],
+    largest: Mapping[str, float],
+    attackers: Sequence[str],
+) -> None:
+    """Check that a state has not overflowed: what clients send is finite, but not every sum or square of it.
+
+    Args:
+        round_index: of the round.
+        after: the state's tensors by key.
+        before: those before the round.
+        largest: the largest magnitude that each client computed.
+        attackers: ids of the round's attackers.
+
+    Raises:
+        ClientError: names the tensors and the client that sent the largest number.
+    """
+    lost = overflown(after, before)
+    if not lost:
+        return
+    names = ", ".join(f"{name!r} of {key!r}" for key, name in lost[:3]) + (" ..." if len(lost) > 3 else "")
+    sent = ""
+    if largest:
+        client = max(largest, key=lambda name: largest[name])
+        sent = f"; the largest number that a client computed is {largest[client]:.3g}, of client {client!r}"
+    if attackers:
+        sent += f"; attackers: {', '.join(map(repr, attackers[:5]))}{' ...' if len(attackers) > 5 else ''}"
+    raise ClientError(
+        f"round {round_index}: the aggregated state is not finite: {names}{sent}; the last commit counts. Take a rule that "
+        f"limits a client's influence (method.rule=median), lower train.optimiser.lr or set train.optimiser.clip_norm, and "
+        f"start afresh"
+    )

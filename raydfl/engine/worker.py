@@ -20,12 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from raydfl.attacks import Attack
 from raydfl.core import seeds
 from raydfl.core.errors import ClientError, RaydflError
 from raydfl.core.files import default_cache
 from raydfl.core.metrics import attack_success
 from raydfl.core.tensors import FlatTensors, OwnTensors
 from raydfl.core.types import Client, Metrics, ModelSpec
+from raydfl.core.users_code import place_of
 from raydfl.data.examples import ClientData, Examples
 from raydfl.data.population import Population
 from raydfl.engine.autotune import best_width, remembered
@@ -33,23 +35,13 @@ from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Result, in_groups
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
-from raydfl.engine.validation import check_form, check_weights, checked_metrics
-from raydfl.methods._method import Method
+from raydfl.engine.validation import check_form, check_weights, checked_metrics, reason_of
+from raydfl.methods import Method
 from raydfl.training.clock import Clock, DeadlineExceededError
 from raydfl.training.precision import check_device
 from raydfl.training.replica import Replica
 from raydfl.training.step import Step
 from raydfl.training.together import lockstep as together
-from raydfl.training.users_code import place_of
-
-_REASON = 500
-"""Characters that are kept of why a client was left out."""
-
-
-def reason_of(text: str) -> str:
-    """Return why a client was left out as it is recorded, in one line."""
-    return " ".join(text.split())[:_REASON]
-
 
 KEPT_MODEL, KEPT_STATE = "model:", "state:"
 """Prefixes in a private record: tensors of models that are not shared, and what the method keeps in step.state."""
@@ -130,11 +122,11 @@ class Worker:
         self.config = config
         self.private = private
         self.device = torch.device(device)
-        self.method = config.build_method()
+        self.method = config.parts.method
         self.population = Population.load(run_dir / "population") if population is None else population
         self.clients = Clients(self.population, config)
         self._held, self._first = (self.population, 0) if held is None else held
-        self.attack = config.build_attack()
+        self.attack = config.parts.attack
         self._built: dict[tuple[tuple[ModelSpec, ...], int], Replica] = {}
         self._samples: dict[tuple[str, int], Examples] = {}
 
@@ -289,6 +281,7 @@ class Worker:
             round_index=order.round_index,
             options=task.options,
             shared=self.method.shared,
+            recordings=built.recordings if type(self.method).pure else None,
             clock=Clock()
             if order.measure is not None
             else Clock(training.deadline, training.late == "partial", self.device),
@@ -317,6 +310,8 @@ class Worker:
         bytes_down = sum(broadcast[key].vector.nbytes for key in order.task.receive)
         step.clock.start()
         attack = self.attack if order.attacking else None
+        if attack is not None and type(attack).local is not Attack.local:
+            step.recordings = None  # it may train with a loss of its own
         update = self.method.local(step) if attack is None else attack.local(self.method, step)
         with _malformed(order):
             check_form(update, _subject(order))

@@ -9,6 +9,7 @@ A method is a frozen dataclass: its fields are its hyperparameters. It holds no 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,12 +47,22 @@ class Method:
     changes: ClassVar[tuple[str, ...]] = ()
     """What names of tensors begin with that clients send as changes to something, and not as new values of what they received."""
 
+    pure: ClassVar[bool] = False
+    """A promise about every loss that the method gives to ``fit``, by which its steps may be done from a recording (train.tape).
+
+    The loss does the same tensor operations for equal shapes of its step's and batch's tensors. It looks at no values, has no side
+    effects, and reads nothing that differs between clients or rounds but the step's tensors, ``step.phase``, ``step.options``, and
+    plain values that it captured. Each class says it for itself: it is not inherited, for a subclass may compute something else.
+    """
+
     def __init_subclass__(cls) -> None:
-        """Refuse a method that was written when ``build`` still got a client.
+        """Let no class inherit ``pure``, and refuse a method that was written when ``build`` still got a client.
 
         Raises:
             ConfigError: it was.
         """
+        if "pure" not in vars(cls):
+            cls.pure = False
         build = vars(cls).get("build")
         if isinstance(build, types.FunctionType) and "client" in inspect.signature(build).parameters:
             raise ConfigError(
@@ -146,6 +157,15 @@ class Method:
         """Return the aggregation rule that is used when the configuration names none."""
         return WeightedMean()
 
+    @functools.cached_property
+    def built_rule(self) -> Rule:
+        """The aggregation rule: the configured one, or :meth:`default_rule`; built once.
+
+        Raises:
+            ConfigError: there is no such rule, or an option of it is unknown, of the wrong type or out of range.
+        """
+        return find_rule(self.rule, self.default_rule(), "method.rule")
+
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Make the next state from this round's updates, which come one after another in client order.
 
@@ -153,7 +173,7 @@ class Method:
             The state (its round is counted by the engine), and what is to be recorded about the aggregation. By default the rule
             per key and tensor name over those who sent it; what nobody sent keeps its value.
         """
-        result = find_rule(self.rule, self.default_rule())(updates, state.tensors, rng)
+        result = self.built_rule(updates, state.tensors, rng)
         return dataclasses.replace(state, tensors=merge(state.tensors, result.tensors)), result.metrics()
 
     def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:

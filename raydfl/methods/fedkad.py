@@ -31,7 +31,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -57,6 +57,8 @@ those who held the class when somebody last did; 0: it is not known yet."""
 @dataclass(frozen=True, kw_only=True)
 class FedKAD(Method):
     """Private networks that are drawn to common class means of their top features."""
+
+    pure: ClassVar[bool] = True
 
     lam: Annotated[
         float, Field(ge=0, description="weight of the distance to the class means; 0: every client trains for itself")

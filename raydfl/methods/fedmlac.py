@@ -55,6 +55,8 @@ _WARM = "warm"
 class FedMLAC(Method):
     """Mutual learning of a private local model and a shared plug-in model."""
 
+    pure: ClassVar[bool] = True
+
     models: ClassVar[Mapping[str, str]] = {"plugin": "crnn_lite", "local": "crnn_base"}
 
     alpha: Annotated[

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -29,6 +29,8 @@ from raydfl.rules import Rule, UniformMean
 @dataclass(frozen=True, kw_only=True)
 class FedOpt(ServerOptimiser):
     """FedAvg with PyTorch's Adam at the server."""
+
+    pure: ClassVar[bool] = True
 
     server_lr: Annotated[
         float, Field(gt=0, description="server learning rate: about how far an element moves in a round")

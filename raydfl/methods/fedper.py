@@ -10,7 +10,7 @@ Personal layers start from the same initial values at every client. Deviation: t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -25,6 +25,8 @@ from raydfl.methods._method import Method
 @dataclass(frozen=True, kw_only=True)
 class FedPer(Method):
     """Federated averaging of all but the personal layers."""
+
+    pure: ClassVar[bool] = True
 
     personal: Annotated[
         tuple[str, ...],

@@ -41,6 +41,8 @@ CONTROL = "control/"
 class Scaffold(Method):
     """Stochastic controlled averaging."""
 
+    pure: ClassVar[bool] = True
+
     changes: ClassVar[tuple[str, ...]] = (CONTROL,)
 
     server_lr: Annotated[

@@ -18,9 +18,9 @@ import typing
 from pathlib import PurePath
 from typing import Any
 
-from raydfl.models._build import _annotations, _find, architectures, build_model, check_model, model_options
+from raydfl.models._build import _annotations, architectures, build_model, check_model, find_architecture, model_options
 
-__all__ = ["architectures", "build_model", "check_model", "model_options", "model_paths"]
+__all__ = ["architectures", "build_model", "check_model", "find_architecture", "model_options", "model_paths"]
 
 
 def model_paths(architecture: str, where: str) -> list[str]:
@@ -29,7 +29,7 @@ def model_paths(architecture: str, where: str) -> list[str]:
     Raises:
         ConfigError: there is no such architecture.
     """
-    cls, _ = _find(architecture, where)
+    cls, _ = find_architecture(architecture, where)
     return [name for name, kind in _annotations(cls).items() if _is_path(kind)]
 
 

@@ -36,7 +36,7 @@ def build_model(spec: ModelSpec) -> nn.Module:
             or out of range, or a user's constructor that fails.
     """
     where = f"models.{spec.name}"
-    cls, preset = _find(spec.architecture, where)
+    cls, preset = find_architecture(spec.architecture, where)
     options = _checked(cls, {**preset, **dict(spec.options)}, f"{where}: {spec.architecture}")
     try:
         return cls(spec.inputs, spec.classes, **options)
@@ -60,9 +60,10 @@ def check_model(architecture: str, options: Mapping[str, Any], inputs: int, fram
     Raises:
         ConfigError: see :func:`build_model`; or the clips have too few frames.
     """
-    cls, preset = _find(architecture, where)
-    _checked(cls, {**preset, **options}, f"{where}: {architecture}")
-    if ":" in architecture:
+    cls, preset = find_architecture(architecture, where)
+    checked = _checked(cls, {**preset, **options}, f"{where}: {architecture}")
+    network = (architecture, repr(sorted(checked.items())), inputs, frames)
+    if ":" in architecture or network in _TRIED:
         return
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = build_model(ModelSpec(where.rpartition(".")[2], architecture, inputs, 2, tuple(options.items())))
@@ -71,11 +72,16 @@ def check_model(architecture: str, options: Mapping[str, Any], inputs: int, fram
                 model(torch.zeros(1, frames, inputs))
         except DataError as error:
             raise ConfigError(f"{where}: {architecture}: {error}") from error
+    _TRIED.add(network)
+
+
+_TRIED: set[tuple[str, str, int, int | None]] = set()
+"""Built-in networks that were found good in this process: all the configurations of a study may have the same."""
 
 
 def model_options(architecture: str) -> dict[str, Any]:
     """Return the options of a built-in architecture with their defaults."""
-    cls, preset = _find(architecture, "models")
+    cls, preset = find_architecture(architecture, "models")
     parameters = list(inspect.signature(cls).parameters.values())[2:]
     return {parameter.name: preset.get(parameter.name, parameter.default) for parameter in parameters}
 
@@ -89,7 +95,16 @@ def _built_in() -> Mapping[str, Architecture]:
     return found
 
 
-def _find(name: str, where: str) -> Architecture:
+def find_architecture(name: str, where: str) -> Architecture:
+    """Return the class of that name, and the options that the name stands for.
+
+    Args:
+        name: a built-in, or ``my_file.py:Class``.
+        where: the place in the configuration, for the messages.
+
+    Raises:
+        ConfigError: there is none, or it is no network.
+    """
     if ":" in name:
         cls = registry.load_object(name)
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):

@@ -47,7 +47,7 @@ def ensure_features(run_dir: Path, config: Config, progress: Progress) -> None:
         lost = str(error).partition("; ")[0]
     progress.message(f"{lost}: they are made again")
     try:
-        population = build_population(config.data, config.run.seed, progress, attack=config.build_attack())
+        population = build_population(config.data, config.run.seed, progress, attack=config.parts.attack)
     except DataError as error:
         raise DataError(f"{lost}, and they cannot be made again: {error}") from error
     if not population.is_saved_in(folder):
@@ -67,7 +67,7 @@ def driving(run_dir: Path, progress: Progress) -> Iterator[None]:
     """Hold a run's folder while this process prepares the run, asks for its rounds and writes what comes after them.
 
     Who commits (in Ray another process) holds the RunStore's lock besides. A run that ends with an error before its first commit
-    leaves nothing behind, unless its folder was there before.
+    leaves nothing behind, unless its folder was there before, or sites have been asked: the next start takes its place there.
 
     Raises:
         RunDirectoryError: another process holds the folder, or it cannot be written.
@@ -85,7 +85,7 @@ def driving(run_dir: Path, progress: Progress) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if run_dir in missing and not (run_dir / "LATEST").exists():
+        if run_dir in missing and not any((run_dir / name).exists() for name in ("LATEST", "sites.key")):
             # First away with it at once: another process may be about to make it again.
             shutil.rmtree(run_dir.rename(run_dir.with_name(f".{uuid.uuid4().hex}.part")), ignore_errors=True)
             with contextlib.suppress(OSError):
@@ -150,7 +150,7 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
     if config.data.sites:
         population = prepare_sites(config, site_key, run_dir, progress)
     else:
-        population = build_population(config.data, config.run.seed, progress, attack=config.build_attack())
+        population = build_population(config.data, config.run.seed, progress, attack=config.parts.attack)
     config.train.cohort_size(len(population))
     try_models(config, population)
     for message in population.messages:
@@ -221,7 +221,7 @@ def _forget_unbegun(run_dir: Path, config: Config) -> bool:
 
 def _describe_models(config: Config, clients: Clients) -> dict[str, list[dict[str, Any]]]:
     """For every model of the method, its architectures with options, number of parameters, and whether all of it is shared."""
-    method = config.build_method()
+    method = config.parts.method
     described: dict[str, dict[ModelSpec, dict[str, Any]]] = {}
     for specs in clients.variants():
         for name, model in build_models(method, specs, config.run.seed).items():
@@ -246,7 +246,7 @@ def export(run_dir: Path, config: Config) -> list[Path]:
     """
     state = final_state(run_dir)
     about = stored_about(run_dir)
-    names = tuple(type(config.build_method()).models)
+    names = tuple(type(config.parts.method).models)
     paths = []
     for key, tensors in state.tensors.items():
         models = {n: t.contiguous() for n, t in tensors.items() if n.partition("/")[0] in names}

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Literal, Self, TextIO
 
@@ -22,73 +22,16 @@ from rich.text import Text
 
 from raydfl.core.errors import printable
 from raydfl.core.metrics import SHOWN, base_name
-from raydfl.core.types import Problem
+from raydfl.engine.telemetry import RoundReport
+from raydfl.runs.outcome import Outcome
 
 Mode = Literal["auto", "bar", "lines", "quiet", "json"]
 Advance = Callable[..., None]
 """``advance()`` or ``advance(count)``: so many more steps are done."""
 
+_REASONS = 5  # failed clients of a round whose reasons are told; the record has all
 _REASON = 80  # characters of why a client failed in the line of its round
 _STEP_SECONDS = 10.0  # between two lines of one long preparation
-
-
-@dataclass(frozen=True, slots=True)
-class RoundSummary:
-    """What is shown of one round."""
-
-    round: int
-    """Rounds completed."""
-    total: int
-    """Rounds that the run will have."""
-    loss: float
-    """Mean training loss of the round's clients; NaN when none was measured."""
-    scores: Mapping[str, float] = field(default_factory=dict)
-    """Those evaluated after this round: ``"plugin/accuracy" -> 0.81``. Empty in rounds without evaluation."""
-    clients: int = 0
-    """Clients whose updates were used."""
-    seconds: float = 0.0
-    """Wall-clock time of the round's training and aggregation."""
-    failed: int = 0
-    """Clients that were left out of the round."""
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    """Why, by client id; of some of them where there are many."""
-    late: int = 0
-    """Clients whose training a deadline ended early, and whose updates were used."""
-    bytes_down: float = 0
-    """Sent to the clients."""
-    bytes_up: float = 0
-    """Sent by the clients."""
-    retried: int = 0
-    """Times that a client's work was given to another actor, because its actor was lost."""
-    times: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by part of the round: those that the record calls ``seconds/<part>``."""
-
-    @property
-    def clients_per_second(self) -> float:
-        """Clients trained in a second of the round; NaN when its time is not known."""
-        return self.clients / self.seconds if self.seconds > 0 else float("nan")
-
-
-@dataclass(frozen=True, slots=True)
-class FinishSummary:
-    """What is shown when a command ends."""
-
-    status: Literal["finished", "stopped", "failed"]
-    """``"stopped"``: by the user or a stop rule; it can be resumed. ``"failed"``: what it did is worthless, see ``problems``."""
-    round: int
-    """Rounds completed."""
-    total: int
-    """Rounds that were asked for."""
-    seconds: float
-    """Wall-clock time of this command."""
-    run_dir: Path
-    """Where everything is."""
-    scores: Mapping[str, float] = field(default_factory=dict)
-    """The last that were evaluated."""
-    next_step: str = ""
-    """What to do now: ``"raydfl resume runs/x"``."""
-    problems: Sequence[Problem] = ()
-    """What went wrong although rounds are done."""
 
 
 def duration(seconds: float) -> str:
@@ -162,6 +105,7 @@ class Progress:
             mode = "bar" if self._stream.isatty() else "lines"
         self.mode: Mode = mode
         self._clock = clock
+        self._total = 0  # rounds that the run will have
         self._times: deque[tuple[float, int]] = deque(maxlen=21)  # (when, rounds completed) of the last rounds
         self._bar: _Bars | None = None
         self._task: TaskID | None = None
@@ -187,6 +131,7 @@ class Progress:
 
     def start(self, total_rounds: int, done_rounds: int, description: str) -> None:
         """The rounds begin, or go on after ``done_rounds`` of them."""
+        self._total = total_rounds
         self._times.clear()
         self._times.append((self._clock(), done_rounds))
         if self.mode == "json":
@@ -197,22 +142,42 @@ class Progress:
             after = f", {done_rounds} of them done" if done_rounds else ""
             self._line(f"{description}: {total_rounds} rounds{after}")
 
-    def round(self, summary: RoundSummary) -> None:
+    def round(self, report: RoundReport) -> None:
         """One more round is completed."""
-        self._times.append((self._clock(), summary.round))
-        left = self._seconds_left(summary)
-        if summary.scores:
-            self._scores = summary.scores
+        self._times.append((self._clock(), report.round))
+        left = self._seconds_left(report.round)
+        scores = {name: value for name, value in report.scores.items() if base_name(name) in SHOWN}
+        self._scores = scores or self._scores
         if self.mode == "json":
-            self._event("round", **asdict(summary), clients_per_second=summary.clients_per_second, seconds_left=left)
+            self._event(
+                "round",
+                round=report.round,
+                total=self._total,
+                loss=report.loss,
+                scores=scores,
+                clients=report.used,
+                seconds=report.training_seconds,
+                failed=len(report.rejected),
+                reasons=dict(itertools.islice(report.rejected.items(), _REASONS)),
+                late=len(report.cut),
+                bytes_down=report.bytes_down,
+                bytes_up=report.bytes_up,
+                retried=report.retried,
+                times=report.times,
+                clients_per_second=report.clients_per_second,
+                seconds_left=left,
+            )
         elif self.mode == "bar" and self._task is not None:
-            parts = [_loss_text(summary.loss), scores_text(self._scores), *_work(summary)]
+            parts = [_loss_text(report.loss), scores_text(self._scores), *_work(report)]
             bar = self._show_bar()
             bar.below = printable("  ".join(part for part in parts if part))
-            status = f"round {summary.round}/{summary.total}  {duration(left)} left"
-            bar.update(self._task, completed=summary.round, status=status)
+            status = f"round {report.round}/{self._total}  {duration(left)} left"
+            bar.update(self._task, completed=report.round, status=status)
         else:
-            self._line(self._round_line(summary, left))
+            parts = [f"round {report.round:{len(str(self._total))}d}/{self._total}", _loss_text(report.loss)]
+            parts += [scores_text(scores), f"{report.used} clients", *_work(report), f"{size(report.bytes_down)} down"]
+            parts += [f"{size(report.bytes_up)} up", f"{duration(left)} left"]
+            self._line("  ".join(part for part in parts if part))
 
     def message(self, text: str) -> None:
         """One sentence about what happens; nothing in quiet mode."""
@@ -221,21 +186,35 @@ class Progress:
         else:
             self._line(text)
 
-    def finish(self, summary: FinishSummary) -> None:
-        """The command ends."""
+    def finish(self, outcome: Outcome, seconds: float, next_step: str = "") -> None:
+        """The command ends.
+
+        Args:
+            outcome: of the run.
+            seconds: wall-clock time of this command.
+            next_step: what to do now: ``"raydfl resume runs/x"``.
+        """
         self.close()
         if self.mode == "json":
-            self._event("finish", **{**asdict(summary), "run_dir": str(summary.run_dir)})
+            self._event(
+                "finish",
+                status=outcome.status,
+                round=outcome.round,
+                total=self._total,
+                seconds=seconds,
+                run_dir=str(outcome.run_dir),
+                scores=outcome.scores,
+                next_step=next_step,
+                problems=[asdict(problem) for problem in outcome.problems],
+            )
             return
-        scores = f": {scores_text(summary.scores)}" if summary.scores else ""
-        self._line(
-            f"{summary.status} after {summary.round} of {summary.total} rounds, {duration(summary.seconds)}{scores}"
-        )
-        for problem in summary.problems:
+        scores = f": {scores_text(outcome.scores)}" if outcome.scores else ""
+        self._line(f"{outcome.status} after {outcome.round} of {self._total} rounds, {duration(seconds)}{scores}")
+        for problem in outcome.problems:
             self._line(f"{'worthless' if problem.worthless else 'warning'}: {problem.text}")
-        self._line(f"run directory: {summary.run_dir}")
-        if summary.next_step:
-            self._line(f"next: {summary.next_step}")
+        self._line(f"run directory: {outcome.run_dir}")
+        if next_step:
+            self._line(f"next: {next_step}")
 
     @contextmanager
     def steps(self, description: str, total: int | None) -> Iterator[Advance]:
@@ -305,24 +284,12 @@ class Progress:
             self._bar.start()
         return self._bar
 
-    def _seconds_left(self, summary: RoundSummary) -> float:
-        """From the pace of the last rounds, evaluation and commits included."""
+    def _seconds_left(self, done: int) -> float:
+        """Foresee it from the pace of the last rounds, evaluation and commits included."""
         (first_time, first_round), (last_time, last_round) = self._times[0], self._times[-1]
         if last_round <= first_round:
             return float("nan")
-        return (last_time - first_time) / (last_round - first_round) * (summary.total - summary.round)
-
-    @staticmethod
-    def _round_line(summary: RoundSummary, left: float) -> str:
-        width = len(str(summary.total))
-        parts = [
-            f"round {summary.round:{width}d}/{summary.total}",
-            _loss_text(summary.loss),
-            scores_text(summary.scores),
-        ]
-        parts += [f"{summary.clients} clients", *_work(summary)]
-        parts += [f"{size(summary.bytes_down)} down", f"{size(summary.bytes_up)} up", f"{duration(left)} left"]
-        return "  ".join(part for part in parts if part)
+        return (last_time - first_time) / (last_round - first_round) * (self._total - done)
 
     def _line(self, text: str) -> None:
         self._show(printable(text))
@@ -352,14 +319,14 @@ def _loss_text(loss: float) -> str:
     return f"loss {loss:.4f}" if not abs(loss) >= 1e6 else f"loss {loss:.4g}"
 
 
-def _work(summary: RoundSummary) -> list[str]:
+def _work(report: RoundReport) -> list[str]:
     """Speed, where it is known, and failures, where there are any."""
-    parts = [f"{summary.clients_per_second:.1f} clients/s"] if summary.seconds > 0 else []
-    if summary.late:
-        parts.append(f"{summary.late} late")
-    if summary.failed:
-        named = next((f" ({client}: {reason[:_REASON]})" for client, reason in summary.reasons.items()), "")
-        parts.append(f"{summary.failed} failed{named}")
+    parts = [f"{report.clients_per_second:.1f} clients/s"] if report.training_seconds > 0 else []
+    if report.cut:
+        parts.append(f"{len(report.cut)} late")
+    if report.rejected:
+        client, reason = next(iter(report.rejected.items()))
+        parts.append(f"{len(report.rejected)} failed ({client}: {reason[:_REASON]})")
     return parts
 
 

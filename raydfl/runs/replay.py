@@ -18,7 +18,7 @@ from raydfl.engine.federation import Federation
 from raydfl.engine.pool import SerialPool
 from raydfl.engine.storage.folder import stored_about, stored_config
 from raydfl.engine.storage.mirror import local_run
-from raydfl.engine.storage.store import RunStore
+from raydfl.engine.storage.store import RunStore, round_of
 from raydfl.engine.validation import UpdateChecker
 
 
@@ -56,12 +56,12 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
     config = stored_config(run_dir, trust)
     store = RunStore(run_dir)
     latest = store.latest()
-    done = 0 if latest is None else int(latest.split("-")[0])
+    done = 0 if latest is None else round_of(latest)
     if round_number > done + config.run.commit_every:
         raise RunDirectoryError(
             f"round {round_number} of {run_dir} cannot be replayed: the last commit is of round {done}"
         )
-    before = [name for name in store.commits() if int(name.split("-")[0]) < round_number]
+    before = [name for name in store.commits() if round_of(name) < round_number]
     if not before:
         kept = store.rounds()
         span = f"rounds {kept[0] + 1} and later can be replayed" if kept else "none is kept"

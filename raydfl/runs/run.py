@@ -4,35 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 
 import pyarrow.compute as pc
-import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
-from ray.util.placement_group import get_current_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raydfl.cluster.faults import LOST, task_cause
 from raydfl.cluster.gpu import with_share
-from raydfl.cluster.nodes import NodeWatch
-from raydfl.cluster.pool import why_ended
-from raydfl.cluster.resources import wanted_kinds
-from raydfl.cluster.server import Server, ServerActor, ServerRewoundError
+from raydfl.cluster.server import RemoteServer, Server
 from raydfl.cluster.session import connected, ray_session
 from raydfl.core import ops
-from raydfl.core.errors import ResourcesError
 from raydfl.core.files import write_durably
-from raydfl.core.metrics import SHOWN, base_name
 from raydfl.core.remote import is_uri, parted
-from raydfl.core.types import Problem
 from raydfl.engine.config import Config, apply_overrides, make_config
 from raydfl.engine.storage import record
 from raydfl.engine.storage.folder import check_begun, check_same, flat, stored_about, stored_config, write_config
@@ -40,43 +26,26 @@ from raydfl.engine.storage.mirror import local_run, local_runs, mirror_of
 from raydfl.engine.storage.trust import remember_code
 from raydfl.engine.telemetry import RoundReport
 from raydfl.runs.folder import driving, ensure_features, export, folder_of, prepare_run
-from raydfl.runs.progress import FinishSummary, Progress, RoundSummary
+from raydfl.runs.outcome import Outcome
+from raydfl.runs.progress import Progress
 from raydfl.runs.report import write_report
 from raydfl.runs.report.data import read_run
 from raydfl.runs.report.diagnosis import problems_of
 from raydfl.runs.stopping import StopSignals
-from raydfl.runs.tracking import Tracker, make_tracker
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a run ended."""
-
-    run_dir: Path
-    round: int
-    """Rounds completed and committed."""
-    finished: bool
-    """Whether all configured rounds are done; else it was stopped and can be resumed."""
-    scores: dict[str, float] = field(default_factory=dict)
-    """The last evaluation, ``"test plugin/accuracy" -> 0.81``."""
-    problems: tuple[Problem, ...] = ()
-    """What went wrong although rounds are done, the worst first: raydfl.runs.report.diagnosis."""
-
-    @property
-    def worthless(self) -> str:
-        """Why the run shows nothing; empty when it does."""
-        return "; ".join(problem.text for problem in self.problems if problem.worthless)
-
+from raydfl.runs.tracking import Status, Tracker, make_tracker
 
 OnRound = Callable[[RoundReport], bool]
 """Called after each round, in order; ``True`` asks the run to stop there."""
 
 
-def run(config: Config, progress: Progress | None = None, on_round: OnRound | None = None) -> Outcome:
+def run(
+    config: Config, progress: Progress | None = None, on_round: OnRound | None = None, durable: bool = False
+) -> Outcome:
     """Start the configured run, or go on with it when its named folder already holds it.
 
     Args:
         on_round: see :func:`execute`.
+        durable: see :func:`execute`.
 
     Raises:
         InputError: something about the configuration, the data, the folder or the cluster is not as it should be.
@@ -87,7 +56,7 @@ def run(config: Config, progress: Progress | None = None, on_round: OnRound | No
     run_dir = folder_of(config, progress)
     with driving(run_dir, progress), connected(config.ray.address, quiet) if at_sites else contextlib.nullcontext():
         prepare_run(run_dir, config, progress)
-        return execute(run_dir, config, progress, on_round)
+        return execute(run_dir, config, progress, on_round, durable)
 
 
 def resume(
@@ -109,8 +78,9 @@ def resume(
     run_dir = local_run(run_dir, overrides)
     check_begun(run_dir)
     with driving(run_dir, progress):
-        stored = stored_config(run_dir, trust)
-        config = make_config(apply_overrides(stored.model_dump(mode="json"), overrides), f"{run_dir}/config.yaml")
+        config = stored = stored_config(run_dir, trust)
+        if overrides:
+            config = make_config(apply_overrides(stored.model_dump(mode="json"), overrides), f"{run_dir}/config.yaml")
         check_same(run_dir, config, trust)
         about = stored_about(run_dir)
         if "config" not in about and stored.digest() != about["digest"]:
@@ -128,138 +98,18 @@ def resume(
         return execute(run_dir, config, progress)
 
 
-_REASONS = 5
-"""Failed clients of a round whose reasons are shown; the record has all."""
-_AT_ONCE = 0.6
-"""Seconds of rounds that are asked for in one call: so much later may a run stop that is asked to."""
+_IN_MLFLOW: dict[str, Status] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+"""What MLflow calls the ways in which a run ends."""
 
 
-class _Remote(Protocol):
-    """What the driver's loop needs of a server."""
-
-    def open(self) -> tuple[int, list[str]]: ...
-    def rounds(self, round_index: int, until: int) -> list[RoundReport] | None: ...
-    def finish(self, round_index: int) -> RoundReport | None: ...
-    def close(self) -> None: ...
-
-
-class _Local:
-    """The server in this process: ``ray.actors: 0``."""
-
-    def __init__(self, run_dir: Path, config: Config) -> None:
-        self._server = Server(run_dir, config)
-
-    def open(self) -> tuple[int, list[str]]:
-        return self._server.round_index, self._server.warnings
-
-    def rounds(self, round_index: int, until: int) -> list[RoundReport] | None:
-        return self._server.rounds(until, seconds=0.0)
-
-    def finish(self, round_index: int) -> RoundReport | None:
-        return self._server.finish()
-
-    def close(self) -> None:
-        self._server.close()
-
-
-class _ServerLostError(Exception):
-    """The server ended before it answered; Ray starts it again."""
-
-
-class _Actor:
-    """The server as an actor, followed over its restarts."""
-
-    _RESTARTS = 10
-
-    def __init__(self, run_dir: Path, config: Config, clients: int, progress: Progress) -> None:
-        self._progress = progress
-        kinds = wanted_kinds(config, clients)
-        self._watch = NodeWatch(kinds, config.ray.min_actors or len(kinds), progress.message)
-        if config.ray.autoscale:
-            self._watch.waits(config.ray.ready_timeout)
-        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "max_restarts": self._RESTARTS, "max_task_retries": 0}
-        # Beside the driver, not on whatever node Ray picks, which may be one that leaves. Not a soft wish: those Ray overlooks for
-        # an actor that reserves nothing. And without the driver's node there is no run that a server elsewhere could go on with.
-        # A trial's placement group keeps the server by itself, and a strategy would take it, and all it starts, out of the group.
-        if get_current_placement_group() is None:
-            here = ray.get_runtime_context().get_node_id()
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
-        actor = ray.remote(ServerActor).options(**options)
-        self._actor: Any = actor.remote(str(run_dir), config.model_dump(mode="json"))
-        self._lost = 0
-
-    def _get(self, reference: Any) -> Any:
-        """What the server returned, or raised.
-
-        Raises:
-            _ServerLostError: it was lost before it answered.
-        """
-        while not ray.wait([reference], timeout=1.0)[0]:
-            self._watch.look()
-        self._watch.look()
-        try:
-            return ray.get(reference)
-        except RayTaskError as error:  # first: where its cause is a loss of something else, it is of both kinds
-            raise task_cause(error) from error
-        except LOST as error:
-            self._note_loss(error)
-            raise _ServerLostError from error
-        except RayError as error:  # its environment cannot be made, its node has gone ...
-            raise ResourcesError(
-                f"the server actor cannot be reached: {type(error).__name__}: {why_ended(error)}; resume the run when it can"
-            ) from error
-
-    def open(self) -> tuple[int, list[str]]:
-        """Where the server stands; also after a restart, which may take a moment."""
-        while True:
-            with contextlib.suppress(_ServerLostError):
-                stand: tuple[int, list[str]] = self._get(self._actor.open.remote())
-                return stand
-
-    def rounds(self, round_index: int, until: int) -> list[RoundReport] | None:
-        """One more round, or several short ones up to ``until``; ``None`` when the server was lost and stands elsewhere now."""
-        reports: list[RoundReport] | None = self._answer(self._actor.rounds.remote(round_index, until, _AT_ONCE))
-        return reports
-
-    def finish(self, round_index: int) -> RoundReport | None:
-        """Everything up to this round on the disk; ``None`` when the server was lost and stands elsewhere now."""
-        report: RoundReport | None = self._answer(self._actor.finish.remote(round_index))
-        return report
-
-    def _answer(self, reference: Any) -> Any:
-        """What the server returned; ``None``: see :meth:`rounds`."""
-        try:
-            return self._get(reference)
-        except (_ServerLostError, ServerRewoundError):
-            return None
-
-    def _note_loss(self, error: Exception) -> None:
-        self._lost += 1
-        if getattr(error, "actor_init_failed", False):
-            raise ResourcesError(
-                f"the server actor cannot start: {why_ended(error)}; every node needs the same raydfl, and what the run's "
-                f"files import"
-            ) from error
-        if self._lost > 5 * self._RESTARTS or "ActorDied" in type(error).__name__:
-            raise ResourcesError(
-                f"the server actor was lost and could not be restarted: {type(error).__name__}: {why_ended(error)}; "
-                f"check memory, then resume the run"
-            ) from error
-        if self._lost == 1:
-            self._progress.message("the server was lost; it is restarted from the last commit")
-        time.sleep(0.5)
-
-    def close(self) -> None:
-        with contextlib.suppress(*LOST, GetTimeoutError, RayTaskError):
-            ray.get(self._actor.close.remote(), timeout=20)
-        ray.kill(self._actor)
-
-
-def execute(run_dir: Path, config: Config, progress: Progress, on_round: OnRound | None = None) -> Outcome:
+def execute(
+    run_dir: Path, config: Config, progress: Progress, on_round: OnRound | None = None, durable: bool = False
+) -> Outcome:
     """Do the rounds that are missing, then export the model and write the report.
 
     Args:
         on_round: told of each round; may ask the run to stop. After an evaluation no further round begins before it has answered.
+        durable: whether a round that was evaluated is committed, and nobody writes to the folder, while ``on_round`` is told of it.
 
     Raises:
         InputError: the directory or the cluster is not as it should be.
@@ -277,11 +127,13 @@ def execute(run_dir: Path, config: Config, progress: Progress, on_round: OnRound
         )
     if config.ray.gpus == "auto" and config.ray.actors != 0:
         with connected(config.ray.address, quiet):
-            return execute(run_dir, with_share(run_dir, config, progress.message), progress, on_round)
+            return execute(run_dir, with_share(run_dir, config, progress.message), progress, on_round, durable)
     clients = about["clients"]
     with ray_session(config, clients, quiet):
-        server: _Remote = (
-            _Local(run_dir, config) if config.ray.actors == 0 else _Actor(run_dir, config, clients, progress)
+        server = (
+            Server(run_dir, config)
+            if config.ray.actors == 0
+            else RemoteServer(run_dir, config, clients, progress.message)
         )
         try:
             round_index, warnings = server.open()
@@ -313,7 +165,7 @@ def execute(run_dir: Path, config: Config, progress: Progress, on_round: OnRound
                 if mirror is not None:
                     mirror.put("run.json")
             try:
-                outcome = _rounds(run_dir, config, server, round_index, tracker, progress, on_round)
+                outcome = _rounds(run_dir, config, server, round_index, tracker, progress, on_round, durable)
             except BaseException as error:
                 tracker.finish("FAILED")
                 if isinstance(error, KeyboardInterrupt):
@@ -329,21 +181,11 @@ def execute(run_dir: Path, config: Config, progress: Progress, on_round: OnRound
     report = write_report([run_dir], run_dir / "report.html")
     for path in (run_dir / "config.yaml", report):
         tracker.log_artifact(path)
-    tracker.finish("KILLED" if not outcome.finished else "FAILED" if outcome.worthless else "FINISHED")
+    tracker.finish(_IN_MLFLOW[outcome.status])
     if mirror is not None:
         mirror.sync()
-    progress.finish(
-        FinishSummary(
-            status="stopped" if not outcome.finished else "failed" if outcome.worthless else "finished",
-            round=outcome.round,
-            total=max(outcome.round, config.train.rounds),
-            seconds=time.monotonic() - started,
-            run_dir=run_dir,
-            scores=outcome.scores,
-            next_step=f"open {_shown(run_dir)}/report.html" if outcome.finished else f"raydfl resume {name}",
-            problems=outcome.problems,
-        )
-    )
+    next_step = f"open {_shown(run_dir)}/report.html" if outcome.finished else f"raydfl resume {name}"
+    progress.finish(outcome, time.monotonic() - started, next_step)
     return outcome
 
 
@@ -356,11 +198,12 @@ def _shown(run_dir: Path) -> str:
 def _rounds(
     run_dir: Path,
     config: Config,
-    server: _Remote,
+    server: Server | RemoteServer,
     round_index: int,
     tracker: Tracker,
     progress: Progress,
     on_round: OnRound | None,
+    durable: bool,
 ) -> Outcome:
     total = max(round_index, config.train.rounds)  # it may have done more than are now asked for
     progress.start(total, round_index, run_dir.name)
@@ -382,6 +225,9 @@ def _rounds(
             else:
                 every = config.evaluate.every if on_round is not None else total
                 reports = server.rounds(round_index, min(total, (round_index // every + 1) * every))
+                if durable and reports and reports[-1].scores:
+                    finished = server.finish(reports[-1].round)
+                    reports = None if finished is None else [*reports[:-1], _joined(reports[-1], finished)]
             if reports is None:  # the server was lost: rounds it had committed are read back, others are done again
                 round_index, _ = server.open()
                 recorded(record.to_rows(record.read_rows(run_dir, round_index, where=pc.field("client") == "")))
@@ -398,25 +244,12 @@ def _rounds(
                 round_index = report.round
                 if round_index > shown:
                     shown = round_index
-                    progress.round(_summary(report, total))
+                    progress.round(report)
                     if on_round is not None and on_round(report):
                         stop.asked = True
     return Outcome(run_dir, round_index, round_index >= total, scores)
 
 
-def _summary(report: RoundReport, total: int) -> RoundSummary:
-    return RoundSummary(
-        round=report.round,
-        total=total,
-        loss=report.loss,
-        scores={name: value for name, value in report.scores.items() if base_name(name) in SHOWN},
-        clients=report.clients - len(report.rejected),
-        seconds=report.seconds.get("train_and_aggregate", float("nan")),
-        failed=len(report.rejected),
-        reasons=dict(itertools.islice(report.rejected.items(), _REASONS)),
-        late=len(report.cut),
-        bytes_down=report.bytes_down,
-        bytes_up=report.bytes_up,
-        retried=report.retried,
-        times={**report.seconds, **{what: ratio.value for what, ratio in report.work.items()}},
-    )
+def _joined(report: RoundReport, finished: RoundReport) -> RoundReport:
+    """Return a round's report with what has become durable since."""
+    return dataclasses.replace(report, rows=[*report.rows, *finished.rows])

@@ -16,13 +16,13 @@ import os
 import re
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import pyarrow.compute as pc
 
-from raydfl.core.errors import InputError
+from raydfl.core.errors import InputError, first_line
 from raydfl.engine.settings import TrackSettings, without_password
 from raydfl.engine.storage.record import MetricRow, read_rows, to_rows
 
@@ -186,16 +186,11 @@ class MlflowTracker:
         All rows of a round in one call: rows of rounds that are mirrored already are left out, as are those of clients
         and arrays.
         """
-        fresh = list(rows)
         if self._resting():
             self._behind = True
             return
         try:
-            present: set[tuple[str, int]] = set()
-            if self._behind:
-                present = self._present()
-                fresh = self._backlog() + fresh  # rows that are in both count once
-            self._log(fresh, present)
+            self._log([*self._backlog(), *rows] if self._behind else list(rows))
         except Exception as error:  # noqa: BLE001  (whatever it is, a run must not end because of its mirror)
             self._failed(error)
             return
@@ -331,38 +326,23 @@ class MlflowTracker:
         for start in range(0, len(fresh), _PARAMS_PER_CALL):
             client.log_batch(self._run_id, params=fresh[start : start + _PARAMS_PER_CALL])
 
-    def _log(self, rows: Iterable[MetricRow], present: set[tuple[str, int]]) -> None:
-        """Send rows of rounds that are not mirrored and numbers that are not ``present``; then remember the last round."""
+    def _log(self, rows: Sequence[MetricRow]) -> None:
+        """Send rows of rounds that are not mirrored, one that stands there twice once; then remember the last round."""
         from mlflow.entities import Metric
 
         client = self._connected()
         now = int(time.time() * 1000)
-        last = self._mirrored
-        numbers: dict[tuple[str, int], Metric] = {}
-        for row in rows:
-            if row.round > self._mirrored:
-                last = max(last, row.round)
-                if not row.client and row.array is None:
-                    name = metric_name(row, self._work)
-                    numbers[name, row.round] = Metric(name, row.value, now, row.round)
-        metrics = [number for key, number in numbers.items() if key not in present]
+        fresh = [row for row in rows if row.round > self._mirrored]
+        pooled = [(metric_name(row, self._work), row) for row in fresh if not row.client and row.array is None]
+        numbers = {(name, row.round): Metric(name, row.value, now, row.round) for name, row in pooled}
+        metrics = list(numbers.values())
         for start in range(0, len(metrics), _METRICS_PER_CALL):
             client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS_PER_CALL])
-        if last > self._mirrored:
-            # After the metrics: a crash before this line is found out by `_present`, one after it needs nothing.
+        if fresh:
+            # After the metrics: after a crash before this line their rounds are sent again, the same numbers at the same steps.
+            last = max(row.round for row in fresh)
             client.set_tag(self._run_id, MIRRORED, str(last))
             self._mirrored = last
-
-    def _present(self) -> set[tuple[str, int]]:
-        """(name, round) of the numbers that MLflow holds of rounds after the last that it is known to hold as a whole."""
-        client = self._connected()
-        names = client.get_run(self._run_id).data.metrics
-        return {
-            (name, item.step)
-            for name in names
-            for item in client.get_metric_history(self._run_id, name)
-            if item.step > self._mirrored
-        }
 
     def _backlog(self) -> list[MetricRow]:
         """The server's and pooled rows on the disk of rounds that are not mirrored."""
@@ -415,7 +395,7 @@ class MlflowTracker:
 
 
 def _first_line(error: Exception) -> str:
-    return without_password((str(error).strip() or type(error).__name__).splitlines()[0])[:200]
+    return without_password(first_line(error))[:200]
 
 
 def _probe(uri: str) -> None:

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from raydfl.core.types import Batch, Metrics, Ratio
 from raydfl.data.examples import Examples
-from raydfl.training.gradients import Gradients
 from raydfl.training.optimiser import Optimiser, torch_optimiser
 from raydfl.training.precision import GradientScale, computing_in
-from raydfl.training.randomness import fit_seed
+from raydfl.training.randomness import fit_seed, seed_of_step, step_randomness
 from raydfl.training.step import Loss, Step
+from raydfl.training.tape import recorded
 from raydfl.training.together import lockstep as together
 from raydfl.training.together import signature as alike
 from raydfl.training.together.batches import StackedBatches
@@ -160,7 +160,14 @@ class _Fit:
         for model in step.models.values():
             model.train()
         seed = torch.tensor(fit_seed(step)).to(step.device)
-        gradients = Gradients(step, losses, self.models, trained, seed)
+
+        def by_code(number: int, batch: Batch) -> Tensor:
+            with step_randomness(seed_of_step(seed, number)), computing_in(precision, step.device):
+                value = losses[number % len(losses)](step, batch)
+            (value if scale is None else value * scale.scale).backward()  # type: ignore[no-untyped-call]
+            return value.detach()
+
+        compute = recorded(step, losses, self.models, trained, seed, by_code)
         values: list[Tensor] = []  # read at the end only: on a GPU reading one would wait for it
         sizes: list[int] = []
         epochs = step.training.local_epochs if self.epochs is None else self.epochs
@@ -170,7 +177,7 @@ class _Fit:
                 break
             for _ in losses:
                 optimiser.forget_gradients()
-                value = gradients.compute(len(values), batch, scale)
+                value = compute(len(values), batch)
                 if scale is None:
                     clip()
                     optimiser.advance()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ class Replica:
         others = [tensor for tensor in tensors if id(tensor) not in loaded and 0 not in tensor.stride()]
         self._others = [(tensor, tensor.detach().clone()) for tensor in others]
         """Tensors that are neither received nor kept (counters, tables), and their initial values."""
+        self.recordings: dict[Hashable, dict[Hashable, Any]] = {}
+        """What was recorded of losses over these networks (tape.py)."""
 
     @property
     def whole(self) -> bool:

@@ -62,7 +62,7 @@ class TrainSettings(Settings):
     )
     tape: bool = Field(
         True,
-        description="do a step's operations from a recording once they have shown to be the same each time (equal bits, less time)",
+        description="do the steps of methods that are pure (built-in ones are) from a recording: equal bits, less time",
     )
     deadline: float | None = Field(
         None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -44,6 +44,8 @@ class Step:
     """Set by ``fit``: clients, this one included, whose last training was one batched computation; 1: looped."""
     apart: str = ""
     """Set by ``fit``: why this client's last training could not be batched with others' where that was tried."""
+    recordings: dict[Hashable, dict[Hashable, Any]] | None = None
+    """What was recorded of losses over these networks (tape.py); ``None``: losses run by their code in every step."""
     clock: Clock = field(default_factory=Clock)
     """How long this client has trained; ``fit`` stops at its deadline."""
 

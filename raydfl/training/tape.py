@@ -1,26 +1,63 @@
-"""Tape: the tensor operations of a computation, recorded once and done again without the Python code that chose them.
+"""Tape: a step's loss and gradients, recorded once and computed again without the Python code that chose the operations.
 
-What is recorded are the operations below autograd (``torch.utils._python_dispatch``), backward passes included, as a
-``torch.fx.Graph``. Doing them again gives the same bits: they are the same operations on the same types and shapes, in the same
-order, those that draw from PyTorch's generators and those that write into what they were given included. What it leaves out is
-everything else: layers' and losses' code, autograd's bookkeeping, rules of vmap.
+A small network's step is short, and most of what is not arithmetic in it is Python and autograd finding out, again, which
+operations to do. A method whose losses are always the same operations says so (``Method.pure``; networks of one's own say it too).
+The operations of such a loss and of its backward pass are recorded once they have come some times for this network, mode, autocast
+and shape of batch, and done again from there if for one batch they gave the bits of the loss's own code: value, gradients, buffers,
+and the state of PyTorch's generators. Else the loss goes on running by its code, and the log says why.
 
-``make_fx`` of PyTorch records the same, but takes 1.3 s and 120 MB more in a process when it is first used, 60 ms for each
-recording instead of 5 (CRNN-Base), and takes a tensor that it does not know for a constant.
+What is recorded are the operations below autograd (``torch.utils._python_dispatch``), as a ``torch.fx.Graph``: the same operations
+on the same types and shapes in the same order, those that draw from PyTorch's generators and those that write into what they were
+given included. ``make_fx`` of PyTorch records the same, but takes 1.3 s and 120 MB more in a process when it is first used, 60 ms
+for each recording instead of 5 (CRNN-Base), and takes a tensor that it does not know for a constant.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import logging
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from raydfl.core.types import Batch
+from raydfl.core.users_code import is_users
+from raydfl.training.precision import computing_in
+from raydfl.training.randomness import generator_states, seed_of_step, set_generator_states, step_randomness
+from raydfl.training.step import Loss, Step
+from raydfl.training.together import signature as alike
+from raydfl.training.together.handles import Unavailable
+
+logger = logging.getLogger(__name__)
+
+FIRST = 16
+"""Times that a computation is done by the loss's code before it is recorded, which takes as long as some eight steps.
+
+The nth of a network waits (n - 1)² times longer: clips of many lengths make many computations, each of which comes seldom.
+"""
+
+LARGEST = 1 << 22
+"""Elements of the models and of the state of a client up to which its steps are recorded: in larger networks' steps there is little
+to gain, and a recording holds several copies of them, and all of a step's intermediate results."""
+
+_FITS = 64
+"""Kinds of fits that are remembered for a network: a loss that captures a number of its round is another kind in each."""
+
+_SHAPES = 500
+"""Shapes of batches that are counted, for each kind. (What is counted takes 0.7 KB, a tape of CRNN-Base 20 KB.)"""
+
+_BATCH = tuple(field.name for field in dataclasses.fields(Batch))
+_HIDDEN = ("client", "data", "rng", "round_index", "training", "clock")
+"""Fields of a step that no pure loss reads."""
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _SIZED_BY_VALUES = torch.Tag.dynamic_output_shape
@@ -31,21 +68,13 @@ class TapeError(Exception):
 
 
 class Tape:
-    """A recorded computation."""
+    """A recorded computation: a graph with a placeholder for each input, compiled."""
 
     def __init__(self, graph: Graph, inputs: Mapping[Hashable, Tensor]) -> None:
-        """Compile it.
-
-        Args:
-            graph: with a placeholder for each input, in that order.
-            inputs: by name.
-        """
         self.inputs = {name: form(tensor) for name, tensor in inputs.items()}
         """What :attr:`run` has to be given: the names in its arguments' order, and each one's form."""
         # Not a GraphModule, which keeps the graph, many times as large as the function.
         source = graph.python_code("_")
-        self.code = source.src
-        """Its operations, shapes and numbers as text: equal for equal computations."""
         names = dict(source.globals)
         exec(compile(source.src, "<tape>", "exec"), names)  # noqa: S102 - what PyTorch wrote of its own operations
         self.run: Callable[..., tuple[Tensor | None, ...]] = functools.partial(names["forward"], None)
@@ -53,7 +82,7 @@ class Tape:
 
 
 def form(tensor: Tensor) -> Hashable:
-    """What has to be equal about two tensors for one to take the other's place in a tape."""
+    """Return what has to be equal about two tensors for one to take the other's place in a tape."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
@@ -62,11 +91,10 @@ def record(computation: Callable[[], Sequence[Tensor | None]], known: Mapping[in
 
     Args:
         computation: its outputs; those that are views of others, or of inputs, become tensors of their own in the tape.
-        known: the tensors that it may use, ``id(tensor)`` to a name for it. It may grow while the computation runs.
+        known: the tensors that it may use, ``id(tensor)`` to a name for it.
 
     Raises:
         TapeError: it cannot be recorded, and why. Whatever it did to its tensors is done.
-        Exception: what the computation raises.
     """
     recorder = _Recorder(known)
     with recorder:
@@ -100,7 +128,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return alias
         if _SIZED_BY_VALUES in function.tags and not _indexed_by_positions(function, args):
             raise TapeError(f"the shape of what {function} gives depends on values")
-        node = self._graph.call_function(function, self._argument(tuple(args)), self._argument(kwargs or {}))
+        node = self._graph.call_function(function, *map_aggregate((tuple(args), kwargs or {}), self._argument))
         if self._begin is None:
             self._begin = node
         found = function(*args, **(kwargs or {}))
@@ -110,10 +138,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._node(value)
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._argument(item) for item in value)
-        if isinstance(value, dict):
-            return {key: self._argument(item) for key, item in value.items()}
         if not isinstance(value, _PLAIN):
             raise TapeError(f"an operation with a {type(value).__name__}")
         return value
@@ -147,7 +171,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise TapeError("it looks at the value of a tensor")
 
     def tape(self, outputs: Sequence[Tensor | None]) -> Tape:
-        """What was recorded, ending in these outputs."""
+        """Return what was recorded, ending in these outputs."""
         taken = {_storage(tensor) for tensor in self._inputs.values()}
         nodes: list[Node | None] = []
         for tensor in outputs:
@@ -165,7 +189,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _indexed_by_positions(function: Any, args: Sequence[Any]) -> bool:
-    """Whether this is ``x[index]`` with integers, whose result has the shape of the index."""
+    """Return whether this is ``x[index]`` with integers, whose result has the shape of the index."""
     if function is not torch.ops.aten.index.Tensor:
         return False
     return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in args[1])
@@ -173,3 +197,214 @@ def _indexed_by_positions(function: Any, args: Sequence[Any]) -> bool:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+Compute = Callable[[int, Batch], Tensor]
+"""The value of a loss, detached, by the number of the fit's step and its batch. The ``grad`` of every parameter that it depends on
+is set; all were ``None`` before."""
+
+
+def recorded(
+    step: Step,
+    losses: Sequence[Loss],
+    models: tuple[str, ...],
+    parameters: Sequence[Tensor],
+    seed: Tensor,
+    code: Compute,
+) -> Compute:
+    """Return what computes the losses of one client's fit, from recordings where that is possible.
+
+    Args:
+        step: the client's; :attr:`Step.recordings` has what was recorded with its networks.
+        losses: of the fit; they take turns.
+        models: names of those that are trained; none: all.
+        parameters: theirs.
+        seed: of the fit's dropout.
+        code: runs the losses' own code.
+    """
+    if step.recordings is None or not step.training.tape or step.training.precision == "float16":
+        return code
+    layers = [layer for model in step.models.values() for layer in model.modules()]
+    tensors = [t for layer in layers for t in (*layer._parameters.values(), *layer._buffers.values()) if t is not None]
+    size = sum(tensor.numel() for tensor in (*tensors, *step.state.values()))
+    if size > LARGEST or not all(map(_declared, layers)) or any(map(_hooked, parameters)):
+        return code
+    device, first = step.device.type, dict[int, int]()
+    kind = (
+        tuple(map(alike.kind, losses)),
+        models,
+        alike.identity(dict(step.options)),
+        step.phase,
+        alike.architecture(step.models),
+        tuple(layer.training for layer in layers),
+        tuple(first.setdefault(id(own), n) for n, own in enumerate((*tensors, *step.state.values()))),  # tied ones
+        tuple((name, form(tensor)) for name, tensor in step.state.items()),
+        tuple((key, tuple(received)) for key, received in step.received.items()),
+        step.training.precision,
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+        torch.get_default_dtype(),
+    )
+    if kind not in step.recordings and len(step.recordings) >= _FITS:
+        step.recordings.clear()
+    return _Player(step, losses, parameters, seed, code, tensors, step.recordings.setdefault(kind, {})).compute
+
+
+def _declared(layer: nn.Module) -> bool:
+    """Return whether a layer's code is raydfl's, PyTorch's or said to be pure, and nobody has hooked anything else into it."""
+    return (not is_users(type(layer).__module__) or vars(type(layer)).get("pure", False)) and not any(
+        getattr(layer, hooks) for hooks in alike.HOOKS
+    )
+
+
+def _hooked(parameter: Tensor) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+class Recording:
+    """What is known of one loss of a kind of fit on batches of one shape."""
+
+    __slots__ = ("by_code", "played", "tape", "tried")
+
+    def __init__(self) -> None:
+        self.by_code = self.played = 0
+        """How often its code computed it, and its tape."""
+        self.tried = False
+        """Whether it was recorded, with or without success."""
+        self.tape: Tape | None = None
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Player:
+    """Computes the losses of one client's fit; fields as the arguments of ``recorded``."""
+
+    step: Step
+    losses: Sequence[Loss]
+    parameters: Sequence[Tensor]
+    seed: Tensor
+    code: Compute
+    tensors: Sequence[Tensor]
+    """The models'."""
+    recordings: dict[Hashable, Recording]
+    inputs: dict[Recording, list[Tensor | str] | None] = dataclasses.field(default_factory=dict)
+    """Of each tape that was used: see _find."""
+
+    def compute(self, number: int, batch: Batch) -> Tensor:
+        """See Compute."""
+        key = (number % len(self.losses), *[_shape(getattr(batch, name)) for name in _BATCH])
+        recording = self.recordings.get(key)
+        if recording is None:
+            if len(self.recordings) >= _SHAPES:
+                return self.code(number, batch)
+            recording = self.recordings[key] = Recording()
+        if recording.tape is not None:
+            if recording not in self.inputs:
+                self.inputs[recording] = self._find(recording.tape)
+            inputs = self.inputs[recording]
+            if inputs is not None:
+                recording.played += 1
+                value, *gradients = self._play(recording.tape, inputs, number, batch)
+                self._set_gradients(gradients)
+                return cast(Tensor, value)
+        recording.by_code += 1
+        if recording.tried or recording.by_code <= FIRST + sum(r.tried for r in self.recordings.values()) ** 2:
+            return self.code(number, batch)
+        return self._record(recording, number, batch)
+
+    def _record(self, recording: Recording, number: int, batch: Batch) -> Tensor:
+        """Compute it by the loss's code, and record it besides; whatever comes of that, the client does not notice."""
+        recording.tried = True
+        before = self._values()
+        value = self.code(number, batch)
+        gradients, after = [parameter.grad for parameter in self.parameters], self._values()
+        try:
+            self._put_back(before)
+            tape = self._taped(number, batch)
+            self._put_back(before)
+            played = self._play(tape, self._find(tape) or (), number, batch)
+            if not _equal((*played, *self._values()), (value, *gradients, *after)):
+                raise TapeError("it does not give the same bits again")
+            recording.tape = tape
+        except Exception as error:  # noqa: BLE001 - the loss goes on as it is, without a tape
+            name = getattr(self.losses[number % len(self.losses)], "__qualname__", "the loss")
+            logger.info("train.tape: %s runs by its code in every step: %s: %s", name, type(error).__name__, error)
+        finally:
+            self._put_back(after)
+            self._set_gradients(gradients)
+        return value
+
+    def _taped(self, number: int, batch: Batch) -> Tape:
+        step, seed = self.step, seed_of_step(self.seed, number)
+        known: dict[int, Hashable] = {id(seed): "seed"}
+        known.update((id(getattr(batch, name)), name) for name in _BATCH)
+        known.update((id(tensor), ("model", place)) for place, tensor in enumerate(self.tensors))
+        known.update((id(tensor), ("state", name)) for name, tensor in step.state.items())
+        for key, received in step.received.items():
+            known.update((id(tensor), ("received", key, name)) for name, tensor in received.items())
+        hidden = {name: cast(Any, Unavailable(name, "all steps")) for name in _HIDDEN}
+        shown = dataclasses.replace(step, state=cast(Any, MappingProxyType(step.state)), **hidden)
+
+        def computation() -> list[Tensor | None]:
+            with step_randomness(seed), computing_in(step.training.precision, step.device):
+                value = self.losses[number % len(self.losses)](shown, batch)
+            return [value.detach(), *torch.autograd.grad(value, list(self.parameters), allow_unused=True)]
+
+        return record(computation, known)
+
+    def _find(self, tape: Tape) -> list[Tensor | str] | None:
+        """Return this client's inputs of a tape, and the names of those that come with each step; ``None`` if one does not fit."""
+        found: list[Tensor | str] = []
+        for name, its_form in tape.inputs.items():
+            if isinstance(name, str):
+                found.append(name)
+                continue
+            holder, *path = cast("tuple[Any, ...]", name)
+            own: Any = {"model": self.tensors, "state": self.step.state, "received": self.step.received}[holder]
+            for part in path:
+                own = own[part]
+            if form(own) != its_form:
+                return None
+            found.append(own)
+        return found
+
+    def _play(self, tape: Tape, inputs: Sequence[Tensor | str], number: int, batch: Batch) -> tuple[Tensor | None, ...]:
+        given = (
+            place
+            if isinstance(place, Tensor)
+            else seed_of_step(self.seed, number)
+            if place == "seed"
+            else getattr(batch, place)
+            for place in inputs
+        )
+        with torch.no_grad():
+            return tape.run(*given)
+
+    def _set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def _live(self) -> list[Tensor]:
+        received = (tensor for tensors in self.step.received.values() for tensor in tensors.values())
+        return [*self.tensors, *self.step.state.values(), *received]
+
+    def _values(self) -> list[Tensor]:
+        """Return copies of the step's tensors and of the states of PyTorch's generators."""
+        return [*(tensor.detach().clone() for tensor in self._live()), *generator_states()]
+
+    @torch.no_grad()
+    def _put_back(self, values: Sequence[Tensor]) -> None:
+        live = self._live()
+        for tensor, value in zip(live, values, strict=False):
+            tensor.copy_(value)
+        set_generator_states(values[len(live) :])
+
+
+def _shape(tensor: Tensor | None) -> Hashable:
+    return None if tensor is None else (tensor.shape, tensor.stride())
+
+
+def _equal(one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> bool:
+    """Return whether all values are equal, NaN to NaN."""
+    return len(one) == len(other) and all(
+        a is b if a is None or b is None else torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+        for a, b in zip(one, other, strict=True)
+    )

@@ -264,7 +264,7 @@ def test_recorded_success_is_that_of_the_model_by_hand(tiny: Tiny) -> None:
     run_dir = Path(config.run.dir) / "hand"
     copies = Population.load(run_dir / "population").triggered
     assert len(copies) == 24  # 2 of 3 classes x 6 speakers x 2 takes
-    ((_, options),) = config.model_choices()["model"]
+    ((_, options),) = config.parts.models["model"]
     model = build_model(
         ModelSpec(
             "model", "crnn_tiny", 16, 3, tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in options.items())

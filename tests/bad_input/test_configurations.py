@@ -81,7 +81,7 @@ def test_an_unknown_key_names_the_nearest(
         ("train.optimiser.lr=fast", 'train.optimiser.lr is "fast"; it must be a number'),
         ("train.optimiser.models={model: fast}", 'train.optimiser.models.model is "fast"; it must be a number'),
         ("train.optimiser=adam", 'train.optimiser is "adam"; it must be a group of settings (name, lr, '),
-        ("train.optimiser.betas=[0.9]", "train.optimiser.betas is [0.9]; it must be longer: item 2 is missing"),
+        ("train.optimiser.betas=[0.9]", "train.optimiser.betas.1 is missing"),
         ("train=5", "train is 5; it must be a group of settings (rounds, cohort, "),
         ("data=5", "data is 5; it must be a group of settings (name, features, "),
         ("data.name=5", "data.name is 5; it must be text (put it in quotes)"),

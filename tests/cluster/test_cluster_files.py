@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import ray
 import yaml
-from commands import Raydfl
+from cluster_rules import check, fit, read_cluster
 
-from raydfl.cluster.clusterfile import check, fit, read_cluster
 from raydfl.cluster.resources import actor_kinds
 from raydfl.core.errors import ConfigError
 from raydfl.engine.config import Config, load_config
@@ -206,24 +205,3 @@ def test_several_node_types_and_a_limit_of_all_together(tmp_path: Path, tiny: Ti
     # Three nodes: at best two with 8 CPUs and one with 4.
     assert fit(cluster, tiny("ray.actors=20"))[1] == []
     assert "room for 20" in fit(cluster, tiny("ray.actors=21"))[1][0]
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    raydfl = Raydfl(capsys)
-    said = raydfl("cluster", "check", str(ROOT / "cluster.yaml"), str(ROOT / "jobs" / "fsdd.yaml"))
-    assert said.code == 0
-    assert "2 with 1 CPU each: room for 2 of 2" in said.out
-    said = raydfl("cluster", "check", str(broken("cluster.yaml", tmp_path, with_("file_mounts", {}))))
-    assert said.code == 2
-    assert "file_mounts brings no token" in said.err
-    for text, message in (
-        ("- 1", "does not describe a cluster"),
-        ("a: 1", "neither provider and available_node_types"),
-    ):
-        (tmp_path / "other.yaml").write_text(text)
-        said = raydfl("cluster", "check", str(tmp_path / "other.yaml"))
-        assert said.code == 2
-        assert message in said.err
-    said = raydfl("cluster", "check", str(tmp_path / "missing.yaml"))
-    assert said.code == 2
-    assert "cannot read the cluster file" in said.err

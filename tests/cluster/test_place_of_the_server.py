@@ -12,9 +12,8 @@ import yaml
 from gated import MODELS
 from marked import Marked, until
 
+from raydfl.cluster import server as servers
 from raydfl.engine.config import Config
-from raydfl.runs import run as runs
-from raydfl.runs.progress import Progress
 
 HERE = Path(__file__).parent
 
@@ -29,7 +28,7 @@ class Ray:
         return SimpleNamespace(get_node_id=lambda: "ab" * 28)
 
     def remote(self, kind: type) -> Ray:
-        assert kind is runs.ServerActor
+        assert kind is servers.ServerActor
         return self
 
     def options(self, **asked: Any) -> Any:
@@ -41,11 +40,11 @@ class Ray:
 def test_where_it_is_asked_for(tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, group: object) -> None:
     """On the driver's node and nowhere else; in a trial's placement group wherever that is."""
     ray = Ray()
-    monkeypatch.setattr(runs, "ray", ray)
-    monkeypatch.setattr(runs, "get_current_placement_group", lambda: group)
-    monkeypatch.setattr(runs, "NodeWatch", lambda *_: None)
+    monkeypatch.setattr(servers, "ray", ray)
+    monkeypatch.setattr(servers, "get_current_placement_group", lambda: group)
+    monkeypatch.setattr(servers, "NodeWatch", lambda *_: None)
     config = tiny("ray.actors=2")
-    runs._Actor(Path("nowhere"), config, 4, Progress("quiet"))
+    servers.RemoteServer(Path("nowhere"), config, 4, print)
     assert ray.asked["num_cpus"] == ray.asked["num_gpus"] == 0
     if group is not None:
         assert "scheduling_strategy" not in ray.asked

@@ -54,7 +54,7 @@ def until_shown(run: str, rounds: int) -> dict[str, float]:
 def test_a_nodes_metrics_are_the_records_sums(ray_session: None, tiny: Tiny) -> None:
     config = tiny("run.name=measured", "ray.actors=2", "train.rounds=4", "train.cohort=4", "evaluate.every=2")
     folder = create(config, Progress("quiet"))
-    server = ray.remote(ServerActor).options(num_cpus=0).remote(str(folder), config.model_dump(mode="json"))
+    server = ray.remote(ServerActor).options(num_cpus=0).remote(str(folder), config)
     try:
         done, _ = ray.get(server.open.remote())
         while done < 4:

@@ -78,7 +78,7 @@ def test_what_is_not_plain_becomes_text_without_addresses() -> None:
             {"size": 1, "either": "al"},
             "mine.either is \"al\"; it must be a whole number or all; did you mean 'all'?\n  mine.either: a number, or all",
         ),
-        ({"size": 1, "pair": [1]}, "mine.pair is [1]; it must be longer: item 2 is missing"),
+        ({"size": 1, "pair": [1]}, "mine.pair.1 is missing"),
         ({"size": 1, "pair": [1, 2, 3]}, "mine.pair is [1, 2, 3]; it must be at most 2 items long"),
         ({"size": 1, "pair": [1, "x"]}, 'mine.pair.1 is "x"; it must be a number'),
         ({"size": 1, "folder": 5}, "mine.folder is 5; it must be a path"),

@@ -13,8 +13,8 @@ from raydfl.core.types import Task
 from raydfl.data.population import Population
 from raydfl.engine.autotune import best_width, remembered
 from raydfl.engine.config import Config
-from raydfl.engine.federation import Federation, grouped
-from raydfl.engine.orders import Order, in_groups
+from raydfl.engine.federation import Federation
+from raydfl.engine.orders import Order, grouped, in_groups
 from raydfl.engine.pool import SerialPool
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore

@@ -14,14 +14,13 @@ import torch
 from helpers import finish, same, start, stop_after, truth
 from safetensors import safe_open
 
-import raydfl.engine.federation
+import raydfl.engine.storage.committer
 from raydfl.core import registry
 from raydfl.core.errors import ClientError, ConfigError
 from raydfl.data.population import Population, shards
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
-from raydfl.engine.federation import in_order
-from raydfl.engine.orders import Result
+from raydfl.engine.orders import Result, in_order
 from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
@@ -75,7 +74,7 @@ def test_a_shared_model_of_two_architectures_is_refused(tiny: Tiny) -> None:
 def test_superseded_private_state_does_not_pile_up(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     common = ["train.rounds=12", "train.cohort=3", "run.keep=1", "evaluate.every=99"]
     reference = finish(tiny(*common, "run.name=reference", method="fedmlac"))
-    monkeypatch.setattr(raydfl.engine.federation, "_SLACK", 0)
+    monkeypatch.setattr(raydfl.engine.storage.committer, "_SLACK", 0)
     config = tiny(*common, "run.name=compacted", method="fedmlac")
     server = start(config)
     run_dir = Path(config.run.dir) / "compacted"

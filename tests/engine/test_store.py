@@ -24,7 +24,8 @@ import raydfl.engine.storage.store
 from raydfl.core.errors import ConfigError, ResourcesError, RunDirectoryError
 from raydfl.core.files import plain_name, write_durably
 from raydfl.core.types import State
-from raydfl.engine.storage.private import PrivateIndex, PrivateRef, PrivateStore, SegmentUsage
+from raydfl.engine.storage.committer import SegmentUsage
+from raydfl.engine.storage.private import PrivateIndex, PrivateRef, PrivateStore
 from raydfl.engine.storage.store import RunStore, as_stored
 
 LOOP: list[Any] = []

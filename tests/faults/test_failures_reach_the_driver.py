@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import pickle
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,16 +16,19 @@ import pytest
 from helpers import finish, same, truth
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
-from raydfl.cluster.server import ServerActor
+from raydfl.cluster import server as servers
+from raydfl.cluster.server import RemoteServer, ServerActor
 from raydfl.core.errors import ClientError, ConfigError, ResourcesError
 from raydfl.engine.config import Config
 from raydfl.engine.federation import Federation
 from raydfl.engine.storage import record
 from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.record import MetricRow
+from raydfl.engine.telemetry import RoundReport
 from raydfl.methods.fedavg import FedAvg
 from raydfl.runs import run as runs
-from raydfl.runs.progress import FinishSummary, Progress
+from raydfl.runs.outcome import Outcome
+from raydfl.runs.progress import Progress
 from raydfl.runs.run import resume, run
 
 Tiny = Callable[..., Config]
@@ -32,16 +36,16 @@ FAULTY = Path(__file__).parent / "faulty_methods.py"
 LAST = f"method.name={FAULTY}:CannotMeasureAt"
 
 
-class InThisProcess(runs._Actor):
+class InThisProcess(RemoteServer):
     """The driver's side of a server actor, whose other side is an object here; ``lost`` replies never arrive."""
 
     lost: Sequence[str] = ()
 
     def __init__(self, run_dir: Path, config: Config) -> None:
-        actor = ServerActor(str(run_dir), config.model_dump(mode="json"))
+        actor = ServerActor(str(run_dir), pickle.loads(pickle.dumps(config)))
         self.calls: list[str] = []
         self._lost = 0
-        self._progress = Progress("quiet")
+        self._tell = lambda _: None
 
         def call(name: str, *arguments: Any) -> Any:
             answer = getattr(actor, name)(*arguments)
@@ -65,10 +69,10 @@ CALLS = ("open", "rounds", "finish", "close")
 @pytest.fixture
 def as_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver reaches its server as an actor, which does several rounds in a call, however long they take."""
-    monkeypatch.setattr(runs, "_Local", InThisProcess)
+    monkeypatch.setattr(runs, "Server", InThisProcess)
     monkeypatch.setattr("raydfl.cluster.server.hide_gpus", lambda: None)  # this process goes on after the test
     monkeypatch.setattr("sys.setswitchinterval", lambda _: None)
-    monkeypatch.setattr(runs, "_AT_ONCE", 60.0)
+    monkeypatch.setattr(servers, "_AT_ONCE", 60.0)
     monkeypatch.setattr("ray.wait", lambda references, **_: (references, []))
     monkeypatch.setattr("ray.get", lambda reference, **_: reference())
 
@@ -86,13 +90,13 @@ class Told(Progress):
     def __init__(self) -> None:
         super().__init__("quiet")
         self.rounds: list[int] = []
-        self.ends: list[FinishSummary] = []
+        self.ends: list[Outcome] = []
 
-    def round(self, summary: Any) -> None:
-        self.rounds.append(summary.round)
+    def round(self, report: RoundReport) -> None:
+        self.rounds.append(report.round)
 
-    def finish(self, summary: FinishSummary) -> None:
-        self.ends.append(summary)
+    def finish(self, outcome: Outcome, seconds: float, next_step: str = "") -> None:
+        self.ends.append(outcome)
 
 
 @pytest.mark.usefixtures("server")
@@ -184,7 +188,7 @@ def test_what_the_server_cannot_open_is_said_in_its_own_words(tiny: Tiny, monkey
             super().__init__(run_dir, config)
             monkeypatch.delattr(sys.modules["__main__"], "Own")
 
-    monkeypatch.setattr(runs, "_Local", Elsewhere)
+    monkeypatch.setattr(runs, "Server", Elsewhere)
     with pytest.raises(ConfigError, match=r"'__main__:Own'.*by other processes.*name it FILE.py:Own"):
         run(tiny(in_a_script(monkeypatch)))
 
@@ -206,7 +210,7 @@ class OfThisFile(ServerActor):
 @pytest.mark.usefixtures("ray_session")
 def test_a_server_that_cannot_be_made_says_why(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not the loss of an actor that ran out of memory."""
-    monkeypatch.setattr(runs, "ServerActor", OfThisFile)
+    monkeypatch.setattr(servers, "ServerActor", OfThisFile)
     with pytest.raises(
         ResourcesError, match=f"the server actor cannot start: .*No module named '{__name__}'; every node"
     ):

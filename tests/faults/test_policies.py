@@ -24,7 +24,8 @@ from raydfl.engine.config import Config
 from raydfl.engine.storage import record
 from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.record import MetricRow
-from raydfl.runs.progress import Progress, RoundSummary
+from raydfl.engine.telemetry import RoundReport
+from raydfl.runs.progress import Progress
 from raydfl.runs.replay import replay
 from raydfl.runs.run import resume, run
 from raydfl.training import clock as deadline
@@ -415,8 +416,8 @@ def test_the_line_of_a_round_says_who_failed_and_why(tiny: Tiny) -> None:
     assert "5 clients" in lines[1]
     assert "1 failed (s2: error: ValueError: a client's own mistake" in lines[1]
     shown = io.StringIO()
-    summary = RoundSummary(round=1, total=2, loss=0.5, clients=4, failed=2, late=3, reasons={"a": "x" * 500, "b": "y"})
-    Progress("lines", shown).round(summary)
+    failed = {"a": "x" * 500, "b": "y"}
+    Progress("lines", shown).round(RoundReport(1, clients=6, rejected=failed, cut={"c": 1, "d": 2, "e": 3}))
     assert f"3 late  2 failed (a: {'x' * 80})  " in shown.getvalue()
 
 

@@ -106,8 +106,8 @@ def test_law_1_a_client_leaves_nothing_in_a_network(tiny: Tiny, how: str, togeth
 def test_a_network_is_built_once_for_all_clients(tiny: Tiny, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What no client's code has changed is not built again."""
     made: list[object] = []
-    real = worker.Built
-    monkeypatch.setattr(worker, "Built", lambda models: made.append(models) or real(models))
+    real = worker.Replica
+    monkeypatch.setattr(worker, "Replica", lambda models: made.append(models) or real(models))
     config = tiny("train.cohort=1.0", method=method)
     server = start(config)
     kinds = len(Clients(Population.load(Path(config.run.dir) / "tiny" / "population"), config).variants())

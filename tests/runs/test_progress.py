@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from raydfl.runs.progress import FinishSummary, Mode, Progress, RoundSummary, duration, scores_text, size
+from raydfl.engine.telemetry import RoundReport
+from raydfl.runs.outcome import Outcome
+from raydfl.runs.progress import Mode, Progress, duration, scores_text, size
 
 
 class Terminal(io.StringIO):
@@ -27,14 +29,14 @@ class Clock:
         return self.now
 
 
-def a_round(index: int, **values: Any) -> RoundSummary:
-    given: dict[str, Any] = {"clients": 12, "seconds": 3.0, "bytes_down": 1.7e6, "bytes_up": 8e5} | values
-    return RoundSummary(round=index, total=20, loss=0.5, **given)
+def a_round(index: int, **values: Any) -> RoundReport:
+    given: dict[str, Any] = {"clients": 12, "bytes_down": 1_700_000, "bytes_up": 800_000} | values
+    return RoundReport(index, loss=0.5, seconds={"train_and_aggregate": 3.0}, **given)
 
 
-def finish(folder: Path, **values: Any) -> FinishSummary:
-    given: dict[str, Any] = {"status": "stopped", "scores": {"test m/accuracy": 0.75}, "next_step": "raydfl resume x"}
-    return FinishSummary(round=7, total=20, seconds=200.0, run_dir=folder, **(given | values))
+def ended(folder: Path, **values: Any) -> Outcome:
+    given: dict[str, Any] = {"finished": False, "scores": {"test m/accuracy": 0.75}} | values
+    return Outcome(folder, 7, **given)
 
 
 def shown(mode: Mode, stream: io.StringIO) -> str:
@@ -49,8 +51,9 @@ def shown(mode: Mode, stream: io.StringIO) -> str:
         progress.round(a_round(6))
         progress.message("client [bold]anna[/bold] was slow")
         clock.now = 10.0
-        progress.round(a_round(7, scores={"test m/accuracy": 0.75, "test m/loss": 0.4}, failed=2))
-        progress.finish(finish(Path("runs/x")))
+        failed = {"s1": "lost: its actor", "s2": "late"}
+        progress.round(a_round(7, clients=14, scores={"test m/accuracy": 0.75, "test m/loss": 0.4}, rejected=failed))
+        progress.finish(ended(Path("runs/x")), 200.0, "raydfl resume x")
     return stream.getvalue()
 
 
@@ -60,8 +63,8 @@ def test_a_log_gets_one_line_a_round() -> None:
         "fedmlac on fsdd: 20 rounds, 5 of them done",
         "round  6/20  loss 0.5000  12 clients  4.0 clients/s  1.7 MB down  800.0 kB up  56 s left",
         "client [bold]anna[/bold] was slow",
-        "round  7/20  loss 0.5000  test m/accuracy 0.750  12 clients  4.0 clients/s  2 failed  1.7 MB down  800.0 kB up"
-        "  1 min 5 s left",
+        "round  7/20  loss 0.5000  test m/accuracy 0.750  12 clients  4.0 clients/s  2 failed (s1: lost: its actor)"
+        "  1.7 MB down  800.0 kB up  1 min 5 s left",
         "stopped after 7 of 20 rounds, 3 min 20 s: test m/accuracy 0.750",
         "run directory: runs/x",
         "next: raydfl resume x",
@@ -73,6 +76,13 @@ def test_quiet_prints_nothing() -> None:
     assert shown("quiet", Terminal()) == ""
 
 
+KEYS_OF_A_ROUND = [
+    *("event", "round", "total", "loss", "scores", "clients", "seconds", "failed", "reasons", "late", "bytes_down"),
+    *("bytes_up", "retried", "times", "clients_per_second", "seconds_left"),
+]
+"""Programs read them."""
+
+
 def test_json_is_one_valid_object_a_line() -> None:
     lines = [json.loads(line) for line in shown("json", io.StringIO()).splitlines()]
     assert [line["event"] for line in lines] == ["steps", "start", "round", "message", "round", "finish"]
@@ -80,27 +90,35 @@ def test_json_is_one_valid_object_a_line() -> None:
     assert lines[1]["total_rounds"] == 20
     assert lines[1]["done_rounds"] == 5
     assert lines[4]["round"] == 7
-    assert lines[4]["scores"] == {"test m/accuracy": 0.75, "test m/loss": 0.4}
+    assert lines[4]["scores"] == {"test m/accuracy": 0.75}
     assert lines[4]["clients_per_second"] == 4.0
     assert lines[4]["seconds_left"] == pytest.approx(5 * 13)  # 10 seconds for two rounds, 13 to go
+    assert lines[4]["clients"] == 12
     assert lines[4]["failed"] == 2
+    assert lines[4]["reasons"] == {"s1": "lost: its actor", "s2": "late"}
+    assert lines[4]["seconds"] == lines[4]["times"]["train_and_aggregate"] == 3.0
+    assert list(lines[4]) == KEYS_OF_A_ROUND
+    assert list(lines[5]) == [
+        "event",
+        *["status", "round", "total", "seconds", "run_dir", "scores", "next_step", "problems"],
+    ]
     assert lines[5]["run_dir"] == "runs/x"
+    assert (lines[5]["round"], lines[5]["total"], lines[5]["seconds"]) == (7, 20, 200.0)
     assert lines[5]["status"] == "stopped"
 
 
 def test_json_has_no_not_a_number() -> None:
     stream = io.StringIO()
     progress = Progress("json", stream)
-    progress.round(
-        RoundSummary(1, 2, loss=math.nan, scores={"m/loss": math.inf}, bytes_down=math.nan)
-    )  # not started: no time left is known either
+    progress.round(RoundReport(1, scores={"m/accuracy": math.inf}))  # not started: no time left is known either
 
     def refuse(name: str) -> None:
         raise AssertionError(name)
 
     event = json.loads(stream.getvalue(), parse_constant=refuse)
     assert event["loss"] is None
-    assert event["scores"] == {"m/loss": None}
+    assert event["scores"] == {"m/accuracy": None}
+    assert event["seconds"] is None
     assert event["seconds_left"] is None
     assert event["clients_per_second"] is None
 
@@ -120,7 +138,7 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
     assert "features [red]" in plain
     assert "round 7/20  1 min 5 s left" in plain
-    assert "loss 0.5000  test m/accuracy 0.750  4.0 clients/s  2 failed" in plain
+    assert "loss 0.5000  test m/accuracy 0.750  4.0 clients/s  2 failed (s1: lost:" in plain
     assert "client [bold]anna[/bold] was slow" in plain
     assert plain.endswith("run directory: runs/x\nnext: raydfl resume x\n")
 
@@ -135,8 +153,8 @@ def test_what_clients_say_cannot_steer_the_terminal(mode: Mode, monkeypatch: pyt
     with Progress(mode, stream) as progress:
         progress.start(20, 0, "x")
         progress.message(evil)
-        progress.round(a_round(1, failed=1, reasons={"anna": evil}))
-        progress.finish(finish(Path("x"), scores={f"{evil} accuracy": 0.5}))
+        progress.round(a_round(1, rejected={"anna": evil}))
+        progress.finish(ended(Path("x"), scores={f"{evil} accuracy": 0.5}), 200.0)
     text = stream.getvalue()
     text.encode()
     assert not set(text) & set("\x07\x9b\u202e")
@@ -161,7 +179,7 @@ def test_steps_within_rounds_share_the_bar() -> None:
         with contextlib.suppress(ValueError), progress.steps("report", None) as advance:
             advance(3)
             raise ValueError("inside")
-        progress.round(RoundSummary(1, 2, 0.1))
+        progress.round(RoundReport(1))
         assert progress._bar is not None
         assert [task.description for task in progress._bar.tasks] == ["x"]
 
@@ -191,8 +209,8 @@ def test_a_first_round_without_time() -> None:
     stream = io.StringIO()
     progress = Progress("lines", stream)
     progress.start(20, 0, "x")
-    progress.round(RoundSummary(1, 20, math.nan))
-    progress.finish(finish(Path("r"), status="finished", scores={}, next_step=""))
+    progress.round(RoundReport(1))
+    progress.finish(ended(Path("r"), finished=True, scores={}), 200.0)
     lines = stream.getvalue().splitlines()
     assert lines[1].startswith("round  1/20  loss nan  0 clients  0 B down")
     assert lines[2:] == ["finished after 7 of 20 rounds, 3 min 20 s", "run directory: r"]

@@ -106,7 +106,7 @@ def test_autocast_reaches_the_operators_of_a_gpu(monkeypatch: pytest.MonkeyPatch
     """Their casts, on a CPU that is taken for one."""
     for module in ("gru", "conv"):
         monkeypatch.setattr(
-            sys.modules[f"raydfl.ops.{module}"],  # the package's attribute is the function of that name
+            sys.modules[f"raydfl.core.ops.{module}"],  # the package's attribute is the function of that name
             "autocast_type",
             lambda x: None if not torch.is_autocast_enabled("cpu") else torch.bfloat16,
         )

@@ -1,56 +1,81 @@
-"""Commits that are written while the next round computes."""
+"""Commits: what is to be made true of a round is held fast at its end, and written while the next round computes."""
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from raydfl.core.types import State
 from raydfl.engine.storage import record
 from raydfl.engine.storage.mirror import RunMirror
-from raydfl.engine.storage.private import PrivateIndex
+from raydfl.engine.storage.private import PrivateIndex, PrivateRef
 from raydfl.engine.storage.record import MetricRow
 from raydfl.engine.storage.store import RunStore
 
 _MERGE = 100
 """Commits after which their small files of rows are merged into one."""
+_SLACK = 64 << 20
+"""Bytes of superseded private state that are not worth moving anything."""
 
 
 class Committer:
-    """Writes one commit after another in a thread of its own, none before the one before it is on the disk."""
+    """Writes one commit after another in a thread of its own, none before the one before it is on the disk.
 
-    def __init__(self, store: RunStore) -> None:
-        """``store`` must be locked; while a commit is under way nobody else may change what is in it."""
+    A commit has two stages: :meth:`prepare` holds fast what it shall be, :meth:`begin` has it written. Between them the next round
+    is handed out, so that clients need not wait for the disk.
+    """
+
+    def __init__(self, store: RunStore, newest: State, private: PrivateIndex) -> None:
+        """Open it.
+
+        Args:
+            store: must be locked; while a commit is under way nobody else may change what is in it.
+            newest: the state of the newest commit.
+            private: where private state lies by that commit.
+        """
+        self.round_index = newest.round_index
+        """The last round that is committed, or will be once :meth:`begin` has been called."""
+        self.mirror: RunMirror | None = None
+        """Where each commit is copied to; ``None``: nowhere."""
+        self.seconds = 0.0
+        """What the last commit that is done took."""
+        self.waited = 0.0
+        """Seconds for which rounds had to wait for commits, since somebody last set it to 0."""
         self._store = store
+        self._usage = SegmentUsage(private, store.sizes_of_segments())
         self._thread = ThreadPoolExecutor(1, "commit")
+        self._prepared: tuple[State, PrivateIndex, set[str], set[str], Sequence[MetricRow]] | None = None
         self._under_way: Future[float] | None = None
         self._rows: Sequence[MetricRow] = ()
         self._commits = 0
-        self.mirror: RunMirror | None = None
-        """Where each commit is copied to; ``None``: nowhere."""
 
-    def start(
-        self,
-        state: State,
-        private: PrivateIndex,
-        written: Iterable[str],
-        superseded: Iterable[str],
-        rows: Sequence[MetricRow],
-    ) -> None:
-        """Begin to make a round true, with the segments as for RunStore.commit. The one before must have been waited for."""
-        if self._under_way is not None:
+    def note_moved(self, former: PrivateIndex, moved: Mapping[int, PrivateRef]) -> None:
+        """Keep count of what clients' new private records supersede in a former index."""
+        for client, ref in moved.items():
+            self._usage.move(former.get(client), ref)
+
+    def worth_moving(self, private: PrivateIndex) -> PrivateIndex | None:
+        """Return the private records that fill little of their segments, if these take more than about twice what counts."""
+        return private.within(self._usage.sparse()) if self._usage.wasteful else None
+
+    def prepare(self, state: State, private: PrivateIndex, rows: Sequence[MetricRow]) -> None:
+        """Hold fast what the next commit shall be. The one before must have been waited for."""
+        if self._under_way is not None or self._prepared is not None:
             raise AssertionError("a commit is still under way")
-        self._rows = rows
-        self._under_way = self._thread.submit(self._write, state, private, tuple(written), tuple(superseded), rows)
+        self._prepared = (_held(state), private, *self._usage.take(), rows)
+        self.round_index = state.round_index
+
+    def begin(self) -> None:
+        """Have what is prepared written, if anything is."""
+        if self._prepared is not None:
+            self._rows = self._prepared[-1]
+            self._under_way = self._thread.submit(self._write, *self._prepared)
+            self._prepared = None
 
     def _write(
-        self,
-        state: State,
-        private: PrivateIndex,
-        written: Sequence[str],
-        superseded: Sequence[str],
-        rows: Sequence[MetricRow],
+        self, state: State, private: PrivateIndex, written: set[str], superseded: set[str], rows: Sequence[MetricRow]
     ) -> float:
         started = time.perf_counter()
         # Rows first: what LATEST names is never without its record.
@@ -63,18 +88,85 @@ class Committer:
             self.mirror.push()
         return time.perf_counter() - started
 
-    def wait(self) -> tuple[Sequence[MetricRow], float]:
-        """Until the commit under way, if there is one, is on the disk: its rows, and the seconds that it took.
+    def wait(self) -> Sequence[MetricRow]:
+        """Wait until the commit under way, if there is one, is on the disk, and return its rows.
 
         Raises:
             ResourcesError: the disk is full, and the commit before still counts; or the mirror cannot be reached.
         """
         if self._under_way is None:
-            return (), 0.0
+            return ()
         under_way, rows = self._under_way, self._rows
         self._under_way, self._rows = None, ()
-        return rows, under_way.result()
+        asked = time.perf_counter()
+        self.seconds = under_way.result()
+        self.waited += time.perf_counter() - asked
+        return rows
 
     def close(self) -> None:
-        """Let the commit under way end, well or not: :meth:`wait` tells."""
-        self._thread.shutdown()
+        """Write what is prepared, and let the commit under way end, well or not: :meth:`wait` tells."""
+        try:
+            self.begin()
+        finally:
+            self._thread.shutdown()
+
+
+def _held(state: State) -> State:
+    """Return a state that stays as it is, whatever a method does to the one that it gets in the next round."""
+    tensors = {key: {name: tensor.clone() for name, tensor in group.items()} for key, group in state.tensors.items()}
+    return State(state.round_index, tensors, copy.deepcopy(dict(state.extra)))
+
+
+class SegmentUsage:
+    """Of every segment that holds a client's newest record, its bytes and those of them that still count.
+
+    A round changes a few entries; nobody needs to look at all segments to know what has become worth moving or removing.
+    """
+
+    def __init__(self, index: PrivateIndex, sizes: Mapping[str, int]) -> None:
+        """Begin with what a commit says.
+
+        Args:
+            index: where everybody's newest record lies.
+            sizes: bytes of the segments, by name. Those of others (a replay leaves them where they are) count as all needed.
+        """
+        self._live = index.bytes_by_segment()
+        self._sizes = {segment: max(live, sizes.get(segment, 0)) for segment, live in self._live.items()}
+        self.live = sum(self._live.values())
+        """Bytes of all clients' newest records."""
+        self.bytes = sum(self._sizes.values())
+        """Bytes of the segments that they are in."""
+        self._written: set[str] = set()
+        self._emptied: set[str] = set()
+
+    def move(self, former: PrivateRef | None, ref: PrivateRef) -> None:
+        """A client's newest record is now ``ref``."""
+        self._written.add(ref.segment)
+        self._emptied.discard(ref.segment)
+        self._live[ref.segment] = self._live.get(ref.segment, 0) + ref.length
+        self._sizes[ref.segment] = self._sizes.get(ref.segment, 0) + ref.length
+        self.live += ref.length
+        self.bytes += ref.length
+        if former is None:
+            return
+        self.live -= former.length
+        self._live[former.segment] -= former.length
+        if not self._live[former.segment]:
+            del self._live[former.segment]
+            self.bytes -= self._sizes.pop(former.segment)
+            self._emptied.add(former.segment)
+
+    @property
+    def wasteful(self) -> bool:
+        """Whether the segments take more than about twice what counts."""
+        return self.bytes > 2 * self.live + _SLACK
+
+    def sparse(self) -> set[str]:
+        """Segments of which less than half still counts. This looks at all of them."""
+        return {segment for segment, live in self._live.items() if 2 * live < self._sizes[segment]}
+
+    def take(self) -> tuple[set[str], set[str]]:
+        """Since this was last asked: the segments that were written, and those that no longer hold anything that counts."""
+        taken = self._written - self._emptied, self._emptied
+        self._written, self._emptied = set(), set()
+        return taken

@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from raydfl.core.errors import RunDirectoryError
+from raydfl.core.errors import RunDirectoryError, first_line
 from raydfl.core.files import RESUME, remove_parts, write_atomically, writing
 from raydfl.core.metrics import pool, spread, summarise
 from raydfl.core.types import Metrics, Ratio
@@ -266,7 +266,7 @@ def _read(file: _File, columns: Sequence[str], where: pc.Expression | None) -> p
         raise
     except (OSError, ValueError, pa.ArrowException) as error:
         raise RunDirectoryError(
-            f"{file.path} is not a readable Parquet file ({str(error).splitlines()[0]}); restore it from a copy, or move it away: "
+            f"{file.path} is not a readable Parquet file ({first_line(error)}); restore it from a copy, or move it away: "
             f"the rows of its rounds are then missing from reports, and nothing else"
         ) from error
 

@@ -128,7 +128,7 @@ class RunStore:
         names = names[: names.index(newest) + 1]
         for name in names[: -self.keep]:
             (self.folder / "commits" / name).unlink(missing_ok=True)
-        oldest = _round_of(names[-self.keep :][0])
+        oldest = round_of(names[-self.keep :][0])
         while self._superseded and self._superseded[0][0] <= oldest:
             for name in self._superseded.popleft()[1]:
                 if site_of(name):
@@ -146,11 +146,11 @@ class RunStore:
         folder = self.folder / "commits"
         if not folder.exists():
             return []
-        return sorted((p.name for p in folder.iterdir() if _COMMIT.match(p.name)), key=lambda n: (_round_of(n), n))
+        return sorted((p.name for p in folder.iterdir() if _COMMIT.match(p.name)), key=lambda n: (round_of(n), n))
 
     def rounds(self) -> list[int]:
         """Rounds after which a commit is kept, ascending."""
-        return [_round_of(name) for name in self.commits()]
+        return [round_of(name) for name in self.commits()]
 
     def latest(self) -> str | None:
         """Name of the commit that counts; ``None`` before the first.
@@ -214,7 +214,7 @@ class RunStore:
             return None, []
         warnings = []
         names = self.commits()
-        counted = [n for n in names if _round_of(n) < _round_of(latest)] + [latest]
+        counted = [n for n in names if round_of(n) < round_of(latest)] + [latest]
         for name in reversed(counted):
             try:
                 commit = self.load(name)
@@ -231,7 +231,7 @@ class RunStore:
     def _clean(self, commit: Commit) -> None:
         """Remove what no commit up to this one refers to, and find out until when the rest is needed."""
         for other in self.commits():
-            if _round_of(other) >= commit.state.round_index and other != commit.name:
+            if round_of(other) >= commit.state.round_index and other != commit.name:
                 (self.folder / "commits" / other).unlink(missing_ok=True)
         last_needed: dict[str, int] = {}
         # An index only grows: without private state in this commit there is none in those before it.
@@ -240,7 +240,7 @@ class RunStore:
                 private = commit.private if name == commit.name else self.load(name).private
             except RunDirectoryError:
                 continue  # nobody can go back to it
-            last_needed.update(dict.fromkeys(private.files(), _round_of(name)))
+            last_needed.update(dict.fromkeys(private.files(), round_of(name)))
         for entry in self._private_files():
             if entry.name not in last_needed and _PRIVATE.fullmatch(entry.name):
                 Path(entry).unlink(missing_ok=True)
@@ -263,8 +263,13 @@ class RunStore:
             return list(entries)
 
 
-def _round_of(name: str) -> int:
-    return int(name.partition("-")[0])
+def round_of(commit: str) -> int:
+    """Return the round after which a commit of that name was made.
+
+    >>> round_of("000012-0badcafe.safetensors")
+    12
+    """
+    return int(commit.partition("-")[0])
 
 
 def as_stored(state: State) -> State:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import math
@@ -24,6 +23,7 @@ from raydfl.core.remote import check_path, is_uri
 from raydfl.core.yaml import to_yaml
 from raydfl.engine.config import Config, apply_overrides, make_config
 from raydfl.engine.settings import TrackSettings
+from raydfl.experiments.plan import CHANGEABLE, fits_state
 from raydfl.experiments.search.settings import NoScheduler, PopulationScheduler, SearchSettings
 from raydfl.experiments.sweep.grid import folder_of, laid_over, read_base, read_groups
 from raydfl.experiments.sweep.settings import check_known, label_of
@@ -268,12 +268,9 @@ def _check(search: Search) -> None:
         _check_population(search, scheduler)
 
 
-_COUNTS = ("train.local_epochs", "train.batch_size")
-
-
 def _check_metric(search: Search) -> None:
     metric, config = search.settings.metric, search.first
-    method = config.build_method()
+    method = config.parts.method
     if metric.model is not None:
         check_known(metric.model, type(method).models, f"{search.file}: metric.model: there is no model")
     if type(method).evaluate is Method.evaluate:  # else the method measures what it likes
@@ -295,15 +292,12 @@ def _check_population(search: Search, scheduler: PopulationScheduler) -> None:
         )
     if search.samples < 2:
         raise ConfigError(f"{search.file}: samples: scheduler pbt needs a population of at least 2")
-    fields = {item.name: item.type for item in dataclasses.fields(search.first.build_method())}
+    method = search.first.parts.method
     for key in search.settings.space:
-        group, _, name = key.partition(".")
-        rate = group == "method" and "float" in str(fields.get(name, ""))
-        if not (rate or key in _COUNTS or (key.startswith("train.optimiser.") and key != "train.optimiser.name")):
+        if not fits_state(key, method):
             raise ConfigError(
                 f"{search.file}: space.{key}: scheduler pbt changes settings in the middle of a training, which {key} does not "
-                f"allow; it can change train.optimiser.*, {', '.join(_COUNTS)} and those fields of a method that are numbers with "
-                f"a decimal point; take it out of the space, or take scheduler asha"
+                f"allow; {CHANGEABLE}; take it out of the space, or take scheduler asha"
             )
 
 

@@ -172,8 +172,8 @@ class _Session:
         """The trials that the judge has left, by Ray Tune."""
         from ray import tune
 
-        from raydfl.experiments.search.trial import FederationTrial, TrialOrder
         from raydfl.experiments.search.tuning import JudgeScheduler, JudgeSearcher, Watchdog
+        from raydfl.experiments.trial import FederationTrial, TrialOrder
 
         def order(trial: Trial) -> TrialOrder:
             parent = None if trial.parent is None else str(self._search.folder / trial_name(trial.parent))

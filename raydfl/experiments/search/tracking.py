@@ -16,7 +16,7 @@ from raydfl.core.errors import RunDirectoryError
 from raydfl.core.files import write_durably
 from raydfl.engine.storage.folder import flat
 from raydfl.engine.storage.record import read_rows, to_rows
-from raydfl.engine.storage.store import RunStore
+from raydfl.engine.storage.store import RunStore, round_of
 from raydfl.experiments.search.journal import Journal
 from raydfl.experiments.search.plan import Search, Trial
 from raydfl.runs.tracking import NullTracker, Tracker, make_tracker
@@ -96,7 +96,7 @@ class SearchTracker:
         latest = RunStore(folder).latest()
         if latest is None:
             return
-        until, sent = int(latest.partition("-")[0]), self._sent.get(number, -1)
+        until, sent = round_of(latest), self._sent.get(number, -1)
         if until > sent:
             where = (pc.field("client") == "") & (pc.field("round") > sent)
             tracker.log_rows(to_rows(read_rows(folder, until, where=where)))

@@ -15,7 +15,7 @@ from raydfl.cluster.trial_resources import Bundle, granted, placement_groups, wa
 from raydfl.core.errors import ResourcesError
 from raydfl.experiments.search.controller import SearchController
 from raydfl.experiments.search.plan import Trial
-from raydfl.experiments.search.trial import REASON, ROUND, SCORE, STATUS, TrialOrder
+from raydfl.experiments.trial import REASON, ROUND, SCORE, STATUS, TrialOrder
 
 _QUIET = 10.0
 """Seconds without a running trial after which it is said what is waited for."""

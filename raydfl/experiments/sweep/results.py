@@ -174,7 +174,7 @@ def curve_of(run: RunRecord, config: Config, metric: MetricSettings) -> Curve | 
 
 def keys_of(config: Config, metric: MetricSettings) -> list[Key]:
     """What the record may call a metric, the one that counts first: of what clients measured their mean."""
-    models = [metric.model] if metric.model else list(type(config.build_method()).models)[:1]
+    models = [metric.model] if metric.model else list(type(config.parts.method).models)[:1]
     names = [*(f"{model}/{metric.score}" for model in models), metric.score]
     return [(metric.split, key) for name in names for key in (f"{name}_client_mean", name)]
 

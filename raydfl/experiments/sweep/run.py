@@ -23,7 +23,7 @@ from raydfl.core.files import default_cache
 from raydfl.data.build import build_population
 from raydfl.data.features.extraction import RunChunks
 from raydfl.engine.config import Config
-from raydfl.engine.storage.store import RunStore
+from raydfl.engine.storage.store import RunStore, round_of
 from raydfl.experiments.sweep.executors import Ended, Executor, LocalProcesses, Order, RayTasks
 from raydfl.experiments.sweep.grid import CellRun, Sweep
 from raydfl.runs.progress import Advance, Progress, duration
@@ -59,7 +59,7 @@ def rounds_done(run: CellRun) -> int:
     if not (run.run_dir / "run.json").exists():
         return 0
     name = RunStore(run.run_dir).latest()
-    return 0 if name is None else int(name.partition("-")[0])
+    return 0 if name is None else round_of(name)
 
 
 def is_finished(run: CellRun) -> bool:

@@ -115,7 +115,7 @@ class _Run:
         self.config: Config = stored_config(run_dir, trust)
         self.classes = tuple(stored_about(run_dir)["classes"])
         self.commit = _last_commit(run_dir)
-        self.method: Method = self.config.build_method()
+        self.method: Method = self.config.parts.method
         self.population = _population_without_features(run_dir / "population", self.config.data.features.bands)
         self.clients = Clients(self.population, self.config)
 

@@ -17,7 +17,7 @@ from raydfl.core.errors import RunDirectoryError
 from raydfl.core.metrics import HIGHER_IS_BETTER, base_name, model_name
 from raydfl.engine.storage.folder import check_about, decisive_changes, flat
 from raydfl.engine.storage.record import MetricRow, read_rows, to_rows, unrecorded
-from raydfl.engine.storage.store import RunStore
+from raydfl.engine.storage.store import RunStore, round_of
 from raydfl.engine.telemetry import TIMELINE
 
 SPLITS = {
@@ -158,7 +158,7 @@ def read_run(folder: Path) -> RunRecord:
                 f"what was trained."
             )
     latest = RunStore(folder).latest()
-    until = None if latest is None else int(latest.split("-")[0])
+    until = None if latest is None else round_of(latest)
     of_server = pc.field("client") == ""
     pooled = to_rows(read_rows(folder, until, where=of_server & (pc.field("metric") != TIMELINE)))
     points: dict[Key, dict[int, tuple[float, float]]] = {}

@@ -17,17 +17,9 @@ import torch
 from torch import nn
 
 from raydfl.core.settings import Settings
-from raydfl.training.users_code import cells
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _UNCHANGING = (type, types.ModuleType, types.BuiltinFunctionType, enum.Enum, torch.dtype, torch.device)
-
-
-_LONG = 1000
-
-
-class VaryingError(Exception):
-    """Something may change without its looks telling it."""
 
 
 def identity(value: Any) -> Hashable:
@@ -38,25 +30,12 @@ def identity(value: Any) -> Hashable:
     return _looks(value, id, {})
 
 
-def constants(value: Any) -> Hashable:
-    """As :func:`identity`, of what holds nothing that can be changed, so that equal looks mean that nothing has.
-
-    Raises:
-        VaryingError: it holds something else: a tensor, an array, a network, an object whose class is not frozen.
-    """
-    return _looks(value, _refused, {})
-
-
 def kind(loss: Callable[..., Any]) -> Hashable:
     """What a loss is: its code and the plain values and functions that it captured.
 
     Of other captured objects it holds the type only, so it outlives them, and what was found out about a loss is remembered.
     """
     return _looks(loss, _sort, {})
-
-
-def _refused(value: Any) -> Hashable:
-    raise VaryingError(f"a {type(value).__name__} may change")
 
 
 def _sort(value: Any) -> Hashable:
@@ -82,8 +61,6 @@ def _looks(value: Any, of_others: Callable[[Any], Hashable], seen: dict[int, int
         return (types.BuiltinMethodType, value.__name__, looks(value.__self__))  # ``append`` of a list
     if isinstance(value, _UNCHANGING):
         return cast(Hashable, value)
-    if of_others is _refused and isinstance(value, (list, dict)) and len(value) > _LONG:
-        return of_others(value)  # to look at all of it before each fit would take too long
     if isinstance(value, (list, tuple)):
         return (type(value), *map(looks, value))
     if isinstance(value, dict):
@@ -96,7 +73,7 @@ def _looks(value: Any, of_others: Callable[[Any], Hashable], seen: dict[int, int
         return ("seen", seen[id(value)])
     seen[id(value)] = len(seen)
     if isinstance(value, types.FunctionType):
-        held = [*cells(value), value.__defaults__, value.__kwdefaults__, value.__dict__]
+        held = [*_cells(value), value.__defaults__, value.__kwdefaults__, value.__dict__]
         return (value.__code__, id(value.__globals__), *map(looks, held))
     if isinstance(value, Settings):
         return (type(value), looks(vars(value)))
@@ -106,19 +83,25 @@ def _looks(value: Any, of_others: Callable[[Any], Hashable], seen: dict[int, int
     return of_others(value)
 
 
-def architecture(models: Mapping[str, nn.Module], of: Callable[[Any], Hashable] = identity) -> Hashable:
-    """Names, classes, plain attributes, and the shapes of all parameters and buffers of the models.
+def _cells(function: types.FunctionType) -> list[Any]:
+    """Return what a function has captured."""
+    contents = []
+    for cell in function.__closure__ or ():
+        try:
+            contents.append(cell.cell_contents)
+        except ValueError:  # a variable that has no value yet
+            contents.append(None)
+    return contents
 
-    Args:
-        models: by name.
-        of: what stands for an attribute, or for a layer with hooks: :func:`identity` or :func:`constants`.
-    """
+
+def architecture(models: Mapping[str, nn.Module]) -> Hashable:
+    """Names, classes, plain attributes, and the shapes of all parameters and buffers of the models."""
     return tuple(
-        (name, *(_layer(path, layer, of) for path, layer in model.named_modules())) for name, model in models.items()
+        (name, *(_layer(path, layer) for path, layer in model.named_modules())) for name, model in models.items()
     )
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 _RECURRENT = {"_flat_weights", "_flat_weights_names", "_flat_weight_refs", "_all_weights"}
@@ -126,11 +109,11 @@ _TORCHS_OWN = {*vars(nn.Module()), *_RECURRENT}
 """Attributes that say nothing beyond a layer's class, options, parameters and buffers."""
 
 
-def _layer(path: str, layer: nn.Module, of: Callable[[Any], Hashable]) -> Hashable:
+def _layer(path: str, layer: nn.Module) -> Hashable:
     content = vars(layer)
-    attributes = ((name, of(value)) for name, value in content.items() if name not in _TORCHS_OWN)
+    attributes = ((name, identity(value)) for name, value in content.items() if name not in _TORCHS_OWN)
     # A hook is a user's code that may hold on to this one client's tensors.
-    hooked = of(layer) if any(content[hooks] for hooks in _HOOKS) else None
+    hooked = id(layer) if any(content[hooks] for hooks in HOOKS) else None
     tensors = (
         (name, None if t is None else (t.shape, t.dtype, t.requires_grad))
         for group in (layer._parameters, layer._buffers)

@@ -477,7 +477,7 @@ def test_a_folder_that_only_some_nodes_see_is_refused(
     run_dir = create(config, Progress("quiet"))
     with pytest.raises(ResourcesError, match=r"does not see the run's folder .*all nodes must see run.dir"):
         Server(tmp_path / "elsewhere", config)
-    actor = ClientActor(str(tmp_path / "elsewhere"), config.model_dump(mode="json"), ActorKind(1, 0))
+    actor = ClientActor(str(tmp_path / "elsewhere"), config, ActorKind(1, 0))
     with pytest.raises(ResourcesError, match="does not see the run's folder"):
         actor.ready()
     with pytest.raises(

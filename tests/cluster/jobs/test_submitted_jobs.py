@@ -156,7 +156,7 @@ def test_features_are_prepared_by_the_cluster_and_a_stopped_job_goes_on(
             {
                 "method": "fedavg",
                 "data": {
-                    "name": f"{TESTS / 'jobs' / 'slow_tones.py'}:SlowTones",
+                    "name": f"{TESTS / 'cluster' / 'jobs' / 'slow_tones.py'}:SlowTones",
                     "log": str(log),
                     "speakers": 24,
                     "features": {"sample_rate": 8000, "bands": 16, "seconds": 0.25},

@@ -256,7 +256,7 @@ def test_superseded_private_state_is_removed_at_the_sites(silos: Silos) -> None:
 
 
 def test_sparse_segments_are_compacted_at_their_sites(silos: Silos, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raydfl.engine.federation._SLACK", -(10**9))  # whatever can be moved is
+    monkeypatch.setattr("raydfl.engine.storage.committer._SLACK", -(10**9))  # whatever can be moved is
     plain, moved = (
         silos("train.rounds=8", "train.cohort=6", "evaluate.every=99", f"run.name={name}")
         for name in ("plain", "moved")

@@ -47,7 +47,7 @@ def test_the_same_words_in_any_order_and_in_any_process_are_the_same_samples() -
     assert len(set(forward)) == len(forward)
     program = (
         "import hashlib, json, sys\n"
-        "from raydfl.data import espeak\n"
+        "from raydfl.data.sets import _espeak as espeak\n"
         "for arguments in json.loads(sys.argv[1])[::3]:\n"
         "    print(hashlib.blake2b(espeak.speak(*arguments).tobytes(), digest_size=8).hexdigest())\n"
     )

@@ -11,9 +11,9 @@ import pytest
 from helpers import finish, same, truth
 
 from raydfl.engine.config import Config
-from raydfl.experiments.search.trial import TrialOrder, _RunThread, _Said, branch, recorded
 from raydfl.experiments.sweep.results import keys_of
 from raydfl.experiments.sweep.settings import MetricSettings
+from raydfl.experiments.trial import RunThread, Said, TrialOrder, branch, recorded
 
 
 @pytest.fixture(autouse=True)
@@ -34,20 +34,20 @@ def _order(config: Config, tmp_path: Path, reported: int = 0, **changes: Any) ->
     return TrialOrder(**{**values, **changes})
 
 
-def _all(run: _RunThread) -> list[_Said]:
+def _all(run: RunThread) -> list[Said]:
     said = [run.next()]
     while said[-1].status == "running":
         said.append(run.next())
     return said
 
 
-def _rounds(said: Sequence[_Said]) -> list[tuple[int, float]]:
+def _rounds(said: Sequence[Said]) -> list[tuple[int, float]]:
     return [(each.round, each.score) for each in said]
 
 
 def test_each_evaluated_round_is_told_once_with_the_records_score(tiny: Callable[..., Config], tmp_path: Path) -> None:
     config = tiny("train.rounds=5", "evaluate.every=2")
-    said = _all(_RunThread(_order(config, tmp_path)))
+    said = _all(RunThread(_order(config, tmp_path)))
     folder = Path(config.run.dir) / "tiny"
     scores = {
         round_index: values["validation", "model/loss_client_mean"] if ("validation", "model/loss_client_mean") in values
@@ -60,7 +60,7 @@ def test_each_evaluated_round_is_told_once_with_the_records_score(tiny: Callable
 
 
 def test_a_diverged_trial_is_finished_and_says_so(tiny: Callable[..., Config], tmp_path: Path) -> None:
-    *before, last = _all(_RunThread(_order(tiny("train.rounds=2", "train.optimiser.lr=1e20"), tmp_path)))
+    *before, last = _all(RunThread(_order(tiny("train.rounds=2", "train.optimiser.lr=1e20"), tmp_path)))
     assert [each.reason for each in before] == [""]
     assert (last.status, last.round) == ("finished", 2)
     assert last.reason.startswith("the training diverged: ")
@@ -69,8 +69,8 @@ def test_a_diverged_trial_is_finished_and_says_so(tiny: Callable[..., Config], t
 def test_a_trial_that_is_stopped_goes_on_to_the_same_bits(tiny: Callable[..., Config], tmp_path: Path) -> None:
     config = tiny("train.rounds=4", "run.name=interrupted")
     expected = finish(tiny("train.rounds=4", "run.name=undisturbed"))
-    other = _all(_RunThread(_order(tiny("train.rounds=4", "run.name=other"), tmp_path)))
-    run = _RunThread(_order(config, tmp_path))
+    other = _all(RunThread(_order(tiny("train.rounds=4", "run.name=other"), tmp_path)))
+    run = RunThread(_order(config, tmp_path))
     first = [run.next(), run.next()]
     run.stop()  # what a scheduler's decision does
     folder = Path(config.run.dir) / "interrupted"
@@ -78,10 +78,10 @@ def test_a_trial_that_is_stopped_goes_on_to_the_same_bits(tiny: Callable[..., Co
     assert (folder / "report.html").exists()
     assert not (folder / "model.safetensors").exists()
     (tmp_path / "stop").touch()  # what Ctrl-C does
-    said = _RunThread(_order(config, tmp_path, reported=2)).next()
+    said = RunThread(_order(config, tmp_path, reported=2)).next()
     assert said.status == "interrupted"
     (tmp_path / "stop").unlink()
-    rest = _all(_RunThread(_order(config, tmp_path, reported=2)))
+    rest = _all(RunThread(_order(config, tmp_path, reported=2)))
     assert _rounds([*first, *rest]) == _rounds(other)
     same(truth(folder), expected)
 
@@ -90,15 +90,15 @@ def test_what_was_trained_but_not_told_is_told_without_training(
     tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny("train.rounds=4")
-    before = _all(_RunThread(_order(config, tmp_path)))
+    before = _all(RunThread(_order(config, tmp_path)))
     monkeypatch.setattr("raydfl.engine.federation.Federation.round", lambda *_: pytest.fail("it trains again"))
-    again = _all(_RunThread(_order(config, tmp_path, reported=1)))
+    again = _all(RunThread(_order(config, tmp_path, reported=1)))
     assert _rounds(again) == _rounds(before)[1:]
 
 
 def test_an_interruption_during_a_round_ends_after_it(tiny: Callable[..., Config], tmp_path: Path) -> None:
     config = tiny("train.rounds=6", "evaluate.every=3")
-    run = _RunThread(_order(config, tmp_path))
+    run = RunThread(_order(config, tmp_path))
     assert run.next().round == 3
     (tmp_path / "stop").touch()
     said = run.next()
@@ -108,7 +108,7 @@ def test_an_interruption_during_a_round_ends_after_it(tiny: Callable[..., Config
 
 def test_a_failure_is_told_and_written_down(tiny: Callable[..., Config], tmp_path: Path) -> None:
     order = _order(tiny("evaluate.clients=none"), tmp_path)
-    said = _RunThread(order).next()
+    said = RunThread(order).next()
     assert said.status == "failed"
     assert said.reason.startswith("metric: validation loss is not measured; what is: ")
     assert "test model/accuracy" in said.reason
@@ -118,14 +118,14 @@ def test_a_failure_is_told_and_written_down(tiny: Callable[..., Config], tmp_pat
 def test_a_copy_goes_on_from_anothers_state_with_its_own_settings(tiny: Callable[..., Config], tmp_path: Path) -> None:
     """A copy with unchanged settings is the undisturbed run; with another rate it shares its past, not its future."""
     parent = tiny("train.rounds=2", "run.name=parent")
-    _all(_RunThread(_order(parent, tmp_path)))
+    _all(RunThread(_order(parent, tmp_path)))
     past = truth(Path(parent.run.dir) / "parent")
     folder = Path(parent.run.dir) / "parent"
     unchanged = tiny("train.rounds=4", "run.name=unchanged")
-    _all(_RunThread(_order(unchanged, tmp_path, parent=str(folder))))
+    _all(RunThread(_order(unchanged, tmp_path, parent=str(folder))))
     same(truth(Path(parent.run.dir) / "unchanged"), finish(tiny("train.rounds=4", "run.name=undisturbed")))
     changed = tiny("train.rounds=4", "train.optimiser.lr=0.3", "run.name=changed")
-    said = _all(_RunThread(_order(changed, tmp_path, parent=str(folder))))
+    said = _all(RunThread(_order(changed, tmp_path, parent=str(folder))))
     assert said[-1].status == "finished"
     assert [each.round for each in said] == [1, 2, 3, 4]
     here = truth(Path(parent.run.dir) / "changed")

@@ -1,4 +1,4 @@
-"""``raydfl cluster check``: is the description of a cluster whole and safe, and do jobs' client actors fit its nodes?
+"""The rules that descriptions of clusters keep: they are whole and safe, and jobs' client actors fit their nodes.
 
 Nothing is contacted. Two kinds of file are read: those of Ray's cluster launcher (``ray up``; AWS, Google Cloud, a list of hosts),
 which Ray's own checks go over first, and a RayJob or RayCluster of KubeRay, of which the fields that matter here are looked at.
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import yaml
 
 from raydfl.cluster.resources import ActorKind, actor_kinds, room, wanted_text
 from raydfl.core.errors import ConfigError
-from raydfl.core.yaml import parse_yaml
 from raydfl.engine.config import Config, load_config
 
 
@@ -45,31 +45,10 @@ class ClusterFile:
 
 
 def read_cluster(path: Path) -> ClusterFile:
-    """A cluster's description, checked.
-
-    Raises:
-        ConfigError: the file cannot be read, or is neither for ``ray up`` nor for KubeRay.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"cannot read the cluster file {path}: {error}; give one such as cluster.yaml (raydfl init writes it)"
-        ) from error
-    values = parse_yaml(text, str(path))
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"{path} does not describe a cluster; give one such as cluster.yaml or jobs/clusters/kuberay.yaml"
-        )
-    if values.get("kind") in ("RayJob", "RayCluster"):
-        cluster = _kuberay(values)
-    elif "provider" in values or "available_node_types" in values:
-        cluster = _launcher(values)
-    else:
-        raise ConfigError(
-            f"{path} does not describe a cluster: it has neither provider and available_node_types (for ray up) nor kind: RayJob "
-            f"(for KubeRay); give one such as cluster.yaml or jobs/clusters/kuberay.yaml"
-        )
+    """A cluster's description, checked."""
+    text = path.read_text(encoding="utf-8")
+    values = yaml.safe_load(text)
+    cluster = _kuberay(values) if values.get("kind") in ("RayJob", "RayCluster") else _launcher(values)
     cluster.open = sorted({found[0] for line in text.splitlines() for found in _OPEN.finditer(line.split("#")[0])})
     return cluster
 
@@ -216,7 +195,7 @@ def _numbers(resources: Mapping[str, Any]) -> dict[str, float]:
 # -- KubeRay -----------------------------------------------------------------------------------------------------------
 
 
-_SHARED_MEMORY = "/dev/shm"  # noqa: S108  (a place in a pod)
+_SHARED_MEMORY = "/dev/shm"
 
 
 def _kuberay(values: Mapping[str, Any]) -> ClusterFile:

@@ -2,7 +2,8 @@
 
 The run goes on in a thread that waits after each evaluation until it is told whether to go on. What the folder has recorded
 already is reported again without training, so a trial that is started again anywhere goes on where its last commit was, to the
-same bits.
+same bits. A class and not a function is trained: Ray Tune gives up the thread of a function at once, and a run that is stopped
+shall commit its last round and leave its folder to the next process.
 """
 
 from __future__ import annotations
@@ -14,20 +15,32 @@ import shutil
 import threading
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import pyarrow.compute as pc
 from ray import tune
 
-from raydfl.engine.config import Config
+from raydfl.core.errors import ConfigError, InputError, RaydflError
+from raydfl.core.files import write_durably
+from raydfl.engine.config import Config, make_config
+from raydfl.engine.storage.folder import decisive_changes, stored_about, write_config
+from raydfl.engine.storage.record import read_rows
+from raydfl.engine.storage.store import RunStore, round_of
 from raydfl.engine.telemetry import RoundReport
+from raydfl.experiments.plan import CHANGEABLE, fits_state
+from raydfl.runs.folder import driving
+from raydfl.runs.progress import Progress
+from raydfl.runs.run import run
 
 NAME, ROUND, SCORE, STATUS, REASON = "name", "round", "score", "status", "reason"
 """Keys of what a trial reports to Ray Tune."""
 
 TrialStatus = Literal["running", "finished", "interrupted", "failed"]
-_LEFT_BEHIND = (".lock", ".driver.lock", "report.html")
+LOCKS = (".lock", ".driver.lock")
+"""Files of a run folder that belong to the process at work in it."""
+_LEFT_BEHIND = (*LOCKS, "report.html")
 """Files of a run folder that a copy does without, beside the exported models."""
 
 
@@ -37,26 +50,34 @@ class TrialOrder:
 
     number: int
     config: Mapping[str, Any]
-    keys: tuple[tuple[str, str], ...]
-    """(split, metric) that the score may stand under in the record, the one that counts first."""
-    stop: str
+    keys: tuple[tuple[str, str], ...] = ()
+    """(split, metric) that the score may stand under in the record, the one that counts first; empty: there is no one score."""
+    stop: str | None = None
     """When this file appears, the trial stops after its round."""
-    log: str
+    log: str | None = None
     """Where a failure is told in full."""
     reported: int = 0
     """The last round whose score is known already."""
     parent: str | None = None
     """The run folder that it begins as a copy of."""
+    durable: bool = False
+    """Whether a round is committed before its scores are told."""
 
 
 @dataclass(frozen=True)
-class _Said:
+class Said:
     """What the run's thread tells."""
 
     status: TrialStatus
     round: int = 0
     score: float = math.nan
     reason: str = ""
+    scores: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """All pooled scores of the round, by (split, metric)."""
+    loss: float = math.nan
+    """Of the round's training; of a round that is told again it is not known."""
+    error: BaseException | None = None
+    """What was raised."""
 
 
 class FederationTrial(tune.Trainable):
@@ -68,7 +89,7 @@ class FederationTrial(tune.Trainable):
 
     def setup(self, config: dict[str, Any]) -> None:
         """Nothing is loaded before the first step."""
-        self._run = _RunThread(config["order"])
+        self._run = RunThread(config["order"])
 
     def step(self) -> dict[str, Any]:
         """Go on to the next evaluated round that is not known yet."""
@@ -92,19 +113,19 @@ class FederationTrial(tune.Trainable):
         self._run.stop()
 
 
-class _RunThread:
+class RunThread:
     """A run that is told after each evaluation whether to go on."""
 
     def __init__(self, order: TrialOrder) -> None:
         self._order = order
-        self._said: queue.SimpleQueue[_Said] = queue.SimpleQueue()
+        self._said: queue.SimpleQueue[Said] = queue.SimpleQueue()
         self._more = threading.Semaphore(0)
         self._stopping = False
         self._last = order.reported
-        self._final = _Said("finished")
+        self._trained: RoundReport | None = None
         self._thread: threading.Thread | None = None
 
-    def next(self) -> _Said:
+    def next(self) -> Said:
         """What it says next; the thread begins with the first call."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._main, name=f"trial {self._order.number}", daemon=True)
@@ -126,22 +147,17 @@ class _RunThread:
         try:
             self._said.put(self._do())
         except BaseException as error:  # noqa: BLE001  (whatever it is, the other trials go on; it is told at the end)
-            from raydfl.core.errors import RaydflError
-
-            log = Path(self._order.log)
-            log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("a", encoding="utf-8") as file:
-                file.write(f"trial {self._order.number}\n\n{traceback.format_exc()}\n")
+            if self._order.log is not None:
+                log = Path(self._order.log)
+                log.parent.mkdir(parents=True, exist_ok=True)
+                with log.open("a", encoding="utf-8") as file:
+                    file.write(f"trial {self._order.number}\n\n{traceback.format_exc()}\n")
             kind = "" if isinstance(error, RaydflError) else f"{type(error).__name__}: "
-            self._said.put(_Said("failed", self._last, reason=f"{kind}{error}"))
+            self._said.put(Said("failed", self._last, reason=f"{kind}{error}", error=error))
 
-    def _do(self) -> _Said:
-        from raydfl.engine.config import make_config
-        from raydfl.runs.progress import Progress
-        from raydfl.runs.run import run
-
+    def _do(self) -> Said:
         if self._interrupted():
-            return _Said("interrupted", self._last)
+            return Said("interrupted", self._last)
         config = make_config(self._order.config, f"trial {self._order.number}")
         folder = Path(config.run.dir) / str(config.run.name)
         if self._order.parent is not None:
@@ -149,15 +165,16 @@ class _RunThread:
         self._total, self._every = config.train.rounds, config.evaluate.every
         for round_index, scores in recorded(folder, self._last).items():
             if round_index < self._total and not self._report(round_index, scores):
-                return _Said("interrupted", self._last)
-        outcome = run(config, Progress("quiet"), self._on_round)
+                return Said("interrupted", self._last)
+        outcome = run(config, Progress("quiet"), self._on_round, self._order.durable)
         if not outcome.finished:
-            return _Said("interrupted", self._last)
+            return Said("interrupted", self._last)
         last = recorded(folder, self._total - 1).get(self._total, {})
-        return _Said("finished", self._total, self._find(last), outcome.worthless)
+        return Said("finished", self._total, self._find(last), outcome.worthless, last, self._loss(self._total))
 
     def _on_round(self, report: RoundReport) -> bool:
         """After each round: whether the run shall stop."""
+        self._trained = report
         evaluated = report.round % self._every == 0
         if evaluated and self._last < report.round < self._total:
             return not self._report(report.round, {_key(name): value for name, value in report.scores.items()})
@@ -165,22 +182,25 @@ class _RunThread:
 
     def _report(self, round_index: int, scores: Mapping[tuple[str, str], float]) -> bool:
         """Tell a score and wait; whether the run shall go on."""
-        self._said.put(_Said("running", round_index, self._find(scores)))
+        self._said.put(Said("running", round_index, self._find(scores), scores=scores, loss=self._loss(round_index)))
         self._last = round_index
         self._more.acquire()
         return not self._interrupted()
 
     def _interrupted(self) -> bool:
-        return self._stopping or Path(self._order.stop).exists()
+        return self._stopping or (self._order.stop is not None and Path(self._order.stop).exists())
+
+    def _loss(self, round_index: int) -> float:
+        return self._trained.loss if self._trained is not None and self._trained.round == round_index else math.nan
 
     def _find(self, scores: Mapping[tuple[str, str], float]) -> float:
-        """The score.
+        """Return the score that counts, where one does.
 
         Raises:
             InputError: it is not among what was measured.
         """
-        from raydfl.core.errors import InputError
-
+        if not self._order.keys:
+            return math.nan
         for key in self._order.keys:
             if key in scores:
                 return scores[key]
@@ -197,11 +217,6 @@ def _key(name: str) -> tuple[str, str]:
 
 def recorded(folder: Path, after: int) -> dict[int, dict[tuple[str, str], float]]:
     """The pooled numbers of evaluated rounds later than ``after`` that a run folder has committed: by round, (split, metric)."""
-    import pyarrow.compute as pc
-
-    from raydfl.engine.storage.record import read_rows
-    from raydfl.engine.storage.store import RunStore
-
     if not (folder / "run.json").exists():
         return {}
     latest = RunStore(folder).latest()
@@ -209,9 +224,9 @@ def recorded(folder: Path, after: int) -> dict[int, dict[tuple[str, str], float]
         return {}
     where = (pc.field("client") == "") & (pc.field("round") > after)
     found: dict[int, dict[tuple[str, str], float]] = {}
-    columns = ("round", "phase", "split", "metric", "value")
-    for row in read_rows(folder, int(latest.partition("-")[0]), where=where, columns=columns).to_pylist():
-        if row["phase"] == "evaluate":
+    columns = ("round", "phase", "split", "metric", "value", "shape")
+    for row in read_rows(folder, round_of(latest), where=where, columns=columns).to_pylist():
+        if row["phase"] == "evaluate" and row["shape"] is None:  # else it is an array
             found.setdefault(row["round"], {})[row["split"], row["metric"]] = row["value"]
     return dict(sorted(found.items()))
 
@@ -227,21 +242,77 @@ def branch(parent: Path, folder: Path, config: Config) -> None:
         folder: the new run's.
         config: must fit the state: it may differ in rates, not in models or data.
     """
-    from raydfl.core.files import write_durably
-    from raydfl.engine.storage.folder import stored_about, write_config
-    from raydfl.engine.storage.store import RunStore
-
     if (folder / "run.json").exists():
         return
+    about = stored_about(parent)
+    before = {"run": about["id"], "digest": about["digest"], "round": latest_round(parent)}
+    _copy(parent, folder, config, [*about.get("branches", []), before])
+
+
+def take_over(checkpoint: Path, folder: Path, config: Config) -> None:
+    """Make a run folder hold what a checkpoint holds, whatever it held before.
+
+    A checkpoint of another configuration's run is gone on with as :func:`branch` does it.
+
+    Args:
+        checkpoint: a copy of a run folder.
+        folder: the run's own.
+        config: the run's.
+
+    Raises:
+        ConfigError: the configuration does not fit the state.
+        RunDirectoryError: another process is at work in the folder.
+    """
+    about = stored_about(checkpoint)
+    changes = (
+        [] if about["digest"] == config.digest() else decisive_changes(about["config"], config.model_dump(mode="json"))
+    )
+    method = config.parts.method
+    for change in changes:
+        key = change.partition(": ")[0]
+        if not fits_state(key, method):
+            raise ConfigError(
+                f"{change}: a trial goes on from another one's checkpoint, which {key} does not allow; {CHANGEABLE}"
+            )
+    clear(folder)
+    if changes:
+        branch(checkpoint, folder, config)
+    else:
+        _copy(checkpoint, folder, config, about.get("branches"))
+
+
+def clear(folder: Path) -> None:
+    """Remove a run's folder, once whoever was at work in it is not any more.
+
+    Raises:
+        RunDirectoryError: another process does not leave it.
+    """
+    if not folder.exists():
+        return
+    store = RunStore(folder)
+    with driving(folder, Progress("quiet")):
+        store.lock()
+        try:
+            shutil.rmtree(folder)
+        finally:
+            store.unlock()
+
+
+def latest_round(folder: Path) -> int:
+    """Return the rounds that a run folder has committed."""
+    latest = RunStore(folder).latest()
+    return 0 if latest is None else round_of(latest)
+
+
+def _copy(source: Path, folder: Path, config: Config, branches: list[dict[str, Any]] | None) -> None:
     temporary = folder.with_name(f".{folder.name}.part")
     for remains in (temporary, folder):
         shutil.rmtree(remains, ignore_errors=True)
-    shutil.copytree(parent, temporary, ignore=shutil.ignore_patterns(*_LEFT_BEHIND, "model*.safetensors", "export"))
-    about = stored_about(parent)
-    done = int(str(RunStore(parent).latest()).partition("-")[0])
-    before = {"run": about["id"], "digest": about["digest"], "round": done}
+    shutil.copytree(source, temporary, ignore=shutil.ignore_patterns(*_LEFT_BEHIND, "model*.safetensors", "export"))
+    about = stored_about(source)
     about |= {"id": folder.name, "digest": config.digest(), "config": config.model_dump(mode="json")}
-    about |= {"branches": [*about.get("branches", []), before]}
+    if branches:
+        about["branches"] = branches
     about.pop("mlflow_run_id", None)
     write_config(temporary, config)
     write_durably(temporary / "run.json", json.dumps(about, indent=2).encode())

@@ -1,0 +1,31 @@
+"""Whose code something is: a user's own, or that of raydfl and the libraries below it."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "numpy", "raydfl", "torch"})
+
+
+def is_users(module: str | None) -> bool:
+    """Return whether a module of that name is a user's.
+
+    >>> is_users("torch.nn.functional"), is_users("raydfl_user_0f1e2d"), is_users("__main__")
+    (False, True, True)
+    """
+    return (module or "builtins").partition(".")[0] not in _LIBRARIES
+
+
+def place_of(error: BaseException, otherwise: str = "") -> str:
+    """Return ``file.py:12``: where an exception was raised, or the user's line that called the library that raised it.
+
+    Args:
+        otherwise: what to return if no line of a user's was running; empty: the line of the library.
+    """
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = [(frame, line) for frame, line in frames if is_users(frame.f_globals.get("__name__"))]
+    if otherwise and not own:
+        return otherwise
+    frame, line = (own or frames)[-1]
+    return f"{frame.f_code.co_filename}:{line}"

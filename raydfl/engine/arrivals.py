@@ -1,0 +1,142 @@
+"""The way home of a round's updates: from the pool, as clients are done, to the aggregation, in client order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from raydfl.core.metrics import pool as pool_metrics
+from raydfl.core.types import Metrics, Ratio, Tensors, Update
+from raydfl.engine.orders import Order, Result, in_order
+from raydfl.engine.storage import record
+from raydfl.engine.storage.private import PrivateRef
+from raydfl.engine.telemetry import TIMELINE, ResultTimer, RoundReport, RoundRows
+from raydfl.engine.validation import UpdateChecker, left_out, shown_reason
+
+
+class Arrivals:
+    """The results of a round's training: their updates, and what else came with them.
+
+    Args:
+        orders: of the round.
+        results: of the pool, in order of completion.
+        report: is told of each result.
+        on_error: ``"stop"`` or ``"drop"``: what becomes of a client whose update does not fit.
+    """
+
+    def __init__(self, orders: Sequence[Order], results: Iterator[Result], report: RoundReport, on_error: str) -> None:
+        self.moved: dict[str, PrivateRef] = {}
+        """New places of clients' private state, by client id."""
+        self.largest: dict[str, float] = {}
+        """The largest magnitude that each client sent."""
+        self._orders = orders
+        self._results = ResultTimer(results)
+        self._report = report
+        self._on_error = on_error
+        self._trained: dict[str, Metrics] = {}
+        self._fit_seconds = 0.0
+        self._vectorised = 0
+
+    @property
+    def seconds(self) -> float:
+        """For which the server was kept waiting."""
+        return self._results.seconds
+
+    def updates(self, tensors: Mapping[str, Tensors], may_send: Callable[[str, str], bool]) -> Iterator[Update]:
+        """The updates that count, one after another in client order, whatever the order of arrival.
+
+        Args:
+            tensors: the server's, by key.
+            may_send: Method.may_send.
+        """
+        ordered = in_order(self._results, len(self._orders))
+        held = _until_three_updates(ordered)
+        first = [(result.update, result.measured["train"]) for result in held if result.update is not None]
+        checker = UpdateChecker(tensors, may_send, first)
+        for result in itertools.chain(held, ordered):
+            if self._counts(result, checker) and result.update is not None:
+                yield result.update
+
+    def _counts(self, result: Result, checker: UpdateChecker) -> bool:
+        """Take note of a result; return whether its update counts."""
+        report, client = self._report, result.client_id
+        report.clients += 1
+        report.bytes_down += result.bytes_down
+        report.bytes_up += result.bytes_up
+        report.apart = report.apart or result.apart
+        self._fit_seconds += result.seconds
+        self._vectorised += result.together > 1
+        reason = result.rejected
+        if result.update is not None:
+            misfit = checker.misfit(result.update, result.measured["train"])
+            reason = left_out(report.round, client, misfit, self._on_error) if misfit else ""
+        if result.update is None or reason:
+            report.rejected[client] = shown_reason(reason)
+            return False
+        if result.private is not None and result.private != self._orders[result.position].private:
+            self.moved[client] = result.private
+        self.largest[client] = result.largest
+        if result.cut is not None:
+            report.cut[client] = result.cut
+        self._trained[client] = result.measured["train"]
+        return True
+
+    def record(self, rows: RoundRows, together: bool, deadline: bool) -> None:
+        """Record what the clients' training gave; every result must have come.
+
+        Args:
+            rows: of the round.
+            together: whether clients may be trained together.
+            deadline: whether their training has one.
+        """
+        report = self._report
+        loss = pool_metrics(self._trained.values()).get("loss")
+        if isinstance(loss, Ratio):
+            report.loss = loss.value
+        rows += record.rows_from_clients(report.round, "train", "train", self._trained)
+        fit = Ratio(self._fit_seconds, max(1, report.clients))
+        report.work["fit"] = fit
+        rows.add(
+            {
+                "bytes_down": Ratio(report.bytes_down, 1),
+                "bytes_up": Ratio(report.bytes_up, 1),
+                "clients": Ratio(report.clients, 1),
+                "failed": Ratio(len(report.rejected), 1),
+                "seconds/fit": fit,
+            }
+        )
+        if together:
+            rows.add({"vectorised": Ratio(self._vectorised, max(1, report.clients))})
+        rows.add_notes("train", "failed", report.rejected)
+        if deadline:
+            rows.add({"late": Ratio(len(report.cut), 1)})
+            steps = {client: f"{done} steps until train.deadline" for client, done in report.cut.items()}
+            rows.add_notes("train", "late", steps)
+
+    def record_work(self, rows: RoundRows, actors: int, began: float, index_of: Callable[[str], int]) -> None:
+        """Record how the actors spent the round's training, and who did what when.
+
+        Args:
+            rows: of the round.
+            actors: how many there are.
+            began: when the round began.
+            index_of: a client's position in the population, by its id.
+        """
+        report, timer = self._report, self._results
+        work = timer.work(actors)
+        report.work.update(work)
+        report.retried = sum(timer.retried.values())
+        rows.add({**{f"seconds/{what}": ratio for what, ratio in work.items()}, "retried": Ratio(report.retried, 1)})
+        rows.add({TIMELINE: timer.timeline(began, {client: index_of(client) for client, _ in timer.spans})})
+        for client, times in timer.retried.items():
+            rows.add({"retried": Ratio(times, 1)}, client)
+
+
+def _until_three_updates(results: Iterator[Result]) -> list[Result]:
+    """Take results until three of them have an update, or there are no more."""
+    taken: list[Result] = []
+    updates = 0
+    while updates < 3 and (result := next(results, None)) is not None:
+        taken.append(result)
+        updates += result.update is not None
+    return taken

@@ -1,0 +1,195 @@
+"""What is measured after a round: shared models on the server's data, and clients' models on their own hold-out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from raydfl.core.errors import ClientError
+from raydfl.core.metrics import pool as pool_metrics
+from raydfl.core.metrics import summarise
+from raydfl.core.types import Metrics, ModelSpec, State, Task, Tensors
+from raydfl.data.population import Site
+from raydfl.engine.clients import Clients
+from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Result
+from raydfl.engine.settings import EvaluateSettings
+from raydfl.engine.storage import record
+from raydfl.engine.validation import Kinds, kinds_of, left_out, shown_reason
+from raydfl.methods import Method
+
+
+class Evaluation:
+    """Plans what is measured of a state, and pools what was.
+
+    Args:
+        settings: ``evaluate`` of the configuration.
+        method: of the run.
+        clients: all of them.
+        sites: where the data lie.
+        variants: each combination of architectures that clients have, with models built of it.
+        order: makes orders of tasks that measure something.
+    """
+
+    def __init__(
+        self,
+        settings: EvaluateSettings,
+        method: Method,
+        clients: Clients,
+        sites: Sequence[Site],
+        variants: Sequence[tuple[Sequence[ModelSpec], Mapping[str, nn.Module]]],
+        order: Callable[[Sequence[Task], tuple[Measurement, ...]], list[Order]],
+    ) -> None:
+        self._settings = settings
+        self._method = method
+        self._clients = clients
+        self._sites = sites
+        self._order = order
+        self._fully_shared = _shared_models(method, variants)
+
+    def orders(self, state: State, cohort: Sequence[str]) -> list[Order]:
+        """Return what to measure of a state: on the server's data first, then at clients.
+
+        Args:
+            state: to be measured.
+            cohort: ids of the clients that took part in the round.
+        """
+        at_server = self.server_orders(state)
+        return at_server + self.client_orders(state, cohort, len(at_server))
+
+    def server_orders(self, state: State) -> list[Order]:
+        """Return orders for the shared models, under every key that holds them whole, on shards of the server's test data."""
+        if not self._settings.server:
+            return []
+        orders: list[Order] = []
+        for key, tensors in state.tensors.items():
+            specs = tuple(spec for spec, shapes in self._fully_shared.items() if _holds(tensors, shapes))
+            if not specs:
+                continue
+            shards = [
+                (site.name, split, start, stop)
+                for site in self._sites
+                for split, parts in site.shards.items()
+                for start, stop in parts
+            ]
+            for site_name, split, start, stop in shards:
+                measure = (Measurement(split, tuple(spec.name for spec in specs), start, stop),)
+                orders.append(
+                    Order(
+                        len(orders),
+                        Task(SERVER, phase="evaluate", receive=(key,)),
+                        state.round_index,
+                        float(stop - start),
+                        None,
+                        measure,
+                        server_models=specs,
+                        site=site_name,
+                    )
+                )
+        return orders
+
+    def client_orders(self, state: State, cohort: Sequence[str], first_position: int = 0) -> list[Order]:
+        """Return orders for clients' models on their own hold-out, and for private ones on some of the server's test clips."""
+        settings, clients = self._settings, self._clients
+        if settings.clients == "none":
+            return []
+        chosen = list(clients) if settings.clients == "all" else [clients.by_id(name) for name in cohort]
+        whole = {spec.name for spec in self._fully_shared}
+        names = tuple(type(self._method).models)
+        measure = [Measurement("validation", names)]
+        private = tuple(name for name in names if name not in whole)
+        if private and settings.client_test_clips:
+            there = {split for site in self._sites for split, parts in site.shards.items() if parts}
+            measure += [
+                Measurement(split, private, sample=settings.client_test_clips)
+                for split in ("test", TRIGGERED)
+                if split in there
+            ]
+        orders = self._order(self._method.plan_evaluation(state, chosen), tuple(measure))
+        return [dataclasses.replace(order, position=first_position + order.position) for order in orders]
+
+
+def pooled(
+    round_index: int, orders: Sequence[Order], results: Sequence[Result], on_error: str
+) -> tuple[list[record.MetricRow], dict[str, str]]:
+    """Return what was measured, of each client and pooled, and why clients could not be measured, by client id.
+
+    Args:
+        round_index: whose state was measured.
+        orders: of the evaluation.
+        results: of all of them, by position.
+        on_error: ``"stop"`` or ``"drop"``: what becomes of a client whose metrics do not fit those of the others.
+
+    Raises:
+        ClientError: what was measured on the server's data does not fit together, or a client's metrics, where none is left out.
+    """
+    at_clients = [result for result in results if result.client_id != SERVER]
+    server: dict[str, list[Metrics]] = {}
+    kinds = Kinds()
+    for result in results:
+        if result.client_id != SERVER:
+            continue
+        prefix = _prefix(orders[result.position].task.receive[0])
+        misfit = kinds.misfit(_kinds(result, prefix))
+        if misfit:
+            raise ClientError(f"round {round_index}, the evaluation on the server's data: {misfit}")
+        for split, metrics in result.measured.items():
+            server.setdefault(split, []).append({prefix + name: value for name, value in metrics.items()})
+    clients: dict[str, dict[str, Metrics]] = {}
+    unmeasured: dict[str, str] = {}
+    kinds = Kinds([_kinds(result) for result in at_clients if result.measured][:3])
+    for result in at_clients:
+        misfit = kinds.misfit(_kinds(result))
+        if misfit or result.rejected:
+            reason = result.rejected or left_out(round_index, result.client_id, misfit, on_error)
+            unmeasured[result.client_id] = shown_reason(reason)
+            continue
+        for split, metrics in result.measured.items():
+            clients.setdefault(split, {})[result.client_id] = metrics
+    rows: list[record.MetricRow] = []
+    for split, parts in server.items():
+        whole = pool_metrics(parts)
+        rows += record.rows_from_metrics(round_index, "evaluate", "", split, {**whole, **summarise(whole)})
+    for split, of_clients in clients.items():
+        rows += record.rows_from_clients(round_index, "evaluate", split, of_clients)
+    return rows, unmeasured
+
+
+def _kinds(result: Result, prefix: str = "") -> dict[str, str]:
+    """Return what kind each of an evaluation's metrics is of."""
+    kinds: dict[str, str] = {}
+    for split, metrics in result.measured.items():
+        kinds |= kinds_of(metrics, f"{split} {prefix}")
+    return kinds
+
+
+def _prefix(key: str) -> str:
+    """Return the prefix of metrics of an entry of the state: the one global state has none."""
+    return "" if key == "global" else f"{key}:"
+
+
+def _shared_models(
+    method: Method, variants: Sequence[tuple[Sequence[ModelSpec], Mapping[str, nn.Module]]]
+) -> dict[ModelSpec, dict[str, torch.Size]]:
+    """Return the models that the server can evaluate, because every floating tensor of theirs is shared, with the tensors' shapes.
+
+    One architecture for each name: the first; a model with several architectures cannot be shared as a whole.
+    """
+    found: dict[str, tuple[ModelSpec, dict[str, torch.Size]]] = {}
+    for specs, models in variants:
+        for spec in specs:
+            if spec.name in models and spec.name not in found:
+                state = models[spec.name].state_dict()
+                shapes = {
+                    f"{spec.name}/{key}": value.shape for key, value in state.items() if value.is_floating_point()
+                }
+                if all(method.shared(name) for name in shapes):
+                    found[spec.name] = (spec, shapes)
+    return dict(found.values())
+
+
+def _holds(tensors: Tensors, shapes: Mapping[str, torch.Size]) -> bool:
+    """Return whether an entry of the state has tensors of all these names and shapes."""
+    return all(name in tensors and tensors[name].shape == shape for name, shape in shapes.items())
