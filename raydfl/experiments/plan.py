@@ -15,7 +15,7 @@ from raydfl.core.remote import is_uri
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import parse_yaml, to_yaml
 from raydfl.engine.config import Config, apply_overrides
-from raydfl.methods._method import Method
+from raydfl.methods import Method
 
 _WHOLE_GROUPS = ("train", "evaluate", "ray", "run", "track")
 """Groups that an axis would hardly mean to replace as a whole."""
