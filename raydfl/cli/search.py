@@ -9,12 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from raydfl.core.errors import RunDirectoryError
+from raydfl.experiments.plan import label_of
 from raydfl.experiments.search.page import write_page
 from raydfl.experiments.search.plan import Search, trial_name
 from raydfl.experiments.search.results import SearchResults, best_command, collect, columns, lines, write_tables
 from raydfl.experiments.search.run import SearchOutcome, opened, outcome_of, run_search, write_reports
 from raydfl.experiments.search.tracking import SearchTracker
-from raydfl.experiments.sweep.settings import label_of
 from raydfl.runs.progress import Progress
 
 _NAMED = 10

@@ -242,9 +242,7 @@ class RayPool:
                 raise task_cause(error) from error
             self._learn(given, results, slot)
             number = self._numbers.setdefault(key, len(self._numbers))
-            for result in with_spans(results, number, self._sent.pop(done[0]), time.perf_counter()):
-                times = again[result.position]
-                yield dataclasses.replace(result, retried=times) if times else result
+            yield from with_spans(results, number, self._sent.pop(done[0]), time.perf_counter(), again)
 
     def places(self) -> int:
         """Client actors that are there."""

@@ -50,6 +50,15 @@ def content_digest(path: Path) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _content_digest(path: Path, size: int, changed: int) -> str:
+    return file_digest(path)
+
+
+def file_digest(path: Path) -> str:
+    """Return a digest of a file's bytes, which are read each time.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 

@@ -95,6 +95,29 @@ def _schema(cls: type) -> Mapping[str, Any]:
 # -- what is wrong ---------------------------------------------------------------------------------------------------
 
 
+def check_keys(values: Any, annotation: Any, where: str, tree: type[Settings], prefix: str = "") -> None:
+    """Refuse a key that a group of settings, or one within it, does not have.
+
+    Pydantic would too, but without the nearest known one. Groups that also take other keys are left to their own check.
+
+    Args:
+        values: as given; what is no group is left to pydantic.
+        annotation: of the field that they are for.
+        where: the group's place; empty at the top.
+        tree: see :func:`unknown_key`.
+        prefix: see :func:`unknown_key`.
+
+    Raises:
+        ConfigError: naming the first.
+    """
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(values, Mapping) and _is_group(kind) and kind.model_config.get("extra") != "allow":
+            for key, value in values.items():
+                if key not in kind.model_fields:
+                    raise unknown_key(str(key), kind.model_fields, where, tree, prefix)
+                check_keys(value, kind.model_fields[key].annotation, f"{where}.{key}" if where else key, tree, prefix)
+
+
 def unknown_key(
     key: str, known: Iterable[str], where: str, tree: type[Settings], prefix: str = "", of: str = ""
 ) -> ConfigError:

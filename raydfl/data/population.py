@@ -230,12 +230,15 @@ class Population:
         return saved == (_digest(self._arrays), list(self.classes), keys)
 
     @classmethod
-    def load(cls, folder: Path, verify: bool = False, verify_features: bool = False) -> Population:
+    def load(
+        cls, folder: Path, verify: bool = False, verify_features: bool = False, bands: int | None = None
+    ) -> Population:
         """Opens what :meth:`save` wrote, in milliseconds and without a copy.
 
         Args:
             verify: read everything but the features and compare it with its digest.
             verify_features: the same with the features.
+            bands: features of a frame, where no example will be read: the features may be on another machine, or gone.
 
         Raises:
             RunDirectoryError: the file is missing or damaged.
@@ -249,8 +252,11 @@ class Population:
                 raise ValueError(f"it is of format {facts['format']}, this version of raydfl reads {FORMAT}")
             if verify and _digest(arrays) != facts["digest"]:
                 raise ValueError("its content has changed")
-            stores = [open_store(Path(store), verify_features) for store in facts["stores"]]
-            sites = [Site(*site) for site in facts["sites"]]
+            stores = []
+            if bands is None:
+                stores = [open_store(Path(store), verify_features) for store in facts["stores"]]
+                bands = facts.get("bands")  # neither this nor sites in a population of an early version
+            sites = [Site(*site) for site in facts.get("sites", ())]
             return cls(
                 facts["classes"],
                 facts["length"],
@@ -258,7 +264,7 @@ class Population:
                 arrays,
                 facts["skipped"],
                 facts["messages"],
-                facts["bands"],
+                bands,
                 sites,
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TextIO
 
 from raydfl.core.errors import DataError
 from raydfl.core.files import CHOOSE_CACHE, default_cache, write_durably, writing
+from raydfl.core.lock import locked
 from raydfl.core.progress import Progress, Silent
 from raydfl.core.remote import RemoteFolder, parted
 
@@ -48,8 +45,9 @@ def fetch_recordings(uri: str, cache: Path | None, progress: Progress | None = N
         if complete.exists():
             return copy
         copy.parent.mkdir(parents=True, exist_ok=True)
-        lock = (copy.parent / ".lock").open("w")
-    with _locked(lock):
+        lock = copy.parent / ".lock"
+        lock.touch()
+    with locked(lock):
         if not complete.exists():
             files = _copy(uri, copy, progress or Silent())
             write_durably(complete, json.dumps({"uri": uri, "files": files}, indent=1).encode(), CHOOSE_CACHE)
@@ -87,11 +85,3 @@ def _copy(uri: str, copy: Path, progress: Progress) -> int:
 
 def _is_there(path: Path, size: int) -> bool:
     return path.exists() and path.stat().st_size == size
-
-
-@contextlib.contextmanager
-def _locked(file: TextIO) -> Iterator[None]:
-    """Holds a lock that ends with the process."""
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -6,12 +6,12 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from raydfl.core.errors import ConfigError
-from raydfl.core.options import path_options, unknown_key
+from raydfl.core.options import check_keys, path_options, unknown_key
 from raydfl.core.remote import check_uri, is_uri
 from raydfl.core.settings import Settings
 from raydfl.data.corruption import CorruptSettings
@@ -135,9 +135,9 @@ class DataSettings(Settings):
                 raise unknown_key(str(key), known, "data", DataSettings, "data", of)
         for name, field in cls.model_fields.items():
             if name == "features" and isinstance(values.get(name), Mapping):
-                _check_keys(values[name], kind_of(values[name]), "data.features")
-            elif name != "sites":
-                _check_keys(values.get(name), field.annotation, f"data.{name}")
+                check_keys(values[name], kind_of(values[name]), "data.features", DataSettings, "data")
+            else:
+                check_keys(values.get(name), field.annotation, f"data.{name}", DataSettings, "data")
         sites = values.get("sites")
         for name, site in (sites if isinstance(sites, Mapping) else {}).items():
             for key in site if isinstance(site, Mapping) else ():
@@ -202,13 +202,3 @@ def _options_of(name: str) -> list[str]:
             f"data set {name!r} has an option {taken[0]!r}, which is a key of data itself; rename it in the class"
         )
     return options
-
-
-def _check_keys(values: Any, annotation: Any, where: str) -> None:
-    """Names the nearest known key for each unknown one, in groups within groups."""
-    for kind in (annotation, *get_args(annotation)):
-        if isinstance(values, Mapping) and isinstance(kind, type) and issubclass(kind, Settings):
-            for key, value in values.items():
-                if key not in kind.model_fields:
-                    raise unknown_key(str(key), kind.model_fields, where, DataSettings, "data")
-                _check_keys(value, kind.model_fields[key].annotation, f"{where}.{key}")

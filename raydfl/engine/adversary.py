@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -61,8 +61,7 @@ class Adversary:
         """
         attack = self.attack
         if not attacking or not isinstance(attack, (UpdateAttack, ColludingAttack)):
-            yield from updates
-            return
+            return iter(updates)
         own = sum(examples[client_id] for client_id in sorted(attacking))
         about = Cohort(len(examples), len(attacking), own / sum(examples.values()) if own else 1.0)
         references: dict[tuple[str, Layout], np.ndarray] = {}
@@ -73,18 +72,17 @@ class Adversary:
             return references[update.key, layout]
 
         if isinstance(attack, ColludingAttack):
-            yield from _colluding(attack, list(updates), attacking, about, reference)
-            return
-        for update in updates:
-            if update.client_id not in attacking:
-                yield update
-                continue
+            return _colluding(attack, updates, attacking, about, reference)
+
+        def attacked(update: Update) -> Update:
             flat = FlatTensors.of(update.tensors)
             start = reference(update, flat.layout)
             honest = flat.vector - start.astype(np.float64)
             rng = seeds.generator(self._seed, round_index, update.client_id, "attack")
             change = attack.change(honest, about, rng)
-            yield update if change is honest else _with(update, flat.layout, start, change)
+            return update if change is honest else _with(update, flat.layout, start, change)
+
+        return (attacked(update) if update.client_id in attacking else update for update in updates)
 
     def _reference(self, layout: Layout, current: Tensors) -> np.ndarray:
         """float32 [layout.size]: what the server has; 0 for what it does not have and for what is sent as a change."""
@@ -97,12 +95,13 @@ class Adversary:
 
 def _colluding(
     attack: ColludingAttack,
-    updates: Sequence[Update],
+    updates: Iterable[Update],
     attacking: frozenset[str],
     cohort: Cohort,
     reference: Callable[[Update, Layout], np.ndarray],
 ) -> Iterator[Update]:
     """The updates with the attackers' replaced: one change for all attackers whose updates have the same key and layout."""
+    updates = list(updates)
     flat = [FlatTensors.of(update.tensors) for update in updates]
     kinds = [(update.key, tensors.layout) for update, tensors in zip(updates, flat, strict=True)]
     changes: dict[tuple[str, Layout], np.ndarray] = {}

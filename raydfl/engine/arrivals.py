@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from raydfl.core.metrics import pool as pool_metrics
 from raydfl.core.types import Metrics, Ratio, Tensors, Update
-from raydfl.engine.orders import Order, Result, in_order
+from raydfl.engine.orders import Order, Result
 from raydfl.engine.storage import record
 from raydfl.engine.storage.private import PrivateRef
 from raydfl.engine.telemetry import TIMELINE, ResultTimer, RoundReport, RoundRows
@@ -29,33 +29,55 @@ class Arrivals:
         """New places of clients' private state, by client id."""
         self.largest: dict[str, float] = {}
         """The largest magnitude that each client sent."""
+        self.seconds = 0.0
+        """For which the server was kept waiting."""
         self._orders = orders
-        self._results = ResultTimer(results)
+        self._results = results
+        self._early: dict[int, Result] = {}
+        """Results that have come and not been passed on, by position."""
+        self._timer = ResultTimer()
         self._report = report
         self._on_error = on_error
         self._trained: dict[str, Metrics] = {}
         self._fit_seconds = 0.0
         self._vectorised = 0
 
-    @property
-    def seconds(self) -> float:
-        """For which the server was kept waiting."""
-        return self._results.seconds
-
     def updates(self, tensors: Mapping[str, Tensors], may_send: Callable[[str, str], bool]) -> Iterator[Update]:
-        """The updates that count, one after another in client order, whatever the order of arrival.
+        """Pass on the updates that count, one after another in client order, whatever the order of arrival.
 
         Args:
             tensors: the server's, by key.
             may_send: Method.may_send.
         """
-        ordered = in_order(self._results, len(self._orders))
-        held = _until_three_updates(ordered)
-        first = [(result.update, result.measured["train"]) for result in held if result.update is not None]
+        # The first three updates decide what all have to agree in, so they are there before one of them is passed on.
+        first: list[tuple[Update, Metrics]] = []
+        for order in self._orders:
+            result = self._result_of(order)
+            if result.update is not None:
+                first.append((result.update, result.measured["train"]))
+            if len(first) == 3:
+                break
         checker = UpdateChecker(tensors, may_send, first)
-        for result in itertools.chain(held, ordered):
+        first.clear()
+        for order in self._orders:
+            result = self._result_of(order)
+            del self._early[order.position]
             if self._counts(result, checker) and result.update is not None:
                 yield result.update
+
+    def _result_of(self, order: Order) -> Result:
+        """Wait for the result of an order; others that come meanwhile are kept."""
+        while order.position not in self._early:
+            asked = time.perf_counter()
+            try:
+                result = next(self._results, None)
+            finally:
+                self.seconds += time.perf_counter() - asked
+            if result is None:
+                raise AssertionError(f"the pool returned no result of order {order.position}")
+            self._timer.note(result)
+            self._early[result.position] = result
+        return self._early[order.position]
 
     def _counts(self, result: Result, checker: UpdateChecker) -> bool:
         """Take note of a result; return whether its update counts."""
@@ -122,7 +144,7 @@ class Arrivals:
             began: when the round began.
             index_of: a client's position in the population, by its id.
         """
-        report, timer = self._report, self._results
+        report, timer = self._report, self._timer
         work = timer.work(actors)
         report.work.update(work)
         report.retried = sum(timer.retried.values())
@@ -130,13 +152,3 @@ class Arrivals:
         rows.add({TIMELINE: timer.timeline(began, {client: index_of(client) for client, _ in timer.spans})})
         for client, times in timer.retried.items():
             rows.add({"retried": Ratio(times, 1)}, client)
-
-
-def _until_three_updates(results: Iterator[Result]) -> list[Result]:
-    """Take results until three of them have an update, or there are no more."""
-    taken: list[Result] = []
-    updates = 0
-    while updates < 3 and (result := next(results, None)) is not None:
-        taken.append(result)
-        updates += result.update is not None
-    return taken

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from raydfl.attacks import Attack
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.files import content_digest
-from raydfl.core.options import explain, path_options, plain, unknown_key
+from raydfl.core.options import check_keys, explain, path_options, plain
 from raydfl.core.remote import check_path, is_uri
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import parse_yaml
@@ -229,18 +229,6 @@ _NAMED = ("method", "method.rule", "data", "attack")
 """Groups that may be given by their name alone."""
 
 
-def _check_keys(values: Mapping[str, Any], model: type[BaseModel], where: str) -> None:
-    """Unknown keys are named together with the nearest known one, which pydantic's own message does not do."""
-    for key, value in values.items():
-        if key not in model.model_fields:
-            raise unknown_key(str(key), model.model_fields, where, Config)
-        inner = model.model_fields[key].annotation
-        if inner is DataSettings:
-            continue  # checks its own keys
-        if isinstance(value, Mapping) and isinstance(inner, type) and issubclass(inner, Settings):
-            _check_keys(value, inner, f"{where}.{key}" if where else key)
-
-
 def make_config(values: Any, where: str = "configuration") -> Config:
     """A checked configuration from plain data.
 
@@ -252,7 +240,7 @@ def make_config(values: Any, where: str = "configuration") -> Config:
             f"{where} is {'empty' if values is None else f'{str(values)[:60]!r}'}; it must hold the groups "
             f"{', '.join(Config.model_fields)}, of which method and data are needed"
         )
-    _check_keys(values, Config, "")
+    check_keys(values, Config, "", Config)
     try:
         checked = _absolute(values)
         return Config.model_validate(checked)

@@ -198,7 +198,7 @@ class Federation:
         settings = self.config.run
         orders = self._evaluation.orders(self.state, cohort)
         # All at once: they are metrics and no tensors.
-        results = list(in_order(self._carry_out(orders), len(orders))) if orders else []
+        results = in_order(self._carry_out(orders), len(orders)) if orders else []
         found, report.unmeasured = pooled(report.round, orders, results, settings.on_error)
         at_clients = sum(order.task.client_id != SERVER for order in orders)
         check_failed(report.round, report.unmeasured, at_clients, settings.max_failed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -164,14 +164,9 @@ class Span:
     """When the server had the call's answer; it looks for answers while it has nothing to aggregate."""
 
 
-def in_order(results: Iterator[Result], count: int) -> Iterator[Result]:
-    """Results by rising position; those that come early wait."""
-    early: dict[int, Result] = {}
-    following = 0
-    for result in results:
-        early[result.position] = result
-        while following in early:
-            yield early.pop(following)
-            following += 1
-    if following != count:
-        raise AssertionError(f"the pool returned {following} of {count} results")
+def in_order(results: Iterable[Result], count: int) -> list[Result]:
+    """Return all results by rising position; there must be ``count``."""
+    found = sorted(results, key=lambda result: result.position)
+    if len(found) != count:
+        raise AssertionError(f"the pool returned {len(found)} of {count} results")
+    return found

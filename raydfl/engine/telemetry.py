@@ -8,8 +8,7 @@ What is left between the two is transfer. So clocks of two nodes are never compa
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -98,14 +97,17 @@ WALL = ("plan", "clients", "aggregate", "evaluate", "commit_wait")
 """Parts of a round's wall-clock time that exclude each other; what is left of the round lies between rounds."""
 
 
-def with_spans(results: Sequence[Result], actor: int, sent: float, answered: float) -> list[Result]:
-    """The results of one call with their spans.
+def with_spans(
+    results: Sequence[Result], actor: int, sent: float, answered: float, retried: Mapping[int, int] | None = None
+) -> list[Result]:
+    """Return the results of one call with what the pool knows about them.
 
     Args:
         results: with ``waited`` and ``seconds`` as the actor measured them.
         actor: who did it.
         sent: when the call went out, on the server's clock.
         answered: when the answer was there, on the same clock.
+        retried: times that orders were given to another actor, by position.
     """
     inside = max((result.waited + result.seconds for result in results), default=0.0)
     arrived = sent + max(0.0, answered - sent - inside) / 2
@@ -113,17 +115,15 @@ def with_spans(results: Sequence[Result], actor: int, sent: float, answered: flo
     for result in results:
         begin = min(arrived + result.waited, answered)
         end = min(begin + result.seconds, answered)
-        found.append(dataclasses.replace(result, span=Span(actor, sent, begin, end, answered)))
+        span = Span(actor, sent, begin, end, answered)
+        found.append(dataclasses.replace(result, span=span, retried=(retried or {}).get(result.position, 0)))
     return found
 
 
-class ResultTimer(Iterator["Result"]):
-    """The results of a pool's run, watched as they come."""
+class ResultTimer:
+    """What the results of a pool's run say about times; :meth:`note` is told of each as it comes."""
 
-    def __init__(self, results: Iterator[Result]) -> None:
-        self._results = results
-        self.seconds = 0.0
-        """For which whoever asked for results was kept waiting."""
+    def __init__(self) -> None:
         self.spans: list[tuple[str, Span]] = []
         """By client id, in order of arrival; without those that a pool gave none."""
         self.queued = 0.0
@@ -131,18 +131,13 @@ class ResultTimer(Iterator["Result"]):
         self.retried: dict[str, int] = {}
         """Times that a client's work was given to another actor, by client id."""
 
-    def __next__(self) -> Result:
-        asked = time.perf_counter()
-        try:
-            result = next(self._results)
-        finally:
-            self.seconds += time.perf_counter() - asked
+    def note(self, result: Result) -> None:
+        """Take note of a result."""
         if result.span is not None:
             self.spans.append((result.client_id, result.span))
         self.queued += result.waited
         if result.retried:
             self.retried[result.client_id] = result.retried
-        return result
 
     def work(self, actors: int) -> dict[str, Ratio]:
         """How the actors spent the time from the first order sent to the last answer, in seconds of actors.

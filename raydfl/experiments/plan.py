@@ -3,8 +3,164 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
+from pydantic import Field, ValidationError
+
+from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.options import explain
+from raydfl.core.remote import is_uri
+from raydfl.core.settings import Settings
+from raydfl.core.yaml import parse_yaml, to_yaml
+from raydfl.engine.config import Config, apply_overrides
 from raydfl.methods import Method
+
+_WHOLE_GROUPS = ("train", "evaluate", "ray", "run", "track")
+"""Groups that an axis would hardly mean to replace as a whole."""
+
+
+class StudySettings(Settings):
+    """What the files of sweeps and of searches both hold."""
+
+    title: str = Field(description="heading of the page, and of the table")
+    note: str = Field("", description="a paragraph below the heading")
+    base: Path | None = Field(None, description="a configuration that all runs start from, relative to the file")
+    settings: dict[str, Any] = Field(
+        default_factory=dict,
+        description="settings of all runs, over the base: {train.rounds: 50} (without base: everything)",
+    )
+
+
+def check_known(name: str, known: Iterable[str], what: str) -> None:
+    """Refuse a name that is not among the known ones.
+
+    Raises:
+        ConfigError: ``what``, the name, and the nearest known one.
+    """
+    if name not in known:
+        raise ConfigError(f"{what} {name!r}; {nearest(name, known)}")
+
+
+def label_of(value: Any) -> str:
+    """Return a setting's value as a label."""
+    return value if isinstance(value, str) else to_yaml(value)
+
+
+def read_groups(file: Path, settings: type[Settings], example: str) -> dict[str, Any]:
+    """Return the contents of a file, whose keys must be fields of ``settings``.
+
+    Args:
+        example: a file of that kind, for messages.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or has an unknown key.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(
+            f"cannot read {file}: {reason}; give a YAML file, such as {example} (raydfl init writes it)"
+        ) from error
+    values = parse_yaml(text, str(file))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} must hold the groups {', '.join(settings.model_fields)}")
+    for key in values:
+        if key not in settings.model_fields:
+            hint = nearest(str(key), settings.model_fields)
+            own = f"; settings of the runs go below settings: or into {key}=... on the command line"
+            raise ConfigError(f"{file}: unknown key {key!r}; {hint}{own if key in Config.model_fields else ''}")
+    return values
+
+
+_Checked = TypeVar("_Checked", bound=Settings)
+
+
+def checked(values: dict[str, Any], settings: type[_Checked], file: Path) -> _Checked:
+    """Return the settings that a file holds.
+
+    Raises:
+        ConfigError: one of them is not as it should be.
+    """
+    try:
+        return settings.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{file}: {explain(error, '', values, settings)}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def read_base(path: Path, bases: dict[Path, dict[str, Any]]) -> dict[str, Any]:
+    """Return the base configuration as plain data, each file read once.
+
+    Raises:
+        ConfigError: it cannot be read, or holds no groups.
+    """
+    path = path.resolve()
+    if path not in bases:
+        try:
+            values = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise ConfigError(f"the base configuration {path} cannot be read: {reason}; correct base") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"the base configuration {path} must hold groups of settings")
+        bases[path] = values
+    return bases[path]
+
+
+def folder_of(file: Path, own: Path | None, settings: Mapping[str, Any], overrides: Sequence[str]) -> Path:
+    """Return where the runs of a file lie: run.dir of the command line, or as below, or runs/ and the file's name.
+
+    Args:
+        file: of a sweep or a search.
+        own: its ``dir``, which goes before run.dir in ``settings``.
+        settings: its settings of all runs.
+        overrides: settings from the command line.
+
+    Raises:
+        ConfigError: it is a URI.
+    """
+    asked = [
+        _run_dir(apply_overrides({}, overrides)),
+        own,
+        _run_dir(laid_over({}, settings, "settings")),
+        Path("runs") / file.stem,
+    ]
+    folder = next(given for given in asked if given is not None)
+    if is_uri(folder):
+        raise ConfigError(
+            f"run.dir: {folder} is a URI, but all runs of {file} lie in one folder; give an absolute path"
+        )
+    return Path(folder).expanduser().resolve()
+
+
+def _run_dir(values: Mapping[str, Any]) -> str | None:
+    group = values.get("run")
+    found = group.get("dir") if isinstance(group, Mapping) else None
+    return None if found is None else str(found)
+
+
+def laid_over(values: dict[str, Any], part: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Lay ``part``'s settings over ``values`` by the command line's rule: a key is a path, whose value takes the old one's place.
+
+    Raises:
+        ConfigError: a key goes through what is no group, or would replace a whole one.
+    """
+    for key in part:
+        if key in _WHOLE_GROUPS and values.get(key):
+            raise ConfigError(
+                f"{where}: {key} would replace the whole group; write single settings, such as {key}.name: value"
+            )
+    try:
+        return apply_overrides(values, [f"{key}={to_yaml(value)}" for key, value in part.items()])
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+# -- going on from a state -----------------------------------------------------------------------------------------
 
 _COUNTS = ("train.local_epochs", "train.batch_size")
 CHANGEABLE = (

@@ -16,7 +16,7 @@ from raydfl.cluster.trial_resources import bundles_of
 from raydfl.core.errors import ConfigError
 from raydfl.core.remote import is_uri
 from raydfl.engine.config import Config, load_config, make_config
-from raydfl.experiments.sweep.grid import laid_over
+from raydfl.experiments.plan import laid_over
 from raydfl.experiments.trial import (
     LOCKS,
     FederationTrial,

@@ -8,7 +8,6 @@ resumed.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import math
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import pyarrow.compute as pc
 
 from raydfl.core.errors import InputError, first_line
+from raydfl.core.lock import locked
 from raydfl.engine.settings import TrackSettings, without_password
 from raydfl.engine.storage.record import MetricRow, read_rows, to_rows
 
@@ -257,8 +257,7 @@ class MlflowTracker:
             yield
             return
         self._runs_dir.mkdir(parents=True, exist_ok=True)
-        with (self._runs_dir / ".mlflow.lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with locked(self._runs_dir / ".mlflow.lock"):
             yield
 
     def _experiment(self, client: MlflowClient) -> str:
@@ -377,7 +376,7 @@ class MlflowTracker:
         if not self._warned:
             self._warned = True
             self._warn(
-                f"MLflow at {self.uri} failed ({_first_line(error)}); the run goes on, "
+                f"MLflow at {self.uri} failed ({_said(error)}); the run goes on, "
                 f"and what is missing there follows from {self._run_dir / 'rows'} when MLflow answers again or the run is resumed"
             )
 
@@ -389,12 +388,12 @@ class MlflowTracker:
                 f"track.mlflow is true, but the package {error.name!r} is missing; install mlflow, or set track.mlflow=false"
             )
         return InputError(
-            f"MLflow at {self.uri} cannot be used: {_first_line(error)}; start the server or correct track.uri, "
+            f"MLflow at {self.uri} cannot be used: {_said(error)}; start the server or correct track.uri, "
             f"or set track.mlflow=false to train without it"
         )
 
 
-def _first_line(error: Exception) -> str:
+def _said(error: Exception) -> str:
     return without_password(first_line(error))[:200]
 
 

@@ -167,7 +167,7 @@ class _Fit:
             (value if scale is None else value * scale.scale).backward()  # type: ignore[no-untyped-call]
             return value.detach()
 
-        compute = recorded(step, losses, self.models, trained, seed, by_code)
+        compute = recorded(step, losses, trained, seed, by_code)
         values: list[Tensor] = []  # read at the end only: on a GPU reading one would wait for it
         sizes: list[int] = []
         epochs = step.training.local_epochs if self.epochs is None else self.epochs

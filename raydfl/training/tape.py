@@ -14,7 +14,6 @@ for each recording instead of 5 (CRNN-Base), and takes a tensor that it does not
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -40,27 +39,20 @@ from raydfl.training.together.handles import Unavailable
 logger = logging.getLogger(__name__)
 
 FIRST = 16
-"""Times that a computation is done by the loss's code before it is recorded, which takes as long as some eight steps.
-
-The nth of a network waits (n - 1)² times longer: clips of many lengths make many computations, each of which comes seldom.
-"""
+"""Times that a computation is done by the loss's code before it is recorded, which takes as long as some eight steps. The nth waits
+(n - 1)² times longer: clips of many lengths make many computations, each of which comes seldom."""
 
 LARGEST = 1 << 22
-"""Elements of the models and of the state of a client up to which its steps are recorded: in larger networks' steps there is little
-to gain, and a recording holds several copies of them, and all of a step's intermediate results."""
+"""Elements of a client's models and state up to which its steps are recorded: larger networks gain little, and to make a recording
+takes several copies of them, and all of a step's intermediate results."""
 
-_FITS = 64
-"""Kinds of fits that are remembered for a network: a loss that captures a number of its round is another kind in each."""
-
-_SHAPES = 500
-"""Shapes of batches that are counted, for each kind. (What is counted takes 0.7 KB, a tape of CRNN-Base 20 KB.)"""
+_MOST = 500
+"""Kinds of fits that are remembered for a network, and shapes of batches for each kind. (A tape of CRNN-Base takes 20 KB.)"""
 
 _BATCH = tuple(field.name for field in dataclasses.fields(Batch))
-_HIDDEN = ("client", "data", "rng", "round_index", "training", "clock")
-"""Fields of a step that no pure loss reads."""
+_HIDDEN = ("client", "data", "rng", "round_index", "training", "clock")  # no pure loss reads them
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-_SIZED_BY_VALUES = torch.Tag.dynamic_output_shape
 
 
 class TapeError(Exception):
@@ -87,10 +79,10 @@ def form(tensor: Tensor) -> Hashable:
 
 
 def record(computation: Callable[[], Sequence[Tensor | None]], known: Mapping[int, Hashable]) -> Tape:
-    """Carry out a computation and keep its operations.
+    """Carry out a computation and keep its operations. Outputs that are views become tensors of their own in the tape.
 
     Args:
-        computation: its outputs; those that are views of others, or of inputs, become tensors of their own in the tape.
+        computation: gives the outputs.
         known: the tensors that it may use, ``id(tensor)`` to a name for it.
 
     Raises:
@@ -107,13 +99,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._known = known
         self._graph = Graph()
-        self._nodes: dict[int, Node] = {}
-        """Of every tensor that was seen."""
-        self._alive: list[Tensor] = []
-        """All of these, so that none is taken for another that had its place in memory before."""
+        self._nodes: dict[int, tuple[Node, Tensor]] = {}
+        """Of every tensor that was seen; it is kept, so that no other gets its id."""
         self._inputs: dict[Hashable, Tensor] = {}
-        self._begin: Node | None = None
-        """The first operation: inputs stand before it."""
+        self._begin = self._graph.call_function(tuple)
+        """What inputs stand before; taken out at the end."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -123,14 +113,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops.aten.detach.default:  # to a tape, which knows no gradients, the same tensor
             node = self._node(args[0])
-            alias = function(*args)
-            self._keep(alias, node)
-            return alias
-        if _SIZED_BY_VALUES in function.tags and not _indexed_by_positions(function, args):
+        elif torch.Tag.dynamic_output_shape in function.tags and not _indexed_by_positions(function, args):
             raise TapeError(f"the shape of what {function} gives depends on values")
-        node = self._graph.call_function(function, *map_aggregate((tuple(args), kwargs or {}), self._argument))
-        if self._begin is None:
-            self._begin = node
+        else:
+            node = self._graph.call_function(function, *map_aggregate((tuple(args), kwargs or {}), self._argument))
         found = function(*args, **(kwargs or {}))
         self._keep(found, node)
         return found
@@ -143,26 +129,22 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value
 
     def _node(self, tensor: Tensor) -> Node:
-        node = self._nodes.get(id(tensor))
-        if node is not None:
-            return node
+        if id(tensor) in self._nodes:
+            return self._nodes[id(tensor)][0]
         if id(tensor) not in self._known:
-            raise TapeError(
-                f"it uses a tensor {list(tensor.shape)} that is neither its models' nor its step's nor computed of them"
-            )
+            shape = list(tensor.shape)
+            raise TapeError(f"it uses a tensor {shape} that is neither its models' nor its step's nor computed of them")
         name = self._known[id(tensor)]
-        with contextlib.nullcontext() if self._begin is None else self._graph.inserting_before(self._begin):
+        with self._graph.inserting_before(self._begin):
             node = self._graph.placeholder(f"input_{len(self._inputs)}")
         self._inputs[name] = tensor
-        self._nodes[id(tensor)] = node
-        self._alive.append(tensor)
+        self._keep(tensor, node)
         return node
 
     def _keep(self, found: Any, node: Node) -> None:
         """Remember which node the tensors of a result are."""
         if isinstance(found, Tensor):
-            self._nodes[id(found)] = node
-            self._alive.append(found)
+            self._nodes[id(found)] = (node, found)
         elif isinstance(found, (list, tuple)):
             for place, item in enumerate(found):
                 if item is not None:
@@ -172,53 +154,37 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def tape(self, outputs: Sequence[Tensor | None]) -> Tape:
         """Return what was recorded, ending in these outputs."""
-        taken = {_storage(tensor) for tensor in self._inputs.values()}
-        nodes: list[Node | None] = []
+        taken = {tensor.untyped_storage().data_ptr() for tensor in self._inputs.values()}
+        nodes: list[Any] = []
         for tensor in outputs:
-            if tensor is None:
-                nodes.append(None)
-                continue
-            node = self._node(tensor)
-            if _storage(tensor) in taken or not tensor.is_contiguous():
-                options: dict[str, Any] = {"memory_format": torch.contiguous_format}
-                node = self._graph.call_function(torch.ops.aten.clone.default, (node,), options)
-            taken.add(_storage(tensor))
-            nodes.append(node)
-        self._graph.output(tuple(cast("list[Any]", nodes)))
+            nodes.append(None if tensor is None else self._node(tensor))
+            if tensor is not None:
+                if tensor.untyped_storage().data_ptr() in taken or not tensor.is_contiguous():
+                    options: dict[str, Any] = {"memory_format": torch.contiguous_format}
+                    nodes[-1] = self._graph.call_function(torch.ops.aten.clone.default, (nodes[-1],), options)
+                taken.add(tensor.untyped_storage().data_ptr())
+        self._graph.erase_node(self._begin)
+        self._graph.output(tuple(nodes))
         return Tape(self._graph, self._inputs)
 
 
 def _indexed_by_positions(function: Any, args: Sequence[Any]) -> bool:
     """Return whether this is ``x[index]`` with integers, whose result has the shape of the index."""
-    if function is not torch.ops.aten.index.Tensor:
-        return False
-    return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in args[1])
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    masks = (torch.bool, torch.uint8)
+    return function is torch.ops.aten.index.Tensor and all(i is None or i.dtype not in masks for i in args[1])
 
 
 Compute = Callable[[int, Batch], Tensor]
-"""The value of a loss, detached, by the number of the fit's step and its batch. The ``grad`` of every parameter that it depends on
-is set; all were ``None`` before."""
+"""The value of a loss, detached, by the number of the fit's step and its batch. It sets gradients, which were all ``None``."""
 
 
-def recorded(
-    step: Step,
-    losses: Sequence[Loss],
-    models: tuple[str, ...],
-    parameters: Sequence[Tensor],
-    seed: Tensor,
-    code: Compute,
-) -> Compute:
+def recorded(step: Step, losses: Sequence[Loss], parameters: Sequence[Tensor], seed: Tensor, code: Compute) -> Compute:
     """Return what computes the losses of one client's fit, from recordings where that is possible.
 
     Args:
         step: the client's; :attr:`Step.recordings` has what was recorded with its networks.
         losses: of the fit; they take turns.
-        models: names of those that are trained; none: all.
-        parameters: theirs.
+        parameters: that are trained.
         seed: of the fit's dropout.
         code: runs the losses' own code.
     """
@@ -226,51 +192,43 @@ def recorded(
         return code
     layers = [layer for model in step.models.values() for layer in model.modules()]
     tensors = [t for layer in layers for t in (*layer._parameters.values(), *layer._buffers.values()) if t is not None]
-    size = sum(tensor.numel() for tensor in (*tensors, *step.state.values()))
-    if size > LARGEST or not all(map(_declared, layers)) or any(map(_hooked, parameters)):
+    own = (*tensors, *step.state.values())
+    hooked = any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters)
+    if hooked or not all(map(_declared, layers)) or sum(tensor.numel() for tensor in own) > LARGEST:
         return code
     device, first = step.device.type, dict[int, int]()
     kind = (
         tuple(map(alike.kind, losses)),
-        models,
         alike.identity(dict(step.options)),
         step.phase,
         alike.architecture(step.models),
         tuple(layer.training for layer in layers),
-        tuple(first.setdefault(id(own), n) for n, own in enumerate((*tensors, *step.state.values()))),  # tied ones
+        tuple(first.setdefault(id(tensor), number) for number, tensor in enumerate(own)),  # which are one and the same
+        tuple(first[id(parameter)] for parameter in parameters),
         tuple((name, form(tensor)) for name, tensor in step.state.items()),
         tuple((key, tuple(received)) for key, received in step.received.items()),
         step.training.precision,
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
-        torch.get_default_dtype(),
     )
-    if kind not in step.recordings and len(step.recordings) >= _FITS:
+    if kind not in step.recordings and len(step.recordings) >= _MOST:
         step.recordings.clear()
     return _Player(step, losses, parameters, seed, code, tensors, step.recordings.setdefault(kind, {})).compute
 
 
 def _declared(layer: nn.Module) -> bool:
     """Return whether a layer's code is raydfl's, PyTorch's or said to be pure, and nobody has hooked anything else into it."""
-    return (not is_users(type(layer).__module__) or vars(type(layer)).get("pure", False)) and not any(
-        getattr(layer, hooks) for hooks in alike.HOOKS
-    )
+    pure = not is_users(type(layer).__module__) or vars(type(layer)).get("pure", False)
+    return pure and not any(getattr(layer, hooks) for hooks in alike.HOOKS)
 
 
-def _hooked(parameter: Tensor) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
+@dataclasses.dataclass(eq=False, slots=True)
 class Recording:
-    """What is known of one loss of a kind of fit on batches of one shape."""
+    """What is known of one loss of a kind of fit on batches of one shape: how often its code computed it, and its tape."""
 
-    __slots__ = ("by_code", "played", "tape", "tried")
-
-    def __init__(self) -> None:
-        self.by_code = self.played = 0
-        """How often its code computed it, and its tape."""
-        self.tried = False
-        """Whether it was recorded, with or without success."""
-        self.tape: Tape | None = None
+    by_code: int = 0
+    played: int = 0
+    tried: bool = False  # recorded, with or without success
+    tape: Tape | None = None
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -282,18 +240,17 @@ class _Player:
     parameters: Sequence[Tensor]
     seed: Tensor
     code: Compute
-    tensors: Sequence[Tensor]
-    """The models'."""
+    tensors: Sequence[Tensor]  # the models'
     recordings: dict[Hashable, Recording]
-    inputs: dict[Recording, list[Tensor | str] | None] = dataclasses.field(default_factory=dict)
-    """Of each tape that was used: see _find."""
+    inputs: dict[Recording, list[Tensor | str] | None] = dataclasses.field(default_factory=dict)  # see _find
 
     def compute(self, number: int, batch: Batch) -> Tensor:
         """See Compute."""
-        key = (number % len(self.losses), *[_shape(getattr(batch, name)) for name in _BATCH])
+        tensors = [getattr(batch, name) for name in _BATCH]
+        key = (number % len(self.losses), *[None if t is None else (t.shape, t.stride()) for t in tensors])
         recording = self.recordings.get(key)
         if recording is None:
-            if len(self.recordings) >= _SHAPES:
+            if len(self.recordings) >= _MOST:
                 return self.code(number, batch)
             recording = self.recordings[key] = Recording()
         if recording.tape is not None:
@@ -334,12 +291,8 @@ class _Player:
 
     def _taped(self, number: int, batch: Batch) -> Tape:
         step, seed = self.step, seed_of_step(self.seed, number)
-        known: dict[int, Hashable] = {id(seed): "seed"}
+        known = {id(tensor): name for name, tensor in self._named().items()} | {id(seed): "seed"}
         known.update((id(getattr(batch, name)), name) for name in _BATCH)
-        known.update((id(tensor), ("model", place)) for place, tensor in enumerate(self.tensors))
-        known.update((id(tensor), ("state", name)) for name, tensor in step.state.items())
-        for key, received in step.received.items():
-            known.update((id(tensor), ("received", key, name)) for name, tensor in received.items())
         hidden = {name: cast(Any, Unavailable(name, "all steps")) for name in _HIDDEN}
         shown = dataclasses.replace(step, state=cast(Any, MappingProxyType(step.state)), **hidden)
 
@@ -352,54 +305,41 @@ class _Player:
 
     def _find(self, tape: Tape) -> list[Tensor | str] | None:
         """Return this client's inputs of a tape, and the names of those that come with each step; ``None`` if one does not fit."""
-        found: list[Tensor | str] = []
-        for name, its_form in tape.inputs.items():
-            if isinstance(name, str):
-                found.append(name)
-                continue
-            holder, *path = cast("tuple[Any, ...]", name)
-            own: Any = {"model": self.tensors, "state": self.step.state, "received": self.step.received}[holder]
-            for part in path:
-                own = own[part]
-            if form(own) != its_form:
-                return None
-            found.append(own)
-        return found
+        holders: Any = {"model": self.tensors, "state": self.step.state, "received": self.step.received}
+        names: list[Any] = [*tape.inputs]
+        found = [name if isinstance(name, str) else functools.reduce(operator.getitem, name, holders) for name in names]
+        forms = [None if isinstance(own, str) else form(own) for own in found]
+        return found if all(a is None or a == b for a, b in zip(forms, tape.inputs.values(), strict=True)) else None
 
     def _play(self, tape: Tape, inputs: Sequence[Tensor | str], number: int, batch: Batch) -> tuple[Tensor | None, ...]:
-        given = (
-            place
-            if isinstance(place, Tensor)
-            else seed_of_step(self.seed, number)
-            if place == "seed"
-            else getattr(batch, place)
-            for place in inputs
-        )
+        fresh = {name: getattr(batch, name) for name in _BATCH}
+        if "seed" in tape.inputs:
+            fresh["seed"] = seed_of_step(self.seed, number)
         with torch.no_grad():
-            return tape.run(*given)
+            return tape.run(*[fresh[place] if isinstance(place, str) else place for place in inputs])
 
     def _set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
 
-    def _live(self) -> list[Tensor]:
-        received = (tensor for tensors in self.step.received.values() for tensor in tensors.values())
-        return [*self.tensors, *self.step.state.values(), *received]
+    def _named(self) -> dict[Hashable, Tensor]:
+        """Return the step's tensors by their names in tapes. What the client received is copied for that."""
+        named: dict[Hashable, Tensor] = {("model", place): tensor for place, tensor in enumerate(self.tensors)}
+        named.update((("state", name), tensor) for name, tensor in self.step.state.items())
+        for key, received in self.step.received.items():
+            named.update((("received", key, name), tensor) for name, tensor in received.items())
+        return named
 
     def _values(self) -> list[Tensor]:
         """Return copies of the step's tensors and of the states of PyTorch's generators."""
-        return [*(tensor.detach().clone() for tensor in self._live()), *generator_states()]
+        return [*(tensor.detach().clone() for tensor in self._named().values()), *generator_states()]
 
     @torch.no_grad()
     def _put_back(self, values: Sequence[Tensor]) -> None:
-        live = self._live()
+        live = self._named().values()
         for tensor, value in zip(live, values, strict=False):
             tensor.copy_(value)
         set_generator_states(values[len(live) :])
-
-
-def _shape(tensor: Tensor | None) -> Hashable:
-    return None if tensor is None else (tensor.shape, tensor.stride())
 
 
 def _equal(one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +19,16 @@ from safetensors import safe_open
 import raydfl.engine.storage.committer
 from raydfl.core import registry
 from raydfl.core.errors import ClientError, ConfigError
+from raydfl.core.types import Task, Update
 from raydfl.data.population import Population, shards
+from raydfl.engine.arrivals import Arrivals
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
-from raydfl.engine.orders import Result, in_order
+from raydfl.engine.orders import Order, Result, in_order
 from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
+from raydfl.engine.telemetry import RoundReport
 from raydfl.models import build_model
 from raydfl.runs.folder import create, export
 from raydfl.runs.progress import Progress
@@ -96,7 +101,46 @@ def test_results_come_in_order_and_none_may_be_missing() -> None:
     results = [Result(position, str(position)) for position in (2, 0, 3, 1)]
     assert [r.position for r in in_order(iter(results), 4)] == [0, 1, 2, 3]
     with pytest.raises(AssertionError, match="2 of 4 results"):
-        list(in_order(iter(results[1::2]), 4))
+        in_order(iter(results[1::2]), 4)
+
+
+def arriving(results: Iterable[Result], orders: int) -> Arrivals:
+    placed = [Order(position, Task(str(position)), 0, 1.0) for position in range(orders)]
+    return Arrivals(placed, iter(results), RoundReport(1), "stop")
+
+
+def trained(position: int, **more: Any) -> Result:
+    update = Update({"w": torch.zeros(1)}, 1.0, client_id=str(position))
+    return Result(position, str(position), update, measured={"train": {}}, **more)
+
+
+STATE = {"global": {"w": torch.zeros(1)}}
+
+
+def test_updates_come_in_client_order_and_none_may_be_missing() -> None:
+    results = [trained(position) for position in (4, 0, 3, 5, 1)]
+    results.insert(2, Result(2, "2", rejected="error: none"))
+    arrivals = arriving(results, 6)
+    updates = arrivals.updates(STATE, lambda *_: False)
+    assert [update.client_id for update in updates] == ["0", "1", "3", "4", "5"]
+    assert arrivals._report.rejected == {"2": "error: none"}
+    with pytest.raises(AssertionError, match="no result of order 2"):
+        list(arriving([r for r in results if r.position != 2], 6).updates(STATE, lambda *_: False))
+
+
+def test_what_is_waited_for_is_measured_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr("raydfl.engine.arrivals.time", SimpleNamespace(perf_counter=lambda: now.seconds))
+
+    def slow() -> Iterator[Result]:
+        for position in range(5):
+            now.seconds += 2.0
+            yield trained(position)
+
+    arrivals = arriving(slow(), 5)
+    for _ in arrivals.updates(STATE, lambda *_: False):
+        now.seconds += 5.0  # the server aggregates
+    assert arrivals.seconds == 10.0
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,8 +32,13 @@ def result(client: str = "a", waited: float = 0.0, seconds: float = 0.0, **more:
 
 def spans(*found: tuple[int, float, float, float, float]) -> ResultTimer:
     """Watched results with spans (actor, sent, begin, end, answered), one client each."""
-    watch = ResultTimer(result(f"c{number}", span=Span(*span)) for number, span in enumerate(found))
-    assert len(list(watch)) == len(found)
+    return watched(result(f"c{number}", span=Span(*span)) for number, span in enumerate(found))
+
+
+def watched(results: Iterable[Result]) -> ResultTimer:
+    watch = ResultTimer()
+    for one in results:
+        watch.note(one)
     return watch
 
 
@@ -50,8 +54,7 @@ def test_an_actors_clock_that_runs_faster_gives_no_negative_times() -> None:
     for one in found:
         assert one.span is not None
         assert 10.0 <= one.span.begin <= one.span.end <= 14.0
-    watch = ResultTimer(iter(found))
-    list(watch)
+    watch = watched(found)
     assert all(ratio.total >= 0 for ratio in watch.work(2).values())
 
 
@@ -68,25 +71,14 @@ def test_the_actors_time_is_work_transfer_and_wait() -> None:
 
 
 def test_a_round_without_spans_says_nothing() -> None:
-    watch = ResultTimer(iter([result()]))
-    list(watch)
+    watch = watched([result()])
     assert watch.work(2) == {}
     assert watch.timeline(0.0, {}).shape == (0, 4)
 
 
-def test_what_is_waited_for_is_measured_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr("raydfl.engine.telemetry.time", SimpleNamespace(perf_counter=lambda: now.seconds))
-
-    def slow() -> Iterator[Result]:
-        for client, retried in (("a", 0), ("b", 2)):
-            now.seconds += 2.0
-            yield result(client, waited=0.25, retried=retried)
-
-    watch = ResultTimer(slow())
-    for _ in watch:
-        now.seconds += 5.0  # the server aggregates
-    assert watch.seconds == 4.0
+def test_queues_and_retries_are_counted() -> None:
+    again = with_spans([result("b", waited=0.25)], actor=0, sent=0.0, answered=1.0, retried={0: 2})
+    watch = watched([result("a", waited=0.25), *again])
     assert watch.queued == 0.5
     assert watch.retried == {"b": 2}
 

@@ -17,8 +17,6 @@ second store of the one with the numbers as they are.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import functools
 import hashlib
 import json
@@ -34,7 +32,17 @@ import numpy as np
 import pyarrow as pa
 
 from raydfl.core.errors import DataError
-from raydfl.core.files import CHOOSE_CACHE, default_cache, free_bytes, full_disk, plain_name, write_atomically, writing
+from raydfl.core.files import (
+    CHOOSE_CACHE,
+    default_cache,
+    file_digest,
+    free_bytes,
+    full_disk,
+    plain_name,
+    write_atomically,
+    writing,
+)
+from raydfl.core.lock import locked
 from raydfl.core.progress import Progress, Silent
 from raydfl.data.corruption import Noise
 from raydfl.data.features.alteration import Alterations
@@ -259,7 +267,12 @@ def found_or_made(folder: Path, needed: int, make: Callable[[], None]) -> Featur
     Raises:
         ResourcesError: the disk is full or the folder cannot be written.
     """
-    with writing(folder.parent, needed, _WHAT, CHOOSE_CACHE), _locked(folder.with_suffix(".lock")):
+    lock = folder.with_suffix(".lock")
+
+    def waiting() -> None:
+        _log.warning("another process is preparing the same features (%s); waiting for it", lock)
+
+    with writing(folder.parent, needed, _WHAT, CHOOSE_CACHE), locked(lock, waiting):
         store = _open_if_whole(folder)
         if store is None:
             if free_bytes(folder.parent) < needed:
@@ -322,18 +335,6 @@ def _open_if_whole(folder: Path) -> FeatureStore | None:
         return None
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock that ends with the process, however that ends."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _log.warning("another process is preparing the same features (%s); waiting for it", path)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 _verified: set[tuple[str | int, ...]] = set()
 """Files that were found to have a digest: that, and what changes when a file does."""
 
@@ -342,14 +343,9 @@ def _has_digest(path: Path, digest: str) -> bool:
     status = path.stat()
     # The time of change shows who writes, but not that a disk forgets: so each process reads everything once.
     state = (digest, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    if state not in _verified and _file_digest(path) == digest:
+    if state not in _verified and file_digest(path) == digest:
         _verified.add(state)
     return state in _verified
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -445,7 +441,7 @@ def _write_json(facts: Mapping[str, Any], path: Path) -> None:
 
 def _facts_of(path: Path) -> tuple[int, int, str]:
     status = path.stat()
-    return status.st_size, status.st_mtime_ns, _file_digest(path)
+    return status.st_size, status.st_mtime_ns, file_digest(path)
 
 
 def _padded(frames: np.ndarray, lengths: np.ndarray, length: int) -> np.ndarray:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from raydfl.core.files import write_durably
+from raydfl.experiments.plan import label_of
 from raydfl.experiments.search.figures import Axis, parallel_coordinates, shares
 from raydfl.experiments.search.importance import FEWEST
 from raydfl.experiments.search.journal import TrialRecord
@@ -15,7 +16,6 @@ from raydfl.experiments.search.plan import trial_name
 from raydfl.experiments.search.results import SearchResults, best_command, columns, lines
 from raydfl.experiments.search.settings import NoScheduler, PopulationScheduler
 from raydfl.experiments.search.space import Domain
-from raydfl.experiments.sweep.settings import label_of
 from raydfl.runs.report import Picture, Pictures, render
 from raydfl.runs.report import figures as plots
 from raydfl.runs.report.figures import Series

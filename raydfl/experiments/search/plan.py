@@ -11,22 +11,27 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from raydfl.cluster.job import check_kept
 from raydfl.core import seeds
 from raydfl.core.errors import ConfigError, RunDirectoryError
 from raydfl.core.files import default_cache, write_durably
 from raydfl.core.metrics import HIGHER_IS_BETTER, OF_CLIENTS
-from raydfl.core.options import explain
 from raydfl.core.remote import check_path, is_uri
 from raydfl.core.yaml import to_yaml
 from raydfl.engine.config import Config, apply_overrides, make_config
 from raydfl.engine.settings import TrackSettings
-from raydfl.experiments.plan import CHANGEABLE, fits_state
+from raydfl.experiments.plan import (
+    CHANGEABLE,
+    check_known,
+    checked,
+    fits_state,
+    folder_of,
+    label_of,
+    laid_over,
+    read_base,
+    read_groups,
+)
 from raydfl.experiments.search.settings import NoScheduler, PopulationScheduler, SearchSettings
-from raydfl.experiments.sweep.grid import folder_of, laid_over, read_base, read_groups
-from raydfl.experiments.sweep.settings import check_known, label_of
 from raydfl.methods import Method
 
 _CORNERS = 32
@@ -191,12 +196,7 @@ def load_search(file: str | Path, overrides: Sequence[str] = ()) -> Search:
     if is_uri(groups.get("dir")):
         raise ConfigError(f"dir: {groups['dir']} is a URI, but a search works in one folder; give an absolute path")
     check_path(str(groups.get("dir")))
-    try:
-        settings = SearchSettings.model_validate(groups)
-    except ValidationError as error:
-        raise ConfigError(f"{file}: {explain(error, '', groups, SearchSettings)}") from error
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error
+    settings = checked(groups, SearchSettings, file)
     others = tuple(text for text in overrides if text not in own)
     folder = folder_of(file, settings.dir, settings.settings, others)
     values = {} if settings.base is None else read_base(file.parent / settings.base, {})

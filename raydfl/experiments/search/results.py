@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.csv
-import pyarrow.parquet
-
-from raydfl.core.files import write_durably
 from raydfl.core.yaml import to_yaml
+from raydfl.experiments.plan import label_of
 from raydfl.experiments.search.importance import importances
 from raydfl.experiments.search.journal import Journal, TrialRecord
 from raydfl.experiments.search.plan import Search, trial_name
-from raydfl.experiments.sweep.results import shown
-from raydfl.experiments.sweep.settings import label_of
+from raydfl.experiments.table import shown, to_csv, to_parquet, to_table, write_files
 
 _ADVICE = "make room or make the folder writable; the same command writes the tables again"
 
@@ -117,31 +111,9 @@ def write_tables(results: SearchResults) -> list[Path]:
     Raises:
         ResourcesError: the disk is full or the folder cannot be written.
     """
-    table = _table(records_of(results))
-    text, parquet = io.BytesIO(), io.BytesIO()
-    pa.csv.write_csv(table, text)
-    pa.parquet.write_table(table, parquet)
-    contents = {"trials.csv": text.getvalue(), "trials.parquet": parquet.getvalue()}
+    table, place = to_table(records_of(results)), results.search.output
+    contents = {place("trials.csv"): to_csv(table), place("trials.parquet"): to_parquet(table)}
     config = best_config(results)
     if config is not None:
-        contents["best.yaml"] = to_yaml(config, flow=False).encode()
-    written = []
-    for name, content in contents.items():
-        path = results.search.output(name)
-        write_durably(path, content, _ADVICE)
-        written.append(path)
-    return written
-
-
-def _table(rows: list[dict[str, Any]]) -> pa.Table:
-    """Settings that are numbers in some trials and text in others become text."""
-    columns_: dict[str, list[Any]] = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        values = [row.get(name) for row in rows]
-        kinds = {type(value) for value in values if value is not None}
-        if len(kinds) > 1 and not kinds <= {int, float}:
-            values = [None if value is None else label_of(value) for value in values]
-        elif kinds == {int, float}:
-            values = [None if value is None else float(value) for value in values]
-        columns_[name] = values
-    return pa.table(columns_)
+        contents[place("best.yaml")] = to_yaml(config, flow=False).encode()
+    return write_files(contents, _ADVICE)

@@ -18,11 +18,11 @@ from typing import Any
 from raydfl.cluster.trial_resources import Bundle, bundles_of, check_trial_fits
 from raydfl.core.errors import ResourcesError, RunDirectoryError
 from raydfl.engine.storage.store import RunStore
+from raydfl.experiments.metric import keys_of
 from raydfl.experiments.search.controller import SearchController
 from raydfl.experiments.search.journal import Journal
 from raydfl.experiments.search.plan import Search, Trial, claim, corners, trial_name
 from raydfl.experiments.search.tracking import SearchTracker
-from raydfl.experiments.sweep.results import keys_of
 from raydfl.experiments.sweep.run import prepare
 from raydfl.runs.progress import Progress
 from raydfl.runs.report import write_report

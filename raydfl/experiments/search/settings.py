@@ -10,8 +10,9 @@ from pydantic import Field, field_validator, model_validator
 from raydfl.core.errors import ConfigError
 from raydfl.core.metrics import HIGHER_IS_BETTER, base_name
 from raydfl.core.settings import Settings
+from raydfl.experiments.metric import MetricSettings
+from raydfl.experiments.plan import StudySettings
 from raydfl.experiments.search.space import Domain
-from raydfl.experiments.sweep.settings import MetricSettings
 
 
 class SearchMetric(MetricSettings):
@@ -77,18 +78,9 @@ class PopulationScheduler(Settings):
 Scheduler = Annotated[NoScheduler | AshaScheduler | MedianScheduler | PopulationScheduler, Field(discriminator="name")]
 
 
-class SearchSettings(Settings):
+class SearchSettings(StudySettings):
     """The contents of a search's file."""
 
-    title: str = Field(description="heading of the page")
-    note: str = Field("", description="a paragraph below the heading")
-    base: Path | None = Field(
-        None, description="a configuration that all trials start from, relative to the search's file"
-    )
-    settings: dict[str, Any] = Field(
-        default_factory=dict,
-        description="settings of all trials, over the base: {train.cohort: 5} (without base: everything)",
-    )
     space: dict[str, Domain] = Field(
         min_length=1, description="by setting, what it is drawn from: {method.alpha: {uniform: [0.1, 0.9]}}"
     )

@@ -19,18 +19,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.errors import ConfigError
 from raydfl.core.options import explain
-from raydfl.core.remote import is_uri
-from raydfl.core.settings import Settings
-from raydfl.core.yaml import parse_yaml, to_yaml
 from raydfl.engine.config import Config, apply_overrides, make_config
-from raydfl.experiments.sweep.settings import MetricSettings, SweepSettings, check_known, check_repeat, label_of
+from raydfl.experiments.metric import MetricSettings
+from raydfl.experiments.plan import check_known, checked, folder_of, label_of, laid_over, read_base, read_groups
+from raydfl.experiments.sweep.settings import SweepSettings, check_repeat
 
 _LISTED = 10
 """Faulty cells that a message names."""
-_WHOLE_GROUPS = ("train", "evaluate", "ray", "run", "track")
-"""Groups that an axis would hardly mean to replace as a whole."""
 
 
 # -- cells -----------------------------------------------------------------------------------------------------------
@@ -109,13 +106,7 @@ def load_sweep(file: str | Path, overrides: Sequence[str] = (), only: Sequence[s
         ConfigError: the file, or the configuration of a cell, is not valid; faulty cells are named.
     """
     file = Path(file)
-    values = read_groups(file, SweepSettings, "jobs/tiny_sweep.yaml")
-    try:
-        settings = SweepSettings.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(f"{file}: {explain(error, '', values, SweepSettings)}") from error
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error
+    settings = checked(read_groups(file, SweepSettings, "jobs/tiny_sweep.yaml"), SweepSettings, file)
     chosen = _chosen(settings, only)
     folder = folder_of(file, settings.dir, settings.settings, overrides)
     bases: dict[Path, dict[str, Any]] = {}
@@ -131,33 +122,6 @@ def load_sweep(file: str | Path, overrides: Sequence[str] = (), only: Sequence[s
     return Sweep(file, settings, folder, tuple(_by_repeat(runs)))
 
 
-def read_groups(file: Path, settings: type[Settings], example: str) -> dict[str, Any]:
-    """The contents of a file, whose keys must be fields of ``settings``.
-
-    Args:
-        example: a file of that kind, for messages.
-
-    Raises:
-        ConfigError: the file cannot be read, is not YAML, or has an unknown key.
-    """
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(
-            f"cannot read {file}: {reason}; give a YAML file, such as {example} (raydfl init writes it)"
-        ) from error
-    values = parse_yaml(text, str(file))
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file} must hold the groups {', '.join(settings.model_fields)}")
-    for key in values:
-        if key not in settings.model_fields:
-            hint = nearest(str(key), settings.model_fields)
-            own = f"; settings of the runs go below settings: or into {key}=... on the command line"
-            raise ConfigError(f"{file}: unknown key {key!r}; {hint}{own if key in Config.model_fields else ''}")
-    return values
-
-
 def _chosen(settings: SweepSettings, only: Sequence[str]) -> dict[str, list[str]]:
     chosen = {name: list(axis) for name, axis in settings.axes.items()}
     for text in only:
@@ -170,38 +134,6 @@ def _chosen(settings: SweepSettings, only: Sequence[str]) -> dict[str, list[str]
             check_known(label, settings.axes[name], f"--only: axis {name!r} has no label")
         chosen[name] = [label for label in chosen[name] if label in wanted]
     return chosen
-
-
-def folder_of(file: Path, own: Path | None, settings: Mapping[str, Any], overrides: Sequence[str]) -> Path:
-    """Return where the runs of a file lie: run.dir of the command line, or as below, or runs/ and the file's name.
-
-    Args:
-        file: of a sweep or a search.
-        own: its ``dir``, which goes before run.dir in ``settings``.
-        settings: its settings of all runs.
-        overrides: settings from the command line.
-
-    Raises:
-        ConfigError: it is a URI.
-    """
-    asked = [
-        _run_dir(apply_overrides({}, overrides)),
-        own,
-        _run_dir(laid_over({}, settings, "settings")),
-        Path("runs") / file.stem,
-    ]
-    folder = next(given for given in asked if given is not None)
-    if is_uri(folder):
-        raise ConfigError(
-            f"run.dir: {folder} is a URI, but all runs of {file} lie in one folder; give an absolute path"
-        )
-    return Path(folder).expanduser().resolve()
-
-
-def _run_dir(values: Mapping[str, Any]) -> str | None:
-    group = values.get("run")
-    found = group.get("dir") if isinstance(group, Mapping) else None
-    return None if found is None else str(found)
 
 
 def _runs_of(
@@ -238,48 +170,12 @@ def _runs_of(
         yield CellRun(labels, f"{setting}={label_of(value)}", metric, named, identity)
 
 
-def read_base(path: Path, bases: dict[Path, dict[str, Any]]) -> dict[str, Any]:
-    """The base configuration as plain data, each file read once.
-
-    Raises:
-        ConfigError: it cannot be read, or holds no groups.
-    """
-    path = path.resolve()
-    if path not in bases:
-        try:
-            values = parse_yaml(path.read_text(encoding="utf-8"), str(path))
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise ConfigError(f"the base configuration {path} cannot be read: {reason}; correct base") from error
-        if not isinstance(values, dict):
-            raise ConfigError(f"the base configuration {path} must hold groups of settings")
-        bases[path] = values
-    return bases[path]
-
-
 def _metric(values: Any, default: MetricSettings, where: str) -> MetricSettings:
     merged = {**default.model_dump(exclude={"label"}), **values} if isinstance(values, Mapping) else values
     try:
         return MetricSettings.model_validate(merged)
     except ValidationError as error:
         raise ConfigError(explain(error, f"{where}.metric", merged, MetricSettings)) from error
-
-
-def laid_over(values: dict[str, Any], part: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """``part``'s settings over ``values`` by the command line's rule: a key is a path, and its value takes the place of the old.
-
-    Raises:
-        ConfigError: a key goes through what is no group, or would replace a whole one.
-    """
-    for key in part:
-        if key in _WHOLE_GROUPS and values.get(key):
-            raise ConfigError(
-                f"{where}: {key} would replace the whole group; write single settings, such as {key}.name: value"
-            )
-    try:
-        return apply_overrides(values, [f"{key}={to_yaml(value)}" for key, value in part.items()])
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
 
 
 def _settled(values: dict[str, Any], settings: SweepSettings, folder: Path) -> dict[str, Any]:

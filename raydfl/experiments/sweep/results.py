@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,15 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-from raydfl.core.files import write_durably
 from raydfl.core.metrics import HIGHER_IS_BETTER, base_name
 from raydfl.data.features.file import FileFeatures
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.engine.config import Config
+from raydfl.experiments.metric import MetricSettings, keys_of
 from raydfl.experiments.sweep.grid import Sweep
 from raydfl.experiments.sweep.run import is_finished, rounds_done
-from raydfl.experiments.sweep.settings import MetricSettings
-from raydfl.runs.report.data import Curve, Key, RunRecord, read_run
+from raydfl.experiments.table import markdown_table, shown, to_csv, to_parquet, write_files
+from raydfl.runs.report.data import Curve, RunRecord, read_run
 from raydfl.runs.report.diagnosis import problems_of
 
 SUMMARIES = {"tail": "mean of last ten", "last": "last", "best": "best"}
@@ -50,11 +49,6 @@ class Spread:
         if not self.values:
             return "-"
         return shown(self.mean) if len(self.values) == 1 else f"{shown(self.mean)} ± {shown(self.std)}"
-
-
-def shown(value: float | None) -> str:
-    """A number of a table; ``-`` when there is none."""
-    return "-" if value is None or np.isnan(value) else f"{value:.2f}"
 
 
 @dataclass(frozen=True)
@@ -170,13 +164,6 @@ def curve_of(run: RunRecord, config: Config, metric: MetricSettings) -> Curve | 
         if found is not None:
             return Curve(found.rounds, found.values * metric.scale, found.totals)
     return None
-
-
-def keys_of(config: Config, metric: MetricSettings) -> list[Key]:
-    """What the record may call a metric, the one that counts first: of what clients measured their mean."""
-    models = [metric.model] if metric.model else list(type(config.parts.method).models)[:1]
-    names = [*(f"{model}/{metric.score}" for model in models), metric.score]
-    return [(metric.split, key) for name in names for key in (f"{name}_client_mean", name)]
 
 
 def summaries(curve: Curve, metric: MetricSettings) -> dict[str, float]:
@@ -353,14 +340,9 @@ def markdown(results: Results) -> str:
     """Both tables and the notes."""
     settings = results.sweep.settings
     parts = [f"# {settings.title}", *([settings.note] if settings.note else [])]
-    parts += [_markdown_table(*pivot(results)), "\n".join(f"- {note}" for note in results.notes)]
-    parts += [_markdown_table(columns(results), lines(results))]
+    parts += [markdown_table(*pivot(results)), "\n".join(f"- {note}" for note in results.notes)]
+    parts += [markdown_table(columns(results), lines(results))]
     return "\n\n".join(parts) + "\n"
-
-
-def _markdown_table(headings: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    rows = [headings, ["---"] * len(headings), *body]
-    return "\n".join(f"| {' | '.join(text.replace('|', '/') for text in row)} |" for row in rows)
 
 
 def write_tables(results: Results) -> list[Path]:
@@ -373,23 +355,10 @@ def write_tables(results: Results) -> list[Path]:
     cells = pa.Table.from_pylist(records(results))
     names = list(dict.fromkeys(name for row in results.runs for name in row))
     runs = pa.Table.from_pylist([{name: row.get(name) for name in names} for row in results.runs])
-    parquet = io.BytesIO()
-    pa.parquet.write_table(cells, parquet)
     contents = {
-        ".csv": _csv(cells),
-        ".parquet": parquet.getvalue(),
-        ".md": markdown(results).encode(),
-        "-runs.csv": _csv(runs),
+        sweep.output(".csv"): to_csv(cells),
+        sweep.output(".parquet"): to_parquet(cells),
+        sweep.output(".md"): markdown(results).encode(),
+        sweep.output("-runs.csv"): to_csv(runs),
     }
-    written = []
-    for suffix, content in contents.items():
-        path = sweep.output(suffix)
-        write_durably(path, content, _ADVICE)
-        written.append(path)
-    return written
-
-
-def _csv(table: pa.Table) -> bytes:
-    buffer = io.BytesIO()
-    pa.csv.write_csv(table, buffer)
-    return buffer.getvalue()
+    return write_files(contents, _ADVICE)

@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.errors import ConfigError
 from raydfl.core.settings import Settings
-from raydfl.core.yaml import to_yaml
-
-
-class MetricSettings(Settings):
-    """A number of the record that a table shows."""
-
-    score: str = Field("accuracy", description="accuracy, macro_f1, loss or another metric of the record")
-    split: str = Field("test", description="what it was measured on: test, or validation (the clients' own hold-out)")
-    model: str | None = Field(None, description="which model; null: the method's first, so FedMLAC's plug-in")
-    label: str | None = Field(None, description="what the table calls it; null: made of the three above")
-
-    @property
-    def title(self) -> str:
-        """What the table calls it."""
-        where = "" if self.split == "test" else f", {self.split}"
-        return self.label or f"{self.model + ' ' if self.model else ''}{self.score.replace('_', ' ')}{where}"
-
-    @property
-    def scale(self) -> float:
-        """Factor to the unit of the table: shares in per cent, losses as they are."""
-        return 1.0 if self.score.endswith("loss") else 100.0
+from raydfl.experiments.metric import MetricSettings
+from raydfl.experiments.plan import StudySettings, check_known, label_of
 
 
 class PaperSettings(Settings):
@@ -56,18 +37,9 @@ class CellSettings(Settings):
     retries: int = Field(3, ge=0, description="times a cell goes on elsewhere after its process or node was lost")
 
 
-class SweepSettings(Settings):
+class SweepSettings(StudySettings):
     """The contents of a sweep's file."""
 
-    title: str = Field(description="heading of the table and of the page")
-    note: str = Field("", description="a paragraph below the heading")
-    base: Path | None = Field(
-        None, description="a configuration that all cells start from, relative to the sweep's file"
-    )
-    settings: dict[str, Any] = Field(
-        default_factory=dict,
-        description="settings of all cells, over the base: {train.rounds: 50} (without base: everything)",
-    )
     axes: dict[str, dict[str, dict[str, Any]]] = Field(
         min_length=1,
         description="by name of the axis and label: settings, and base, repeat or metric for cells that need their own; a list of "
@@ -164,21 +136,6 @@ def _number(value: Any, where: str) -> tuple[float, float | None]:
     if parts is None:
         raise ConfigError(f"{where} is {value!r}; it must be a number, or mean and spread such as '80.19±0.53'")
     return float(parts[1]), None if parts[2] is None else float(parts[2])
-
-
-def check_known(name: str, known: Iterable[str], what: str) -> None:
-    """Refuse a name that is not among the known ones.
-
-    Raises:
-        ConfigError: ``what``, the name, and the nearest known one.
-    """
-    if name not in known:
-        raise ConfigError(f"{what} {name!r}; {nearest(name, known)}")
-
-
-def label_of(value: Any) -> str:
-    """A setting's value as a label."""
-    return value if isinstance(value, str) else to_yaml(value)
 
 
 def check_repeat(repeat: Any, where: str) -> None:

@@ -7,20 +7,17 @@ that the client is sent, and private ones from the client's newest record. Neith
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from raydfl.core.errors import InputError, RunDirectoryError, nearest
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import ModelSpec, Tensors
-from raydfl.data.features.cache import FeatureStore
 from raydfl.data.population import Population
 from raydfl.data.settings import DataSettings
 from raydfl.engine.clients import Clients
@@ -116,7 +113,7 @@ class _Run:
         self.classes = tuple(stored_about(run_dir)["classes"])
         self.commit = _last_commit(run_dir)
         self.method: Method = self.config.parts.method
-        self.population = _population_without_features(run_dir / "population", self.config.data.features.bands)
+        self.population = Population.load(run_dir / "population", bands=self.config.data.features.bands)
         self.clients = Clients(self.population, self.config)
 
     def shared_model(self, model: str | None) -> RunModel:
@@ -227,24 +224,3 @@ def _last_commit(run_dir: Path) -> Commit:
             f"{run_dir} has completed no round yet, so its models know nothing; go on with it: raydfl resume {run_dir}"
         )
     return commit
-
-
-def _population_without_features(folder: Path, bands: int) -> Population:
-    """The population of a run, whose examples cannot be read: the features may be on another machine, or gone.
-
-    Raises:
-        RunDirectoryError: the file is missing or damaged.
-    """
-    path = folder / "population.safetensors"
-    try:
-        with safe_open(path, "numpy") as file:
-            facts = json.loads(file.metadata()["raydfl"])
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
-        nothing = FeatureStore(
-            folder, np.zeros((0, bands), np.float32), np.zeros(1, np.int64), np.zeros(0, np.int32), facts["length"], {}
-        )
-        return Population(facts["classes"], facts["length"], [nothing], arrays)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise RunDirectoryError(
-            f"{path} is missing or damaged ({error}); it says who the clients of the run are: restore it from a copy"
-        ) from error

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from raydfl.core.metrics import base_name, model_name
+from raydfl.engine.storage.folder import flat
 from raydfl.runs.progress import duration, size
 from raydfl.runs.report import figures as plots
-from raydfl.runs.report.data import SPLITS, Key, RunRecord, dig, flatten, place
+from raydfl.runs.report.data import SPLITS, Key, RunRecord, dig, place
 from raydfl.runs.report.figures import Series
 from raydfl.runs.report.page import (
     SCORES,
@@ -73,8 +74,8 @@ def _group(runs: Sequence[RunRecord]) -> list[_Group]:
     for part in parts:
         first = part[0]
         rivals = [other[0] for other in parts if other[0].config and other[0].method == first.method]
-        own = flatten(_decisive(first))
-        differing = [key for key in own if any(flatten(_decisive(rival)).get(key) != own[key] for rival in rivals)]
+        own = flat(_decisive(first))
+        differing = [key for key in own if any(flat(_decisive(rival)).get(key) != own[key] for rival in rivals)]
         words = [f"{key.removeprefix('method.')}={value_text(own[key])}" for key in differing if key != "method.name"]
         groups.append(_Group(" ".join([first.method or first.id, *words[:4]]), part))
     labels = [group.label for group in groups]
@@ -165,10 +166,10 @@ def _compared_rows(groups: Sequence[_Group], key: Key, bases: Sequence[str]) -> 
 
 def _differences(groups: Sequence[_Group]) -> list[tuple[str, list[str]]]:
     """(setting, its value in each group) of the settings in which the groups differ."""
-    flat = [flatten(_decisive(group.runs[0])) for group in groups]
+    settings_of = [flat(_decisive(group.runs[0])) for group in groups]
     rows = []
-    for key in dict.fromkeys(key for settings in flat for key in settings):
-        values = [value_text(settings[key]) if key in settings else "-" for settings in flat]
+    for key in dict.fromkeys(key for settings in settings_of for key in settings):
+        values = [value_text(settings[key]) if key in settings else "-" for settings in settings_of]
         if len(set(values)) > 1:
             rows.append((key, values))
     return rows

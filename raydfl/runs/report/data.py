@@ -177,10 +177,10 @@ def read_run(folder: Path) -> RunRecord:
         missing.append(f"the files in rows/ of rounds {lost} are missing: what was measured in them is not shown.")
     clients = _client_scores(folder, until, curves)
     timelines = _timelines(folder, until, pooled)
-    return RunRecord(folder, about, config, curves, confusions, clients, timelines, missing, _befallen(folder, until))
+    return RunRecord(folder, about, config, curves, confusions, clients, timelines, missing, _incidents(folder, until))
 
 
-def _befallen(folder: Path, until: int | None) -> list[tuple[int, str, str, str, str]]:
+def _incidents(folder: Path, until: int | None) -> list[tuple[int, str, str, str, str]]:
     """What the rows say in words of single clients."""
     columns = ("round", "phase", "client", "metric", "note")
     found = read_rows(folder, until, where=pc.field("note").is_valid(), columns=columns).to_pylist()
@@ -280,17 +280,6 @@ def dig(values: Any, path: str) -> Any:
     for key in path.split("."):
         values = values.get(key) if isinstance(values, Mapping) else None
     return values
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as ``a.b.c -> value``."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def place(item: str, order: Sequence[str]) -> tuple[int, str]:

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from raydfl.core.metrics import HIGHER_IS_BETTER, base_name, model_name, worst_decile
+from raydfl.engine.storage.folder import flat
 from raydfl.runs.progress import duration, size
 from raydfl.runs.report import figures as plots
-from raydfl.runs.report.data import SPLITS, Key, RunRecord, dig, flatten, place
+from raydfl.runs.report.data import SPLITS, Key, RunRecord, dig, place
 from raydfl.runs.report.figures import Series
 from raydfl.runs.report.models import about_models
 from raydfl.runs.report.page import (
@@ -52,12 +53,12 @@ def single_page(run: RunRecord) -> str:
         failures=_failure_pictures(run, pictures),
         costs=_cost_pictures(run, pictures),
         skipped=_skipped(run),
-        befallen=run.incidents,
+        incidents=run.incidents,
         listed=_LISTED,
         models=_model_rows(run),
         about_models=sentences,
         commands=commands,
-        settings=[(key, value_text(value)) for key, value in flatten(run.config).items()],
+        settings=[(key, value_text(value)) for key, value in flat(run.config).items()],
     )
 
 

@@ -11,8 +11,7 @@ import pytest
 from helpers import finish, same, truth
 
 from raydfl.engine.config import Config
-from raydfl.experiments.sweep.results import keys_of
-from raydfl.experiments.sweep.settings import MetricSettings
+from raydfl.experiments.metric import MetricSettings, keys_of
 from raydfl.experiments.trial import RunThread, Said, TrialOrder, branch, recorded
 
 

@@ -10,8 +10,9 @@ from commands import Raydfl
 from synthetic import Grid, leave
 
 from raydfl.core.errors import ConfigError
+from raydfl.experiments.metric import MetricSettings
 from raydfl.experiments.sweep.grid import load_sweep
-from raydfl.experiments.sweep.settings import CellSettings, MetricSettings, PaperSettings, SweepSettings
+from raydfl.experiments.sweep.settings import CellSettings, PaperSettings, SweepSettings
 
 
 def test_a_grid_has_the_product_of_its_axes_times_its_repeats(grid: Grid, tmp_path: Path) -> None:

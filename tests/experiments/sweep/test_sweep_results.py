@@ -14,6 +14,7 @@ from commands import Raydfl
 from synthetic import Grid, leave
 
 from raydfl.engine.storage.record import MetricRow, rows_path, write_rows
+from raydfl.experiments.metric import MetricSettings
 from raydfl.experiments.sweep.grid import Sweep, load_sweep
 from raydfl.experiments.sweep.page import write_page
 from raydfl.experiments.sweep.results import (
@@ -27,7 +28,6 @@ from raydfl.experiments.sweep.results import (
     records,
     write_tables,
 )
-from raydfl.experiments.sweep.settings import MetricSettings
 from raydfl.runs.report.figures import Bars, bars, heat_map, to_svg
 
 ROUNDS = 12

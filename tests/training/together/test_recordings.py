@@ -496,7 +496,7 @@ def test_large_networks_and_states_run_by_code(monkeypatch: pytest.MonkeyPatch) 
 
 def test_kinds_are_forgotten_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight that is another in each round: each is a kind of its own, and a network remembers the last few."""
-    monkeypatch.setattr(tape, "_FITS", 3)
+    monkeypatch.setattr(tape, "_MOST", 3)
 
     def option(step: Step) -> None:
         step.options = {"weight": 1.0 + step.round_index}
@@ -507,7 +507,7 @@ def test_kinds_are_forgotten_when_there_are_many(monkeypatch: pytest.MonkeyPatch
 
 def test_clips_of_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many shapes a few are recorded, the nth when it has come (n - 1)² times more often; not all of them are even counted."""
-    monkeypatch.setattr(tape, "_SHAPES", 7)
+    monkeypatch.setattr(tape, "_MOST", 7)
     assert_same_bits(FedAvg(), networks(FedAvg(), "linear"), lengths=True, number=12)
     assert len(known()) == 7
     recorded = sorted(one.by_code for one in known() if one.tried)

@@ -1,0 +1,36 @@
+"""A number of the record that a table shows, or that is searched for the best of."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from raydfl.core.settings import Settings
+from raydfl.engine.config import Config
+from raydfl.runs.report.data import Key
+
+
+class MetricSettings(Settings):
+    """A number of the record that a table shows."""
+
+    score: str = Field("accuracy", description="accuracy, macro_f1, loss or another metric of the record")
+    split: str = Field("test", description="what it was measured on: test, or validation (the clients' own hold-out)")
+    model: str | None = Field(None, description="which model; null: the method's first, so FedMLAC's plug-in")
+    label: str | None = Field(None, description="what the table calls it; null: made of the three above")
+
+    @property
+    def title(self) -> str:
+        """What the table calls it."""
+        where = "" if self.split == "test" else f", {self.split}"
+        return self.label or f"{self.model + ' ' if self.model else ''}{self.score.replace('_', ' ')}{where}"
+
+    @property
+    def scale(self) -> float:
+        """Factor to the unit of the table: shares in per cent, losses as they are."""
+        return 1.0 if self.score.endswith("loss") else 100.0
+
+
+def keys_of(config: Config, metric: MetricSettings) -> list[Key]:
+    """Return what the record may call a metric, the one that counts first: of what clients measured their mean."""
+    models = [metric.model] if metric.model else list(type(config.parts.method).models)[:1]
+    names = [*(f"{model}/{metric.score}" for model in models), metric.score]
+    return [(metric.split, key) for name in names for key in (f"{name}_client_mean", name)]
