@@ -407,11 +407,11 @@ def test_commands_take_a_uri(
 
 def test_a_stopped_run_says_how_to_go_on(far: Tiny, remote: Path) -> None:
     config = far()
-    summaries = []
+    said = []
     progress = Progress("quiet")
-    progress.finish = summaries.append  # type: ignore[method-assign]
+    progress.finish = lambda *told: said.append(told)  # type: ignore[method-assign]
     run(config, progress, on_round=lambda report: report.round == 1)
-    assert summaries[0].next_step == f"raydfl resume file://{remote}/far"
+    assert said[0][2] == f"raydfl resume file://{remote}/far"
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
