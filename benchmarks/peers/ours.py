@@ -2,7 +2,8 @@
 
 Each turn is a process, as it is for every other contestant and as ``raydfl run`` is for a user. The driver of the benchmark once
 ended with a segmentation fault, after its table was printed, when it had opened and closed Ray 27 times: every ``ray.shutdown()``
-leaves some ten native threads of Ray behind (gRPC, its client of the GCS), which outlive what they use when the process ends.
+leaves some ten native threads of Ray behind (gRPC, its client of the GCS), which are still there when the process ends. Whether
+they were the cause was not found out.
 """
 
 from __future__ import annotations

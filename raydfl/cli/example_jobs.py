@@ -7,7 +7,7 @@ from pathlib import Path
 from raydfl.core.errors import InputError
 
 _NAMES = ("cluster.yaml", "jobs", "tune")
-"""What is copied, as named in the repository. ``setup.py`` puts the same into a wheel, as ``raydfl/examples``."""
+"""The files that are copied, as named in the repository. ``setup.py`` puts the same into a wheel, as ``raydfl/examples``."""
 
 
 def write_examples(folder: Path) -> list[Path]:

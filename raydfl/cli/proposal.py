@@ -1,4 +1,4 @@
-"""What to begin with on the data at hand: a split and a partition that fit the list of clips, and settings of a run of ours."""
+"""Proposals for the data at hand: a split and a partition that fit the list of clips, and settings of a run of ours."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FOLDS = ("fold", "session")
 _OFFICIAL = {"by": "split"}
 _SHARES = (0.2, 0.3, 0.5)
 _CLIPS_EACH = 20
-"""Of a client where nobody owns the clips, and the numbers of such clients."""
+"""Training clips of a client where nobody owns the clips, and the numbers of such clients."""
 _CLIENTS = (2, 50)
 
 
@@ -116,7 +116,7 @@ def propose(config: Config, given: Sequence[str]) -> Iterator[str]:
 
 
 def find(config: Config) -> Proposal | None:
-    """What fits the clips of a configuration, as a run would divide them; ``None``: nothing does."""
+    """Return a split and a partition that fit the clips, as a run would divide them; ``None``: nothing does."""
     values = config.model_dump(mode="json")
     ungrouped, reasons = _ungrouped(config)
     data = {"ungrouped": ungrouped} if ungrouped != config.data.ungrouped else {}
