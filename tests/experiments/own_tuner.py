@@ -31,6 +31,7 @@ def main(scheduler: str, folder: Path) -> None:
             "pbt": PopulationBasedTraining(
                 time_attr="round",
                 perturbation_interval=2,
+                synch=True,  # all wait for each other, so that the worse one does take over the better one's state
                 quantile_fraction=0.5,
                 hyperparam_mutations={LR: tune.uniform(0.05, 0.3)},
             ),
