@@ -114,6 +114,26 @@ class Batch:
     """int64 [batch]: valid frames of each example; ``None`` when all frames count."""
     weight: Tensor | None = None
     """float32 [batch]: 0 for padding examples; ``None`` when all count 1."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """int64 [batch] each, by name: what else the manifest says of the examples, as codes; ``pool`` says which pool each is of."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by name; one of a mapping is ``"columns/pool"``."""
+        found = {"x": self.x, "y": self.y, "lengths": self.lengths, "weight": self.weight}
+        found |= {f"columns/{name}": column for name, column in self.columns.items()}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Batch:
+        """Return the batch with these tensors, named as in :meth:`tensors`."""
+        fields: dict[str, Any] = {}
+        for name, tensor in tensors.items():
+            group, slash, key = name.partition("/")
+            if slash:
+                fields.setdefault(group, {})[key] = tensor
+            else:
+                fields[name] = tensor
+        return cls(**fields)
 
     def mean(self, values: Tensor) -> Tensor:
         """Return the mean of one value per example ([batch] -> scalar), padding left out. Every loss ends with it."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ class Examples:
     """int64 [examples]: number of the clip; segments of one clip have the same."""
     length: int | None
     """Frames of every example when all of the population have the same number, else ``None``."""
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """int64 [examples] each, by name: what batches carry as :attr:`Batch.columns`."""
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -41,6 +43,30 @@ class Examples:
             self.labels[indices],
             self.clips[indices],
             self.length,
+            {name: column[indices] for name, column in self.columns.items()},
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Examples], column: str) -> Examples:
+        """Return the examples of several parts of one store end to end; ``column`` gets the number of each one's part."""
+        first = parts[0]
+        for part in parts[1:]:
+            if part.store is not first.store:
+                raise ValueError("examples of several feature stores cannot be in one batch")
+        number = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+
+        def end_to_end(name: str) -> np.ndarray:
+            return np.concatenate([getattr(part, name) for part in parts])
+
+        columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns}
+        return cls(
+            first.store,
+            end_to_end("starts"),
+            end_to_end("counts"),
+            end_to_end("labels"),
+            end_to_end("clips"),
+            first.length,
+            {**columns, column: number},
         )
 
     def batch(self, index: np.ndarray, device: torch.device | str = "cpu") -> Batch:
@@ -60,6 +86,7 @@ class Examples:
             x=torch.from_numpy(x).to(device),
             y=torch.from_numpy(self.labels[index].astype(np.int64)).to(device),
             lengths=lengths,
+            columns={name: torch.from_numpy(column[index]).to(device) for name, column in self.columns.items()},
         )
 
     def copy(self, index: np.ndarray, out: np.ndarray) -> None:
@@ -101,7 +128,17 @@ class ClientData:
     """What a client has."""
 
     train: Examples
+    """What it trains on where the method makes no plan of its own: the first of its pools."""
     validation: Examples
     """Its own hold-out, clean; may be empty."""
     test: Examples
     """Empty at a client; the server's held-out data where the server itself computes."""
+    further: Mapping[str, Examples] = field(default_factory=dict)
+    """Training examples in further pools, by name."""
+    first: str = "train"
+    """Name of the first pool."""
+
+    @property
+    def pools(self) -> Mapping[str, Examples]:
+        """All training examples by pool, those of ``train`` first."""
+        return {self.first: self.train, **self.further}

@@ -18,6 +18,7 @@ from torch import Tensor
 from raydfl.core.types import Batch, Metrics, Ratio
 from raydfl.data.examples import Examples
 from raydfl.training.optimiser import Optimiser, torch_optimiser
+from raydfl.training.plan import Plan, order_of
 from raydfl.training.precision import GradientScale, computing_in
 from raydfl.training.randomness import fit_seed, seed_of_step, step_randomness
 from raydfl.training.step import Loss, Step
@@ -39,7 +40,9 @@ def _trainable(step: Step, models: tuple[str, ...]) -> dict[str, list[Tensor]]:
     }
 
 
-def fit(step: Step, *losses: Loss, models: tuple[str, ...] = (), epochs: int | None = None) -> Metrics:
+def fit(
+    step: Step, *losses: Loss, models: tuple[str, ...] = (), epochs: int | None = None, batches: Plan | None = None
+) -> Metrics:
     """Train on the client's training data, batch by batch.
 
     For each batch, each loss in turn is computed with the parameters as they are then and followed by one optimiser step; a
@@ -50,6 +53,7 @@ def fit(step: Step, *losses: Loss, models: tuple[str, ...] = (), epochs: int | N
             several clients at once: raydfl/training/together/executor.py has the rules under which that is possible.
         models: names of the models to train; all by default.
         epochs: passes over the data; ``train.local_epochs`` by default.
+        batches: which examples of which pools each batch has; by default ``train.batch_size`` of ``step.data.train``.
 
     Returns:
         ``loss``: the mean per example over all batches (the sum over losses, if there are several); ``steps``: optimiser steps,
@@ -59,7 +63,7 @@ def fit(step: Step, *losses: Loss, models: tuple[str, ...] = (), epochs: int | N
         DeadlineExceededError: this client is left out of the round for its deadline; let it pass.
     """
     with step.clock.waiting():
-        return cast(Metrics, together.answer(_Fit(step, losses, models, epochs)))
+        return cast(Metrics, together.answer(_Fit(step, losses, models, epochs, batches)))
 
 
 def predict(step: Step, model: str, examples: Examples, batch_size: int = 64) -> Tensor:
@@ -80,16 +84,18 @@ def _common(step: Step) -> Hashable:
     )
 
 
-def _batches(step: Step) -> Iterator[Batch]:
-    """One pass over the client's training data, in the order of ``Examples.batches``; on a GPU no batch is waited for."""
-    data = step.data.train
-    if step.device.type == "cpu" or not isinstance(data, Examples) or len(data) == 0:
+def _batches(step: Step, data: Examples, plan: Plan | None) -> Iterator[Batch]:
+    """Yield the batches of one epoch; on a GPU no batch is waited for."""
+    if not isinstance(data, Examples):  # a user's own
         yield from data.batches(step.training.batch_size, step.rng, step.device)
         return
-    batches = StackedBatches([data], [data.order(step.training.batch_size, step.rng)], step.device)
+    order = order_of(step, data, plan)
+    if step.device.type == "cpu" or not order:
+        yield from (data.batch(index, step.device) for index in order)
+        return
+    batches = StackedBatches([data], [order], step.device)
     for number in range(len(batches)):
-        batch = batches.batch(number)
-        yield Batch(batch.x[0], batch.y[0], None if batch.lengths is None else batch.lengths[0])
+        yield Batch.of({name: tensor[0] for name, tensor in batches.batch(number).tensors().items()})
 
 
 @contextlib.contextmanager
@@ -109,9 +115,13 @@ class _Fit:
     losses: tuple[Loss, ...]
     models: tuple[str, ...]
     epochs: int | None
+    plan: Plan | None
+
+    def data(self) -> Examples:
+        return self.step.data.train if self.plan is None else self.plan.examples(self.step.data)
 
     def key(self) -> Hashable | None:
-        step, data = self.step, self.step.data.train
+        step, data = self.step, self.data()
         epochs = step.training.local_epochs if self.epochs is None else self.epochs
         if not isinstance(data, Examples) or len(data) == 0 or not self.losses or epochs < 1:
             return None
@@ -124,14 +134,16 @@ class _Fit:
             alike.identity(self.losses),
             self.models,
             self.epochs,
-            (data.length, data.store.bands),
+            alike.identity(self.plan),
+            (data.length, data.store.bands, tuple(data.columns)),
         )
 
     def several(self, others: Sequence[_Fit]) -> list[Metrics]:
         steps = [self.step, *(other.step for other in others)]
         try:
             with _computing(steps):
-                answers = fit_together(steps, self.losses, self.models, self.epochs)
+                data = [call.data() for call in (self, *others)]
+                answers = fit_together(steps, self.losses, self.models, self.epochs, self.plan, data)
         except together.NotBatchableError as error:
             for step in steps:
                 step.apart = str(error)
@@ -171,7 +183,8 @@ class _Fit:
         values: list[Tensor] = []  # read at the end only: on a GPU reading one would wait for it
         sizes: list[int] = []
         epochs = step.training.local_epochs if self.epochs is None else self.epochs
-        for batch in itertools.chain.from_iterable(_batches(step) for _ in range(epochs)):
+        data = self.data()
+        for batch in itertools.chain.from_iterable(_batches(step, data, self.plan) for _ in range(epochs)):
             if step.clock.expired:
                 step.clock.cut = True
                 break

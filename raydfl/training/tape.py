@@ -49,7 +49,6 @@ takes several copies of them, and all of a step's intermediate results."""
 _MOST = 500
 """Kinds of fits that are remembered for a network, and shapes of batches for each kind. (A tape of CRNN-Base takes 20 KB.)"""
 
-_BATCH = tuple(field.name for field in dataclasses.fields(Batch))
 _HIDDEN = ("client", "data", "rng", "round_index", "training", "clock")  # no pure loss reads them
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -246,8 +245,7 @@ class _Player:
 
     def compute(self, number: int, batch: Batch) -> Tensor:
         """See Compute."""
-        tensors = [getattr(batch, name) for name in _BATCH]
-        key = (number % len(self.losses), *[None if t is None else (t.shape, t.stride()) for t in tensors])
+        key = (number % len(self.losses), *[(n, t.shape, t.stride()) for n, t in batch.tensors().items()])
         recording = self.recordings.get(key)
         if recording is None:
             if len(self.recordings) >= _MOST:
@@ -292,7 +290,7 @@ class _Player:
     def _taped(self, number: int, batch: Batch) -> Tape:
         step, seed = self.step, seed_of_step(self.seed, number)
         known = {id(tensor): name for name, tensor in self._named().items()} | {id(seed): "seed"}
-        known.update((id(getattr(batch, name)), name) for name in _BATCH)
+        known.update((id(tensor), name) for name, tensor in batch.tensors().items())
         hidden = {name: cast(Any, Unavailable(name, "all steps")) for name in _HIDDEN}
         shown = dataclasses.replace(step, state=cast(Any, MappingProxyType(step.state)), **hidden)
 
@@ -312,7 +310,7 @@ class _Player:
         return found if all(a is None or a == b for a, b in zip(forms, tape.inputs.values(), strict=True)) else None
 
     def _play(self, tape: Tape, inputs: Sequence[Tensor | str], number: int, batch: Batch) -> tuple[Tensor | None, ...]:
-        fresh = {name: getattr(batch, name) for name in _BATCH}
+        fresh = batch.tensors()
         if "seed" in tape.inputs:
             fresh["seed"] = seed_of_step(self.seed, number)
         with torch.no_grad():

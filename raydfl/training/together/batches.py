@@ -115,15 +115,19 @@ class StackedBatches:
         widest = int(self.sizes.max(initial=0))
         labels = np.zeros((steps, clients, widest), np.int64)
         frames = np.ones((steps, clients, widest), np.int64)
+        columns = {name: np.zeros_like(labels) for name in examples[0].columns}
         for client, (own, plan) in enumerate(zip(examples, plans, strict=True)):
             for step, index in enumerate(plan):
                 labels[step, client, : len(index)] = own.labels[index]
                 frames[step, client, : len(index)] = own.counts[index]
+                for name, column in columns.items():
+                    column[step, client, : len(index)] = own.columns[name][index]
         fixed = self.fixed_length
         self.longest = frames.max(axis=(1, 2), initial=1) if fixed is None else np.full(steps, fixed)
         """int64 [steps]: frames of a batch."""
         self._labels = torch.from_numpy(labels).to(device)
         self._frames = torch.from_numpy(frames).to(device) if self.fixed_length is None else None
+        self._columns = {name: torch.from_numpy(column).to(device) for name, column in columns.items()}
         real = np.arange(widest) < self.sizes[:, :, None]
         self._weights = torch.from_numpy(real.astype(np.float32)).to(device)
         self._resident = Resident(examples, plans, widest, device) if device.type != "cpu" else None
@@ -153,6 +157,7 @@ class StackedBatches:
             y=self._labels[step, :clients, :width],
             lengths=None if self._frames is None else self._frames[step, :clients, :width],
             weight=None if (sizes == width).all() else self._weights[step, :clients, :width],
+            columns={name: column[step, :clients, :width] for name, column in self._columns.items()},
         )
 
     def _copy(self, step: int, clients: int, width: int, frames: int) -> Tensor:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from raydfl.core.types import Batch, Metrics, Ratio
 from raydfl.data.examples import Examples
 from raydfl.training.optimiser import Optimiser
+from raydfl.training.plan import Plan, order_of
 from raydfl.training.precision import GradientScale, computing_in
 from raydfl.training.randomness import fit_seed, generator_states, preserved, seed_of_step, set_generator_states
 from raydfl.training.step import Loss, Step
@@ -48,7 +49,12 @@ _sources: dict[Hashable, tuple[Source, ...]] = {}
 
 
 def fit_together(
-    steps: Sequence[Step], losses: Sequence[Loss], models: tuple[str, ...] = (), epochs: int | None = None
+    steps: Sequence[Step],
+    losses: Sequence[Loss],
+    models: tuple[str, ...] = (),
+    epochs: int | None = None,
+    plan: Plan | None = None,
+    data: Sequence[Examples] | None = None,
 ) -> list[Metrics]:
     """:func:`raydfl.training.fit.fit` for several clients; every client ends as it would have alone, to float tolerance.
 
@@ -57,6 +63,8 @@ def fit_together(
         losses: those of the first client; the others' are alike.
         models: as for ``fit``.
         epochs: as for ``fit``.
+        plan: of the batches, as for ``fit``.
+        data: each client's examples that the plan draws from; by default ``step.data.train``.
 
     Returns:
         What ``fit`` returns, for each client.
@@ -66,19 +74,29 @@ def fit_together(
     """
     first = steps[0]
     options = alike.identity(dict(first.options))
-    kind = ("fit", tuple(map(alike.kind, losses)), _kind(first), first.phase, options, models, first.data.train.length)
+    data = [step.data.train for step in steps] if data is None else data
+    kind = (
+        "fit",
+        tuple(map(alike.kind, losses)),
+        _kind(first),
+        first.phase,
+        options,
+        models,
+        data[0].length,
+        tuple(data[0].columns),
+    )
     draws = [step.rng.bit_generator.state for step in steps]
     try:
         with _failures(kind, remember=False):
             seeds = [fit_seed(step) for step in steps]
             count = first.training.local_epochs if epochs is None else epochs
             plans = [
-                [index for _ in range(count) for index in s.data.train.order(s.training.batch_size, s.rng)]
-                for s in steps
+                [index for _ in range(count) for index in order_of(step, own, plan)]
+                for step, own in zip(steps, data, strict=True)
             ]
             order = sorted(range(len(steps)), key=lambda client: -len(plans[client]))
             group = StackedClients([steps[i] for i in order], list(first.models), models or tuple(first.models))
-            batches = StackedBatches([steps[i].data.train for i in order], [plans[i] for i in order], first.device)
+            batches = StackedBatches([data[i] for i in order], [plans[i] for i in order], first.device)
             seed = torch.tensor([seeds[i] for i in order]).to(first.device)
             if kind not in _sources:
                 if len(_sources) >= _REMEMBERED:
@@ -149,7 +167,7 @@ def predict_together(steps: Sequence[Step], model: str, examples: Sequence[Examp
 
 
 def _of_first_client(batch: Batch) -> Batch:
-    return Batch(batch.x[0], batch.y[0], None if batch.lengths is None else batch.lengths[0])
+    return Batch.of({name: tensor[0] for name, tensor in batch.tensors().items() if name != "weight"})
 
 
 def _kind(step: Step) -> Hashable:
@@ -340,15 +358,10 @@ def _at_random_place(
 
 def _padded(batch: Batch, shift: float) -> Batch:
     """``batch`` and one example more, of weight 0, in every client; and more frames where lengths say which count."""
-    x = torch.cat([batch.x, batch.x[:, :1].flip(2) + shift], dim=1)
-    lengths = None
+    tensors = {name: torch.cat([tensor, tensor[:, :1]], dim=1) for name, tensor in batch.tensors().items()}
+    tensors["x"] = torch.cat([batch.x, batch.x[:, :1].flip(2) + shift], dim=1)
     if batch.lengths is not None:
-        lengths = torch.cat([batch.lengths, batch.lengths[:, :1]], dim=1)
-        x = torch.nn.functional.pad(x, (0, 0, 0, 5))
-    weight = torch.ones_like(batch.y, dtype=x.dtype) if batch.weight is None else batch.weight
-    return Batch(
-        x=x,
-        y=torch.cat([batch.y, batch.y[:, :1]], dim=1),
-        lengths=lengths,
-        weight=torch.cat([weight, torch.zeros_like(weight[:, :1])], dim=1),
-    )
+        tensors["x"] = torch.nn.functional.pad(tensors["x"], (0, 0, 0, 5))
+    weight = torch.ones(batch.y.shape[:2], device=batch.y.device) if batch.weight is None else batch.weight
+    tensors["weight"] = torch.cat([weight, torch.zeros_like(weight[:, :1])], dim=1)
+    return Batch.of(tensors)

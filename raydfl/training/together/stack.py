@@ -170,8 +170,8 @@ class StackedClients:
             MoreSourcesError: ``sources`` now has what was missing; to be begun again with :meth:`start`.
             NotBatchableError: it cannot be computed so, and why.
         """
-        fields = {"x": batch.x, "y": batch.y, "lengths": batch.lengths, "weight": batch.weight}
-        own_fields = {} if shared_batch else {name: value for name, value in fields.items() if value is not None}
+        fields = batch.tensors()
+        own_fields = {} if shared_batch else fields
         own_sources = {source: value[: self.active] for source, value in self._differing.items()}
         # What is mapped comes in as an argument; what is the same for all is simply there.
         arguments = [*self.live.values(), *own_sources.values(), *own_fields.values()]
@@ -184,11 +184,11 @@ class StackedClients:
             self._given.clear()
             self._given.update(self._same)
             self._given.update((source, next(given)) for source in own_sources)
-            own = Batch(**{**fields, **{name: next(given) for name in own_fields}})  # type: ignore[arg-type]
+            own = Batch.of({**fields, **{name: next(given) for name in own_fields}})
             with step_randomness(next(given, None)), self.tensors[0].replaced(installed):
                 return loss(self._shown, own)
 
-        given = [*self._same.values(), *own_sources.values(), *(v for v in fields.values() if v is not None)]
+        given = [*self._same.values(), *own_sources.values(), *fields.values()]
         versions = [tensor._version for tensor in given]
         value: Tensor = torch.vmap(one, randomness="different")(*arguments)
         if versions != [tensor._version for tensor in given]:

@@ -1,0 +1,139 @@
+"""Plans: which examples a batch has, and that they train the same looped, stacked and from a recording."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from pydantic.dataclasses import dataclass
+from several_clients import BANDS, CLASSES, both, make_examples, make_steps
+from torch import Tensor
+
+from raydfl.core.errors import ConfigError
+from raydfl.core.types import Batch, Update
+from raydfl.data.examples import ClientData
+from raydfl.methods._method import Method
+from raydfl.models.dense import MeanLinear
+from raydfl.training import tape
+from raydfl.training.fit import fit
+from raydfl.training.plan import POOL, Plan
+from raydfl.training.step import Step
+
+
+def pooled(labelled: int, unlabelled: int, seed: int = 0) -> ClientData:
+    nothing = make_examples(1, 0).take(np.zeros(0, np.int64))
+    first = make_examples(labelled, seed) if labelled else nothing
+    whole = make_examples(labelled + unlabelled, seed)  # pools are of one store
+    first, further = whole.take(np.arange(labelled)), whole.take(np.arange(labelled, len(whole)))
+    return ClientData(first, nothing, nothing, {"unlabelled": further}, "labelled")
+
+
+def epoch(data: ClientData, plan: Plan, seed: int = 0) -> list[tuple[list[int], list[int]]]:
+    """The positions in the two pools of each batch."""
+    examples = plan.examples(data)
+    names = [*plan.rows]
+    split = np.cumsum([0, *[len(data.pools[name]) for name in names]])
+    found = []
+    for index in plan.order(examples, np.random.default_rng(seed)):
+        of = examples.columns[POOL][index]
+        found.append(tuple((index[of == n] - split[n]).tolist() for n in range(len(names))))
+    return found  # type: ignore[return-value]
+
+
+def test_an_epoch_goes_once_through_the_leading_pool_and_round_and_round_the_other() -> None:
+    batches = epoch(pooled(3, 10), Plan({"labelled": 2, "unlabelled": 4}, leads="unlabelled"))
+    assert [len(b) for _, b in batches] == [4, 4, 2]
+    assert sorted(i for _, b in batches for i in b) == list(range(10))
+    assert [len(a) for a, _ in batches] == [2, 2, 2]
+    assert set(Counter(i for a, _ in batches for i in a).values()) == {2}, "6 draws of 3 examples: each twice"
+
+
+def test_a_number_of_steps_leads_where_no_pool_does() -> None:
+    batches = epoch(pooled(3, 5), Plan({"labelled": 2, "unlabelled": 2}, steps=6))
+    assert [(len(a), len(b)) for a, b in batches] == [(2, 2)] * 6
+    assert set(Counter(i for a, _ in batches for i in a).values()) == {4}
+    assert set(Counter(i for _, b in batches for i in b).values()) <= {2, 3}
+
+
+@pytest.mark.parametrize(("labelled", "unlabelled", "steps"), [(0, 10, 3), (7, 0, 4), (0, 0, 0)])
+def test_an_empty_pool_gives_nothing_and_the_other_leads(labelled: int, unlabelled: int, steps: int) -> None:
+    batches = epoch(pooled(labelled, unlabelled), Plan({"labelled": 2, "unlabelled": 4}, leads="unlabelled"))
+    assert len(batches) == steps
+    assert sorted(i for a, _ in batches for i in a) == list(range(labelled))
+    assert sorted(i for _, b in batches for i in b) == list(range(unlabelled))
+
+
+def test_the_leading_pools_draws_are_those_of_training_without_a_plan() -> None:
+    data, plan = pooled(10, 6), Plan({"labelled": 4})
+    planned = [index.tolist() for index in plan.order(plan.examples(data), np.random.default_rng(7))]
+    assert planned == [index.tolist() for index in data.train.order(4, np.random.default_rng(7))]
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (lambda: Plan({}), "at least one pool"),
+        (lambda: Plan({"labelled": 0}), "at least 1 example"),
+        (lambda: Plan({"labelled": 1}, leads="labeled"), "did you mean 'labelled'"),
+        (lambda: Plan({"labelled": 1}, leads="labelled", steps=3), "either steps or leads"),
+        (lambda: Plan({"labeled": 1}).examples(pooled(2, 2)), "did you mean 'labelled'"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(plan: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan()  # type: ignore[operator]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guessing(Method):
+    """Half a loss on labels, half on the entropy of what has none."""
+
+    pure: ClassVar[bool] = True
+
+    def loss(self, step: Step, batch: Batch) -> Tensor:
+        logits = step.forward("model", batch)
+        labelled = (batch.columns[POOL] == 0).float()
+        own = F.cross_entropy(logits, batch.y, reduction="none")
+        entropy = -(logits.softmax(1) * logits.log_softmax(1)).sum(1)
+        return batch.mean(labelled * own + (1 - labelled) * entropy)
+
+    def local(self, step: Step) -> Update:
+        return step.update(fit(step, self.loss, batches=Plan({"labelled": 2, "unlabelled": 3}, leads="unlabelled")))
+
+
+def networks() -> dict[str, torch.nn.Module]:
+    return {"model": MeanLinear(BANDS, CLASSES)}
+
+
+SIZES = ((2, 9), (5, 4), (0, 7), (3, 0))
+
+
+def test_planned_clients_train_together_as_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = [pooled(*sizes, seed) for seed, sizes in enumerate(SIZES)]
+
+    def steps_with_pools(*given: object, **settings: object) -> list[Step]:
+        steps = make_steps(*given, **settings)  # type: ignore[arg-type]
+        for step, own in zip(steps, data, strict=True):
+            step.data = own
+        return steps
+
+    monkeypatch.setattr("several_clients.make_steps", steps_with_pools)
+    both(Guessing(), networks)
+
+
+def test_a_planned_loss_is_recorded_with_the_bits_of_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape, "FIRST", 1)
+    results = []
+    for recordings in (None, {}):
+        (step,) = make_steps(Guessing(), networks, sizes=(5,), epochs=8)
+        step.data, step.recordings = pooled(4, 9), recordings
+        results.append(dataclasses.replace(step.update(Guessing().local(step).metrics), metrics={}))
+    played = [one.played for kinds in recordings.values() for one in kinds.values()]  # type: ignore[union-attr]
+    assert sum(played) > 10
+    for name, tensor in results[0].tensors.items():
+        assert torch.equal(tensor, results[1].tensors[name])
