@@ -79,7 +79,7 @@ def test_a_client_alone_on_a_device_has_the_same_batches(lengths: bool) -> None:
     step.rng, step.device = np.random.default_rng(7), device  # type: ignore[assignment]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(train, "StackedBatches", lambda e, p, d: on_device(e, p))
-        found = list(train._batches(step))
+        found = list(train._batches(step, step.data.train, None))
     assert len(found) == len(expected) == 3
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one.x, other.x)
