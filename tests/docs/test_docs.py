@@ -72,6 +72,7 @@ def test_pages_are_there_and_have_blocks() -> None:
         "search.md",
         "silos.md",
         "sweeps.md",
+        "together.md",
         "using.md",
     }
     assert all(any(block.page == page for block in RUNNABLE) for page in PAGES)
