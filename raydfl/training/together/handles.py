@@ -116,3 +116,6 @@ class Unavailable:
 
     __setattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __eq__ = __contains__ = __call__ = _refuse
     __hash__ = __str__ = __repr__ = __format__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __pow__ = __rpow__ = __mod__ = __floordiv__ = __lt__ = __le__ = __gt__ = __ge__ = __neg__ = _refuse
+    __int__ = __float__ = __index__ = _refuse
