@@ -10,11 +10,17 @@ import numpy as np
 import pyarrow as pa
 
 from raydfl.core.options import options_of
-from raydfl.data.build import Division, divide, list_clips
-from raydfl.data.dataset import find_dataset
-from raydfl.data.manifest import remarks_of
-from raydfl.data.partition import PartitionSettings, natural_order, sizes_text
-from raydfl.data.settings import DataSettings
+from raydfl.data import (
+    DataSettings,
+    Division,
+    PartitionSettings,
+    divide,
+    find_dataset,
+    list_clips,
+    natural_order,
+    remarks_of,
+    sizes_text,
+)
 
 _WIDTH = 110
 _LABEL = 18

@@ -13,8 +13,8 @@ from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.options import Option, describe_field, options_of, plain
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import to_yaml
-from raydfl.data.settings import DataSettings
-from raydfl.engine.config import Config
+from raydfl.data import DataSettings
+from raydfl.engine import Config
 from raydfl.methods import Method
 from raydfl.models import architectures, model_options
 from raydfl.rules import RULES

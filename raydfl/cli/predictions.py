@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from raydfl.core.errors import InputError
-from raydfl.data.manifest import shown_name
-from raydfl.runs.inference.recordings import Prediction
+from raydfl.data import shown_name
+from raydfl.runs.inference import Prediction
 
 Form = Literal["table", "csv", "json"]
 

@@ -15,9 +15,8 @@ import pyarrow as pa
 
 from raydfl.core.errors import InputError
 from raydfl.core.yaml import to_yaml
-from raydfl.data.build import Division, divide, list_clips
-from raydfl.data.partition import sizes_text
-from raydfl.engine.config import Config, make_config
+from raydfl.data import Division, divide, list_clips, sizes_text
+from raydfl.engine import Config, make_config
 
 _WIDTH = 110
 _LEAST_GROUPS = 3

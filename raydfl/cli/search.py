@@ -15,7 +15,7 @@ from raydfl.experiments.search.plan import Search, trial_name
 from raydfl.experiments.search.results import SearchResults, best_command, collect, columns, lines, write_tables
 from raydfl.experiments.search.run import SearchOutcome, opened, outcome_of, run_search, write_reports
 from raydfl.experiments.search.tracking import SearchTracker
-from raydfl.runs.progress import Progress
+from raydfl.runs import Progress
 
 _NAMED = 10
 """Trials that are shown at the end."""

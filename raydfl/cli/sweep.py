@@ -12,7 +12,7 @@ from raydfl.experiments.sweep.grid import Sweep
 from raydfl.experiments.sweep.page import write_page
 from raydfl.experiments.sweep.results import Results, collect, columns, lines, write_tables
 from raydfl.experiments.sweep.run import SweepOutcome, is_finished, run_sweep
-from raydfl.runs.progress import Progress
+from raydfl.runs import Progress
 
 _NAMED = 10
 """Runs that are named one by one at the end."""

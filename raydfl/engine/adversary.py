@@ -11,7 +11,7 @@ from raydfl.attacks import Attack, Cohort, ColludingAttack, HonestUpdates, Updat
 from raydfl.core import seeds
 from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import Tensors, Update
-from raydfl.data.names import Names
+from raydfl.data import Names
 
 _LARGEST = float(np.finfo(np.float32).max)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from raydfl.core import seeds
 from raydfl.core.types import Client, ModelSpec
-from raydfl.data.population import Population
+from raydfl.data import Population
 from raydfl.engine.config import Config
 
 _REMEMBERED = 4096

@@ -28,17 +28,14 @@ from raydfl.core.options import check_keys, explain, path_options, plain
 from raydfl.core.remote import check_path, is_uri
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import parse_yaml
-from raydfl.data.dataset import find_dataset
-from raydfl.data.features.file import FileFeatures, needs_waves
-from raydfl.data.features.kinds import kind_of
-from raydfl.data.settings import DataSettings
+from raydfl.data import DataSettings, find_dataset
+from raydfl.data.features import FileFeatures, kind_of, needs_waves
 from raydfl.engine.assembly import ModelChoice, Parts, assemble
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
 from raydfl.methods import Method
 from raydfl.models import check_model, model_paths
 from raydfl.rules import rule_class
-from raydfl.training.precision import check_device
-from raydfl.training.settings import TrainSettings
+from raydfl.training import TrainSettings, check_device
 
 _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("attack",): None,

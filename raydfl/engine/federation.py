@@ -12,7 +12,7 @@ from raydfl.core import seeds
 from raydfl.core.errors import ConfigError
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import Metrics, Ratio, State, Task
-from raydfl.data.population import Population
+from raydfl.data import Population
 from raydfl.engine.adversary import Adversary
 from raydfl.engine.arrivals import Arrivals
 from raydfl.engine.clients import Clients

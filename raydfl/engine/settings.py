@@ -9,7 +9,9 @@ from pydantic import Field, field_validator, model_validator
 
 from raydfl.core.remote import check_uri, is_uri
 from raydfl.core.settings import Settings
-from raydfl.training.settings import _LONGEST_NAME
+
+_LONGEST_NAME = 240
+"""Bytes of a run's name: file systems take 255, and a site's folder of the run has some more."""
 
 
 class EvaluateSettings(Settings):

@@ -28,8 +28,7 @@ from raydfl.core.metrics import attack_success
 from raydfl.core.tensors import FlatTensors, OwnTensors
 from raydfl.core.types import Client, Metrics, ModelSpec
 from raydfl.core.users_code import place_of
-from raydfl.data.examples import ClientData, Examples
-from raydfl.data.population import Population
+from raydfl.data import ClientData, Examples, Population
 from raydfl.engine.autotune import best_width, remembered
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
@@ -37,11 +36,8 @@ from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Result, 
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
 from raydfl.engine.validation import check_form, check_weights, checked_metrics, reason_of
 from raydfl.methods import Method
-from raydfl.training.clock import Clock, DeadlineExceededError
-from raydfl.training.precision import check_device
-from raydfl.training.replica import Replica
-from raydfl.training.step import Step
-from raydfl.training.together import lockstep as together
+from raydfl.training import Clock, DeadlineExceededError, Replica, Step, check_device
+from raydfl.training.together import run_in_lockstep
 
 KEPT_MODEL, KEPT_STATE = "model:", "state:"
 """Prefixes in a private record: tensors of models that are not shared, and what the method keeps in step.state."""
@@ -163,7 +159,7 @@ class Worker:
         started = time.perf_counter()
         work = [functools.partial(self._carry_out, order, broadcast, place) for place, order in enumerate(orders)]
         results = []
-        for outcome in together.run_in_lockstep(work) if len(work) > 1 else [work[0]()]:
+        for outcome in run_in_lockstep(work) if len(work) > 1 else [work[0]()]:
             if isinstance(outcome, Exception):
                 raise outcome
             results.append(outcome)

@@ -11,7 +11,7 @@ from typing import Literal, cast
 import numpy as np
 
 from raydfl.core.errors import RaydflError
-from raydfl.core.ops.sums import ClientVectors, Parts, Weight, compiled
+from raydfl.core.ops import ClientVectors, Parts, Weight, sums_are_compiled
 from raydfl.core.tensors import Layout
 from raydfl.core.types import Ratio, Tensors, Update
 from raydfl.rules._weights import absent, divided, flat, total_of, weight_of
@@ -140,7 +140,7 @@ class Group:
         if weight == 0:
             return {name: self.mean(name, kept) for name in names}
         parts = self.parts(names)
-        if compiled() or len(kept) == len(self.rows):
+        if sums_are_compiled() or len(kept) == len(self.rows):
             sums = [np.zeros(stop - start) for start, stop in parts]
             for total, (start, _) in zip(sums, parts, strict=True):
                 self._rows.add_to(total, weights, kept, start)

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from raydfl.core.errors import RaydflError
-from raydfl.core.ops.sums import Weight
+from raydfl.core.ops import Weight
 from raydfl.core.tensors import Layout
 from raydfl.core.types import Tensors, Update
 

@@ -19,16 +19,20 @@ from raydfl.core.lock import FileLock
 from raydfl.core.tensor_file import to_safetensors
 from raydfl.core.types import ModelSpec
 from raydfl.core.version import __version__
-from raydfl.data.build import build_population
-from raydfl.data.population import Population
-from raydfl.engine.clients import Clients
-from raydfl.engine.config import Config
-from raydfl.engine.probe import try_models
-from raydfl.engine.storage.folder import check_same, file_name_of, final_state, stored_about, write_config
-from raydfl.engine.storage.mirror import local_runs, mirror_of
-from raydfl.engine.storage.store import RunStore
-from raydfl.engine.storage.trust import code_of, remember_code
-from raydfl.engine.worker import build_models
+from raydfl.data import Population, build_population
+from raydfl.engine import Clients, Config, build_models, try_models
+from raydfl.engine.storage import (
+    RunStore,
+    check_same,
+    code_of,
+    file_name_of,
+    final_state,
+    local_runs,
+    mirror_of,
+    remember_code,
+    stored_about,
+    write_config,
+)
 from raydfl.runs.progress import Progress
 
 

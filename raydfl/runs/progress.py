@@ -22,7 +22,7 @@ from rich.text import Text
 
 from raydfl.core.errors import printable
 from raydfl.core.metrics import SHOWN, base_name
-from raydfl.engine.telemetry import RoundReport
+from raydfl.engine import RoundReport
 from raydfl.runs.outcome import Outcome
 
 Mode = Literal["auto", "bar", "lines", "quiet", "json"]

@@ -23,8 +23,8 @@ import pyarrow.compute as pc
 
 from raydfl.core.errors import InputError, first_line
 from raydfl.core.lock import locked
-from raydfl.engine.settings import TrackSettings, without_password
-from raydfl.engine.storage.record import MetricRow, read_rows, to_rows
+from raydfl.engine import TrackSettings, without_password
+from raydfl.engine.storage import MetricRow, read_rows, to_rows
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

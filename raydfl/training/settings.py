@@ -100,7 +100,3 @@ class TrainSettings(Settings):
                 f"lower train.cohort or give a share such as 0.2"
             )
         return size
-
-
-_LONGEST_NAME = 240
-"""Bytes of a run's name: file systems take 255, and a site's folder of the run has some more."""

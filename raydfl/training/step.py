@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from raydfl.core.types import Batch, Client, Metrics, Tensors, Update
-from raydfl.data.examples import ClientData
+from raydfl.data import ClientData
 from raydfl.training.clock import Clock
 from raydfl.training.replica import check_shape
 from raydfl.training.settings import TrainSettings

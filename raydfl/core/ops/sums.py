@@ -33,7 +33,7 @@ _FLOATS = torch.empty(0)
 """To ask with: making a tensor lets go of the interpreter, and another thread keeps it for a while."""
 
 
-def compiled() -> bool:
+def sums_are_compiled() -> bool:
     """Return whether sums are compiled: the operators were built, and :func:`raydfl.ops.use` has not turned them off."""
     return compiled_for(_FLOATS) is not None and _built()
 
@@ -52,7 +52,7 @@ class ClientVectors:
         self.vectors = vectors
         self._tensors: list[torch.Tensor] = []
         self._memory = np.empty(0, np.float32)
-        if compiled():
+        if sums_are_compiled():
             with warnings.catch_warnings():
                 # The operators only read: what torch says about arrays that are not writeable does not concern them.
                 warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)

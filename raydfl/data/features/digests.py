@@ -20,10 +20,10 @@ import pyarrow as pa
 
 from raydfl.core.errors import DataError
 from raydfl.core.files import write_atomically
+from raydfl.core.processes import available_cpus
 from raydfl.core.progress import Progress
 from raydfl.data.dataset import Dataset
 from raydfl.data.manifest import NO_FILE, is_no_file
-from raydfl.data.processes import available_cpus
 
 DIGEST_BYTES = 16
 UNREADABLE = bytes(DIGEST_BYTES)

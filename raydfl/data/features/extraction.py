@@ -19,6 +19,7 @@ import numpy as np
 
 from raydfl.core.errors import RaydflError
 from raydfl.core.files import write_atomically
+from raydfl.core.processes import available_cpus, share_with_processes
 from raydfl.core.registry import build
 from raydfl.data.corruption import NOISELESS, Noise, add_noise
 from raydfl.data.dataset import Dataset
@@ -28,7 +29,6 @@ from raydfl.data.features.file import FileFeatures, read_features
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.model import ModelFeatures
-from raydfl.data.processes import available_cpus, share_with_processes
 
 _CLIPS = 128
 _SECONDS = 600.0

@@ -23,7 +23,7 @@ from raydfl.core.settings import Settings
 from raydfl.data.features.wave import Channel, Dtype, Normalise, SampleRate
 
 _LARGEST_FFT = 16_384
-_LARGEST_DENOMINATOR = 1_000
+LARGEST_DENOMINATOR = 1_000
 
 
 class FeatureSettings(Settings):

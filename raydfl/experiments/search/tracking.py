@@ -14,12 +14,10 @@ import pyarrow.compute as pc
 
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.files import write_durably
-from raydfl.engine.storage.folder import flat
-from raydfl.engine.storage.record import read_rows, to_rows
-from raydfl.engine.storage.store import RunStore, round_of
+from raydfl.engine.storage import RunStore, flat, read_rows, round_of, to_rows
 from raydfl.experiments.search.journal import Journal
 from raydfl.experiments.search.plan import Search, Trial
-from raydfl.runs.tracking import NullTracker, Tracker, make_tracker
+from raydfl.runs import NullTracker, Tracker, make_tracker
 
 _PARENT = "mlflow.parentRunId"
 """MLflow's own tag: its pages show the run below the other one."""

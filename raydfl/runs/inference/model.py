@@ -18,17 +18,11 @@ from torch import Tensor, nn
 from raydfl.core.errors import InputError, RunDirectoryError, nearest
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import ModelSpec, Tensors
-from raydfl.data.population import Population
-from raydfl.data.settings import DataSettings
-from raydfl.engine.clients import Clients
-from raydfl.engine.config import Config
-from raydfl.engine.storage.folder import stored_about, stored_config
-from raydfl.engine.storage.mirror import local_run
-from raydfl.engine.storage.private import PrivateStore
-from raydfl.engine.storage.store import Commit, RunStore
-from raydfl.engine.worker import KEPT_MODEL, build_models
+from raydfl.data import DataSettings, Population
+from raydfl.engine import KEPT_MODEL, Clients, Config, build_models
+from raydfl.engine.storage import Commit, PrivateStore, RunStore, local_run, stored_about, stored_config
 from raydfl.methods import Method
-from raydfl.training.replica import Replica
+from raydfl.training import Replica
 
 Specs = tuple[ModelSpec, ...]
 

@@ -11,7 +11,7 @@ from typing import Any
 from raydfl.core.errors import InputError
 from raydfl.core.files import write_durably
 from raydfl.core.version import __version__
-from raydfl.engine.storage.folder import file_name_of
+from raydfl.engine.storage import file_name_of
 from raydfl.runs.inference.front_end import describe_front_end
 from raydfl.runs.inference.model import RunModel, load_model
 from raydfl.runs.inference.network import Graph

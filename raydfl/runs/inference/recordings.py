@@ -21,14 +21,8 @@ import numpy as np
 import torch
 
 from raydfl.core.errors import DataError, InputError, RaydflError
-from raydfl.data.audio import read_audio
-from raydfl.data.examples import Examples
-from raydfl.data.features.cache import FeatureStore
-from raydfl.data.features.extractor import FeatureExtractor
-from raydfl.data.features.file import FileFeatures
-from raydfl.data.features.statistics import z_scores
-from raydfl.data.manifest import shown_name
-from raydfl.data.segment import segments
+from raydfl.data import Examples, read_audio, segments, shown_name
+from raydfl.data.features import FeatureExtractor, FeatureStore, FileFeatures, z_scores
 from raydfl.data.sets import list_recordings
 from raydfl.runs.inference.model import RunModel, load_model
 

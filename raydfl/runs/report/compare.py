@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from raydfl.core.metrics import base_name, model_name
-from raydfl.engine.storage.folder import flat
+from raydfl.engine.storage import flat
 from raydfl.runs.progress import duration, size
 from raydfl.runs.report import figures as plots
 from raydfl.runs.report.data import SPLITS, Key, RunRecord, dig, place

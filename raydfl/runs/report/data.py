@@ -15,10 +15,18 @@ from numpy.typing import NDArray
 
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.metrics import HIGHER_IS_BETTER, base_name, model_name
-from raydfl.engine.storage.folder import check_about, decisive_changes, flat
-from raydfl.engine.storage.record import MetricRow, read_rows, to_rows, unrecorded
-from raydfl.engine.storage.store import RunStore, round_of
-from raydfl.engine.telemetry import TIMELINE
+from raydfl.engine import TIMELINE
+from raydfl.engine.storage import (
+    MetricRow,
+    RunStore,
+    check_about,
+    decisive_changes,
+    flat,
+    read_rows,
+    round_of,
+    to_rows,
+    unrecorded,
+)
 
 SPLITS = {
     "test": "test data",

@@ -9,7 +9,7 @@ from typing import Any
 
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.metrics import model_name
-from raydfl.engine.storage.store import Commit, RunStore
+from raydfl.engine.storage import Commit, RunStore
 from raydfl.runs.progress import size
 from raydfl.runs.report.data import SPLITS, RunRecord, place
 

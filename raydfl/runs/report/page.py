@@ -12,7 +12,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from raydfl.core.metrics import model_name
-from raydfl.engine.settings import without_password
+from raydfl.engine import without_password
 from raydfl.runs.report import figures as plots
 from raydfl.runs.report.data import SPLITS, Curve, Key, RunRecord
 from raydfl.runs.report.diagnosis import problems_of

@@ -12,8 +12,7 @@ from matplotlib.colors import ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from raydfl.data.partition import sizes_text
-from raydfl.data.population import Population
+from raydfl.data import Population, sizes_text
 
 _MOST_NAMES = 64
 _MOST_ROWS = 400

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from raydfl.core.metrics import HIGHER_IS_BETTER, base_name, model_name, worst_decile
-from raydfl.engine.storage.folder import flat
+from raydfl.engine.storage import flat
 from raydfl.runs.progress import duration, size
 from raydfl.runs.report import figures as plots
 from raydfl.runs.report.data import SPLITS, Key, RunRecord, dig, place

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raydfl.core.errors import RaydflError
-from raydfl.data.population import Population
-from raydfl.engine.telemetry import WALL
+from raydfl.data import Population
+from raydfl.engine import WALL
 from raydfl.runs.report import figures as plots
 from raydfl.runs.report import figures_time as plots_time
 from raydfl.runs.report.data import RunRecord

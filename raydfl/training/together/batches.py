@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from raydfl.core.types import Batch
-from raydfl.data.examples import Examples
-from raydfl.data.features.cache import FeatureStore
+from raydfl.data import Examples
+from raydfl.data.features import FeatureStore
 
 _SHARE = 1 / 3
 """Of the memory of a device that is free, what a store may take: the rest is for models and what is computed."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from raydfl.core.types import Batch, Metrics, Ratio
-from raydfl.data.examples import Examples
+from raydfl.data import Examples
 from raydfl.training.optimiser import Optimiser
 from raydfl.training.precision import GradientScale, computing_in
 from raydfl.training.randomness import fit_seed, generator_states, preserved, seed_of_step, set_generator_states
@@ -50,7 +50,7 @@ _sources: dict[Hashable, tuple[Source, ...]] = {}
 def fit_together(
     steps: Sequence[Step], losses: Sequence[Loss], models: tuple[str, ...] = (), epochs: int | None = None
 ) -> list[Metrics]:
-    """:func:`raydfl.training.fit.fit` for several clients; every client ends as it would have alone, to float tolerance.
+    """:func:`raydfl.fit` for several clients; every client ends as it would have alone, to float tolerance.
 
     Args:
         steps: of clients with equal architectures, settings, phase, round and options, each with training data.
@@ -103,7 +103,7 @@ def fit_together(
 
 @torch.no_grad()
 def predict_together(steps: Sequence[Step], model: str, examples: Sequence[Examples], batch_size: int) -> list[Tensor]:
-    """:func:`raydfl.training.fit.predict` for several clients: logits float32 [examples, classes] on the CPU, for each.
+    """:func:`raydfl.predict` for several clients: logits float32 [examples, classes] on the CPU, for each.
 
     Args:
         steps: of clients in which the named model has one architecture.

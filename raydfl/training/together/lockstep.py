@@ -1,6 +1,6 @@
 """Several clients' code side by side, so that what they have in common can be computed for all of them at once.
 
-A client's code is ordinary Python: it does what it likes and calls :func:`raydfl.training.fit.fit` or ``predict`` where it likes.
+A client's code is ordinary Python: it does what it likes and calls :func:`raydfl.fit` or ``predict`` where it likes.
 :func:`run_in_lockstep` runs each client's code in a thread of its own, but only one at a time and in the clients' order. A client
 runs until it is done or until it makes a :class:`Call`, at which it is parked. When all are parked or done, the calls with
 equal keys are computed together, everybody gets its answer, and the clients go on, again in order. So the order in which

@@ -18,7 +18,7 @@ from raydfl.core.types import Batch, Update
 from raydfl.methods._method import Method
 from raydfl.methods.fedavg import FedAvg
 from raydfl.models.dense import MeanMLP
-from raydfl.training.fit import fit
+from raydfl.training._fit import fit
 from raydfl.training.step import Step
 from raydfl.training.together import lockstep as together
 from raydfl.training.together.stack import StackedClients

@@ -29,7 +29,7 @@ from raydfl.methods.fedyogi import FedYogi
 from raydfl.methods.scaffold import Scaffold
 from raydfl.models.crnn import CRNN
 from raydfl.models.dense import MeanLinear, MeanMLP
-from raydfl.training.fit import fit, predict
+from raydfl.training._fit import fit, predict
 from raydfl.training.step import Step
 from raydfl.training.together import lockstep as together
 

@@ -24,7 +24,7 @@ from raydfl.core.errors import RaydflError
 T = TypeVar("T")
 R = TypeVar("R")
 
-_PROGRAM = "from raydfl.data.processes import serve; serve()"
+_PROGRAM = "from raydfl.core.processes import serve; serve()"
 
 
 def available_cpus() -> int:

@@ -19,12 +19,20 @@ from raydfl.cluster.session import connected, ray_session
 from raydfl.core import ops
 from raydfl.core.files import write_durably
 from raydfl.core.remote import is_uri, parted
-from raydfl.engine.config import Config, apply_overrides, make_config
-from raydfl.engine.storage import record
-from raydfl.engine.storage.folder import check_begun, check_same, flat, stored_about, stored_config, write_config
-from raydfl.engine.storage.mirror import local_run, local_runs, mirror_of
-from raydfl.engine.storage.trust import remember_code
-from raydfl.engine.telemetry import RoundReport
+from raydfl.engine import Config, RoundReport, apply_overrides, make_config
+from raydfl.engine.storage import (
+    check_begun,
+    check_same,
+    flat,
+    local_run,
+    local_runs,
+    mirror_of,
+    record,
+    remember_code,
+    stored_about,
+    stored_config,
+    write_config,
+)
 from raydfl.runs.folder import driving, ensure_features, export, folder_of, prepare_run
 from raydfl.runs.outcome import Outcome
 from raydfl.runs.progress import Progress

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from raydfl.core.types import Batch, Metrics, Ratio
-from raydfl.data.examples import Examples
+from raydfl.data import Examples
 from raydfl.training.optimiser import Optimiser, torch_optimiser
 from raydfl.training.precision import GradientScale, computing_in
 from raydfl.training.randomness import fit_seed, seed_of_step, step_randomness
