@@ -10,6 +10,7 @@ __all__ = [
     "lazy",
     "lock",
     "metrics",
+    "nested",
     "ops",
     "options",
     "processes",

@@ -1,4 +1,4 @@
-"""What a run keeps on the disk: commits, private state and the record of metrics.
+"""The data that a run keeps on the disk: commits, private state and the record of metrics.
 
 Begin with store.py (commits), private.py (clients' state) and record.py (metrics).
 """
@@ -11,7 +11,6 @@ from raydfl.engine.storage.folder import (
     decisive_changes,
     file_name_of,
     final_state,
-    flat,
     stored_about,
     stored_config,
     write_config,
@@ -35,7 +34,6 @@ __all__ = [
     "decisive_changes",
     "file_name_of",
     "final_state",
-    "flat",
     "influences",
     "local_run",
     "local_runs",
