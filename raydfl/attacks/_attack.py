@@ -99,7 +99,7 @@ class Attack:
 
     @property
     def alters(self) -> bool:
-        """Whether it alters recordings: what :meth:`alteration` says is its own."""
+        """Return whether it alters recordings, that is, has an :meth:`alteration` of its own."""
         return type(self).alteration is not Attack.alteration
 
     def alteration(self) -> Alteration | None:

@@ -61,7 +61,7 @@ class _TakesSettings(TyperCommand):
 
 
 def _run_dir(text: str) -> Path:
-    """A run's folder as it was given; one behind a URI is fetched first."""
+    """Return a run's folder as it was given; one behind a URI is fetched first."""
     if "://" not in text:
         return Path(text)
     from raydfl.engine.storage import local_run
@@ -91,7 +91,7 @@ def _options(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """What stands before a command."""
+    """Handle the options before a command."""
     if in_a_job():
         from raydfl.cluster.session import current_token  # takes gRPC
 
@@ -236,7 +236,7 @@ def replay_command(
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Turns a file that cannot be written into an error that names it."""
+    """Turn a file that cannot be written into an error that names it."""
     try:
         yield
     except OSError as error:
@@ -386,7 +386,7 @@ def methods_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """All methods, aggregation rules, attacks and architectures, with options, ranges and defaults."""
+    """List all methods, aggregation rules, attacks and architectures, with options, ranges and defaults."""
     from raydfl.cli.explain import explain_methods, methods_as_data
 
     if as_json:
@@ -397,7 +397,7 @@ def methods_command(
 
 @app.command("config", cls=_TakesSettings)
 def config_command(file: File, overrides: Overrides = None) -> None:
-    """The resolved configuration, every field explained.
+    """Print the resolved configuration, every field explained.
 
     It is FILE with all defaults; comments say meaning, unit and range of each field.
     """
@@ -409,7 +409,7 @@ def config_command(file: File, overrides: Overrides = None) -> None:
 
 @data_app.command("list")
 def data_list() -> None:
-    """The data sets that raydfl can read."""
+    """List the data sets that raydfl can read."""
     from raydfl.data import dataset_names, find_dataset
 
     table = Table("name", "what", "licence", box=None, pad_edge=False)
@@ -427,7 +427,7 @@ def data_info(
     ],
     overrides: Overrides = None,
 ) -> None:
-    """A data set's layout and options, or who gets what.
+    """Describe a data set's layout and options, or who gets what.
 
     With NAME: layout, licence and options of that data set. With FILE: clips, classes, groups and clients of that configuration,
     and a split, a partition and settings to begin with.

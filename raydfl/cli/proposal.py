@@ -145,7 +145,7 @@ def find(config: Config) -> Proposal | None:
 
 
 def _ungrouped(config: Config) -> tuple[str, list[str]]:
-    """What to do with clips of nobody, and why."""
+    """Propose what to do with clips that have no group, and why."""
     if config.data.ungrouped == "deal":
         return "deal", []
     manifest, _ = list_clips(config.data, config.run.seed)

@@ -1,4 +1,4 @@
-"""What is measured after a round: shared models on the server's data, and clients' models on their own hold-out."""
+"""Measurements after a round: shared models on the server's data, and clients' models on their own hold-out."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Federation:
     """
 
     def __init__(self, config: Config, population: Population, store: RunStore, pool: Pool) -> None:
-        """Opens the newest commit, or begins with round 0. The store must be locked."""
+        """Open the newest commit, or begins with round 0. The store must be locked."""
         self.config = config
         self.store = store
         self.pool = pool

@@ -1,4 +1,4 @@
-"""What the folder of a run holds besides its commits: made here, read back here, exported from here."""
+"""The folder of a run, apart from its commits: made here, read back here, exported from here."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def begin(run_dir: Path, config: Config, population: Population, site_key: str =
 
 
 def _forget_unbegun(run_dir: Path, config: Config) -> bool:
-    """Whether the folder held another configuration's run without a single completed round, which is then removed.
+    """Remove another configuration's run without a completed round from the folder; return whether there was one.
 
     A start that failed (too few CPUs, an option that the method refuses) must not stand in the way of the corrected one.
     """
@@ -244,7 +244,7 @@ def _short(name: str) -> str:
 
 
 def export(run_dir: Path, config: Config) -> list[Path]:
-    """The shared models as safetensors: ``model.safetensors``, or ``model-<key>.safetensors`` for each of several keys.
+    """Return the shared models as safetensors: ``model.safetensors``, or ``model-<key>.safetensors`` for each of several keys.
 
     Tensor names are ``model/layer.weight``; the metadata says architecture, classes, features and round.
     """

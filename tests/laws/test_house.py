@@ -171,3 +171,42 @@ def test_faces_that_wait_import_nothing_heavy() -> None:
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "raydfl.runs" in loaded
     assert not {"torch", "ray", "numpy", "pyarrow", "pydantic", "pandas", "matplotlib"} & set(loaded)
+
+
+# A function's docstring begins with a verb; that of a class or module with a noun phrase.
+NO_BEGINNING = {"What", "Whether", "How", "Who", "Whom", "Whose", "Of", "Where", "When", "Which", "Why"}
+NO_VERB = {
+    "The",
+    "A",
+    "An",
+    "All",
+    "These",
+    "Those",
+    "Each",
+    "Writes",
+    "Refuses",
+    "Reads",
+    "Makes",
+    "Turns",
+    "Says",
+    "Returns",
+}
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    checked, found = 0, set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        file = path.relative_to(PACKAGE)
+        if file.parts[0] in WITHOUT_A_FACE_YET:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) or not ast.get_docstring(node):
+                continue
+            checked += 1
+            first = (ast.get_docstring(node) or "").split()[0]
+            decorators = [ast.unparse(each) for each in getattr(node, "decorator_list", [])]
+            acts = isinstance(node, ast.FunctionDef) and not any("property" in each for each in decorators)
+            if first in NO_BEGINNING | (NO_VERB if acts else set()):
+                found.add((file.as_posix(), getattr(node, "name", ""), first))
+    assert checked > 1000
+    assert not found

@@ -106,7 +106,7 @@ class ClientVectors:
         return squares
 
     def _squared_deviations(self, parts: Parts, dtype: type[np.floating]) -> np.ndarray:
-        """:meth:`squared_deviations` in NumPy, with the differences in the given precision."""
+        """Compute :meth:`squared_deviations` in NumPy, with the differences in the given precision."""
         count = len(self.vectors)
         squares = np.zeros(count)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -132,7 +132,7 @@ class ClientVectors:
         return squares
 
     def _squared_distances(self, point: np.ndarray, dtype: type[np.floating]) -> np.ndarray:
-        """:meth:`squared_distances` with the differences in the given precision."""
+        """Compute :meth:`squared_distances` with the differences in the given precision."""
         squares = np.zeros(len(self.vectors))
         apart = np.empty(min(_STRIP, len(point)), dtype)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -158,7 +158,7 @@ class ClientVectors:
         return squares
 
     def _pairwise(self, dtype: type[np.floating]) -> np.ndarray:
-        """:meth:`pairwise` with differences and products in the given precision."""
+        """Compute :meth:`pairwise` with differences and products in the given precision."""
         count, elements = len(self.vectors), len(self.vectors[0])
         centre = self.vectors[self._in_the_midst()]
         products = np.zeros((count, count))

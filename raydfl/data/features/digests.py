@@ -1,4 +1,4 @@
-"""What a clip's content is: a digest of its file's bytes, or of the identity that its data set gives it.
+"""Digests of clips' contents: of the file's bytes, or of the identity that the data set gives a clip.
 
 Digests of files are remembered by (path, size, time of change), so that a second run only asks the file system for those. They do
 not depend on where a file lies: a folder that was moved or copied is read once more, and then found in the cache.

@@ -38,7 +38,7 @@ class FeatureExtractor:
         self._resamplers: dict[int, nn.Module] = {}
 
     def wave(self, samples: np.ndarray, rate: int) -> np.ndarray:
-        """One channel at the settings' rate: float32 [samples].
+        """Return one channel at the settings' rate: float32 [samples].
 
         Args:
             samples: float32 [samples, channels] or [samples], usually -1..1.

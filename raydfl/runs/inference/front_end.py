@@ -14,7 +14,7 @@ from raydfl.data.features import EPSILON, LARGEST_DENOMINATOR, FeatureSettings, 
 
 
 def describe_front_end(data: DataSettings, statistics: np.ndarray | None = None) -> dict[str, Any]:
-    """How a recording becomes the input of a network: one entry for each step, in the order in which they are done.
+    """Describe how a recording becomes the input of a network: one entry for each step, in the order in which they are done.
 
     Features from a file begin with the matrices in it; what a model of the user's does is told by its name.
 
