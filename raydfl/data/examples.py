@@ -98,7 +98,7 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class ClientData:
-    """What a client has."""
+    """A client's examples."""
 
     train: Examples
     validation: Examples

@@ -32,7 +32,7 @@ from raydfl.core.yaml import parse_yaml
 from raydfl.data.dataset import dataset_names
 from raydfl.models import architectures, build_model, model_options
 from raydfl.rules import RULES
-from raydfl.runs import run as runs
+from raydfl.runs import _run as runs
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 RUNNABLE = [block for block in BLOCKS if block.language in ("bash", "python", "yaml")]

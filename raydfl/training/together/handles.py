@@ -1,4 +1,4 @@
-"""What a loss sees of its step while it is computed for several clients at once."""
+"""Handles: what a loss sees of its step while it is computed for several clients at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Source:
     name: str
 
     def of(self, steps: Sequence[Step]) -> list[Tensor]:
-        """The tensor of each client.
+        """Return the tensor of each client.
 
         Raises:
             UnlikeError: some client has none, or one of another shape or type.
