@@ -167,7 +167,7 @@ def measure(file: Path, overrides: Sequence[str], folder: Path) -> dict[str, Any
 
     from raydfl.engine.config import load_config
     from raydfl.engine.storage.folder import stored_about
-    from raydfl.runs.run import run
+    from raydfl.runs._run import run
 
     def configure(name: str, *more: str) -> Any:
         folders = [f"data.sites.{site}.folder={folder / name / site}" for site in sites]

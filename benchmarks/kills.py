@@ -39,7 +39,7 @@ from raydfl.engine.config import Config, apply_overrides, load_config, make_conf
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
 from raydfl.engine.telemetry import RoundReport
-from raydfl.runs import run as runs
+from raydfl.runs import _run as runs
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
 
@@ -287,7 +287,7 @@ def campaign(methods: Mapping[str, Sequence[str]], seed: int, folder: Path) -> I
         folder: for the runs.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "raydfl.runs.run"])
+    context.set_forkserver_preload(["torch", "raydfl.runs._run"])
     with contextlib.ExitStack() as opened:
         machines = Machines()
         opened.callback(machines.close)

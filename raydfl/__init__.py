@@ -19,31 +19,7 @@ rooms, and each imports only rooms below it:
 ``rules``, ``models`` and ``data`` lie level: they do not know each other.
 """
 
-from __future__ import annotations
+from raydfl.core.lazy import lazy_names
 
-import ast
-import importlib
-from pathlib import Path
-from typing import Any
-
-# The one table of public names is the stub beside this file, which type checkers read in its place.
-_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
-_HOMES = {
-    alias.name: str(line.module) for line in _STUB.body if isinstance(line, ast.ImportFrom) for alias in line.names
-}
-
-__all__ = list(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: ``raydfl --help`` need not wait for PyTorch and Ray."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = _HOMES[name]
-    if home == __name__:
-        return importlib.import_module(f"{home}.{name}")
-    return getattr(importlib.import_module(home), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+# ``raydfl --help`` need not wait for PyTorch and Ray.
+__all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

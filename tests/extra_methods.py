@@ -19,7 +19,7 @@ from raydfl.core.types import Batch, Client, Metrics, State, Task, Update
 from raydfl.data.examples import Examples
 from raydfl.methods import Method
 from raydfl.methods.fedmlac import FedMLAC
-from raydfl.training.fit import fit, predict
+from raydfl.training._fit import fit, predict
 from raydfl.training.step import Step
 
 

@@ -24,12 +24,10 @@ from raydfl.attacks._statistics import HonestUpdates
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.seeds import generator
 from raydfl.core.types import Update
-from raydfl.data.corruption import Share, draw_clients, share_in_range
-from raydfl.data.features.alteration import Alteration
-from raydfl.data.features.kinds import AnyFeatures
-from raydfl.data.names import Names
+from raydfl.data import Names, Share, draw_clients, share_in_range
+from raydfl.data.features import Alteration, AnyFeatures
 from raydfl.methods import Method
-from raydfl.training.step import Step
+from raydfl.training import Step
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,7 +99,7 @@ class Attack:
 
     @property
     def alters(self) -> bool:
-        """Whether it alters recordings: what :meth:`alteration` says is its own."""
+        """Return whether it alters recordings, that is, has an :meth:`alteration` of its own."""
         return type(self).alteration is not Attack.alteration
 
     def alteration(self) -> Alteration | None:

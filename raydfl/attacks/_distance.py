@@ -1,4 +1,4 @@
-"""What Min-Max and Min-Sum share: the honest mean moved along a direction as far as a bound on distances allows.
+"""The common part of Min-Max and Min-Sum: the honest mean moved along a direction as far as a bound on distances allows.
 
 V. Shejwalkar, A. Houmansadr, Manipulating the Byzantine: Optimizing Model Poisoning Attacks and Defenses for Federated Learning,
 NDSS 2021, section IV:

@@ -1,4 +1,4 @@
-"""What colluding attackers know of a round: honest updates, as changes to what the server has, and their statistics."""
+"""Knowledge of colluding attackers about a round: honest updates, as changes to what the server has, and their statistics."""
 
 from __future__ import annotations
 

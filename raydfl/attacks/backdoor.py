@@ -25,11 +25,8 @@ from pydantic.dataclasses import dataclass
 from raydfl.attacks._attack import Cohort, UpdateAttack, class_index, drawn_share
 from raydfl.attacks.scaling import boosted
 from raydfl.core.errors import ConfigError, DataError
-from raydfl.data.audio import read_audio
-from raydfl.data.features.alteration import Alteration
-from raydfl.data.features.extractor import FeatureExtractor
-from raydfl.data.features.file import FileFeatures, needs_waves
-from raydfl.data.features.kinds import AnyFeatures
+from raydfl.data import read_audio
+from raydfl.data.features import Alteration, AnyFeatures, FeatureExtractor, FileFeatures, needs_waves
 
 _FADE_S = 0.005
 """Seconds over which a built-in sound swells and fades: without, it would begin and end with a click."""

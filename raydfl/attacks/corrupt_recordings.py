@@ -14,9 +14,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.attacks._attack import Attack, drawn_share
-from raydfl.data.corruption import add_noise
-from raydfl.data.features.alteration import Alteration
-from raydfl.data.features.extractor import FeatureExtractor
+from raydfl.data import add_noise
+from raydfl.data.features import Alteration, FeatureExtractor
 
 
 @dataclasses.dataclass(frozen=True)

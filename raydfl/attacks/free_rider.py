@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from raydfl.attacks._attack import Cohort, UpdateAttack
 from raydfl.core.types import Update
 from raydfl.methods import Method
-from raydfl.training.step import Step
+from raydfl.training import Step
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.attacks._attack import Attack, class_index
 from raydfl.core.errors import ConfigError
-from raydfl.data.features.kinds import AnyFeatures
+from raydfl.data.features import AnyFeatures
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,6 @@
 """The command line: words on a terminal.
 
-Imports every room; only jobs/ and tune/ import it. Begin with main.py.
+Imports every room; no room imports it. Its one door is main.py, the command ``raydfl``. Begin with main.py.
 """
+
+__all__ = ["main"]

@@ -1,4 +1,4 @@
-"""What a data set is and what a configuration makes of it, in lines of text; no recording is opened for it."""
+"""Descriptions of a data set, and of what a configuration makes of it, in lines of text; no recording is opened."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ import numpy as np
 import pyarrow as pa
 
 from raydfl.core.options import options_of
-from raydfl.data.build import Division, divide, list_clips
-from raydfl.data.dataset import find_dataset
-from raydfl.data.manifest import remarks_of
-from raydfl.data.partition import PartitionSettings, natural_order, sizes_text
-from raydfl.data.settings import DataSettings
+from raydfl.data import (
+    DataSettings,
+    Division,
+    PartitionSettings,
+    divide,
+    find_dataset,
+    list_clips,
+    natural_order,
+    remarks_of,
+    sizes_text,
+)
 
 _WIDTH = 110
 _LABEL = 18
@@ -26,7 +32,7 @@ _STANDARD = ("clip", "path", "label", "group", "split", "seconds")
 
 
 def describe_dataset(name: str) -> list[str]:
-    """What there is to know about a data set before it is opened: what it is, its layout and licence, its options.
+    """Describe a data set without opening it: what it is, its layout and licence, its options.
 
     Args:
         name: a built-in set, or ``my_file.py:Class``.
@@ -52,7 +58,7 @@ def describe_dataset(name: str) -> list[str]:
 
 
 def describe_data(data: DataSettings, seed: int) -> Iterator[str]:
-    """What is in the configured recordings and who gets what, from their list alone: no clip is read.
+    """Describe the configured recordings and which client gets which, from their list alone: no clip is read.
 
     Args:
         data: the configuration.
@@ -112,7 +118,7 @@ def _length(manifest: pa.Table) -> str:
 
 
 def _occurrences(manifest: pa.Table, column: str) -> Mapping[str, int]:
-    """How often each value of a column occurs; clips without one do not count."""
+    """Count how often each value of a column occurs; clips without one do not count."""
     pairs = manifest.column(column).drop_null().value_counts().to_pylist()
     return {pair["values"]: pair["counts"] for pair in pairs}
 

@@ -1,4 +1,4 @@
-"""What can be configured, in words: a resolved configuration as commented YAML, and the methods, rules and networks there are."""
+"""Explanations: a resolved configuration as commented YAML, and the methods, rules and networks that there are."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.options import Option, describe_field, options_of, plain
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import to_yaml
-from raydfl.data.settings import DataSettings
-from raydfl.engine.config import Config
+from raydfl.data import DataSettings
+from raydfl.engine import Config
 from raydfl.methods import Method
 from raydfl.models import architectures, model_options
 from raydfl.rules import RULES
@@ -55,13 +55,13 @@ def explain_config(config: Config) -> str:
 
 
 def _as_written(choices: Sequence[tuple[str, Mapping[str, Any]]]) -> Any:
-    """The architectures of a model as short as a configuration may have them."""
+    """Return the architectures of a model as short as a configuration may have them."""
     items = [{"name": name, **options} if options else name for name, options in choices]
     return items[0] if len(items) == 1 else items
 
 
 def _group(name: str, settings: Settings, depth: int) -> list[str]:
-    """A group of settings with the groups in it. ``depth`` counts the groups around it."""
+    """Return a group of settings with the groups in it. ``depth`` counts the groups around it."""
     indent = "  " * depth
     lines = [*_comment((type(settings).__doc__ or "").partition("\n")[0], depth), f"{indent}{name}:"]
     schema = type(settings).model_json_schema()["properties"]

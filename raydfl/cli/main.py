@@ -24,8 +24,7 @@ from raydfl.core.errors import ClientError, ConfigError, DataError, InputError, 
 from raydfl.core.version import __version__
 
 if TYPE_CHECKING:
-    from raydfl.runs.outcome import Outcome
-    from raydfl.runs.progress import Progress
+    from raydfl.runs import Outcome, Progress
 
 app = typer.Typer(
     help="Federated learning for audio on Ray clusters. Start with: raydfl init, then raydfl run jobs/quickstart.yaml",
@@ -62,10 +61,10 @@ class _TakesSettings(TyperCommand):
 
 
 def _run_dir(text: str) -> Path:
-    """A run's folder as it was given; one behind a URI is fetched first."""
+    """Return a run's folder as it was given; one behind a URI is fetched first."""
     if "://" not in text:
         return Path(text)
-    from raydfl.engine.storage.mirror import local_run
+    from raydfl.engine.storage import local_run
 
     return local_run(text)
 
@@ -92,7 +91,7 @@ def _options(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """What stands before a command."""
+    """Handle the options before a command."""
     if in_a_job():
         from raydfl.cluster.session import current_token  # takes gRPC
 
@@ -101,7 +100,7 @@ def _options(
 
 @contextlib.contextmanager
 def _progress(quiet: bool, as_json: bool) -> Iterator[Progress]:
-    from raydfl.runs.progress import Progress
+    from raydfl.runs import Progress
 
     if not as_json:
         with Progress("quiet" if quiet else "auto") as progress:
@@ -155,8 +154,8 @@ def run_command(file: File, overrides: Overrides = None, quiet: Quiet = False, a
 
     With a run.name whose folder exists already, go on with that run. Ctrl-C stops after the round.
     """
-    from raydfl.engine.config import load_config
-    from raydfl.runs.run import run
+    from raydfl.engine import load_config
+    from raydfl.runs import run
 
     config = load_config(file, overrides or [])
     with _progress(quiet, as_json) as progress:
@@ -176,7 +175,7 @@ def resume_command(
 
     Settings that do not decide the numbers may be changed: train.rounds, ray.*, run.commit_every, track.* ...
     """
-    from raydfl.runs.run import resume
+    from raydfl.runs import resume
 
     with _progress(quiet, as_json) as progress:
         outcome = resume(directory, overrides or [], progress, trust)
@@ -196,7 +195,7 @@ def replay_command(
 
     It is done in this process, from what the run has kept; the run is not changed.
     """
-    from raydfl.runs.replay import replay
+    from raydfl.runs import replay
 
     try:
         replayed = replay(directory, round_number, client, trust)
@@ -237,7 +236,7 @@ def replay_command(
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Turns a file that cannot be written into an error that names it."""
+    """Turn a file that cannot be written into an error that names it."""
     try:
         yield
     except OSError as error:
@@ -287,8 +286,7 @@ def predict_command(
     cannot be read are named at the end, with exit code 2; all others are classified.
     """
     from raydfl.cli.predictions import Form, show
-    from raydfl.runs.inference.model import load_model
-    from raydfl.runs.inference.recordings import predictions
+    from raydfl.runs.inference import load_model, predictions
 
     if as_csv and as_json:
         raise InputError("--csv and --json: choose one")
@@ -311,7 +309,7 @@ def export_command(
 
     The file is compared with PyTorch before it is written.
     """
-    from raydfl.runs.inference.onnx import export_model
+    from raydfl.runs.inference import export_model
 
     exported = export_model(directory, out, model=model, client=client, trust=trust)
     print(exported.path)  # noqa: T201
@@ -388,7 +386,7 @@ def methods_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """All methods, aggregation rules, attacks and architectures, with options, ranges and defaults."""
+    """List all methods, aggregation rules, attacks and architectures, with options, ranges and defaults."""
     from raydfl.cli.explain import explain_methods, methods_as_data
 
     if as_json:
@@ -399,20 +397,20 @@ def methods_command(
 
 @app.command("config", cls=_TakesSettings)
 def config_command(file: File, overrides: Overrides = None) -> None:
-    """The resolved configuration, every field explained.
+    """Print the resolved configuration, every field explained.
 
     It is FILE with all defaults; comments say meaning, unit and range of each field.
     """
     from raydfl.cli.explain import explain_config
-    from raydfl.engine.config import load_config
+    from raydfl.engine import load_config
 
     print(explain_config(load_config(file, overrides or [])))  # noqa: T201
 
 
 @data_app.command("list")
 def data_list() -> None:
-    """The data sets that raydfl can read."""
-    from raydfl.data.dataset import dataset_names, find_dataset
+    """List the data sets that raydfl can read."""
+    from raydfl.data import dataset_names, find_dataset
 
     table = Table("name", "what", "licence", box=None, pad_edge=False)
     for name in dataset_names():
@@ -429,7 +427,7 @@ def data_info(
     ],
     overrides: Overrides = None,
 ) -> None:
-    """A data set's layout and options, or who gets what.
+    """Describe a data set's layout and options, or who gets what.
 
     With NAME: layout, licence and options of that data set. With FILE: clips, classes, groups and clients of that configuration,
     and a split, a partition and settings to begin with.
@@ -438,7 +436,7 @@ def data_info(
 
     if Path(what).suffix in (".yaml", ".yml") or Path(what).is_file():
         from raydfl.cli.proposal import propose
-        from raydfl.engine.config import load_config
+        from raydfl.engine import load_config
 
         config = load_config(Path(what), overrides or [])
         unfit = None
@@ -466,8 +464,8 @@ def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, 
     """
     from raydfl.cluster.job import check_kept
     from raydfl.core.files import default_cache
-    from raydfl.data.build import build_population
-    from raydfl.engine.config import load_config
+    from raydfl.data import build_population
+    from raydfl.engine import load_config
 
     config = load_config(file, overrides or [])
     check_kept({"data.cache": config.data.cache or default_cache()})
@@ -495,9 +493,9 @@ def data_plot(
     out: Annotated[Path, typer.Option("--out", help="the PNG, SVG or PDF to write")] = Path("partition.png"),
 ) -> None:
     """Draw which client has how much of which class."""
-    from raydfl.data.build import build_population
-    from raydfl.engine.config import load_config
-    from raydfl.runs.report.partition import plot_partition
+    from raydfl.data import build_population
+    from raydfl.engine import load_config
+    from raydfl.runs.report import plot_partition
 
     config = load_config(file, overrides or [])
     if out.suffix not in (".png", ".svg", ".pdf"):

@@ -1,4 +1,4 @@
-"""How predictions are printed: a table, CSV, or one JSON object a line."""
+"""Printed predictions: a table, CSV, or one JSON object a line."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from raydfl.core.errors import InputError
-from raydfl.data.manifest import shown_name
-from raydfl.runs.inference.recordings import Prediction
+from raydfl.data import shown_name
+from raydfl.runs.inference import Prediction
 
 Form = Literal["table", "csv", "json"]
 
@@ -59,7 +59,7 @@ def show(found: Iterable[Prediction], top: int, form: Form, heading: str, out: T
 
 
 def as_data(prediction: Prediction, top: int) -> dict[str, Any]:
-    """A prediction as one JSON object: ``file``, ``label``, ``probability``, ``top``; or ``file`` and ``error``."""
+    """Return a prediction as one JSON object: ``file``, ``label``, ``probability``, ``top``; or ``file`` and ``error``."""
     if prediction.error:
         return {"file": shown_name(prediction.file), "error": prediction.error}
     return {
@@ -75,7 +75,7 @@ def _write_json(found: Iterable[Prediction], top: int, _: str, out: TextIO) -> N
 
 
 def _write_csv(found: Iterable[Prediction], top: int, _: str, out: TextIO) -> None:
-    """A column ``label`` and ``probability`` for each rank, then ``error``."""
+    """Print CSV: a column ``label`` and ``probability`` for each rank, then ``error``."""
     writer = csv.writer(out, lineterminator="\n")
     ranks = [""] + [f"_{rank}" for rank in range(2, top + 1)]
     writer.writerow(["file", *(name + rank for rank in ranks for name in ("label", "probability")), "error"])

@@ -15,9 +15,8 @@ import pyarrow as pa
 
 from raydfl.core.errors import InputError
 from raydfl.core.yaml import to_yaml
-from raydfl.data.build import Division, divide, list_clips
-from raydfl.data.partition import sizes_text
-from raydfl.engine.config import Config, make_config
+from raydfl.data import Division, divide, list_clips, sizes_text
+from raydfl.engine import Config, make_config
 
 _WIDTH = 110
 _LEAST_GROUPS = 3
@@ -146,7 +145,7 @@ def find(config: Config) -> Proposal | None:
 
 
 def _ungrouped(config: Config) -> tuple[str, list[str]]:
-    """What to do with clips of nobody, and why."""
+    """Propose what to do with clips that have no group, and why."""
     if config.data.ungrouped == "deal":
         return "deal", []
     manifest, _ = list_clips(config.data, config.run.seed)

@@ -1,4 +1,4 @@
-"""What ``raydfl search`` does and shows."""
+"""The command ``raydfl search``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from raydfl.experiments.search.plan import Search, trial_name
 from raydfl.experiments.search.results import SearchResults, best_command, collect, columns, lines, write_tables
 from raydfl.experiments.search.run import SearchOutcome, opened, outcome_of, run_search, write_reports
 from raydfl.experiments.search.tracking import SearchTracker
-from raydfl.runs.progress import Progress
+from raydfl.runs import Progress
 
 _NAMED = 10
 """Trials that are shown at the end."""
 
 
 def describe(search: Search) -> str:
-    """A search that was checked, in a few lines."""
+    """Return a search that was checked, in a few lines."""
     settings = search.settings
     space = [f"  {key}: {domain.kind} {label_of(list(domain.values))}" for key, domain in settings.space.items()]
     turns = f" ({search.samples} members, {len(search.turns)} turns)" if len(search.turns) > 1 else ""
@@ -64,7 +64,7 @@ def do_search(search: Search, progress: Progress, table_only: bool = False) -> i
 
 
 def tell(search: Search, results: SearchResults, outcome: SearchOutcome, progress: Progress) -> None:
-    """What is left to do, what failed, and what comes next."""
+    """Print what is left to do, what failed, and what comes next."""
     for number, reason in list(outcome.failed.items())[:_NAMED]:
         progress.message(f"failed: {trial_name(number)}: {reason}")
     if outcome.failed:
@@ -86,7 +86,7 @@ def _shown(path: os.PathLike[str]) -> str:
 
 
 def show(results: SearchResults, console: Console) -> None:
-    """The best trials on a terminal, or as text."""
+    """Print the best trials, on a terminal or as text."""
     table = Table(title=results.search.settings.title, title_justify="left")
     for place, name in enumerate(columns(results)):
         table.add_column(Text(name), justify="left" if place < 2 else "right", overflow="fold")

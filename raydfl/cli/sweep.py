@@ -1,4 +1,4 @@
-"""What ``raydfl sweep`` does and shows."""
+"""The command ``raydfl sweep``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from raydfl.experiments.sweep.grid import Sweep
 from raydfl.experiments.sweep.page import write_page
 from raydfl.experiments.sweep.results import Results, collect, columns, lines, write_tables
 from raydfl.experiments.sweep.run import SweepOutcome, is_finished, run_sweep
-from raydfl.runs.progress import Progress
+from raydfl.runs import Progress
 
 _NAMED = 10
 """Runs that are named one by one at the end."""
 
 
 def describe(sweep: Sweep) -> str:
-    """A sweep that was checked, in a few lines."""
+    """Return a sweep that was checked, in a few lines."""
     axes = [f"  {name}: {', '.join(labels)}" for name, labels in sweep.settings.axes.items()]
     distinct = sweep.distinct
     done = sum(is_finished(run) for run in distinct)
@@ -72,7 +72,7 @@ def _shown(path: os.PathLike[str]) -> str:
 
 
 def show(results: Results, console: Console) -> None:
-    """The table on a terminal, or as text."""
+    """Print the table, on a terminal or as text."""
     table = Table(title=results.sweep.settings.title, title_justify="left")
     labels = len(results.sweep.axes)
     for place, name in enumerate(columns(results)):

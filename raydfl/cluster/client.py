@@ -18,10 +18,8 @@ from raydfl.cluster.resources import ActorKind
 from raydfl.cluster.sites import SHARE, SentToSite, open_worker, receive, resource
 from raydfl.core.errors import RaydflError
 from raydfl.core.tensors import FlatTensors
-from raydfl.engine.config import Config
-from raydfl.engine.orders import Order, Result
-from raydfl.engine.storage.private import PrivateRef, PrivateStore
-from raydfl.engine.worker import Worker
+from raydfl.engine import Config, Order, Result, Worker
+from raydfl.engine.storage import PrivateRef, PrivateStore
 
 
 def choose_device(gpus: float) -> str:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
 from raydfl.core.errors import RaydflError
-from raydfl.engine.config import Config
-from raydfl.engine.orders import Order, Result
+from raydfl.engine import Config, Order, Result
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from raydfl.cluster.faults import task_cause
-from raydfl.data.features.extraction import Chunk, ChunkReport
+from raydfl.data.features import Chunk, ChunkReport
 
 
 def on_the_cluster(function: Callable[[Chunk], ChunkReport], chunks: Sequence[Chunk]) -> Iterator[ChunkReport]:

@@ -18,15 +18,9 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from raydfl.cluster.faults import task_cause
 from raydfl.core.errors import ConfigError, ResourcesError
 from raydfl.core.files import default_cache
-from raydfl.data.population import Population
-from raydfl.engine.autotune import remembered
-from raydfl.engine.config import Config
-from raydfl.engine.federation import Federation
-from raydfl.engine.pool import SerialPool
-from raydfl.engine.settings import RaySettings
-from raydfl.engine.storage.private import PrivateStore
-from raydfl.engine.storage.store import RunStore
-from raydfl.engine.worker import Worker
+from raydfl.data import Population
+from raydfl.engine import Config, Federation, RaySettings, SerialPool, Worker, remembered
+from raydfl.engine.storage import PrivateStore, RunStore
 
 CONTEXT = 512 << 20
 """Bytes of a GPU's memory that a process takes before it has computed anything, and that PyTorch's cap does not count."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from raydfl.engine.telemetry import RoundReport
+from raydfl.engine import RoundReport
 
 _FLUSH = 1.0
 """Seconds between two updates of Ray's metrics, which are collected every 10 s or so."""

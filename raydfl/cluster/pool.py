@@ -21,11 +21,8 @@ from raydfl.cluster.resources import ActorKind, actor_kinds, alive_nodes, free_r
 from raydfl.cluster.scheduling import Lane, schedule
 from raydfl.core.errors import ResourcesError
 from raydfl.core.tensors import FlatTensors
-from raydfl.engine.orders import SERVER, Order, Result, in_groups
-from raydfl.engine.pool import by_site
-from raydfl.engine.settings import RaySettings
-from raydfl.engine.storage.private import PrivateRef, site_of
-from raydfl.engine.telemetry import with_spans
+from raydfl.engine import SERVER, Order, RaySettings, Result, by_site, in_groups, with_spans
+from raydfl.engine.storage import PrivateRef, site_of
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import ray
 
 from raydfl.core.errors import ResourcesError
-from raydfl.engine.config import Config
-from raydfl.engine.settings import RaySettings
+from raydfl.engine import Config, RaySettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,14 +28,9 @@ from raydfl.cluster.pool import RayPool, why_ended
 from raydfl.cluster.resources import wanted_kinds
 from raydfl.cluster.sites import workers_here
 from raydfl.core.errors import ResourcesError
-from raydfl.data.population import Population
-from raydfl.engine.config import Config
-from raydfl.engine.federation import Federation
-from raydfl.engine.pool import Pool, SerialPool
-from raydfl.engine.storage.folder import stored_about
-from raydfl.engine.storage.mirror import mirror_of
-from raydfl.engine.storage.store import RunStore
-from raydfl.engine.telemetry import RoundReport
+from raydfl.data import Population
+from raydfl.engine import Config, Federation, Pool, RoundReport, SerialPool
+from raydfl.engine.storage import RunStore, mirror_of, stored_about
 
 _AT_ONCE = 0.6
 """Seconds of rounds that are asked for in one call: so much later may a run stop that is asked to."""

@@ -15,7 +15,7 @@ import ray
 
 from raydfl.cluster.resources import check_resources
 from raydfl.core.errors import ResourcesError, first_line
-from raydfl.engine.config import Config
+from raydfl.engine import Config
 
 _SECONDS = 10
 _METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"

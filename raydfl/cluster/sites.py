@@ -22,14 +22,18 @@ from raydfl.cluster.faults import task_cause
 from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError, first_line
 from raydfl.core.files import RESUME, write_atomically, write_durably, writing
 from raydfl.core.progress import Progress
-from raydfl.data.build import build_population, list_clips
-from raydfl.data.listing import kept_labels
-from raydfl.data.names import Names
-from raydfl.data.partition import natural_order
-from raydfl.data.population import POPULATION_FILE, Population, Site
-from raydfl.engine.config import Config
-from raydfl.engine.storage.private import PrivateStore
-from raydfl.engine.worker import Worker
+from raydfl.data import (
+    POPULATION_FILE,
+    Names,
+    Population,
+    Site,
+    build_population,
+    kept_labels,
+    list_clips,
+    natural_order,
+)
+from raydfl.engine import Config, Worker
+from raydfl.engine.storage import PrivateStore
 
 
 @dataclass(frozen=True)

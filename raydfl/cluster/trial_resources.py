@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import ray
 
 from raydfl.core.errors import ResourcesError
-from raydfl.engine.config import Config
+from raydfl.engine import Config
 
 Bundle = dict[str, float]
 _TINY = 1e-6

@@ -1,4 +1,28 @@
 """Values, numbers and files that every other room uses: types, tensors, errors, seeds, metrics, options, operators.
 
-Imports no other room. Begin with types.py, tensors.py and errors.py.
+Imports no other room. Its modules have little to do with each other, so each is a door of its own: ``from raydfl.core.errors import
+ConfigError``. Begin with types.py, tensors.py and errors.py; ops/ has the fast operators.
 """
+
+__all__ = [
+    "errors",
+    "files",
+    "lazy",
+    "lock",
+    "metrics",
+    "nested",
+    "ops",
+    "options",
+    "processes",
+    "progress",
+    "registry",
+    "remote",
+    "seeds",
+    "settings",
+    "tensor_file",
+    "tensors",
+    "types",
+    "users_code",
+    "version",
+    "yaml",
+]

@@ -93,7 +93,7 @@ def remove_parts(folder: Path, idle: float = 0.0) -> None:
 
 
 def write_durably(path: Path, content: bytes, advice: str = RESUME) -> None:
-    """Writes a file of a run atomically.
+    """Write a file of a run atomically.
 
     Raises:
         ResourcesError: the disk is full or the folder cannot be written.
@@ -103,7 +103,7 @@ def write_durably(path: Path, content: bytes, advice: str = RESUME) -> None:
 
 
 def sync(path: Path) -> None:
-    """Makes what was written to a file, or renamed in a folder, survive a power cut."""
+    """Make what was written to a file, or renamed in a folder, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -112,7 +112,7 @@ def sync(path: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that can still be written below ``folder``, which need not exist yet."""
+    """Return how many bytes can still be written below ``folder``, which need not exist yet."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free
@@ -127,7 +127,7 @@ def full_disk(folder: Path, needed: int, what: str, advice: str) -> ResourcesErr
 
 @contextlib.contextmanager
 def writing(folder: Path, needed: int, what: str, advice: str) -> Iterator[None]:
-    """Turns a full disk, or a folder that cannot be written, into an error that names the folder and the sizes.
+    """Turn a full disk, or a folder that cannot be written, into an error that names the folder and the sizes.
 
     Args:
         folder: where the files go.

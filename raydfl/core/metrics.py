@@ -1,4 +1,4 @@
-"""What is measured of predictions, how it is pooled over clients, and what is derived from the pooled sums.
+"""Metrics of predictions: what is measured, how it is pooled over clients, and what is derived from the pooled sums.
 
 Everything that a client reports is a sum with its count, or an array of counts: pooling is addition, and a mean of
 means cannot happen. What is not additive (macro-F1, the worst decile of the clients) is derived afterwards, here, from

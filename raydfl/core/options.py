@@ -1,4 +1,4 @@
-"""What the options of a class or of a group of settings are, and in plain words what is wrong with those that were given."""
+"""Options of a class or of a group of settings, and messages that say what is wrong with those that were given."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def path_options(cls: type) -> list[str]:
 
 
 def describe_field(about: Mapping[str, Any]) -> str:
-    """Meaning and range of a field, from its JSON schema; a range that the meaning names already is not repeated."""
+    """Return the meaning and the range of a field, from its JSON schema; a range that the meaning names already is not repeated."""
     text = str(about.get("description", "")).replace("\n", " ")
     limits = []
     for part in (about, *about.get("anyOf", ())):

@@ -1,4 +1,4 @@
-"""How long work on data tells what it has done so far; :class:`raydfl.runs.progress.Progress` fits."""
+"""The interface by which long work on data reports what it has done so far; :class:`raydfl.runs.progress.Progress` has it."""
 
 from __future__ import annotations
 

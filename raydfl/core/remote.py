@@ -165,7 +165,7 @@ class RemoteFolder:
         return self._tried("", "looked at", look)
 
     def files(self) -> dict[str, int]:
-        """Bytes of all files at any depth, by name.
+        """Return the bytes of all files at any depth, by name.
 
         Raises:
             ResourcesError: it cannot be reached, or names a file that could not lie below it.

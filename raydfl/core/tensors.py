@@ -27,7 +27,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each tensor lies in a flat vector. Hashable: equal layouts describe interchangeable vectors."""
+    """The place of each tensor in a flat vector. Hashable: equal layouts describe interchangeable vectors."""
 
     names: tuple[str, ...]
     """In the order in which they lie in the vector."""

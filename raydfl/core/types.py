@@ -35,7 +35,7 @@ Metrics = Mapping[str, "Ratio | np.ndarray"]
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Which network a client builds under which name. Hashable: equal specs are equal architectures."""
+    """A network that a client builds, and the name under which it does. Hashable: equal specs are equal architectures."""
 
     name: str
     """The prefix of its tensors, ``"plugin"`` in ``"plugin/gru.weight_ih_l0"``."""
@@ -51,7 +51,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Who a client is. Immutable; the data themselves stay with whoever trains it."""
+    """A client's identity. Immutable; its data stay with the process that trains it."""
 
     id: str
     index: int
@@ -78,7 +78,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What a client returns."""
+    """A client's answer to a task."""
 
     tensors: Tensors
     weight: float | Mapping[str, float | Tensor]
@@ -92,7 +92,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the server knows. With the clients' private state files it is the whole truth of a run."""
+    """The server's state. With the clients' private state files it is the whole state of a run."""
 
     round_index: int
     """Rounds completed."""
@@ -144,7 +144,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What went wrong with a run although its rounds are done; raydfl.runs.report.diagnosis has the rules."""
+    """Something wrong with a run although its rounds are done; raydfl.runs.report.diagnosis has the rules."""
 
     kind: str
     """``"diverged"``, ``"one class"`` or ``"missing classes"``."""

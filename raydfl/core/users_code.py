@@ -1,4 +1,4 @@
-"""Whose code something is: a user's own, or that of raydfl and the libraries below it."""
+"""The origin of code: a user's own, or raydfl and the libraries below it."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def read_audio(
 
 
 def check_samples(samples: npt.NDArray[np.float32], name: str) -> None:
-    """Refuses a clip that has no samples, or samples that are NaN or infinite.
+    """Refuse a clip that has no samples, or samples that are NaN or infinite.
 
     Args:
         samples: float32 [samples, channels].
@@ -114,7 +114,7 @@ def audio_seconds(path: str | os.PathLike[str]) -> float:
 
 
 def _check_size(file: BinaryIO, size: int, name: str) -> None:
-    """Refuses an empty file, and a wav that says it is longer than it is: libsndfile silently reads what is there.
+    """Refuse an empty file, and a wav that says it is longer than it is: libsndfile silently reads what is there.
 
     Raises:
         DataError: empty, truncated, or the text that Git LFS leaves in place of a file.

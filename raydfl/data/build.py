@@ -1,4 +1,4 @@
-"""How a population comes about: clips are listed, divided, spoilt where that is asked for, and their features prepared."""
+"""The way to a population: clips are listed, divided, corrupted where that is asked for, and their features prepared."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def build_population(
     attack: Poisoner | None = None,
     classes: Sequence[str] | None = None,
 ) -> Population:
-    """Lists the clips, divides them, and makes sure that their features are in the cache.
+    """List the clips, divides them, and makes sure that their features are in the cache.
 
     Args:
         data: the configuration.
@@ -99,7 +99,7 @@ def _prepare(
 
 @dataclass(frozen=True)
 class Division:
-    """Who has which clips. Clips are numbered as in the manifest."""
+    """The clips of each client and of the server. Clips are numbered as in the manifest."""
 
     labels: np.ndarray
     """int64 [clips of the manifest]."""
@@ -176,7 +176,7 @@ def _divide(
 def _check_classes(
     classes: Sequence[str], labels: np.ndarray, usable: np.ndarray, split: Split, partition: Partition
 ) -> None:
-    """Refuses a class that no client could learn."""
+    """Refuse a class that no client could learn."""
 
     def count(rows: np.ndarray) -> np.ndarray:
         return np.bincount(labels[rows], minlength=len(classes))
@@ -326,7 +326,7 @@ def _corrupted_labels(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Where clips lie in their store."""
+    """The places of clips in their store."""
 
     starts: np.ndarray
     frames: np.ndarray

@@ -64,7 +64,7 @@ class LabelErrorSettings(Settings):
 
 
 class CorruptSettings(Settings):
-    """What is made worse, in the training data only; validation and test stay clean."""
+    """Corruption of the training data; validation and test stay clean."""
 
     noise: Annotated[NoiseSettings | None, Field(description="Background noise. null: none.")] = None
     labels: Annotated[LabelErrorSettings | None, Field(description="Wrong labels. null: none.")] = None

@@ -32,7 +32,7 @@ PACKAGE = "raydfl.data.sets"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Card:
-    """What there is to say about a set before opening it."""
+    """A description of a set, known before it is opened."""
 
     title: str
     """Its full name."""

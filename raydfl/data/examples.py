@@ -125,7 +125,7 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class ClientData:
-    """What a client has."""
+    """A client's examples."""
 
     train: Examples
     """What it trains on where the method makes no plan of its own: the first of its pools."""

@@ -115,12 +115,12 @@ def remarks_of(manifest: pa.Table) -> list[str]:
 
 
 def write_manifest(manifest: pa.Table, path: str | os.PathLike[str]) -> None:
-    """Writes a manifest as Parquet."""
+    """Write a manifest as Parquet."""
     pq.write_table(manifest, os.fspath(path))
 
 
 def read_manifest(path: str | os.PathLike[str]) -> pa.Table:
-    """Reads and validates a manifest that :func:`write_manifest` wrote.
+    """Read and validates a manifest that :func:`write_manifest` wrote.
 
     Raises:
         DataError: the file is missing, is not Parquet, or is not a manifest.

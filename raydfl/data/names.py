@@ -22,7 +22,7 @@ class Names(Sequence[str]):
 
     @classmethod
     def of(cls, strings: Iterable[str]) -> Names:
-        """Packs strings."""
+        """Pack strings."""
         encoded = [string.encode() for string in strings]
         order = sorted(range(len(encoded)), key=encoded.__getitem__)
         ends = np.cumsum([len(string) for string in encoded], dtype=np.int64)
@@ -46,7 +46,7 @@ class Names(Sequence[str]):
         return self._bytes(range(len(self))[index]).decode()
 
     def index(self, value: str, start: int = 0, stop: int | None = None) -> int:
-        """Position of a string, by binary search.
+        """Return the position of a string, by binary search.
 
         Raises:
             ValueError: it is not there.

@@ -1,4 +1,4 @@
-"""Which client has which clips.
+"""Partitions: which client has which clips.
 
 - ``group``: the natural one: a speaker, an actor, a device is a client, or several (``shards``).
 - ``dirichlet``: each label's clips are dealt in proportions drawn from Dirichlet(alpha) over the clients; with ``column:
@@ -51,7 +51,7 @@ _USES = {
 
 
 class PartitionSettings(Settings):
-    """How training clips are dealt to clients."""
+    """The partition: how training clips are dealt to clients."""
 
     by: Annotated[
         Literal["group", "dirichlet", "quantity", "classes", "iid"],
@@ -114,7 +114,7 @@ class PartitionSettings(Settings):
 
 @dataclass(frozen=True)
 class Partition:
-    """Who has which rows."""
+    """The rows of each client."""
 
     ids: Sequence[str]
     """Client ids, in the population's order."""
@@ -131,7 +131,7 @@ class Partition:
 def partition_clips(
     manifest: pa.Table, rows: np.ndarray, labels: np.ndarray, settings: PartitionSettings, seed: int
 ) -> Partition:
-    """Deals clips to clients.
+    """Deal clips to clients.
 
     Args:
         manifest: columns ``clip`` and those that the settings name.
@@ -167,7 +167,7 @@ def without_groups(clips: int) -> str:
 
 
 def natural_order(names: Sequence[str]) -> list[str]:
-    """Names sorted with the numbers in them as numbers: ``a/2`` before ``a/10``."""
+    """Return the names, sorted with the numbers in them as numbers: ``a/2`` before ``a/10``."""
     return sorted(
         names, key=lambda name: [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in _parts(name)]
     )
@@ -257,7 +257,7 @@ def _check_total(units: int, what: str, clients: int, minimum: int) -> None:
 def _until_all_have(
     minimum: int, clients: int, draw: Callable[[], np.ndarray], work: int, what: str, hint: str
 ) -> np.ndarray:
-    """Draws owners until everyone has ``minimum``; ``work`` is the size of a draw."""
+    """Draw owners until everyone has ``minimum``; ``work`` is the size of a draw."""
     draws = int(np.clip(_WORK // work, 50, 20_000))
     best = 0
     for _ in range(draws):

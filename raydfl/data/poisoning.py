@@ -1,4 +1,4 @@
-"""What attackers do to training data: whose labels are flipped, and whose recordings are altered."""
+"""Data poisoning: whose labels are flipped, and whose recordings are altered."""
 
 from __future__ import annotations
 

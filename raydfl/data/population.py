@@ -96,7 +96,7 @@ class Population:
 
     @functools.cached_property
     def sites(self) -> tuple[Site, ...]:
-        """Where the data lie, in the clients' order; the one without a name unless the population is of several."""
+        """The sites at which the data lie, in the clients' order; a single one without a name unless there are several."""
         if self._sites:
             return self._sites
         splits = {"test": self.test, "triggered": self.triggered}
@@ -107,7 +107,7 @@ class Population:
         return self._sites[bisect.bisect_right(self._site_ends, index)].name if self._sites else ""
 
     def index(self, client_id: str) -> int:
-        """Position of a client.
+        """Return the position of a client.
 
         Raises:
             DataError: there is none of that id.
@@ -151,7 +151,7 @@ class Population:
         return ClientData(parts["train"], parts["validation"], self._examples("test", slice(0, 0)))
 
     def first_examples(self, count: int) -> Examples | None:
-        """Some training examples, as they are without attacks and noise; ``None`` where all are at sites."""
+        """Return some training examples, as they are without attacks and noise; ``None`` where all are at sites."""
         return self._examples("train", slice(0, count)) if "train/starts" in self._arrays else None
 
     @functools.cached_property
@@ -173,7 +173,7 @@ class Population:
         return self._examples("server_validation", slice(None))
 
     def statistics(self, client: int | None = None) -> np.ndarray | None:
-        """Mean and deviation (float64 [2, bands]) with which further recordings are normalised by group.
+        """Return the mean and deviation (float64 [2, bands]) with which further recordings are normalised by group.
 
         Args:
             client: whose they are: those of its group if all its training clips are of one group. ``None``, or a client of
@@ -200,7 +200,7 @@ class Population:
         return counts.reshape(len(self), len(self.classes))
 
     def save(self, folder: Path) -> None:
-        """Writes everything but the features, which stay in the cache, to the file ``population.safetensors`` in ``folder``.
+        """Write everything but the features, which stay in the cache, to the file ``population.safetensors`` in ``folder``.
 
         Raises:
             ResourcesError: the disk is full or the folder cannot be written.
@@ -233,7 +233,7 @@ class Population:
     def load(
         cls, folder: Path, verify: bool = False, verify_features: bool = False, bands: int | None = None
     ) -> Population:
-        """Opens what :meth:`save` wrote, in milliseconds and without a copy.
+        """Open what :meth:`save` wrote, in milliseconds and without a copy.
 
         Args:
             verify: read everything but the features and compare it with its digest.
@@ -287,7 +287,7 @@ class Population:
 
 
 def shards(clips: np.ndarray, size: int) -> list[tuple[int, int]]:
-    """Ranges of about ``size`` examples that never part the segments of one clip."""
+    """Return ranges of about ``size`` examples that never part the segments of one clip."""
     starts = np.flatnonzero(np.r_[True, clips[1:] != clips[:-1]]) if len(clips) else np.zeros(0, np.int64)
     parts, begin = [], 0
     while begin < len(clips):

@@ -55,7 +55,7 @@ def fetch_recordings(uri: str, cache: Path | None, progress: Progress | None = N
 
 
 def _copy(uri: str, copy: Path, progress: Progress) -> int:
-    """Number of files that are there now."""
+    """Return the number of files that are there now."""
     place = RemoteFolder(
         uri, "check the URI and the access to it; what is copied already stays, and the same command goes on"
     )

@@ -1,4 +1,4 @@
-"""Which clips are held out for the server's test, which for its validation, and which the clients train on."""
+"""The split of clips: held out for the server's test, for its validation, or trained on by clients."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class HoldOutSettings(Settings):
 
 
 class SplitSettings(Settings):
-    """What is held out, and where."""
+    """The split: what is held out, and where."""
 
     test: Annotated[
         HoldOutSettings | None, Field(description="The server's test set. null: none, the clients train on everything.")
@@ -92,7 +92,7 @@ class Split:
 
 
 def split_clips(manifest: pa.Table, settings: SplitSettings, seed: int) -> Split:
-    """Divides the clips of a manifest between clients and server.
+    """Divide the clips of a manifest between clients and server.
 
     Args:
         manifest: columns ``clip``, ``label``, ``split`` (train, validation, test, or null everywhere) and the one that the

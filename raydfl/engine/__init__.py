@@ -1,4 +1,46 @@
-"""The round, and what is kept of it: configuration, federation, worker, storage. No Ray and no terminal.
+"""The round, and what is kept of it: configuration, federation, worker and storage. No Ray and no terminal.
 
-Imports attacks, methods, training, rules, models, data and core. Begin with federation.py and worker.py.
+Imports attacks, methods, training, rules, models, data and core. Begin with federation.py and worker.py; config.py has what users
+write, storage/ what a run keeps on the disk.
 """
+
+from raydfl.engine.autotune import remembered
+from raydfl.engine.clients import Clients
+from raydfl.engine.config import Config, apply_overrides, load_config, make_config
+from raydfl.engine.federation import Federation
+from raydfl.engine.orders import SERVER, Order, Result, in_groups
+from raydfl.engine.pool import Pool, SerialPool, by_site
+from raydfl.engine.probe import try_models
+from raydfl.engine.settings import RaySettings, TrackSettings, without_password
+from raydfl.engine.telemetry import TIMELINE, WALL, RoundReport, with_spans
+from raydfl.engine.validation import UpdateChecker
+from raydfl.engine.worker import KEPT_MODEL, Worker, build_models
+
+__all__ = [
+    "KEPT_MODEL",
+    "SERVER",
+    "TIMELINE",
+    "WALL",
+    "Clients",
+    "Config",
+    "Federation",
+    "Order",
+    "Pool",
+    "RaySettings",
+    "Result",
+    "RoundReport",
+    "SerialPool",
+    "TrackSettings",
+    "UpdateChecker",
+    "Worker",
+    "apply_overrides",
+    "build_models",
+    "by_site",
+    "in_groups",
+    "load_config",
+    "make_config",
+    "remembered",
+    "try_models",
+    "with_spans",
+    "without_password",
+]

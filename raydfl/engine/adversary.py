@@ -11,7 +11,7 @@ from raydfl.attacks import Attack, Cohort, ColludingAttack, HonestUpdates, Updat
 from raydfl.core import seeds
 from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import Tensors, Update
-from raydfl.data.names import Names
+from raydfl.data import Names
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -34,7 +34,7 @@ class Adversary:
         self._drawn: tuple[int, np.ndarray] | None = None
 
     def attacks(self, client: int, round_index: int) -> bool:
-        """Whether a client (by its index) attacks in the round after ``round_index`` completed ones."""
+        """Return whether a client (by its index) attacks in the round after ``round_index`` completed ones."""
         if self.attack is None:
             return False
         if self._drawn is None or self._drawn[0] != round_index:
@@ -49,7 +49,7 @@ class Adversary:
         current: Mapping[str, Tensors],
         round_index: int,
     ) -> Iterator[Update]:
-        """The updates of a round, in their order, the attackers' as they send them.
+        """Yield the updates of a round, in their order, the attackers' as they send them.
 
         Where nobody colludes each is passed on before the next is read.
 
@@ -100,7 +100,7 @@ def _colluding(
     cohort: Cohort,
     reference: Callable[[Update, Layout], np.ndarray],
 ) -> Iterator[Update]:
-    """The updates with the attackers' replaced: one change for all attackers whose updates have the same key and layout."""
+    """Yield the updates with the attackers' replaced: one change for all attackers whose updates have the same key and layout."""
     updates = list(updates)
     flat = [FlatTensors.of(update.tensors) for update in updates]
     kinds = [(update.key, tensors.layout) for update, tensors in zip(updates, flat, strict=True)]
@@ -121,6 +121,6 @@ def _colluding(
 
 
 def _with(update: Update, layout: Layout, reference: np.ndarray, change: np.ndarray) -> Update:
-    """The update with the server's values plus ``change``, as near to it as float32 can say: attackers send finite numbers."""
+    """Return the update with the server's values plus ``change``, as near as float32 can say: attackers send finite numbers."""
     vector = np.clip(reference + change, -_LARGEST, _LARGEST).astype(np.float32)
     return dataclasses.replace(update, tensors=FlatTensors(layout, vector))

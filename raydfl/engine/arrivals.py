@@ -85,7 +85,7 @@ class Arrivals:
         report.clients += 1
         report.bytes_down += result.bytes_down
         report.bytes_up += result.bytes_up
-        report.apart = report.apart or result.apart
+        report.looped_because = report.looped_because or result.looped_because
         self._fit_seconds += result.seconds
         self._vectorised += result.together > 1
         reason = result.rejected

@@ -20,7 +20,7 @@ ModelChoice = str | dict[str, Any] | list[str | dict[str, Any]]
 
 @dataclass(frozen=True)
 class Parts:
-    """What a configuration describes, built. Holds classes of users' files: it never travels between processes."""
+    """The objects that a configuration describes. It may hold classes of users' files, so it never travels between processes."""
 
     method: Method
     rule: Rule
@@ -56,7 +56,7 @@ def _build(package: str, base: type[T], setting: Mapping[str, Any], what: str) -
 def _models(
     declared: Mapping[str, str], configured: Mapping[str, ModelChoice]
 ) -> dict[str, list[tuple[str, dict[str, Any]]]]:
-    """The architectures of each declared model; of one that is not configured, the method's own."""
+    """Return the architectures of each declared model; of one that is not configured, the method's own."""
     chosen: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for name, default in declared.items():
         where = f"models.{name}"

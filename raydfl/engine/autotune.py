@@ -1,4 +1,4 @@
-"""How many clients to train in one computation, measured once for a kind of work and a device."""
+"""The number of clients to train in one computation, measured once for a kind of work and a device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WORTH = 0.95
 
 
 def best_width(seconds: Callable[[int], float], most: int) -> int:
-    """The width from which on doubling it gains nothing.
+    """Return the width beyond which doubling it gains nothing.
 
     Args:
         seconds: measures a client's time at a width. A failure of it (no memory) ends the search.
@@ -41,7 +41,7 @@ def best_width(seconds: Callable[[int], float], most: int) -> int:
 
 
 def remembered(path: Path, kind: Hashable, measure: Callable[[], int]) -> int:
-    """What ``measure`` said the first time for work of this kind; later it is read from ``path``.
+    """Return what ``measure`` gave the first time for work of this kind; later calls read it from ``path``.
 
     Args:
         kind: what it depends on; equal kinds have equal ``repr``.

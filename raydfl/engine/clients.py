@@ -10,7 +10,7 @@ import numpy as np
 
 from raydfl.core import seeds
 from raydfl.core.types import Client, ModelSpec
-from raydfl.data.population import Population
+from raydfl.data import Population
 from raydfl.engine.config import Config
 
 _REMEMBERED = 4096
@@ -58,7 +58,7 @@ class Clients(Sequence[Client]):
         )
 
     def by_id(self, client_id: str) -> Client:
-        """The client of that id.
+        """Return the client of that id.
 
         Raises:
             DataError: there is none.
@@ -66,7 +66,7 @@ class Clients(Sequence[Client]):
         return self[self._population.index(client_id)]
 
     def index_of(self, client_id: str) -> int:
-        """Position of a client in the population."""
+        """Return the position of a client in the population."""
         return self._population.index(client_id)
 
     def _models(self, position: int) -> tuple[ModelSpec, ...]:
@@ -76,7 +76,7 @@ class Clients(Sequence[Client]):
         )
 
     def variants(self) -> list[tuple[ModelSpec, ...]]:
-        """Each distinct combination of architectures, in the order of first appearance."""
+        """Return each distinct combination of architectures, in the order of first appearance."""
         if all(drawn is None for drawn in self._drawn):
             return [self._models(0)]
         columns = [np.zeros(len(self), np.int64) if d is None else d for d in self._drawn]

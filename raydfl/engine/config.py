@@ -28,17 +28,14 @@ from raydfl.core.options import check_keys, explain, path_options, plain
 from raydfl.core.remote import check_path, is_uri
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import parse_yaml
-from raydfl.data.dataset import find_dataset
-from raydfl.data.features.file import FileFeatures, needs_waves
-from raydfl.data.features.kinds import kind_of
-from raydfl.data.settings import DataSettings
+from raydfl.data import DataSettings, find_dataset
+from raydfl.data.features import FileFeatures, kind_of, needs_waves
 from raydfl.engine.assembly import ModelChoice, Parts, assemble
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
 from raydfl.methods import Method
 from raydfl.models import check_model, model_paths
 from raydfl.rules import rule_class
-from raydfl.training.precision import check_device
-from raydfl.training.settings import TrainSettings
+from raydfl.training import TrainSettings, check_device
 
 _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("attack",): None,
@@ -106,7 +103,7 @@ class Config(Settings):
 
     @functools.cached_property
     def parts(self) -> Parts:
-        """What is described here, built: once in each process that has this configuration.
+        """The objects that this configuration describes, built once in each process.
 
         Raises:
             ConfigError: in a process that got a configuration from another one: it cannot load a user's file.
@@ -127,11 +124,11 @@ class Config(Settings):
         return copied
 
     def build_method(self) -> Method:
-        """The method with its hyperparameters: ``parts.method``."""
+        """Return the method with its hyperparameters: ``parts.method``."""
         return self.parts.method
 
     def build_attack(self) -> Attack | None:
-        """The attack with its options, ``None`` when every client is honest: ``parts.attack``."""
+        """Return the attack with its options, ``None`` when every client is honest: ``parts.attack``."""
         return self.parts.attack
 
     def files(self) -> dict[str, tuple[str, str]]:
@@ -157,7 +154,7 @@ class Config(Settings):
         }
 
     def digest(self) -> str:
-        """Identifies what decides the numbers of a run: two configurations with equal digests give the same bits.
+        """Identify what decides the numbers of a run: two configurations with equal digests give the same bits.
 
         Left out: where and on what the run is computed, how far it goes, and what is measured and tracked.
         """
@@ -230,7 +227,7 @@ _NAMED = ("method", "method.rule", "data", "attack")
 
 
 def make_config(values: Any, where: str = "configuration") -> Config:
-    """A checked configuration from plain data.
+    """Return a checked configuration from plain data.
 
     Raises:
         ConfigError: anything that is not as it should be, with its place, the value and what to do.
@@ -249,7 +246,7 @@ def make_config(values: Any, where: str = "configuration") -> Config:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in a YAML file, with overrides.
+    """Return the configuration in a YAML file, with overrides.
 
     Raises:
         ConfigError: the file is missing, unreadable or not a valid configuration.
@@ -267,7 +264,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _instead_of(path: Path) -> str:
-    """What to do about a configuration that is not there."""
+    """Say what to do about a configuration that is not there."""
     if (path / "config.yaml").exists():
         return f"it is a run directory, to go on with it: raydfl resume {path}"
     if "=" in path.name:

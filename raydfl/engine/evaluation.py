@@ -1,4 +1,4 @@
-"""What is measured after a round: shared models on the server's data, and clients' models on their own hold-out."""
+"""Measurements after a round: shared models on the server's data, and clients' models on their own hold-out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raydfl.core.errors import ClientError
 from raydfl.core.metrics import pool as pool_metrics
 from raydfl.core.metrics import summarise
 from raydfl.core.types import Metrics, ModelSpec, State, Task, Tensors
-from raydfl.data.population import Site
+from raydfl.data import Site
 from raydfl.engine.clients import Clients
 from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Result
 from raydfl.engine.settings import EvaluateSettings

@@ -12,7 +12,7 @@ from raydfl.core import seeds
 from raydfl.core.errors import ConfigError
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import Metrics, Ratio, State, Task
-from raydfl.data.population import Population
+from raydfl.data import Population
 from raydfl.engine.adversary import Adversary
 from raydfl.engine.arrivals import Arrivals
 from raydfl.engine.clients import Clients
@@ -38,7 +38,7 @@ class Federation:
     """
 
     def __init__(self, config: Config, population: Population, store: RunStore, pool: Pool) -> None:
-        """Opens the newest commit, or begins with round 0. The store must be locked."""
+        """Open the newest commit, or begins with round 0. The store must be locked."""
         self.config = config
         self.store = store
         self.pool = pool

@@ -1,4 +1,4 @@
-"""What a worker is asked to do, and what it answers: values that travel between processes."""
+"""Orders to workers and their results: values that travel between processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRIGGERED = "triggered"
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Which examples to measure which models on."""
+    """A measurement to make: the models, and the examples to measure them on."""
 
     split: str
     """``"test"`` (the server's held-out data), ``"triggered"`` (copies of them with a backdoor's trigger, of which only its success
@@ -58,7 +58,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What comes back from a worker: all that leaves a client."""
+    """A worker's answer to an order: all that leaves a client."""
 
     position: int
     client_id: str
@@ -87,7 +87,7 @@ class Result:
     bytes_up: int = 0
     together: int = 1
     """Clients, this one included, whose training was one batched computation."""
-    apart: str = ""
+    looped_because: str = ""
     """Why it was not, where it was tried."""
 
 
@@ -141,7 +141,7 @@ def grouped(orders: Sequence[Order], kinds: Sequence[Hashable], width: int) -> l
 
 
 def in_groups(orders: Sequence[Order]) -> list[list[Order]]:
-    """The orders by group, groups and orders in them in the order given."""
+    """Return the orders by group, groups and orders in them in the order given."""
     groups: dict[tuple[str, int], list[Order]] = {}
     for order in orders:
         key = ("alone", order.position) if order.group < 0 else ("group", order.group)
@@ -151,7 +151,7 @@ def in_groups(orders: Sequence[Order]) -> list[list[Order]]:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a client was worked on: seconds of the server's time.perf_counter."""
+    """The time in which a client was worked on: seconds of the server's time.perf_counter."""
 
     actor: int
     """A number for each place of the pool; an actor that takes a lost one's place has its number."""

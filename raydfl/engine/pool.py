@@ -14,18 +14,18 @@ from raydfl.engine.worker import Worker
 
 
 class Pool(Protocol):
-    """Where clients' work is done."""
+    """A pool of workers, which carries out clients' work."""
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Result]:
-        """Results of all orders, in order of completion. Work may begin before the first is asked for."""
+        """Yield the results of all orders, in order of completion. Work may begin before the first is asked for."""
         ...
 
     def places(self) -> int:
-        """How many clients (or groups) can be worked on at a time; 0: as many as are asked for."""
+        """Return the number of clients (or groups) that can be worked on at a time; 0: as many as are asked for."""
         ...
 
     def width(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> int:
-        """Worker.width, where clients are trained."""
+        """Return :meth:`Worker.width` of a process in which clients are trained."""
         ...
 
     def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
@@ -68,7 +68,7 @@ class SerialPool:
         return 1
 
     def width(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> int:
-        """Of this process."""
+        """Return the width of this process's worker."""
         site = orders[0].site
         return self._workers[site].width([order for order in orders if order.site == site], broadcast)
 
@@ -98,7 +98,7 @@ class SerialPool:
 
 
 def by_site(refs: Mapping[int, PrivateRef]) -> dict[str, dict[int, PrivateRef]]:
-    """Where clients' private records lie, parted by the sites in whose folders they do."""
+    """Group the places of clients' private records by the site in whose folder they lie."""
     parts: dict[str, dict[int, PrivateRef]] = {}
     for client, ref in refs.items():
         parts.setdefault(site_of(ref.segment), {})[client] = ref

@@ -12,12 +12,12 @@ from torch.nn.parameter import is_lazy
 from raydfl.core.errors import ConfigError, RaydflError
 from raydfl.core.types import Batch, ModelSpec
 from raydfl.core.users_code import place_of
-from raydfl.data.population import Population
+from raydfl.data import Population
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.worker import build_models
 from raydfl.methods import Method
-from raydfl.training.randomness import preserved
+from raydfl.training import preserved
 
 _FRAMES = 96
 """Of the noise that stands for recordings which are at sites, where their lengths differ."""

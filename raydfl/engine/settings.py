@@ -9,11 +9,13 @@ from pydantic import Field, field_validator, model_validator
 
 from raydfl.core.remote import check_uri, is_uri
 from raydfl.core.settings import Settings
-from raydfl.training.settings import _LONGEST_NAME
+
+_LONGEST_NAME = 240
+"""Bytes of a run's name: file systems take 255, and a site's folder of the run has some more."""
 
 
 class EvaluateSettings(Settings):
-    """What is measured, when, and on which data."""
+    """Evaluation: what is measured, when, and on which data."""
 
     every: int = Field(5, ge=1, description="rounds between evaluations; the last round is always evaluated")
     server: bool = Field(True, description="measure the shared models on the held-out test data")
@@ -30,7 +32,7 @@ class EvaluateSettings(Settings):
 
 
 class RaySettings(Settings):
-    """Where the clients run."""
+    """The place where the clients run."""
 
     actors: int | Literal["per_client"] = Field(
         2,
@@ -102,7 +104,7 @@ class RaySettings(Settings):
 
 
 class RunSettings(Settings):
-    """Where the run lives and what decides its random numbers."""
+    """The run: its folder, and what decides its random numbers."""
 
     seed: int = Field(
         1, ge=0, description="the one seed: cohorts, batches, dropout, partition, corruption and initial weights"
@@ -147,7 +149,7 @@ class RunSettings(Settings):
 
 
 class TrackSettings(Settings):
-    """Where runs are mirrored."""
+    """Tracking: where runs are mirrored."""
 
     mlflow: bool = Field(True, description="mirror parameters, metrics and artifacts of the run in MLflow")
     uri: str | None = Field(

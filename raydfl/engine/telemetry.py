@@ -1,4 +1,4 @@
-"""Where the time of a round goes, and the same as metrics of Ray.
+"""The time of a round, by part, and the same as metrics of Ray.
 
 All times are differences of one process's clock, and travel with results that are sent anyway: an actor says how long after the
 arrival of a call a client's work began and how long it took, the server knows when it sent the call and when it had the answer.
@@ -20,7 +20,7 @@ from raydfl.engine.storage import record
 
 @dataclass(slots=True)
 class RoundReport:
-    """What a round did: for the progress line, the record and the trackers."""
+    """A report of a round, for the progress line, the record and the trackers."""
 
     round: int
     """Rounds completed."""
@@ -35,7 +35,7 @@ class RoundReport:
     """Optimiser steps by client id, of clients whose training ``train.deadline`` ended early and whose update counts."""
     unmeasured: dict[str, str] = field(default_factory=dict)
     """Why clients could not be evaluated, by client id."""
-    apart: str = ""
+    looped_because: str = ""
     """Why clients that were to be trained together could not be."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall-clock by part: ``train_and_aggregate`` (and in it ``plan``, ``clients`` and ``aggregate``), ``evaluate`` and ``round``
@@ -121,7 +121,7 @@ def with_spans(
 
 
 class ResultTimer:
-    """What the results of a pool's run say about times; :meth:`note` is told of each as it comes."""
+    """The times in the results of a pool's run; :meth:`note` receives each result as it comes."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, Span]] = []
@@ -140,7 +140,7 @@ class ResultTimer:
             self.retried[result.client_id] = result.retried
 
     def work(self, actors: int) -> dict[str, Ratio]:
-        """How the actors spent the time from the first order sent to the last answer, in seconds of actors.
+        """Compute how the actors spent the time from the first order sent to the last answer, in seconds of actors.
 
         Args:
             actors: how many there are; those of the spans count in any case.
@@ -167,7 +167,7 @@ class ResultTimer:
         }
 
     def timeline(self, began: float, index: Mapping[str, int]) -> np.ndarray:
-        """float64 [clients, 4], by begin of work: index of the client, number of the actor, begin and end in seconds.
+        """Return float64 [clients, 4], by begin of work: index of the client, number of the actor, begin and end in seconds.
 
         Args:
             began: when the round began, which becomes 0.

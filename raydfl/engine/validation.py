@@ -115,7 +115,7 @@ def checked_metrics(metrics: Any, who: str) -> Metrics:
 
 
 class Kinds:
-    """What several clients must agree in: the kind of each of their metrics, and the shape of what the server does not know.
+    """Kinds in which clients must agree: of each of their metrics, and the shape of what the server does not know.
 
     Of the first three that say something, two that agree decide; else, and for what none of them mentions, the first.
 
@@ -177,7 +177,7 @@ class UpdateChecker:
         return misfit or self._kinds.misfit(added | kinds_of(metrics))
 
     def _compared(self, update: Update) -> tuple[str, dict[str, str]]:
-        """What does not fit the server's tensors, and the kinds of those that it does not have."""
+        """Return what does not fit the server's tensors, and the kinds of those that it does not have."""
         layout = Layout.of(update.tensors)
         kind = (update.key, layout)
         if kind not in self._found:

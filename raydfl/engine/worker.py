@@ -28,8 +28,7 @@ from raydfl.core.metrics import attack_success
 from raydfl.core.tensors import FlatTensors, OwnTensors
 from raydfl.core.types import Client, Metrics, ModelSpec
 from raydfl.core.users_code import place_of
-from raydfl.data.examples import ClientData, Examples
-from raydfl.data.population import Population
+from raydfl.data import ClientData, Examples, Population
 from raydfl.engine.autotune import best_width, remembered
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
@@ -37,23 +36,20 @@ from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Result, 
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
 from raydfl.engine.validation import check_form, check_weights, checked_metrics, reason_of
 from raydfl.methods import Method
-from raydfl.training.clock import Clock, DeadlineExceededError
-from raydfl.training.precision import check_device
-from raydfl.training.replica import Replica
-from raydfl.training.step import Step
-from raydfl.training.together import lockstep as together
+from raydfl.training import Clock, DeadlineExceededError, Replica, Step, check_device
+from raydfl.training.together import run_in_lockstep
 
 KEPT_MODEL, KEPT_STATE = "model:", "state:"
 """Prefixes in a private record: tensors of models that are not shared, and what the method keeps in step.state."""
 
 
 def _without(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose names begin with a prefix, by the rest of the name."""
+    """Return the tensors whose names begin with a prefix, by the rest of the name."""
     return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _named(error: Exception) -> str:
-    """An exception with the place that raised it."""
+    """Return an exception with the place that raised it."""
     return f"{type(error).__name__}: {error} (at {place_of(error)})"
 
 
@@ -67,22 +63,22 @@ def _malformed(order: Order) -> Iterator[None]:
 
 
 def _subject(order: Order) -> str:
-    """Whom an order is about, for a message."""
+    """Name the client that an order is about, for a message."""
     return f"client {order.task.client_id!r}" if order.task.client_id else "the evaluation on the server's data"
 
 
 def _round_of(order: Order) -> int:
-    """The round of an order, as printed; what is measured is the state after a round."""
+    """Return the round of an order, as printed; what is measured is the state after a round."""
     return order.round_index + (order.measure is None)
 
 
 def _whose(order: Order) -> str:
-    """Whom an order is about and in which round, for a message."""
+    """Name the client that an order is about and its round, for a message."""
     return f"{_subject(order)}, round {_round_of(order)}"
 
 
 def seed_torch(seed: int, device: torch.device) -> None:
-    """Seed what dropout draws from. ``torch.manual_seed`` would also queue calls for devices that are not there, for ever."""
+    """Seed what dropout draws from. ``torch.manual_seed`` would also queue calls for devices that are not there, forever."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
@@ -163,7 +159,7 @@ class Worker:
         started = time.perf_counter()
         work = [functools.partial(self._carry_out, order, broadcast, place) for place, order in enumerate(orders)]
         results = []
-        for outcome in together.run_in_lockstep(work) if len(work) > 1 else [work[0]()]:
+        for outcome in run_in_lockstep(work) if len(work) > 1 else [work[0]()]:
             if isinstance(outcome, Exception):
                 raise outcome
             results.append(outcome)
@@ -193,11 +189,11 @@ class Worker:
             return self._left_out(order, broadcast, f"error: {_named(error)}")
 
     def _may_drop(self, order: Order) -> bool:
-        """Whether a failure of this order leaves its client out; what fails on the server's own data always stops the run."""
+        """Return whether a failure of this order leaves its client out; failures on the server's data always stop the run."""
         return self.config.run.on_error == "drop" and order.task.client_id != SERVER
 
     def _left_out(self, order: Order, broadcast: Mapping[str, FlatTensors], reason: str) -> Result:
-        """The client's private state stays what it was. The reason is made one line, for the record."""
+        """Return the result of a client that is left out: its private state stays. The reason is made one line, for the record."""
         sent = sum(broadcast[key].vector.nbytes for key in order.task.receive)
         return Result(
             order.position,
@@ -208,7 +204,7 @@ class Worker:
         )
 
     def width(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> int:
-        """How many of these clients to train at once on this worker's device.
+        """Return how many of these clients to train at once on this worker's device.
 
         On the CPU always 1: there the operations are fused and one client after another is fastest, and a measurement, which is
         never the same twice, would make equal runs differ. On a GPU it is measured, once for a model and a device.
@@ -253,7 +249,7 @@ class Worker:
         return text
 
     def prepare(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int = 0) -> Step:
-        """A step ready for the method's code: data opened, models loaded, generators seeded.
+        """Return a step ready for the method's code: data opened, models loaded, generators seeded.
 
         Args:
             place: which of the built networks it gets; clients that are worked on at the same time have different ones.
@@ -330,7 +326,7 @@ class Worker:
             private=order.private,
             bytes_down=bytes_down,
             together=step.together,
-            apart=step.apart,
+            looped_because=step.looped_because,
             cut=step.clock.steps if step.clock.cut else None,
         )
         lowest, highest = float(flat.vector.min(initial=0)), float(flat.vector.max(initial=0))  # a NaN is both
@@ -387,7 +383,7 @@ class Worker:
         return self._held.triggered if split == TRIGGERED else self._held.test
 
     def _sample(self, split: str, count: int) -> Examples:
-        """Some of the server's test clips, drawn by the run seed, with all their segments."""
+        """Return some of the server's test clips, drawn by the run seed, with all their segments."""
         if (split, count) not in self._samples:
             test = self._test(split)
             clips = np.unique(test.clips)

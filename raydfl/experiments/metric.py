@@ -5,8 +5,8 @@ from __future__ import annotations
 from pydantic import Field
 
 from raydfl.core.settings import Settings
-from raydfl.engine.config import Config
-from raydfl.runs.report.data import Key
+from raydfl.engine import Config
+from raydfl.runs.report import Key
 
 
 class MetricSettings(Settings):

@@ -14,7 +14,7 @@ from raydfl.core.options import explain
 from raydfl.core.remote import is_uri
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import parse_yaml, to_yaml
-from raydfl.engine.config import Config, apply_overrides
+from raydfl.engine import Config, apply_overrides
 from raydfl.methods import Method
 
 _WHOLE_GROUPS = ("train", "evaluate", "ray", "run", "track")

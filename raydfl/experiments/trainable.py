@@ -15,7 +15,7 @@ from ray.tune.result import DONE, SHOULD_CHECKPOINT
 from raydfl.cluster.trial_resources import bundles_of
 from raydfl.core.errors import ConfigError
 from raydfl.core.remote import is_uri
-from raydfl.engine.config import Config, load_config, make_config
+from raydfl.engine import Config, load_config, make_config
 from raydfl.experiments.plan import laid_over
 from raydfl.experiments.trial import (
     LOCKS,

@@ -24,15 +24,10 @@ from ray import tune
 
 from raydfl.core.errors import ConfigError, InputError, RaydflError
 from raydfl.core.files import write_durably
-from raydfl.engine.config import Config, make_config
-from raydfl.engine.storage.folder import decisive_changes, stored_about, write_config
-from raydfl.engine.storage.record import read_rows
-from raydfl.engine.storage.store import RunStore, round_of
-from raydfl.engine.telemetry import RoundReport
+from raydfl.engine import Config, RoundReport, make_config
+from raydfl.engine.storage import RunStore, decisive_changes, read_rows, round_of, stored_about, write_config
 from raydfl.experiments.plan import CHANGEABLE, fits_state
-from raydfl.runs.folder import driving
-from raydfl.runs.progress import Progress
-from raydfl.runs.run import run
+from raydfl.runs import Progress, driving, run
 
 NAME, ROUND, SCORE, STATUS, REASON = "name", "round", "score", "status", "reason"
 """Keys of what a trial reports to Ray Tune."""

@@ -24,12 +24,10 @@ from torch import Tensor, nn
 from raydfl.core.errors import ConfigError
 from raydfl.core.metrics import classification_metrics
 from raydfl.core.types import Batch, Client, Metrics, ModelSpec, Ratio, State, Task, Tensors, Update
-from raydfl.data.examples import Examples
+from raydfl.data import Examples
 from raydfl.models import build_model
 from raydfl.rules import Rule, WeightedMean, find_rule
-from raydfl.training.fit import fit, predict
-from raydfl.training.settings import TrainSettings
-from raydfl.training.step import Step
+from raydfl.training import Step, TrainSettings, fit, predict
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What methods with an optimiser at the server have in common.
+"""The common part of methods with an optimiser at the server.
 
 The clients train as in FedAvg and the rule averages their models; the change from the server's model to that mean takes the place
 of a gradient (with the opposite sign: the server steps along it). What the optimiser keeps lies in the entry ``"moments"`` of the

@@ -44,10 +44,9 @@ from raydfl.core.errors import ConfigError
 from raydfl.core.metrics import classification_metrics
 from raydfl.core.seeds import generator
 from raydfl.core.types import Batch, Client, Metrics, State, Update
-from raydfl.data.examples import Examples
+from raydfl.data import Examples
 from raydfl.methods._method import Method
-from raydfl.training.fit import fit, predict
-from raydfl.training.step import Step
+from raydfl.training import Step, fit, predict
 
 MEANS, COUNTS = "prototypes/means", "prototypes/counts"
 """float32 [classes, size] and [classes]. At a client: of its training data. At the server: K, and the mean number of examples of

@@ -42,8 +42,7 @@ from torch import Tensor
 from raydfl.core.types import Batch, Update
 from raydfl.methods._method import Method
 from raydfl.rules import LayerwisePruning, Rule, WeightedMean
-from raydfl.training.fit import fit
-from raydfl.training.step import Step
+from raydfl.training import Step, fit
 
 FORMS: Mapping[str, float] = {"literal": 0.0, "supervised": 1.0}
 """Weight of the cross-entropy in the plug-in's loss, by form."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from raydfl.core.types import Batch
 from raydfl.methods._method import Method
-from raydfl.training.step import Step
+from raydfl.training import Step
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,9 +30,7 @@ from raydfl.core.errors import ConfigError
 from raydfl.core.types import Batch, Client, Metrics, Ratio, State, Update
 from raydfl.methods._method import Method
 from raydfl.rules import Rule, UniformMean
-from raydfl.training.fit import fit
-from raydfl.training.settings import TrainSettings
-from raydfl.training.step import Step
+from raydfl.training import Step, TrainSettings, fit
 
 CONTROL = "control/"
 

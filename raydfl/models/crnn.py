@@ -66,7 +66,7 @@ class CRNN(nn.Module):
         self.output = nn.Linear(hidden * (1 + bidirectional), classes)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Logits float32 [batch, classes]; see :meth:`embed` for the arguments."""
+        """Return logits float32 [batch, classes]; see :meth:`embed` for the arguments."""
         logits: Tensor = self.output(self.embed(x, lengths))
         return logits
 

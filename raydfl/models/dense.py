@@ -20,7 +20,7 @@ class MeanLinear(nn.Module):
         self.output = nn.Linear(inputs, classes)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Logits [batch, classes] for x float32 [batch, frames, inputs] of which ``lengths`` int64 [batch] frames count."""
+        """Return logits [batch, classes] for x float32 [batch, frames, inputs] of which ``lengths`` int64 [batch] frames count."""
         logits: Tensor = self.output(self.embed(x, lengths))
         return logits
 
@@ -39,7 +39,7 @@ class MeanMLP(nn.Module):
         self.output = nn.Linear(hidden, classes)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Logits [batch, classes] for x float32 [batch, frames, inputs] of which ``lengths`` int64 [batch] frames count."""
+        """Return logits [batch, classes] for x float32 [batch, frames, inputs] of which ``lengths`` int64 [batch] frames count."""
         logits: Tensor = self.output(self.embed(x, lengths))
         return logits
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from raydfl.core.ops.sums import ClientVectors
+from raydfl.core.ops import ClientVectors
 from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import Tensors, Update
 from raydfl.rules._weights import absent, check_shapes, flat

@@ -1,4 +1,4 @@
-"""What a collecting rule combines: the tensors of one key that the same clients sent."""
+"""The input of a collecting rule: the tensors of one key that the same clients sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal, cast
 import numpy as np
 
 from raydfl.core.errors import RaydflError
-from raydfl.core.ops.sums import ClientVectors, Parts, Weight, compiled
+from raydfl.core.ops import ClientVectors, Parts, Weight, sums_are_compiled
 from raydfl.core.tensors import Layout
 from raydfl.core.types import Ratio, Tensors, Update
 from raydfl.rules._weights import absent, divided, flat, total_of, weight_of
@@ -51,7 +51,7 @@ class Group:
 
     @property
     def rng(self) -> np.random.Generator:
-        """Where random numbers come from: seeded by run and round.
+        """The source of random numbers, seeded by run and round.
 
         Raises:
             RaydflError: the rule was called without one.
@@ -77,7 +77,7 @@ class Group:
         return layers
 
     def matrix(self, names: Sequence[str] | None = None) -> np.ndarray:
-        """Some tensors (all by default), one client in each row: float32 [clients, their elements], to work in.
+        """Return some tensors (all by default), one client in each row: float32 [clients, their elements], to work in.
 
         The next call overwrites it: fresh memory of this size would cost more than the work that is done in it.
         """
@@ -130,7 +130,7 @@ class Group:
         return divided(total, total_of(weights), self.current.get(name))
 
     def means(self, names: Sequence[str], kept: Sequence[int]) -> dict[str, np.ndarray]:
-        """:meth:`mean` of several tensors, faster: to the bit where sums are compiled or everybody is kept.
+        """Compute :meth:`mean` of several tensors, faster: to the bit where sums are compiled or everybody is kept.
 
         Otherwise they are rounded to float32 on the way: in float64 these means would cost NumPy more than all that a rule
         does besides.
@@ -140,7 +140,7 @@ class Group:
         if weight == 0:
             return {name: self.mean(name, kept) for name in names}
         parts = self.parts(names)
-        if compiled() or len(kept) == len(self.rows):
+        if sums_are_compiled() or len(kept) == len(self.rows):
             sums = [np.zeros(stop - start) for start, stop in parts]
             for total, (start, _) in zip(sums, parts, strict=True):
                 self._rows.add_to(total, weights, kept, start)
@@ -201,7 +201,7 @@ class Group:
         uniform: bool,
         towards: np.ndarray | None,
     ) -> np.ndarray:
-        """:meth:`average` of some elements, from all clients' weights for them."""
+        """Compute :meth:`average` of some elements, from all clients' weights for them."""
         if uniform:
             weights = [np.sign(weight) for weight in weights]
         chosen = [position for position, factor in enumerate(factors) if factor > 0]

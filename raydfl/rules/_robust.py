@@ -1,4 +1,4 @@
-"""What the robust rules share: who has a say, numbers of clients from shares, and means of what lies in the middle.
+"""The common part of the robust rules: who has a say, numbers of clients from shares, and means of what lies in the middle.
 
 All of them see a group's tensors as one vector for each client. Weights that the clients send (their numbers of examples) count
 only where a rule says so: who lies about a model lies about them too. A client of weight 0 has no say. Where single tensors or

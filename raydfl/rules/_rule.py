@@ -1,4 +1,4 @@
-"""What a rule is, and what it returns."""
+"""The interface of a rule, and what it returns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raydfl.core.types import Metrics, Ratio, Tensors, Update
 
 @dataclasses.dataclass(frozen=True)
 class Aggregate:
-    """What a rule returns."""
+    """The result of a rule."""
 
     tensors: dict[str, dict[str, Tensor]]
     """By key, then by name: everything that the server had or the clients sent; float32. A rule that remembers something keeps
@@ -28,7 +28,7 @@ class Aggregate:
     ``None``: the rule does not judge clients as a whole."""
 
     def metrics(self) -> Metrics:
-        """What is recorded of a round: the report, and what follows from the influence.
+        """Return what is recorded of a round: the report, and what follows from the influence.
 
         ``rule/left_out`` counts the clients without any, ``rule/influence`` is its mean, and ``rule/influences`` the array.
         """

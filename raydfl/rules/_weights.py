@@ -1,4 +1,4 @@
-"""What updates weigh, and whether they fit together: checks and small arithmetic that all rules share."""
+"""Weights of updates, checks that updates fit together, and small arithmetic that all rules share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from raydfl.core.errors import RaydflError
-from raydfl.core.ops.sums import Weight
+from raydfl.core.ops import Weight
 from raydfl.core.tensors import Layout
 from raydfl.core.types import Tensors, Update
 
@@ -78,7 +78,7 @@ def absent(update: Update, layout: Layout) -> np.ndarray | None:
 
 
 def flat(tensors: Tensors, layout: Layout) -> np.ndarray:
-    """Some of the server's tensors in a new vector: float32 [layout.size]; 0 where it has none."""
+    """Return some of the server's tensors in a new vector: float32 [layout.size]; 0 where it has none."""
     vector = np.zeros(layout.size, np.float32)
     for name in layout.names:
         if name in tensors:

@@ -10,7 +10,7 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from raydfl.core.ops.sums import ClientVectors, Weight
+from raydfl.core.ops import ClientVectors, Weight
 from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import Tensors, Update
 from raydfl.rules._rule import Aggregate, Rule, over_current

@@ -1,4 +1,4 @@
-"""What the folder of a run holds besides its commits: made here, read back here, exported from here."""
+"""The folder of a run, apart from its commits: made here, read back here, exported from here."""
 
 from __future__ import annotations
 
@@ -19,16 +19,20 @@ from raydfl.core.lock import FileLock
 from raydfl.core.tensor_file import to_safetensors
 from raydfl.core.types import ModelSpec
 from raydfl.core.version import __version__
-from raydfl.data.build import build_population
-from raydfl.data.population import Population
-from raydfl.engine.clients import Clients
-from raydfl.engine.config import Config
-from raydfl.engine.probe import try_models
-from raydfl.engine.storage.folder import check_same, file_name_of, final_state, stored_about, write_config
-from raydfl.engine.storage.mirror import local_runs, mirror_of
-from raydfl.engine.storage.store import RunStore
-from raydfl.engine.storage.trust import code_of, remember_code
-from raydfl.engine.worker import build_models
+from raydfl.data import Population, build_population
+from raydfl.engine import Clients, Config, build_models, try_models
+from raydfl.engine.storage import (
+    RunStore,
+    check_same,
+    code_of,
+    file_name_of,
+    final_state,
+    local_runs,
+    mirror_of,
+    remember_code,
+    stored_about,
+    write_config,
+)
 from raydfl.runs.progress import Progress
 
 
@@ -201,7 +205,7 @@ def begin(run_dir: Path, config: Config, population: Population, site_key: str =
 
 
 def _forget_unbegun(run_dir: Path, config: Config) -> bool:
-    """Whether the folder held another configuration's run without a single completed round, which is then removed.
+    """Remove another configuration's run without a completed round from the folder; return whether there was one.
 
     A start that failed (too few CPUs, an option that the method refuses) must not stand in the way of the corrected one.
     """
@@ -240,7 +244,7 @@ def _short(name: str) -> str:
 
 
 def export(run_dir: Path, config: Config) -> list[Path]:
-    """The shared models as safetensors: ``model.safetensors``, or ``model-<key>.safetensors`` for each of several keys.
+    """Return the shared models as safetensors: ``model.safetensors``, or ``model-<key>.safetensors`` for each of several keys.
 
     Tensor names are ``model/layer.weight``; the metadata says architecture, classes, features and round.
     """

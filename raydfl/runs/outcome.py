@@ -1,4 +1,4 @@
-"""How a run ended."""
+"""The end of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raydfl.core.types import Problem
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended."""
+    """The end of a run."""
 
     run_dir: Path
     round: int
@@ -25,10 +25,10 @@ class Outcome:
 
     @property
     def status(self) -> Literal["finished", "stopped", "failed"]:
-        """How it ended in a word: ``"stopped"`` by the user or a stop rule, to be resumed; ``"failed"``: see ``problems``."""
+        """The end in a word: ``"stopped"`` by the user or a stop rule, to be resumed; ``"failed"``: see ``problems``."""
         return "stopped" if not self.finished else "failed" if self.worthless else "finished"
 
     @property
     def worthless(self) -> str:
-        """Why the run shows nothing; empty when it does."""
+        """The reason why the run shows nothing; empty when it shows something."""
         return "; ".join(problem.text for problem in self.problems if problem.worthless)

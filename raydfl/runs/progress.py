@@ -1,4 +1,4 @@
-"""What a command shows while it works: a bar on a terminal, a line a round in a log, JSON for machines, or nothing."""
+"""The output of a command while it works: a bar on a terminal, a line a round in a log, JSON for machines, or nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rich.text import Text
 
 from raydfl.core.errors import printable
 from raydfl.core.metrics import SHOWN, base_name
-from raydfl.engine.telemetry import RoundReport
+from raydfl.engine import RoundReport
 from raydfl.runs.outcome import Outcome
 
 Mode = Literal["auto", "bar", "lines", "quiet", "json"]
@@ -35,7 +35,7 @@ _STEP_SECONDS = 10.0  # between two lines of one long preparation
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words; ``?`` when they are not known.
+    """Return a number of seconds in words; ``?`` when they are not known.
 
     >>> duration(5), duration(200), duration(7300)
     ('5 s', '3 min 20 s', '2 h 1 min')
@@ -51,7 +51,7 @@ def duration(seconds: float) -> str:
 
 
 def size(number_of_bytes: float) -> str:
-    """Bytes in words, in powers of 1000.
+    """Return a number of bytes in words, in powers of 1000.
 
     >>> size(999), size(1500), size(2.5e9)
     ('999 B', '1.5 kB', '2.5 GB')
@@ -67,7 +67,7 @@ def size(number_of_bytes: float) -> str:
 
 
 def scores_text(scores: Mapping[str, float]) -> str:
-    """The accuracies (and a backdoor's success) in one line, or the first scores when there is none.
+    """Return the accuracies (and a backdoor's success) in one line, or the first scores when there is none.
 
     >>> scores_text({"test plugin/loss": 1.2, "test plugin/accuracy": 0.8125})
     'test plugin/accuracy 0.812'
@@ -130,7 +130,7 @@ class Progress:
             self._task = None
 
     def start(self, total_rounds: int, done_rounds: int, description: str) -> None:
-        """The rounds begin, or go on after ``done_rounds`` of them."""
+        """Show that the rounds begin, or go on after ``done_rounds`` of them."""
         self._total = total_rounds
         self._times.clear()
         self._times.append((self._clock(), done_rounds))
@@ -143,7 +143,7 @@ class Progress:
             self._line(f"{description}: {total_rounds} rounds{after}")
 
     def round(self, report: RoundReport) -> None:
-        """One more round is completed."""
+        """Show that one more round is completed."""
         self._times.append((self._clock(), report.round))
         left = self._seconds_left(report.round)
         scores = {name: value for name, value in report.scores.items() if base_name(name) in SHOWN}
@@ -180,14 +180,14 @@ class Progress:
             self._line("  ".join(part for part in parts if part))
 
     def message(self, text: str) -> None:
-        """One sentence about what happens; nothing in quiet mode."""
+        """Show one sentence about what happens; nothing in quiet mode."""
         if self.mode == "json":
             self._event("message", text=text)
         else:
             self._line(text)
 
     def finish(self, outcome: Outcome, seconds: float, next_step: str = "") -> None:
-        """The command ends.
+        """Show that the command ends.
 
         Args:
             outcome: of the run.
@@ -272,7 +272,7 @@ class Progress:
                 bar.remove_task(task)
 
     def _show_bar(self) -> _Bars:
-        """The live display; only one may exist on a terminal, so rounds and steps share it."""
+        """Return the live display; only one may exist on a terminal, so rounds and steps share it."""
         if self._bar is None:
             self._bar = _Bars(
                 SpinnerColumn(),

@@ -1,4 +1,4 @@
-"""How work that takes long is asked to stop."""
+"""Signals that ask long work to stop."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ import pyarrow.compute as pc
 
 from raydfl.core.errors import InputError, first_line
 from raydfl.core.lock import locked
-from raydfl.engine.settings import TrackSettings, without_password
-from raydfl.engine.storage.record import MetricRow, read_rows, to_rows
+from raydfl.engine import TrackSettings, without_password
+from raydfl.engine.storage import MetricRow, read_rows, to_rows
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -50,7 +50,7 @@ _RETRY_SECONDS = 60.0  # a store that failed is left alone for so long: each try
 
 
 def metric_name(row: MetricRow, work: str = WORK) -> str:
-    """The name of a row's metric in MLflow: ``split/metric``, after the phase where that is not train or evaluate.
+    """Return the name of a row's metric in MLflow: ``split/metric``, after the phase where that is not train or evaluate.
 
     Characters that MLflow refuses become ``_``, with a short hash at the end so that different names stay different.
 
@@ -70,7 +70,7 @@ def metric_name(row: MetricRow, work: str = WORK) -> str:
 
 
 class Tracker(Protocol):
-    """What a run tells about itself while it goes on."""
+    """A receiver of what a run reports while it goes on."""
 
     def start(
         self, run_name: str, params: Mapping[str, Any], tags: Mapping[str, str], run_id: str | None = None
@@ -87,7 +87,7 @@ class Tracker(Protocol):
         ...
 
     def finish(self, status: Status) -> None:
-        """The run has ended."""
+        """Note that the run has ended."""
         ...
 
 
@@ -97,7 +97,7 @@ class NullTracker:
     def start(
         self, run_name: str, params: Mapping[str, Any], tags: Mapping[str, str], run_id: str | None = None
     ) -> str:
-        """Returns ``run_id``, or nothing."""
+        """Return ``run_id``, or nothing."""
         return run_id or ""
 
     def log_rows(self, rows: Iterable[MetricRow]) -> None:
@@ -113,7 +113,7 @@ class NullTracker:
 def make_tracker(
     settings: TrackSettings, runs_dir: Path, run_dir: Path, warn: Callable[[str], None] | None = None
 ) -> Tracker:
-    """The tracker that the settings ask for; see :class:`MlflowTracker`."""
+    """Return the tracker that the settings ask for; see :class:`MlflowTracker`."""
     return MlflowTracker(settings, runs_dir, run_dir, warn) if settings.mlflow else NullTracker()
 
 
@@ -149,7 +149,7 @@ class MlflowTracker:
 
     @property
     def uri(self) -> str:
-        """Where the run is mirrored, without a password: for messages and ``mlflow ui --backend-store-uri``."""
+        """The address at which the run is mirrored, without a password: for messages and ``mlflow ui --backend-store-uri``."""
         return without_password(self._uri)
 
     def start(
@@ -344,7 +344,7 @@ class MlflowTracker:
             self._mirrored = last
 
     def _backlog(self) -> list[MetricRow]:
-        """The server's and pooled rows on the disk of rounds that are not mirrored."""
+        """Return the server's and pooled rows on the disk of rounds that are not mirrored."""
         where = (pc.field("client") == "") & (pc.field("round") > self._mirrored)
         return to_rows(read_rows(self._run_dir, where=where))
 
@@ -398,7 +398,7 @@ def _said(error: Exception) -> str:
 
 
 def _probe(uri: str) -> None:
-    """A quick look whether a server is there at all, since MLflow's own client tries for minutes.
+    """Check quickly that a server is there at all, since MLflow's own client tries for minutes.
 
     Raises:
         OSError: nothing answers.

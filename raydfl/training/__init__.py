@@ -1,4 +1,27 @@
-"""One client's local work: the step that its code sees, the loop that trains, the optimiser.
+"""One client's local work: the step that a method's code sees, the loop that trains, the optimiser.
 
-Imports data and core. Begin with step.py and fit.py; together/ trains several clients in one computation.
+Imports data and core. Begin with step.py and _fit.py; together/ trains several clients in one computation.
 """
+
+from raydfl.training._fit import fit, predict
+from raydfl.training.clock import Clock, DeadlineExceededError
+from raydfl.training.plan import Plan
+from raydfl.training.precision import check_device, computing_in
+from raydfl.training.randomness import preserved
+from raydfl.training.replica import Replica
+from raydfl.training.settings import TrainSettings
+from raydfl.training.step import Step
+
+__all__ = [
+    "Clock",
+    "DeadlineExceededError",
+    "Plan",
+    "Replica",
+    "Step",
+    "TrainSettings",
+    "check_device",
+    "computing_in",
+    "fit",
+    "predict",
+    "preserved",
+]

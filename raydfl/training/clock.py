@@ -28,7 +28,7 @@ class Clock:
     __slots__ = ("_device", "_limit", "_partial", "_since", "_spent", "cut", "steps")
 
     def __init__(self, limit: float | None = None, partial: bool = True, device: torch.device | None = None) -> None:
-        """A clock that stands still.
+        """Create a clock that stands still.
 
         Args:
             limit: seconds; ``None``: no deadline.
@@ -58,7 +58,7 @@ class Clock:
 
     @property
     def expired(self) -> bool:
-        """Whether the deadline is over."""
+        """Return whether the deadline is over."""
         if self._limit == math.inf:
             return False
         if self._device is not None and self._device.type == "cuda":
@@ -67,10 +67,10 @@ class Clock:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """The client asks for a computation: until that begins it only waits.
+        """Stop the clock while a client waits for a computation that it has asked for.
 
         Raises:
-            LateError: at the end, if the deadline was over before the work was done and what was done does not count.
+            DeadlineExceededError: at the end, if the deadline was over before the work was done and what was done does not count.
         """
         self.stop()
         try:

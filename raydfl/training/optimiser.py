@@ -39,7 +39,7 @@ class Optimiser:
 
     @torch.no_grad()
     def advance(self) -> None:
-        """One step: what the ``step`` of :func:`torch_optimiser` does. Who has no gradient stays as it is."""
+        """Take one step, as the ``step`` of :func:`torch_optimiser` does. Parameters without a gradient stay as they are."""
         settings = self.settings
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -56,7 +56,7 @@ class Optimiser:
             torch._foreach_add_(parameters, gradients, alpha=-group["lr"])
 
     def _with_momentum(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """The moments after these gradients."""
+        """Return the moments after these gradients."""
         moments = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
             kept = self.state.get(parameter)
@@ -108,7 +108,7 @@ class Optimiser:
 def torch_optimiser(
     parameters: Mapping[str, Sequence[Tensor]], settings: OptimiserSettings, round_index: int
 ) -> torch.optim.Optimizer:
-    """The same as one of torch.optim's, for training loops of a method's own; arguments as of :class:`Optimiser`."""
+    """Return the same as one of torch.optim's, for training loops of a method's own; arguments as of :class:`Optimiser`."""
     groups = _groups(parameters, settings, round_index)
     if settings.name == "sgd":
         return torch.optim.SGD(

@@ -1,7 +1,7 @@
 """Plan: which examples of which pools each batch of a training is made of.
 
 A client's training examples may be in several pools (``step.data.train`` is the first, ``step.data.pools`` has all by name).
-Without a plan :func:`raydfl.training.fit.fit` goes through the first alone. With one, the pools are laid end to end and the plan
+Without a plan :func:`raydfl.training.fit` goes through the first alone. With one, the pools are laid end to end and the plan
 draws positions in them, so that every executor needs arrays of positions and nothing else.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raydfl.core.errors import ConfigError, nearest
-from raydfl.data.examples import ClientData, Examples
+from raydfl.data import ClientData, Examples
 from raydfl.training.step import Step
 
 POOL = "pool"

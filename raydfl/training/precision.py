@@ -91,16 +91,16 @@ class GradientScale:
         self.scale = torch.where(finite, self.scale, self.scale / 2)
 
     def _each(self, of_elements: Tensor) -> Tensor:
-        """Whether it holds of all elements: bool of the scale's shape."""
+        """Return whether it holds of all elements: bool of the scale's shape."""
         return of_elements.reshape(*self.scale.shape, -1).all(dim=-1)
 
     def _like(self, of_clients: Tensor, parameter: Tensor) -> Tensor:
-        """One number for each client as something that fits to a parameter."""
+        """Return one number for each client as something that fits to a parameter."""
         return of_clients.view(*of_clients.shape, *[1] * (parameter.ndim - of_clients.ndim))
 
 
 def _state(optimiser: Optimiser, parameter: Tensor, copied: bool = True) -> dict[str, Tensor]:
-    """What the optimiser keeps for each element of a parameter."""
+    """Return what the optimiser keeps for each element of a parameter."""
     return {
         name: value.clone() if copied else value
         for name, value in optimiser.state.get(parameter, {}).items()

@@ -18,14 +18,14 @@ _STRIDE = 0x9E3779B97F4A7C15
 
 
 def fit_seed(step: Step) -> int:
-    """A 63-bit seed for one fit, a function of where the client's generator stands, which it leaves alone."""
+    """Return a 63-bit seed for one fit, a function of where the client's generator stands, which it leaves alone."""
     stand: int = step.rng.bit_generator.state["state"]["state"]
     digest = hashlib.blake2b(stand.to_bytes(16, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def seed_of_step(seed: Tensor, number: int) -> Tensor:
-    """The seed of a fit's optimiser step ``number`` (from 0): int64, of the shape of ``seed``, computed without waiting."""
+    """Return the seed of a fit's optimiser step ``number`` (from 0): int64, of the shape of ``seed``, computed without waiting."""
     offset = number * _STRIDE % 2**64
     return seed + (offset - 2**64 if offset >= 2**63 else offset)
 
@@ -53,7 +53,7 @@ def preserved(unless_done: bool = False) -> Iterator[None]:
 
 
 def generator_states() -> list[Tensor]:
-    """The states of PyTorch's generators: the CPU's, and the current CUDA device's where CUDA is in use."""
+    """Return the states of PyTorch's generators: the CPU's, and the current CUDA device's where CUDA is in use."""
     states = [torch.default_generator.get_state()]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states.append(torch.cuda.get_rng_state())

@@ -122,7 +122,7 @@ def _loaded(models: Mapping[str, nn.Module]) -> set[int]:
 
 
 class _Parts:
-    """What networks are made of, as it was once: all that a client's code could put something else in the place of.
+    """The parts of networks, as they once were: all that a client's code could put something else in the place of.
 
     That is: models, layers and their attributes (parameters, buffers, hooks, methods), what lists and dicts of these hold, the
     tensors' hooks and attributes, and their places in memory.
@@ -169,12 +169,12 @@ class _Parts:
 
     @property
     def unchanged(self) -> bool:
-        """Whether each part is still where it was. That takes some 50 microseconds for a small network."""
+        """Return whether each part is still where it was. That takes some 50 microseconds for a small network."""
         return self._now() == self._once
 
 
 def _content(holder: Any) -> object:
-    """What a dict, list or set holds, by identity; but not whether a layer is training."""
+    """Return what a dict, list or set holds, by identity; but not whether a layer is training."""
     if not isinstance(holder, dict):
         return [*map(id, holder)] if isinstance(holder, list) else sorted(map(id, holder))
     values = [*map(id, holder.values())]
@@ -243,7 +243,7 @@ class _Vector:
     def _plan(
         self, received: Mapping[str, FlatTensors], shared: Callable[[str], bool], whose: str
     ) -> list[tuple[slice, _Source]]:
-        """Where each stretch of the vector comes from, private tensors from the initial values; neighbours are joined."""
+        """Plan where each stretch of the vector comes from, private tensors from the initial values; neighbours are joined."""
         layouts = [(key, tensors.layout) for key, tensors in received.items()]
         known = tuple((key, id(layout)) for key, layout in layouts)
         if known not in self._plans:
@@ -268,7 +268,7 @@ class _Vector:
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and all below it; ``modules()`` takes several times as long."""
+    """Yield the module and all below it; ``modules()`` takes several times as long."""
     yield module
     for child in module._modules.values():
         if child is not None:

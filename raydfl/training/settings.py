@@ -46,7 +46,7 @@ class OptimiserSettings(Settings):
 
 
 class TrainSettings(Settings):
-    """What every round does."""
+    """Training: what every round does."""
 
     rounds: int = Field(20, ge=1, description="communication rounds")
     cohort: int | float = Field(
@@ -88,7 +88,7 @@ class TrainSettings(Settings):
         return value
 
     def cohort_size(self, population: int) -> int:
-        """Clients a round, rounded half up, at least 1.
+        """Return the number of clients a round, rounded half up, at least 1.
 
         Raises:
             ConfigError: more clients asked for than there are.
@@ -100,7 +100,3 @@ class TrainSettings(Settings):
                 f"lower train.cohort or give a share such as 0.2"
             )
         return size
-
-
-_LONGEST_NAME = 240
-"""Bytes of a run's name: file systems take 255, and a site's folder of the run has some more."""

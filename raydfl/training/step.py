@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from raydfl.core.types import Batch, Client, Metrics, Tensors, Update
-from raydfl.data.examples import ClientData
+from raydfl.data import ClientData
 from raydfl.training.clock import Clock
 from raydfl.training.replica import check_shape
 from raydfl.training.settings import TrainSettings
@@ -42,7 +42,7 @@ class Step:
     """The method's ``shared``: which tensors leave the client."""
     together: int = 1
     """Set by ``fit``: clients, this one included, whose last training was one batched computation; 1: looped."""
-    apart: str = ""
+    looped_because: str = ""
     """Set by ``fit``: why this client's last training could not be batched with others' where that was tried."""
     recordings: dict[Hashable, dict[Hashable, Any]] | None = None
     """What was recorded of losses over these networks (tape.py); ``None``: losses run by their code in every step."""
@@ -50,12 +50,12 @@ class Step:
     """How long this client has trained; ``fit`` stops at its deadline."""
 
     def forward(self, model: str, batch: Batch) -> Tensor:
-        """Logits float32 [batch, classes] of the named model, whatever train.precision it computes in."""
+        """Return logits float32 [batch, classes] of the named model, whatever train.precision it computes in."""
         logits = cast(Tensor, self.models[model](batch.x, batch.lengths))
         return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
     def parameters(self, *models: str) -> dict[str, Tensor]:
-        """The trainable parameters of the named models (all by default) as ``"model/layer.weight"`` -> the live tensor."""
+        """Return the trainable parameters of the named models (all by default) as ``"model/layer.weight"`` -> the live tensor."""
         return {
             f"{name}/{key}": parameter
             for name in (models or self.models)
@@ -63,7 +63,7 @@ class Step:
         }
 
     def floating_state(self, *models: str) -> dict[str, Tensor]:
-        """Parameters and floating buffers of the named models (all by default), detached views of the live tensors.
+        """Return the parameters and floating buffers of the named models (all by default), detached views of the live tensors.
 
         Integer buffers (counters) are neither sent nor kept.
         """
@@ -75,7 +75,7 @@ class Step:
         }
 
     def reference(self, name: str) -> Tensor:
-        """The tensor of that flat name as it was received, from the first key that holds it."""
+        """Return the tensor of that flat name as it was received, from the first key that holds it."""
         for tensors in self.received.values():
             if name in tensors:
                 return tensors[name]
@@ -104,7 +104,7 @@ class Step:
         weight: float | Mapping[str, float | Tensor] | None = None,
         key: str | None = None,
     ) -> Update:
-        """What this client returns.
+        """Return this client's update.
 
         Args:
             metrics: sums and counts of what was measured.

@@ -222,7 +222,7 @@ def _declared(layer: nn.Module) -> bool:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Recording:
-    """What is known of one loss of a kind of fit on batches of one shape: how often its code computed it, and its tape."""
+    """One loss of a kind of fit on batches of one shape: how often its code computed it, and its tape."""
 
     by_code: int = 0
     played: int = 0

@@ -27,10 +27,10 @@ from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
 from raydfl.engine.worker import Worker
 from raydfl.models import build_model
+from raydfl.runs._replay import replay
+from raydfl.runs._run import run
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
-from raydfl.runs.replay import replay
-from raydfl.runs.run import run
 
 Tiny = Callable[..., Config]
 OPTIONS = {"backdoor": ", target: tone0, hz: 900"}

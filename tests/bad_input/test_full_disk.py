@@ -13,7 +13,7 @@ from commands import Raydfl, written
 from helpers import same, truth
 
 from raydfl.engine.config import Config
-from raydfl.runs.run import run
+from raydfl.runs._run import run
 
 Tiny = Callable[..., Config]
 Undisturbed = Callable[..., dict[str, bytes]]

@@ -22,7 +22,7 @@ from raydfl.engine.storage import record
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
 from raydfl.runs import folder as rundir
-from raydfl.runs.run import run
+from raydfl.runs._run import run
 
 Tiny = Callable[..., Config]
 Undisturbed = Callable[..., dict[str, bytes]]

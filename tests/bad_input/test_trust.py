@@ -19,7 +19,7 @@ from raydfl.data.features.cache import FORMAT, open_store
 from raydfl.data.features.kinds import make_features
 from raydfl.engine.config import Config
 from raydfl.engine.storage.trust import code_digest
-from raydfl.runs.run import run
+from raydfl.runs._run import run
 
 Tiny = Callable[..., Config]
 

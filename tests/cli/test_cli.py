@@ -19,8 +19,8 @@ import raydfl as package
 from raydfl.core import registry
 from raydfl.data.dataset import dataset_names, find_dataset
 from raydfl.engine.config import Config, load_config
-from raydfl.runs.replay import replay
-from raydfl.runs.run import run
+from raydfl.runs._replay import replay
+from raydfl.runs._run import run
 
 Tiny = Callable[..., Config]
 pytestmark = pytest.mark.usefixtures("without_pictures")
@@ -113,7 +113,7 @@ def test_an_error_cannot_steer_the_terminal(raydfl: Raydfl) -> None:
 def test_a_mistake_of_the_program_is_exit_code_1_and_shows_where(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raydfl.runs.run.run", lambda *_: 1 / 0)
+    monkeypatch.setattr("raydfl.runs._run.run", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # Python itself then prints the traceback and ends with 1
         raydfl("run", written(tiny(), tmp_path))
 
@@ -124,7 +124,7 @@ def test_control_c_outside_a_round_is_exit_code_1_without_traceback(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("raydfl.runs.run.run", interrupted)
+    monkeypatch.setattr("raydfl.runs._run.run", interrupted)
     said = raydfl("run", written(tiny(), tmp_path))
     assert (said.code, said.out, said.err) == (1, "", "stopped\n")
 

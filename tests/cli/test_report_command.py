@@ -8,7 +8,7 @@ from pathlib import Path
 from commands import Raydfl
 
 from raydfl.engine.config import Config
-from raydfl.runs.run import run
+from raydfl.runs._run import run
 
 Tiny = Callable[..., Config]
 

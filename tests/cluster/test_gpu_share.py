@@ -17,9 +17,9 @@ from raydfl.core.errors import ConfigError, ResourcesError
 from raydfl.engine.config import Config
 from raydfl.engine.settings import RaySettings
 from raydfl.engine.storage.store import RunStore
+from raydfl.runs._run import run
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
-from raydfl.runs.run import run
 
 Tiny = Callable[..., Config]
 GB = 1 << 30

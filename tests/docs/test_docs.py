@@ -32,7 +32,7 @@ from raydfl.core.yaml import parse_yaml
 from raydfl.data.dataset import dataset_names
 from raydfl.models import architectures, build_model, model_options
 from raydfl.rules import RULES
-from raydfl.runs import run as runs
+from raydfl.runs import _run as runs
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 RUNNABLE = [block for block in BLOCKS if block.language in ("bash", "python", "yaml")]
@@ -72,6 +72,7 @@ def test_pages_are_there_and_have_blocks() -> None:
         "search.md",
         "silos.md",
         "sweeps.md",
+        "together.md",
         "using.md",
     }
     assert all(any(block.page == page for block in RUNNABLE) for page in PAGES)

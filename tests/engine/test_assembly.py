@@ -20,7 +20,7 @@ from raydfl.methods.fedprox import FedProx
 from raydfl.models import _build
 from raydfl.models.crnn import CRNN
 from raydfl.rules import UniformMean, WeightedMean
-from raydfl.runs.run import resume, run
+from raydfl.runs._run import resume, run
 
 Tiny = Callable[..., Config]
 EVERYTHING = ["method.rule=uniform_mean", "attack=sign_flip"]

@@ -30,9 +30,9 @@ from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
 from raydfl.engine.telemetry import RoundReport
 from raydfl.models import build_model
+from raydfl.runs._run import run
 from raydfl.runs.folder import create, export
 from raydfl.runs.progress import Progress
-from raydfl.runs.run import run
 
 Tiny = Callable[..., Config]
 EXTRA = Path(__file__).parent.parent / "extra_methods.py"

@@ -14,7 +14,7 @@ from helpers import same, truth
 from raydfl.core.errors import ConfigError
 from raydfl.core.registry import load_object
 from raydfl.engine.config import Config, apply_overrides, make_config
-from raydfl.runs.run import run
+from raydfl.runs._run import run
 
 Tiny = Callable[..., Config]
 

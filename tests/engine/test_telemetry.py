@@ -17,11 +17,11 @@ from raydfl.engine.config import Config
 from raydfl.engine.orders import Result, Span
 from raydfl.engine.storage.record import MetricRow, read_rows, rows_path, to_rows, write_rows
 from raydfl.engine.telemetry import TIMELINE, WALL, ResultTimer, with_spans
+from raydfl.runs._run import run
 from raydfl.runs.progress import Progress
 from raydfl.runs.report import write_report
 from raydfl.runs.report.data import read_run
 from raydfl.runs.report.time import parts_of_rounds
-from raydfl.runs.run import run
 
 Tiny = Callable[..., Config]
 

@@ -18,7 +18,7 @@ from raydfl.core.types import Batch, Client, Metrics, Ratio, State, Task, Update
 from raydfl.data.examples import Examples
 from raydfl.methods.fedadam import FedAdam
 from raydfl.methods.fedmlac import FedMLAC
-from raydfl.training.fit import fit, make_optimiser
+from raydfl.training._fit import fit, make_optimiser
 from raydfl.training.randomness import fit_seed, seed_of_step, step_randomness
 from raydfl.training.step import Step
 

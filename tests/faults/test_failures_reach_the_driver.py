@@ -26,10 +26,10 @@ from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.record import MetricRow
 from raydfl.engine.telemetry import RoundReport
 from raydfl.methods.fedavg import FedAvg
-from raydfl.runs import run as runs
+from raydfl.runs import _run as runs
+from raydfl.runs._run import resume, run
 from raydfl.runs.outcome import Outcome
 from raydfl.runs.progress import Progress
-from raydfl.runs.run import resume, run
 
 Tiny = Callable[..., Config]
 FAULTY = Path(__file__).parent / "faulty_methods.py"

@@ -23,8 +23,8 @@ from raydfl.engine.storage import record
 from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.record import MetricRow
 from raydfl.engine.validation import Kinds, UpdateChecker, check_form, check_weights, checked_metrics, is_finite
-from raydfl.runs.replay import replay
-from raydfl.runs.run import resume, run
+from raydfl.runs._replay import replay
+from raydfl.runs._run import resume, run
 
 Tiny = Callable[..., Config]
 FAULTY = Path(__file__).parent / "faulty_methods.py"

@@ -25,11 +25,11 @@ from raydfl.engine.storage import record
 from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.record import MetricRow
 from raydfl.engine.telemetry import RoundReport
+from raydfl.runs._replay import replay
+from raydfl.runs._run import resume, run
 from raydfl.runs.progress import Progress
-from raydfl.runs.replay import replay
-from raydfl.runs.run import resume, run
+from raydfl.training import _fit as train
 from raydfl.training import clock as deadline
-from raydfl.training import fit as train
 from raydfl.training.clock import Clock, DeadlineExceededError
 from raydfl.training.optimiser import Optimiser
 

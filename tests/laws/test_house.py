@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,13 +63,150 @@ def test_every_room_has_a_face() -> None:
             assert (path.parent / file).is_file(), (path.parent.name, file)
 
 
-def test_nobody_enters_a_room_by_a_back_door() -> None:
-    """What another room needs of a ``_private.py`` is named in its room's ``__all__``."""
-    found = set()
+# Packages whose modules are doors themselves, as their ``__all__`` says, and why.
+MODULES_ARE_DOORS = {
+    "raydfl.core": "twenty small modules that have nothing in common; one list of their names would explain nothing",
+    "raydfl.cli": "no room imports it; its one door is the command, main.py",
+    "raydfl.runs.report": "figures.py is the vocabulary of those who draw; its names mean little without it",
+}
+
+# These rooms get their faces with the work that is being done in them.
+WITHOUT_A_FACE_YET = {"cluster", "experiments"}
+
+
+def package_file(package: str) -> Path:
+    return PACKAGE.joinpath(*package.split(".")[1:], "__init__.py")
+
+
+def names_at_the_door(package: str) -> list[str] | None:
+    """``__all__`` of a package, as it stands there or in the stub beside it; ``None``: it has none."""
+    file = package_file(package)
+    if file.with_suffix(".pyi").is_file():
+        lines = ast.parse(file.with_suffix(".pyi").read_text()).body
+        return [alias.name for line in lines if isinstance(line, ast.ImportFrom) for alias in line.names]
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    return None
+
+
+def is_by_the_door(module: str, name: str) -> bool:
+    """Whether ``from module import name`` is how other rooms may import that name."""
+    if package_file(module).is_file():
+        return name in (names_at_the_door(module) or ())
+    package, _, door = module.rpartition(".")
+    return package in MODULES_ARE_DOORS and door in (names_at_the_door(package) or ()) and not re.match("_[a-z]", name)
+
+
+def imports() -> Iterator[tuple[str, str, str, str]]:
+    """The importing module's package and file, and the module and name of each import of raydfl in raydfl."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        room = path.relative_to(PACKAGE).parts[0]
+        file = path.relative_to(PACKAGE).as_posix()
+        package = ".".join(("raydfl", *path.relative_to(PACKAGE).parent.parts))
         for node in ast.walk(ast.parse(path.read_text())):
-            module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
-            if re.match(r"raydfl\.\w+(\.\w+)*\._[a-z]", module) and module.split(".")[1] != room:
-                found.add((path.relative_to(PACKAGE).as_posix(), module))
+            if isinstance(node, ast.Import):
+                assert not any(alias.name.startswith("raydfl") for alias in node.names), (
+                    f"{file}: write from ... import"
+                )
+            if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("raydfl."):
+                for alias in node.names:
+                    yield package, file, node.module or "", alias.name
+
+
+def test_rooms_are_entered_by_the_door() -> None:
+    """From outside a room only names in ``__all__`` of its ``__init__``, or of that of a folder in it, are imported."""
+    entered, past_the_door = 0, set()
+    for package, file, module, name in imports():
+        room = module.split(".")[1] if "." in module else ""
+        if room in {*package.split(".")[1:2], *WITHOUT_A_FACE_YET}:
+            continue
+        entered += 1
+        if not is_by_the_door(module, name):
+            past_the_door.add((file, module, name))
+    assert entered > 500
+    assert not past_the_door
+
+
+def test_nobody_in_a_room_goes_out_and_comes_in_again() -> None:
+    """Modules of a room import each other, never what their own ``__init__`` collects: that would be a circle."""
+    found = set()
+    for package, file, module, name in imports():
+        within = f"{package}.".startswith(f"{module}.") and module.count(".") > 0
+        beside = package_file(module).parent
+        if within and not ((beside / f"{name}.py").is_file() or (beside / name).is_dir()):
+            found.add((file, module, name))
+    assert not found
+
+
+def test_what_stands_at_a_door_is_there() -> None:
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert {room for room in rooms if names_at_the_door(f"raydfl.{room}") is None} <= WITHOUT_A_FACE_YET
+    for path in PACKAGE.glob("**/__init__.py"):
+        package = ".".join(("raydfl", *path.relative_to(PACKAGE).parent.parts))
+        names = names_at_the_door(package) or []
+        assert len(names) == len(set(names)), package
+        for name in names:
+            module = path.with_name(f"{name}.py").is_file() or path.with_name(name).is_dir()
+            assert module or getattr(importlib.import_module(package), name) is not None, (package, name)
+        if package in MODULES_ARE_DOORS:
+            assert any(path.with_name(f"{name}.py").is_file() for name in names), package
+
+
+def test_a_module_is_not_named_like_what_it_gives() -> None:
+    """``raydfl.runs.run`` would be the module as soon as that is imported, no longer the function: so it is ``_run.py``."""
+    stubs = list(PACKAGE.glob("*/**/__init__.pyi"))
+    assert stubs
+    for stub in stubs:
+        package = ".".join(("raydfl", *stub.relative_to(PACKAGE).parent.parts))
+        modules = {path.stem for path in stub.parent.glob("*.py")} | {
+            path.parent.name for path in stub.parent.glob("*/*.py")
+        }
+        assert not modules & set(names_at_the_door(package) or ()), package
+
+
+def test_faces_that_wait_import_nothing_heavy() -> None:
+    """Opening the package and the rooms whose names are imported when they are used takes no PyTorch, Ray or Arrow."""
+    program = "import sys, raydfl, raydfl.core, raydfl.data, raydfl.runs, raydfl.cli; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert "raydfl.runs" in loaded
+    assert not {"torch", "ray", "numpy", "pyarrow", "pydantic", "pandas", "matplotlib"} & set(loaded)
+
+
+# A function's docstring begins with a verb; that of a class or module with a noun phrase.
+NO_BEGINNING = {"What", "Whether", "How", "Who", "Whom", "Whose", "Of", "Where", "When", "Which", "Why"}
+NO_VERB = {
+    "The",
+    "A",
+    "An",
+    "All",
+    "These",
+    "Those",
+    "Each",
+    "Writes",
+    "Refuses",
+    "Reads",
+    "Makes",
+    "Turns",
+    "Says",
+    "Returns",
+}
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    checked, found = 0, set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        file = path.relative_to(PACKAGE)
+        if file.parts[0] in WITHOUT_A_FACE_YET:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) or not ast.get_docstring(node):
+                continue
+            checked += 1
+            first = (ast.get_docstring(node) or "").split()[0]
+            decorators = [ast.unparse(each) for each in getattr(node, "decorator_list", [])]
+            acts = isinstance(node, ast.FunctionDef) and not any("property" in each for each in decorators)
+            if first in NO_BEGINNING | (NO_VERB if acts else set()):
+                found.add((file.as_posix(), getattr(node, "name", ""), first))
+    assert checked > 1000
     assert not found

@@ -28,10 +28,10 @@ from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
 from raydfl.engine.storage.store import RunStore
 from raydfl.engine.worker import Worker
+from raydfl.runs._replay import replay
+from raydfl.runs._run import resume, run
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
-from raydfl.runs.replay import replay
-from raydfl.runs.run import resume, run
 
 Tiny = Callable[..., Config]
 EXTRA = Path(__file__).parent.parent / "extra_methods.py"

@@ -18,9 +18,9 @@ from raydfl.data.population import Population
 from raydfl.engine.config import Config
 from raydfl.engine.federation import Federation
 from raydfl.engine.storage.store import RunStore
+from raydfl.runs._run import resume, run
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
-from raydfl.runs.run import resume, run
 
 Tiny = Callable[..., Config]
 EXTRA = Path(__file__).parent.parent / "extra_methods.py"

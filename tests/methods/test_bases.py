@@ -14,7 +14,7 @@ from raydfl.core.errors import InputError
 from raydfl.core.files import write_durably
 from raydfl.engine.config import Config
 from raydfl.engine.storage.store import RunStore
-from raydfl.runs.replay import replay
+from raydfl.runs._replay import replay
 
 Tiny = Callable[..., Config]
 ROUNDS = ["train.rounds=5", "train.cohort=3", "evaluate.every=99"]

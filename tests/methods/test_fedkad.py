@@ -29,7 +29,7 @@ from raydfl.methods.fedkad import COUNTS, MEANS, FedKAD, _projection
 from raydfl.models.crnn import CRNN
 from raydfl.models.dense import MeanMLP
 from raydfl.rules import CollectingRule, Group
-from raydfl.runs.run import run
+from raydfl.runs._run import run
 from raydfl.training.settings import OptimiserSettings, TrainSettings
 from raydfl.training.step import Step
 

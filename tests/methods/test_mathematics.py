@@ -320,7 +320,7 @@ def test_fedper_keeps_what_it_names_and_refuses_names_of_nothing() -> None:
     ],
 )
 def test_learning_rates_decay_and_may_differ_by_model(settings: dict[str, Any], expected: float) -> None:
-    from raydfl.training.fit import make_optimiser
+    from raydfl.training._fit import make_optimiser
 
     step = make_step(FedAvg(), make_models("model"))
     step.training = TrainSettings(optimiser=OptimiserSettings(**settings))

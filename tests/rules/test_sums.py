@@ -20,7 +20,7 @@ from raydfl.core.types import Update
 from raydfl.rules import LayerwisePruning, WeightedMean
 
 pytestmark = pytest.mark.usefixtures("sums")
-needs_compiled = pytest.mark.skipif(not rows.compiled(), reason="the operators in C++ are not compiled here")
+needs_compiled = pytest.mark.skipif(not rows.sums_are_compiled(), reason="the operators in C++ are not compiled here")
 
 
 def vectors(count: int, elements: int, seed: int = 0, mean: float = 0.0) -> list[np.ndarray]:
@@ -194,9 +194,9 @@ def test_rules_give_the_same_compiled_and_not() -> None:
 @needs_compiled
 def test_operators_built_from_older_sources_are_left_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     with ops.use("auto"):
-        assert rows.compiled()
+        assert rows.sums_are_compiled()
         monkeypatch.setattr(rows, "_built", lambda: False)
-        assert not rows.compiled()
+        assert not rows.sums_are_compiled()
         total = np.ones(2)
         ClientVectors([np.array([1.0, 2.0], np.float32)]).add_to(total, [2.0])
     assert total.tolist() == [3.0, 5.0]

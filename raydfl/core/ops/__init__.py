@@ -9,6 +9,8 @@
 - ``lengths`` leaves padding out; ``Dropout`` draws from a client's own seed (``random_state``).
 
 They cannot be differentiated twice.
+
+``ClientVectors`` are the sums over clients that aggregation rules are made of.
 """
 
 from __future__ import annotations
@@ -18,5 +20,20 @@ from raydfl.core.ops.conv import Conv1d, conv1d
 from raydfl.core.ops.dropout import Dropout, random_state
 from raydfl.core.ops.gru import GRU, gru
 from raydfl.core.ops.mean import mean_over_time
+from raydfl.core.ops.sums import ClientVectors, Parts, Weight, sums_are_compiled
 
-__all__ = ["GRU", "Conv1d", "Dropout", "compiled", "conv1d", "gru", "mean_over_time", "random_state", "use"]
+__all__ = [
+    "GRU",
+    "ClientVectors",
+    "Conv1d",
+    "Dropout",
+    "Parts",
+    "Weight",
+    "compiled",
+    "conv1d",
+    "gru",
+    "mean_over_time",
+    "random_state",
+    "sums_are_compiled",
+    "use",
+]

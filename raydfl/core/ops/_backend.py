@@ -1,4 +1,4 @@
-"""Which implementation runs: the compiled one for float32 on a CPU where it was built, PyTorch's operations for all else.
+"""The choice of the implementation: the compiled one for float32 on a CPU where it was built, PyTorch's operations for all else.
 
 The compiled operators bring their own rules for autograd and vmap (csrc/transforms.cpp), at a fraction of the time that those
 of a torch.autograd.Function take for each call.

@@ -1,4 +1,4 @@
-"""What the operations' rules for ``torch.func.vmap`` share: all tensors get the dimension of clients in front."""
+"""The common part of the operations' rules for ``torch.func.vmap``: all tensors get the dimension of clients in front."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _FLOATS = torch.empty(0)
 """To ask with: making a tensor lets go of the interpreter, and another thread keeps it for a while."""
 
 
-def compiled() -> bool:
+def sums_are_compiled() -> bool:
     """Return whether sums are compiled: the operators were built, and :func:`raydfl.ops.use` has not turned them off."""
     return compiled_for(_FLOATS) is not None and _built()
 
@@ -52,7 +52,7 @@ class ClientVectors:
         self.vectors = vectors
         self._tensors: list[torch.Tensor] = []
         self._memory = np.empty(0, np.float32)
-        if compiled():
+        if sums_are_compiled():
             with warnings.catch_warnings():
                 # The operators only read: what torch says about arrays that are not writeable does not concern them.
                 warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
@@ -106,7 +106,7 @@ class ClientVectors:
         return squares
 
     def _squared_deviations(self, parts: Parts, dtype: type[np.floating]) -> np.ndarray:
-        """:meth:`squared_deviations` in NumPy, with the differences in the given precision."""
+        """Compute :meth:`squared_deviations` in NumPy, with the differences in the given precision."""
         count = len(self.vectors)
         squares = np.zeros(count)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -132,7 +132,7 @@ class ClientVectors:
         return squares
 
     def _squared_distances(self, point: np.ndarray, dtype: type[np.floating]) -> np.ndarray:
-        """:meth:`squared_distances` with the differences in the given precision."""
+        """Compute :meth:`squared_distances` with the differences in the given precision."""
         squares = np.zeros(len(self.vectors))
         apart = np.empty(min(_STRIP, len(point)), dtype)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -158,7 +158,7 @@ class ClientVectors:
         return squares
 
     def _pairwise(self, dtype: type[np.floating]) -> np.ndarray:
-        """:meth:`pairwise` with differences and products in the given precision."""
+        """Compute :meth:`pairwise` with differences and products in the given precision."""
         count, elements = len(self.vectors), len(self.vectors[0])
         centre = self.vectors[self._in_the_midst()]
         products = np.zeros((count, count))

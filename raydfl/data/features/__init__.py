@@ -1,4 +1,33 @@
-"""From recordings to features, and the cache in which they lie.
+"""Features of recordings, and the cache that keeps them.
 
 Begin with kinds.py (which kinds there are), extraction.py (making them) and cache.py (keeping them).
 """
+
+from raydfl.data.features.alteration import Alteration
+from raydfl.data.features.cache import FeatureStore
+from raydfl.data.features.extraction import Chunk, ChunkReport, RunChunks
+from raydfl.data.features.extractor import FeatureExtractor
+from raydfl.data.features.file import FileFeatures, needs_waves
+from raydfl.data.features.kinds import AnyFeatures, kind_of
+from raydfl.data.features.log_mel import LARGEST_DENOMINATOR, FeatureSettings
+from raydfl.data.features.model import ModelFeatures
+from raydfl.data.features.statistics import z_scores
+from raydfl.data.features.wave import EPSILON
+
+__all__ = [
+    "EPSILON",
+    "LARGEST_DENOMINATOR",
+    "Alteration",
+    "AnyFeatures",
+    "Chunk",
+    "ChunkReport",
+    "FeatureExtractor",
+    "FeatureSettings",
+    "FeatureStore",
+    "FileFeatures",
+    "ModelFeatures",
+    "RunChunks",
+    "kind_of",
+    "needs_waves",
+    "z_scores",
+]

@@ -1,4 +1,4 @@
-"""What an attacker does to its recordings before their features are computed: a trigger sound mixed in, or damage."""
+"""Alterations that an attacker makes to its recordings before their features are computed: a trigger sound mixed in, or damage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Alteration(ABC):
 
 @dataclass(frozen=True)
 class Alterations:
-    """What is done to the waves of some clips."""
+    """Alterations to the waves of some clips."""
 
     what: Alteration
     seeds: tuple[int, ...]

@@ -107,7 +107,7 @@ class FeatureStore:
 
     @functools.cached_property
     def moved(self) -> dict[Any, Any]:
-        """What raydfl.training.together.batches has moved to devices, by device."""
+        """Copies of the frames on devices, by device; raydfl.training.together.batches puts them here."""
         return {}
 
     def read_ahead(self, starts: np.ndarray, counts: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""What a clip's content is: a digest of its file's bytes, or of the identity that its data set gives it.
+"""Digests of clips' contents: of the file's bytes, or of the identity that the data set gives a clip.
 
 Digests of files are remembered by (path, size, time of change), so that a second run only asks the file system for those. They do
 not depend on where a file lies: a folder that was moved or copied is read once more, and then found in the cache.
@@ -20,10 +20,10 @@ import pyarrow as pa
 
 from raydfl.core.errors import DataError
 from raydfl.core.files import write_atomically
+from raydfl.core.processes import available_cpus
 from raydfl.core.progress import Progress
 from raydfl.data.dataset import Dataset
 from raydfl.data.manifest import NO_FILE, is_no_file
-from raydfl.data.processes import available_cpus
 
 DIGEST_BYTES = 16
 UNREADABLE = bytes(DIGEST_BYTES)

@@ -19,6 +19,7 @@ import numpy as np
 
 from raydfl.core.errors import RaydflError
 from raydfl.core.files import write_atomically
+from raydfl.core.processes import available_cpus, share_with_processes
 from raydfl.core.registry import build
 from raydfl.data.corruption import NOISELESS, Noise, add_noise
 from raydfl.data.dataset import Dataset
@@ -28,7 +29,6 @@ from raydfl.data.features.file import FileFeatures, read_features
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.model import ModelFeatures
-from raydfl.data.processes import available_cpus, share_with_processes
 
 _CLIPS = 128
 _SECONDS = 600.0
@@ -74,7 +74,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ChunkReport:
-    """What came of a chunk."""
+    """The result of a chunk."""
 
     number: int
     clips: int
@@ -85,7 +85,7 @@ class ChunkReport:
 
 
 def chunk_bounds(seconds: Sequence[float | None], smaller: int = 1) -> list[tuple[int, int]]:
-    """Cuts clips of these lengths into neighbouring groups: at most 128 clips, and 600 s unless one clip alone is longer.
+    """Cut clips of these lengths into neighbouring groups: at most 128 clips, and 600 s unless one clip alone is longer.
 
     Args:
         smaller: factor by which both limits are lowered, for features that take more memory.
@@ -103,7 +103,7 @@ def chunk_bounds(seconds: Sequence[float | None], smaller: int = 1) -> list[tupl
 
 
 def compute_chunk(chunk: Chunk) -> ChunkReport:
-    """Reads a chunk's clips or their features, computes what is to be computed, and writes the chunk's file, whole or not at all.
+    """Read a chunk's clips or their features, computes what is to be computed, and writes the chunk's file, whole or not at all.
 
     The file is an uncompressed ``.npz``: ``frames`` (float32 [all frames, bands]), ``counts`` (int64 [clips], 0 for a clip
     that could not be read) and ``failures`` (JSON).
@@ -193,7 +193,7 @@ RunChunks = Callable[[Callable[[Chunk], ChunkReport], Sequence[Chunk]], Iterable
 
 
 def run_locally(function: Callable[[Chunk], ChunkReport], chunks: Sequence[Chunk]) -> Iterator[ChunkReport]:
-    """Runs chunks in this process, with the help of one more for each other processor once it is seen that this will pay."""
+    """Run chunks in this process, with the help of one more for each other processor once it is seen that this will pay."""
     workers = available_cpus()
     spent = 0.0
     for position, chunk in enumerate(chunks):

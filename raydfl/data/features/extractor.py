@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from raydfl.core.errors import DataError
-from raydfl.data.features.log_mel import _LARGEST_DENOMINATOR, FeatureSettings
+from raydfl.data.features.log_mel import LARGEST_DENOMINATOR, FeatureSettings
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.wave import z_scored
 
@@ -38,7 +38,7 @@ class FeatureExtractor:
         self._resamplers: dict[int, nn.Module] = {}
 
     def wave(self, samples: np.ndarray, rate: int) -> np.ndarray:
-        """One channel at the settings' rate: float32 [samples].
+        """Return one channel at the settings' rate: float32 [samples].
 
         Args:
             samples: float32 [samples, channels] or [samples], usually -1..1.
@@ -90,7 +90,7 @@ class FeatureExtractor:
         if rate not in self._resamplers:
             # Resample keeps a filter for every phase of the ratio: gigabytes for two rates with no common divisor. Such odd
             # rates (11127 Hz, say) get the nearest small ratio, less than one millionth away.
-            ratio = Fraction(self.settings.sample_rate, rate).limit_denominator(_LARGEST_DENOMINATOR)
+            ratio = Fraction(self.settings.sample_rate, rate).limit_denominator(LARGEST_DENOMINATOR)
             if not ratio:
                 raise DataError(
                     f"the clip's rate of {rate} Hz is too far above sample_rate {self.settings.sample_rate} Hz"

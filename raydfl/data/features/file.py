@@ -85,7 +85,7 @@ class FileFeatures(Settings):
         return {**values, "bands": _open(Path(values["path"])).bands()}
 
     def frames_of(self, seconds: np.ndarray) -> np.ndarray:
-        """Frames that clips occupy in the cache, 0 where only the file knows: int64, of the shape of ``seconds``."""
+        """Return how many frames clips take in the cache, 0 where only the file knows: int64, of the shape of ``seconds``."""
         return np.full(seconds.shape, self.frames or 0, np.int64)
 
     def noisy_file(self) -> Path:
@@ -225,7 +225,7 @@ class _File(_Source):
     names: Mapping[str, Any]
 
     def _absent(self, clip: str) -> str:
-        """Why a clip has no features, with an example of the names that there are."""
+        """Say why a clip has no features, with examples of the names that there are."""
         known = ", ".join(repr(name) for name in sorted(self.names)[:_SHOWN])
         more = " ..." if len(self.names) > _SHOWN else ""
         return f"{self.path} has no array {clip!r}, but {len(self.names)} others ({known}{more})"

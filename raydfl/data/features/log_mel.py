@@ -23,11 +23,11 @@ from raydfl.core.settings import Settings
 from raydfl.data.features.wave import Channel, Dtype, Normalise, SampleRate
 
 _LARGEST_FFT = 16_384
-_LARGEST_DENOMINATOR = 1_000
+LARGEST_DENOMINATOR = 1_000
 
 
 class FeatureSettings(Settings):
-    """How a wave becomes a matrix of frames x bands: log-mel."""
+    """Log-mel features: a wave becomes a matrix of frames x bands."""
 
     kind: Annotated[
         Literal["logmel"],
@@ -135,7 +135,7 @@ class FeatureSettings(Settings):
         return None if self.samples is None else 1 + self.samples // self.hop
 
     def frames_of(self, seconds: np.ndarray) -> np.ndarray:
-        """Frames that clips of these lengths occupy in the cache (to within the rounding of resampling): int64, as ``seconds``."""
+        """Return how many frames such clips take in the cache (to within the rounding of resampling): int64, as ``seconds``."""
         if self.frames is not None:
             return np.full(seconds.shape, self.frames, np.int64)
         frames: np.ndarray = 1 + np.ceil(seconds * self.sample_rate).astype(np.int64) // self.hop

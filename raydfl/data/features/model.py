@@ -26,7 +26,7 @@ from raydfl.data.features.wave import Channel, Dtype, Normalise, SampleRate
 
 
 class ModelFeatures(Settings):
-    """How a wave becomes a matrix of frames x bands: by a network of your own."""
+    """Features by a network of your own: a wave becomes a matrix of frames x bands."""
 
     model_config = ConfigDict(protected_namespaces=())
 
@@ -90,7 +90,7 @@ class ModelFeatures(Settings):
         return None if self.seconds is None else max(1, round(self.seconds * self.sample_rate))
 
     def frames_of(self, seconds: np.ndarray) -> np.ndarray:
-        """Frames that clips occupy in the cache, 0 where only the model knows: int64, of the shape of ``seconds``."""
+        """Return how many frames clips take in the cache, 0 where only the model knows: int64, of the shape of ``seconds``."""
         return np.full(seconds.shape, self.frames or 0, np.int64)
 
     def key(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What all kinds of features have in common: sample rate, channel, type, normalisation."""
+"""Settings that all kinds of features have in common: sample rate, channel, type, normalisation."""
 
 from __future__ import annotations
 

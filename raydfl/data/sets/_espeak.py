@@ -39,7 +39,7 @@ _lock = threading.Lock()
 def speak(
     text: str, language: str, variant: str, rate: int = 175, pitch: int = 50, pitch_range: int = 50, seed: int = 1
 ) -> npt.NDArray[np.float32]:
-    """Says a text.
+    """Say a text.
 
     Args:
         text: what to say, spelt in the language.

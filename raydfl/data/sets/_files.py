@@ -1,4 +1,4 @@
-"""What the sets that live in folders share: finding the root, listing audio files, and saying what is wrong with a layout."""
+"""The common part of sets that live in folders: finding the root, listing audio files, and saying what is wrong with a layout."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def list_recordings(folder: Path) -> tuple[list[str], str]:
 
 
 def check_name(name: str, folder: Path) -> None:
-    """Refuses the name of a file that no list and no message could hold.
+    """Refuse the name of a file that no list and no message could hold.
 
     Raises:
         DataError: it is not UTF-8.
@@ -204,7 +204,7 @@ def fold_split(fold: int, test_folds: tuple[int, ...]) -> str | None:
 
 
 def check_test_folds(test_folds: tuple[int, ...], folds: set[int], card: Card, what: str) -> None:
-    """Refuses a fold (a session) to test on that no clip belongs to.
+    """Refuse a fold (a session) to test on that no clip belongs to.
 
     Raises:
         DataError: naming the folds that there are.

@@ -123,7 +123,7 @@ class CremaD(Dataset):
 
 
 def _actor_folds(actors: list[str]) -> dict[str, int]:
-    """Cuts a list in five whose sizes differ by at most one, the longer ones first."""
+    """Cut a list in five whose sizes differ by at most one, the longer ones first."""
     size, longer = divmod(len(actors), _FOLDS)
     lengths = [size + (fold < longer) for fold in range(_FOLDS)]
     numbers = [fold + 1 for fold, length in enumerate(lengths) for _ in range(length)]

@@ -60,7 +60,7 @@ class Folder(Dataset):
         return pattern
 
     def manifest(self) -> pa.Table:
-        """Labels are the names of the classes' folders; no extra columns. A remark says which other files there are.
+        """Return the clips, with the names of their folders as labels. A remark says which other files there are.
 
         Raises:
             DataError: also for an audio file that lies outside the classes' folders, or one that ``group_pattern`` does not fit.

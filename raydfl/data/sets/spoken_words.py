@@ -36,7 +36,7 @@ _VERSION = 1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Speaker:
-    """What stays the same in all clips of a speaker."""
+    """Properties of a speaker, the same in all its clips."""
 
     language: str
     variant: str
@@ -144,7 +144,7 @@ class SpokenWords(Dataset):
         return make_manifest(columns, self.card.title)
 
     def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
-        """Says the word of one row of the manifest: float32 [samples, 1], -1..1, at 22,050 Hz."""
+        """Say the word of one row of the manifest: float32 [samples, 1], -1..1, at 22,050 Hz."""
         speaker = self._speaker(_speaker_index(row["group"]))
         random = generator(self.seed, row["take"], f"{row['group']}/{row['label']}", "take")
         speech = espeak.speak(

@@ -1,4 +1,51 @@
-"""What a run keeps on the disk: commits, private state, the record.
+"""The data that a run keeps on the disk: commits, private state and the record of metrics.
 
-Begin with store.py (commits) and private.py (clients' state).
+Begin with store.py (commits), private.py (clients' state) and record.py (metrics).
 """
+
+from raydfl.engine.storage import record
+from raydfl.engine.storage.folder import (
+    check_about,
+    check_begun,
+    check_same,
+    decisive_changes,
+    file_name_of,
+    final_state,
+    stored_about,
+    stored_config,
+    write_config,
+)
+from raydfl.engine.storage.mirror import local_run, local_runs, mirror_of
+from raydfl.engine.storage.private import PrivateRef, PrivateStore, site_of
+from raydfl.engine.storage.record import MetricRow, influences, read_rows, to_rows, unrecorded
+from raydfl.engine.storage.store import Commit, RunStore, round_of
+from raydfl.engine.storage.trust import code_of, remember_code
+
+__all__ = [
+    "Commit",
+    "MetricRow",
+    "PrivateRef",
+    "PrivateStore",
+    "RunStore",
+    "check_about",
+    "check_begun",
+    "check_same",
+    "code_of",
+    "decisive_changes",
+    "file_name_of",
+    "final_state",
+    "influences",
+    "local_run",
+    "local_runs",
+    "mirror_of",
+    "read_rows",
+    "record",
+    "remember_code",
+    "round_of",
+    "site_of",
+    "stored_about",
+    "stored_config",
+    "to_rows",
+    "unrecorded",
+    "write_config",
+]

@@ -118,7 +118,7 @@ def _held(state: State) -> State:
 
 
 class SegmentUsage:
-    """Of every segment that holds a client's newest record, its bytes and those of them that still count.
+    """The use of segments: for each that holds a client's newest record, its bytes and how many of them still count.
 
     A round changes a few entries; nobody needs to look at all segments to know what has become worth moving or removing.
     """
@@ -140,7 +140,7 @@ class SegmentUsage:
         self._emptied: set[str] = set()
 
     def move(self, former: PrivateRef | None, ref: PrivateRef) -> None:
-        """A client's newest record is now ``ref``."""
+        """Note that a client's newest record is now ``ref``."""
         self._written.add(ref.segment)
         self._emptied.discard(ref.segment)
         self._live[ref.segment] = self._live.get(ref.segment, 0) + ref.length
@@ -158,11 +158,11 @@ class SegmentUsage:
 
     @property
     def wasteful(self) -> bool:
-        """Whether the segments take more than about twice what counts."""
+        """Return whether the segments take more than about twice what counts."""
         return self.bytes > 2 * self.live + _SLACK
 
     def sparse(self) -> set[str]:
-        """Segments of which less than half still counts. This looks at all of them."""
+        """Return the segments of which less than half still counts. This looks at all of them."""
         return {segment for segment, live in self._live.items() if 2 * live < self._sizes[segment]}
 
     def take(self) -> tuple[set[str], set[str]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from raydfl.core.errors import InputError, RunDirectoryError
 from raydfl.core.files import plain_name, write_durably
+from raydfl.core.nested import flatten
 from raydfl.core.types import State
 from raydfl.core.yaml import parse_yaml, to_yaml
 from raydfl.engine.config import Config, make_config
@@ -110,7 +111,7 @@ _KINDS = {str: "text", list: "a list", dict: "a group", int: "a whole number"}
 
 
 def stored_about(run_dir: Path) -> dict[str, Any]:
-    """What ``run.json`` says about a run.
+    """Read what ``run.json`` says about a run.
 
     Raises:
         RunDirectoryError: the file is missing or damaged.
@@ -202,7 +203,7 @@ _NOT_FREE = ("run.seed", "ray.threads")
 
 def decisive_changes(began: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Say which settings that decide the numbers differ, ``train.optimiser.lr: 0.1 there, 0.2 here``, by their values alone."""
-    before, after = flat(began), flat(now)
+    before, after = flatten(began), flatten(now)
     return [
         f"{key}: {before.get(key)!r} there, {after.get(key)!r} here"
         for key in {**before, **after}
@@ -212,22 +213,12 @@ def decisive_changes(began: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
 
 
 def _without_folder(value: Any) -> Any:
-    """A reference to a class in a file of one's own, which may lie elsewhere each time, without the folder."""
+    """Return a reference to a class in a file of one's own, which may lie elsewhere each time, without the folder."""
     return re.sub(r"^.*/([^/]+\.py:\w+)$", r"\1", value) if isinstance(value, str) else value
 
 
-def flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, ``{"train.rounds": 5}``."""
-    if not isinstance(values, dict):
-        return {prefix: values}
-    result: dict[str, Any] = {}
-    for key, value in values.items():
-        result.update(flat(value, f"{prefix}.{key}" if prefix else str(key)))
-    return result
-
-
 def final_state(run_dir: Path) -> State:
-    """The server's state after the last committed round.
+    """Return the server's state after the last committed round.
 
     Raises:
         RunDirectoryError: there is none, or it is damaged.
@@ -240,5 +231,5 @@ def final_state(run_dir: Path) -> State:
 
 
 def file_name_of(key: str) -> str:
-    """A key of the server's state, or a model's name, as part of a file's name."""
+    """Return a key of the server's state, or a model's name, as part of a file's name."""
     return "".join(c if c.isalnum() or c in "-_." else "_" for c in key)

@@ -31,7 +31,7 @@ _AGAIN = 3
 
 
 def local_runs(runs: str, cache: Path | None) -> Path:
-    """The local folder of all runs: ``runs`` itself, or for a URI a folder of its own below the feature cache.
+    """Return the local folder of all runs: ``runs`` itself, or for a URI a folder of its own below the feature cache.
 
     All nodes of a cluster must see the cache under the same path anyway.
     """
@@ -43,12 +43,12 @@ def local_runs(runs: str, cache: Path | None) -> Path:
 
 
 def mirror_of(runs: str, run_dir: Path) -> RunMirror | None:
-    """The mirror of a run whose ``run.dir`` is ``runs``; ``None`` where that is a path."""
+    """Return the mirror of a run whose ``run.dir`` is ``runs``; ``None`` where that is a path."""
     return RunMirror(run_dir, below(runs, run_dir.name)) if is_uri(runs) else None
 
 
 def local_run(run: str | Path, overrides: Sequence[str] = ()) -> Path:
-    """A run's local folder, which for a URI is fetched first, if it is not there or behind.
+    """Return a run's local folder, which for a URI is fetched first, if it is not there or behind.
 
     Args:
         overrides: settings, of which ``data.cache`` may say where the local folder shall be.
@@ -73,7 +73,7 @@ def local_run(run: str | Path, overrides: Sequence[str] = ()) -> Path:
 
 
 def _cache(config: bytes, overrides: Sequence[str]) -> Path | None:
-    """The cache that is asked for, or the one of the run if this machine has it; else the usual one."""
+    """Return the cache that is asked for, or the one of the run if this machine has it; else the usual one."""
     asked = [override.partition("=")[2] for override in overrides if override.startswith("data.cache=")]
     if asked:
         return Path(asked[-1])
@@ -236,7 +236,7 @@ class RunMirror:
             del self._there[name]
 
     def _files(self, everything: bool, round_index: int) -> dict[str, int]:
-        """Bytes of what shall be there, by name: with a commit, only what belongs to commits up to this round's."""
+        """Return the bytes of what shall be there, by name: with a commit, only what belongs to commits up to this round's."""
         folders = [self.folder / name for name in _OF_COMMITS] if not everything else [self.folder]
         found: dict[str, int] = {}
         for folder in folders:
@@ -251,18 +251,18 @@ class RunMirror:
 
 
 def _hidden(name: str) -> bool:
-    """Whether it is no file of the run but a lock, or one that is still written."""
+    """Return whether it is no file of the run but a lock, or one that is still being written."""
     return any(part.startswith(".") for part in name.split("/"))
 
 
 def _round(latest: bytes) -> int:
-    """The round that LATEST names; -1 if it names none."""
+    """Return the round that LATEST names; -1 if it names none."""
     number = latest.decode(errors="replace").partition("-")[0]
     return int(number) if number.isdigit() else -1
 
 
 def _created(about: bytes) -> Any:
-    """What tells one run from another of the same name."""
+    """Return what tells one run from another of the same name."""
     try:
         facts = json.loads(about)
         return facts["id"], facts["created"], facts["digest"]

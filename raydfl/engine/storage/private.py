@@ -29,7 +29,7 @@ _PART = 16
 
 @dataclass(frozen=True, slots=True)
 class PrivateRef:
-    """Where one client's private state lies: a record in a segment file."""
+    """The place of one client's private state: a record in a segment file."""
 
     segment: str
     offset: int
@@ -47,7 +47,7 @@ def site_of(segment: str) -> str:
 
 
 class Records:
-    """Where the records of some clients lie. It never changes.
+    """The places of the records of some clients. Immutable.
 
     Args:
         segments: names of the segment files, each of which holds at least one of the records.
@@ -60,7 +60,7 @@ class Records:
 
     @classmethod
     def of(cls, refs: Mapping[int, PrivateRef]) -> Records:
-        """Those of a mapping by client index."""
+        """Return the records in a mapping by client index."""
         number = {segment: i for i, segment in enumerate(dict.fromkeys(ref.segment for ref in refs.values()))}
         rows = [(i, number[r.segment], r.offset, r.length, r.checksum) for i, r in sorted(refs.items())]
         return cls(tuple(number), np.ascontiguousarray(np.array(rows, np.int64).reshape(-1, 5).T))
@@ -69,7 +69,7 @@ class Records:
         return int(self.table.shape[1])
 
     def get(self, client: int) -> PrivateRef | None:
-        """One client's record, if it is here."""
+        """Return one client's record, or ``None``."""
         place = int(np.searchsorted(self.table[0], client))
         if place == len(self) or self.table[0, place] != client:
             return None
@@ -85,7 +85,7 @@ class Records:
         return places, known
 
     def updated(self, newer: Records) -> Records:
-        """These and ``newer`` ones; of a client in both, the newer one."""
+        """Return these records and ``newer`` ones; of a client in both, the newer one."""
         number = {segment: i for i, segment in enumerate(dict.fromkeys((*self.segments, *newer.segments)))}
         columns = newer.table.copy()
         columns[1] = np.array([number[segment] for segment in newer.segments], np.int64)[columns[1]]
@@ -99,7 +99,7 @@ class Records:
 
     @cached_property
     def file_name(self) -> str:
-        """What :meth:`encode` is stored as, which is a checksum of what it says; empty if there are no records."""
+        """Name of the file for :meth:`encode`, which has a checksum of its content; empty if there are no records."""
         if not len(self):
             return ""
         digest = hashlib.blake2b("\n".join(self.segments).encode(), digest_size=8)
@@ -134,7 +134,7 @@ class Records:
 
 
 class PrivateIndex(Mapping[int, PrivateRef]):
-    """Where the newest record of every client that ever took part lies, by client index. It never changes: see :meth:`changed`.
+    """The place of the newest record of every client that ever took part, by client index. Immutable: see :meth:`changed`.
 
     It is a base, which stays what it is for many rounds, and what has changed since: a round and a commit handle only the latter,
     so that their time does not grow with the number of clients.
@@ -149,7 +149,7 @@ class PrivateIndex(Mapping[int, PrivateRef]):
         self.recent = Records() if recent is None else recent
 
     def changed(self, refs: Mapping[int, PrivateRef]) -> PrivateIndex:
-        """The index with these records in place of their clients' former ones."""
+        """Return the index with these records in place of their clients' former ones."""
         if not refs:
             return self
         recent = self.recent.updated(Records.of(refs))
@@ -158,17 +158,17 @@ class PrivateIndex(Mapping[int, PrivateRef]):
         return PrivateIndex(self.base, recent)
 
     def bytes_by_segment(self) -> dict[str, int]:
-        """Length of the records in each segment that holds any. This looks at all records."""
+        """Return the length of the records in each segment that holds any. This looks at all records."""
         records = self.base.updated(self.recent)
         lengths = np.bincount(records.table[1], weights=records.table[3], minlength=len(records.segments))
         return dict(zip(records.segments, lengths.astype(np.int64).tolist(), strict=True))
 
     def files(self) -> set[str]:
-        """Names of the segments and of the index file that it refers to. This looks at all records."""
+        """Return the names of the segments and of the index file that it refers to. This looks at all records."""
         return {*self.bytes_by_segment(), *([self.base.file_name] if len(self.base) else [])}
 
     def within(self, segments: Collection[str]) -> PrivateIndex:
-        """The records that lie in some segments. This looks at all records."""
+        """Return the records that lie in some segments. This looks at all records."""
         records = self.base.updated(self.recent)
         chosen = np.array([segment in segments for segment in records.segments], bool)[records.table[1]]
         return PrivateIndex(recent=Records().updated(Records(records.segments, records.table[:, chosen])))
@@ -238,7 +238,7 @@ class PrivateStore:
         return PrivateRef(segment, offset, len(data), zlib.crc32(data))
 
     def read(self, ref: PrivateRef) -> dict[str, Tensor]:
-        """The tensors of one record, by rising names.
+        """Return the tensors of one record, by rising names.
 
         Raises:
             RunDirectoryError: the segment is missing or the record damaged.

@@ -78,7 +78,7 @@ class MetricRow:
 
 
 def rows_from_metrics(round_index: int, phase: str, client: str, split: str, metrics: Metrics) -> list[MetricRow]:
-    """A row for every ratio; arrays become rows for the server only (``client=""``): a client's add up to the pooled one."""
+    """Return a row for every ratio; arrays become rows for the server only (``client=""``): a client's add up to the pooled one."""
     rows = []
     for name, value in metrics.items():
         if isinstance(value, Ratio):
@@ -90,7 +90,7 @@ def rows_from_metrics(round_index: int, phase: str, client: str, split: str, met
 
 
 def rows_from_clients(round_index: int, phase: str, split: str, clients: Mapping[str, Metrics]) -> list[MetricRow]:
-    """All rows of one measurement over clients: each client's, the pooled ones, and how the clients differ.
+    """Return all rows of one measurement over clients: each client's, the pooled ones, and how the clients differ.
 
     Args:
         round_index: rounds completed.
@@ -107,7 +107,7 @@ def rows_from_clients(round_index: int, phase: str, split: str, clients: Mapping
 
 
 def scores(rows: Iterable[MetricRow]) -> dict[str, float]:
-    """The pooled numbers of evaluations, ``"test plugin/accuracy" -> 0.81``; of several rounds the last one's."""
+    """Return the pooled numbers of evaluations, ``"test plugin/accuracy" -> 0.81``; of several rounds the last one's."""
     return {
         f"{row.split} {row.metric}": row.value
         for row in rows
@@ -116,7 +116,7 @@ def scores(rows: Iterable[MetricRow]) -> dict[str, float]:
 
 
 def to_table(rows: Iterable[MetricRow]) -> pa.Table:
-    """Rows as an Arrow table with :data:`SCHEMA`."""
+    """Return the rows as an Arrow table with :data:`SCHEMA`."""
     rows = list(rows)
     columns: dict[str, list[Any]] = {name: list(map(operator.attrgetter(name), rows)) for name in _PLAIN}
     columns["array"] = [None if row.array is None else row.array.ravel() for row in rows]
@@ -125,7 +125,7 @@ def to_table(rows: Iterable[MetricRow]) -> pa.Table:
 
 
 def to_rows(table: pa.Table) -> list[MetricRow]:
-    """The rows of a table that :func:`read_rows` returned."""
+    """Return the rows of a table that :func:`read_rows` returned."""
     rows = []
     for item in table.to_pylist():
         shape = item.pop("shape")
@@ -136,7 +136,7 @@ def to_rows(table: pa.Table) -> list[MetricRow]:
 
 
 def rows_path(run_dir: Path, last_round: int) -> Path:
-    """Where the rows of the commit that ends with ``last_round`` belong."""
+    """Return the file for the rows of the commit that ends with ``last_round``."""
     return run_dir / "rows" / f"{last_round:08d}.parquet"
 
 
@@ -151,7 +151,7 @@ def write_rows(path: Path, rows: Iterable[MetricRow]) -> None:
 
 
 def _write(path: Path, tables: Iterable[pa.Table], compression: str = "zstd") -> None:
-    """One row group a table: to a temporary name, to the disk, then to its name."""
+    """Write one row group a table: to a temporary name, to the disk, then to its name."""
     needed = 0
 
     def write(temporary: Path) -> None:
@@ -205,7 +205,7 @@ def _check_seal(path: Path) -> None:
 
 
 def _footer(file: IO[bytes]) -> int:
-    """Where the footer of a Parquet file begins: 4 bytes before the last 4 say how long it is."""
+    """Return where the footer of a Parquet file begins: 4 bytes before the last 4 say how long it is."""
     end = file.seek(0, os.SEEK_END)
     file.seek(max(0, end - 8))
     tail = file.read()
@@ -216,7 +216,7 @@ def _footer(file: IO[bytes]) -> int:
 
 
 def _checksum(file: IO[bytes], parts: Sequence[tuple[int, int]]) -> int:
-    """The crc32 of some ranges of a file."""
+    """Return the crc32 of some ranges of a file."""
     checksum = 0
     for first, stop in parts:
         file.seek(first)
@@ -252,7 +252,7 @@ def _all_files(run_dir: Path) -> list[_File]:
 
 
 def _files(run_dir: Path) -> list[_File]:
-    """The files that hold the record: leftovers of a merge left out."""
+    """Return the files that hold the record: leftovers of a merge left out."""
     files = _all_files(run_dir)
     return [file for file in files if not any(file.within(other) for other in files)]
 
@@ -286,7 +286,7 @@ def read_rows(
     where: pc.Expression | None = None,
     columns: Sequence[str] | None = None,
 ) -> pa.Table:
-    """The record of a run, by rising rounds; empty when nothing is recorded yet. Safe while the run goes on.
+    """Return the record of a run, by rising rounds; empty when nothing is recorded yet. Safe while the run goes on.
 
     Args:
         run_dir: the run's folder.
@@ -351,7 +351,7 @@ def compact(run_dir: Path, gather: int | None = None) -> Path | None:
 
 
 def _row_groups(files: Iterable[_File], where: pc.Expression | None = None) -> Iterator[pa.Table]:
-    """The rows of the files in tables of some ``_MERGE_ROWS``."""
+    """Yield the rows of the files in tables of some ``_MERGE_ROWS``."""
     waiting: list[pa.Table] = []
     for file in files:
         waiting.append(_read(file, SCHEMA.names, where))
@@ -378,7 +378,7 @@ def discard_rows(run_dir: Path, after_round: int) -> None:
 
 
 def influences(run_dir: Path, until_round: int | None = None) -> dict[int, dict[str, float]]:
-    """What the rule left of each client's update, 0 (left out) to 1 (as in a plain mean), by round and client id.
+    """Return what the rule left of each client's update, 0 (left out) to 1 (as in a plain mean), by round and client id.
 
     A round records one array in the order of its updates; whose they are is said by the clients' own rows of that round.
 

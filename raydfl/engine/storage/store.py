@@ -137,19 +137,19 @@ class RunStore:
                     (self.private_folder / name).unlink(missing_ok=True)
 
     def take_forgotten(self) -> list[str]:
-        """Segments in the sites' own folders to which, since this was last asked, no kept commit refers any more."""
+        """Return the segments in the sites' own folders to which, since this was last asked, no kept commit refers any more."""
         forgotten, self._forgotten = self._forgotten, []
         return forgotten
 
     def commits(self) -> list[str]:
-        """Names of the commit files, oldest first."""
+        """Return the names of the commit files, oldest first."""
         folder = self.folder / "commits"
         if not folder.exists():
             return []
         return sorted((p.name for p in folder.iterdir() if _COMMIT.match(p.name)), key=lambda n: (round_of(n), n))
 
     def rounds(self) -> list[int]:
-        """Rounds after which a commit is kept, ascending."""
+        """Return the rounds after which a commit is kept, ascending."""
         return [round_of(name) for name in self.commits()]
 
     def latest(self) -> str | None:
@@ -169,7 +169,7 @@ class RunStore:
         return name
 
     def load(self, name: str) -> Commit:
-        """A commit by its name.
+        """Return a commit by its name.
 
         Raises:
             RunDirectoryError: it is missing or damaged.
@@ -195,7 +195,7 @@ class RunStore:
         return Commit(state, private, together, name)
 
     def open_latest(self) -> tuple[Commit | None, list[str]]:
-        """The newest commit that is whole, and warnings about damaged ones that were passed over.
+        """Return the newest commit that is whole, and warnings about damaged ones that were passed over.
 
         What a crash left behind (commits that never counted, unfinished files, segments nobody refers to) is removed; the rows of
         rounds that were not committed are raydfl.engine.storage.record's. Call it with the lock held.
@@ -253,7 +253,7 @@ class RunStore:
         self._base = commit.private.base.file_name
 
     def sizes_of_segments(self) -> dict[str, int]:
-        """Bytes of all private segments on the disk, by name."""
+        """Return the bytes of all private segments on the disk, by name."""
         return {entry.name: entry.stat().st_size for entry in self._private_files() if entry.name.endswith(".seg")}
 
     def _private_files(self) -> list[os.DirEntry[str]]:
@@ -273,7 +273,7 @@ def round_of(commit: str) -> int:
 
 
 def as_stored(state: State) -> State:
-    """A state as it will be read back from a commit, so that a run which goes on sees what one that is resumed sees.
+    """Return a state as it will be read back from a commit, so that a run which goes on sees what one that is resumed sees.
 
     Its ``extra`` is what JSON makes of it (tuples are lists, all keys texts); no two tensors lie in the same memory.
 
@@ -293,7 +293,7 @@ def as_stored(state: State) -> State:
 
 
 def _storable(value: object, key: object, name: object) -> Tensor:
-    """A tensor of a state as it is stored."""
+    """Return a tensor of a state as it is stored."""
     where = f"the method's State.tensors[{key!r}][{name!r}]"
     if not (isinstance(key, str) and isinstance(name, str)):
         raise ConfigError(f"{where}: the keys and names of a state's tensors are texts")
@@ -311,7 +311,7 @@ def _storable(value: object, key: object, name: object) -> Tensor:
 
 @functools.cache
 def _has_a_format(dtype: torch.dtype) -> bool:
-    """Whether safetensors can hold it."""
+    """Return whether safetensors can hold it."""
     try:
         safetensors.torch.save({"": torch.empty(0, dtype=dtype)})
     except (SafetensorError, KeyError, RuntimeError, ValueError, TypeError):
@@ -320,7 +320,7 @@ def _has_a_format(dtype: torch.dtype) -> bool:
 
 
 def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON makes of ``State.extra``."""
+    """Return what JSON makes of ``State.extra``."""
 
     def of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         plain = dict(pairs)
@@ -345,7 +345,7 @@ def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unstorable(value: Any, place: str) -> tuple[str, str] | None:
-    """Where JSON cannot hold a value, and why."""
+    """Find where JSON cannot hold a value, and why."""
     items: Iterable[tuple[object, object]] = ()
     if isinstance(value, dict) or not place:
         wrong = [key for key in value if not isinstance(key, (str, int, float, bool, type(None)))]

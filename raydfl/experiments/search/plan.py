@@ -18,8 +18,7 @@ from raydfl.core.files import default_cache, write_durably
 from raydfl.core.metrics import HIGHER_IS_BETTER, OF_CLIENTS
 from raydfl.core.remote import check_path, is_uri
 from raydfl.core.yaml import to_yaml
-from raydfl.engine.config import Config, apply_overrides, make_config
-from raydfl.engine.settings import TrackSettings
+from raydfl.engine import Config, TrackSettings, apply_overrides, make_config
 from raydfl.experiments.plan import (
     CHANGEABLE,
     check_known,

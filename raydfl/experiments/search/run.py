@@ -17,16 +17,15 @@ from typing import Any
 
 from raydfl.cluster.trial_resources import Bundle, bundles_of, check_trial_fits
 from raydfl.core.errors import ResourcesError, RunDirectoryError
-from raydfl.engine.storage.store import RunStore
+from raydfl.engine.storage import RunStore
 from raydfl.experiments.metric import keys_of
 from raydfl.experiments.search.controller import SearchController
 from raydfl.experiments.search.journal import Journal
 from raydfl.experiments.search.plan import Search, Trial, claim, corners, trial_name
 from raydfl.experiments.search.tracking import SearchTracker
 from raydfl.experiments.sweep.run import prepare
-from raydfl.runs.progress import Progress
+from raydfl.runs import Progress, StopSignals
 from raydfl.runs.report import write_report
-from raydfl.runs.stopping import StopSignals
 
 _MESSAGE = 300
 """Characters of a failure that a line repeats; the log has all."""
@@ -153,7 +152,7 @@ class _Session:
 
     def _prepare(self, run_chunks: Any) -> int:
         """Make the features that all trials need, and find out what recordings do not allow; the number of clients."""
-        from raydfl.data.build import build_population
+        from raydfl.data import build_population
 
         known = [record.values for record in self._judge.journal.trials.values()]
         drawn = self._search.settings.searcher != "optuna"

@@ -14,12 +14,11 @@ import pyarrow.compute as pc
 
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.files import write_durably
-from raydfl.engine.storage.folder import flat
-from raydfl.engine.storage.record import read_rows, to_rows
-from raydfl.engine.storage.store import RunStore, round_of
+from raydfl.core.nested import flatten
+from raydfl.engine.storage import RunStore, read_rows, round_of, to_rows
 from raydfl.experiments.search.journal import Journal
 from raydfl.experiments.search.plan import Search, Trial
-from raydfl.runs.tracking import NullTracker, Tracker, make_tracker
+from raydfl.runs import NullTracker, Tracker, make_tracker
 
 _PARENT = "mlflow.parentRunId"
 """MLflow's own tag: its pages show the run below the other one."""
@@ -47,7 +46,10 @@ class SearchTracker:
             return
         self._search_run = make_tracker(self._settings, search.folder, search.folder, warn)
         identity = {key: value for key, value in search.identity.items() if key != "space"}
-        params = {**flat(identity), **{f"space.{key}": str(value) for key, value in search.identity["space"].items()}}
+        params = {
+            **flatten(identity),
+            **{f"space.{key}": str(value) for key, value in search.identity["space"].items()},
+        }
         self._ids["search"] = self._search_run.start(
             search.settings.title, params, {"raydfl.search": str(search.file)}, self._ids.get("search")
         )
@@ -75,7 +77,7 @@ class SearchTracker:
             return
         tracker = make_tracker(self._settings, self._search.folder, trial.run_dir, self._warn)
         params = {
-            **flat(trial.config.model_dump(mode="json")),
+            **flatten(trial.config.model_dump(mode="json")),
             "search.trial": trial.number,
             "search.parent": trial.parent,
         }

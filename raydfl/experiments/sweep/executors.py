@@ -18,11 +18,10 @@ from types import FrameType
 from typing import Any, Literal, Protocol
 
 from raydfl.core.errors import RaydflError
-from raydfl.data.features.extraction import RunChunks
-from raydfl.data.processes import Worker, available_cpus
-from raydfl.engine.config import Config, make_config
-from raydfl.runs.progress import Progress
-from raydfl.runs.run import run
+from raydfl.core.processes import Worker, available_cpus
+from raydfl.data.features import RunChunks
+from raydfl.engine import Config, make_config
+from raydfl.runs import Progress, run
 
 _POLL = 0.5
 """Seconds between two looks at whether a run shall stop."""

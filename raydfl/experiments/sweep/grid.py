@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.options import explain
-from raydfl.engine.config import Config, apply_overrides, make_config
+from raydfl.engine import Config, apply_overrides, make_config
 from raydfl.experiments.metric import MetricSettings
 from raydfl.experiments.plan import check_known, checked, folder_of, label_of, laid_over, read_base, read_groups
 from raydfl.experiments.sweep.settings import SweepSettings, check_repeat

@@ -14,15 +14,13 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from raydfl.core.metrics import HIGHER_IS_BETTER, base_name
-from raydfl.data.features.file import FileFeatures
-from raydfl.data.features.log_mel import FeatureSettings
-from raydfl.engine.config import Config
+from raydfl.data.features import FeatureSettings, FileFeatures
+from raydfl.engine import Config
 from raydfl.experiments.metric import MetricSettings, keys_of
 from raydfl.experiments.sweep.grid import Sweep
 from raydfl.experiments.sweep.run import is_finished, rounds_done
 from raydfl.experiments.table import markdown_table, shown, to_csv, to_parquet, write_files
-from raydfl.runs.report.data import Curve, RunRecord, read_run
-from raydfl.runs.report.diagnosis import problems_of
+from raydfl.runs.report import Curve, RunRecord, problems_of, read_run
 
 SUMMARIES = {"tail": "mean of last ten", "last": "last", "best": "best"}
 """What is taken of a run's evaluations."""

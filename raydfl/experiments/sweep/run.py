@@ -20,14 +20,13 @@ from raydfl.cluster.job import check_kept
 from raydfl.cluster.session import connected
 from raydfl.core.errors import InputError, ResourcesError
 from raydfl.core.files import default_cache
-from raydfl.data.build import build_population
-from raydfl.data.features.extraction import RunChunks
-from raydfl.engine.config import Config
-from raydfl.engine.storage.store import RunStore, round_of
+from raydfl.data import build_population
+from raydfl.data.features import RunChunks
+from raydfl.engine import Config
+from raydfl.engine.storage import RunStore, round_of
 from raydfl.experiments.sweep.executors import Ended, Executor, LocalProcesses, Order, RayTasks
 from raydfl.experiments.sweep.grid import CellRun, Sweep
-from raydfl.runs.progress import Advance, Progress, duration
-from raydfl.runs.stopping import StopSignals
+from raydfl.runs import Advance, Progress, StopSignals, duration
 
 _POLL = 0.5
 """Seconds between two looks at what runs."""

@@ -9,15 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from raydfl.data.features.file import FileFeatures
-from raydfl.data.features.log_mel import _LARGEST_DENOMINATOR, FeatureSettings
-from raydfl.data.features.model import ModelFeatures
-from raydfl.data.features.wave import EPSILON
-from raydfl.data.settings import DataSettings
+from raydfl.data import DataSettings
+from raydfl.data.features import EPSILON, LARGEST_DENOMINATOR, FeatureSettings, FileFeatures, ModelFeatures
 
 
 def describe_front_end(data: DataSettings, statistics: np.ndarray | None = None) -> dict[str, Any]:
-    """How a recording becomes the input of a network: one entry for each step, in the order in which they are done.
+    """Describe how a recording becomes the input of a network: one entry for each step, in the order in which they are done.
 
     Features from a file begin with the matrices in it; what a model of the user's does is told by its name.
 
@@ -50,7 +47,7 @@ def _wave(settings: FeatureSettings | ModelFeatures) -> dict[str, Any]:
             "method": "sinc interpolation with a Hann window",
             "zero_crossings": 6,
             "rolloff": 0.99,
-            "largest_denominator": _LARGEST_DENOMINATOR,
+            "largest_denominator": LARGEST_DENOMINATOR,
             "note": "by the ratio to_hz / rate, reduced; one whose denominator is larger is replaced by the nearest ratio",
         },
         "cut": {"samples": settings.samples, "note": "longer recordings end there; null: they keep their length"},

@@ -18,17 +18,11 @@ from torch import Tensor, nn
 from raydfl.core.errors import InputError, RunDirectoryError, nearest
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import ModelSpec, Tensors
-from raydfl.data.population import Population
-from raydfl.data.settings import DataSettings
-from raydfl.engine.clients import Clients
-from raydfl.engine.config import Config
-from raydfl.engine.storage.folder import stored_about, stored_config
-from raydfl.engine.storage.mirror import local_run
-from raydfl.engine.storage.private import PrivateStore
-from raydfl.engine.storage.store import Commit, RunStore
-from raydfl.engine.worker import KEPT_MODEL, build_models
+from raydfl.data import DataSettings, Population
+from raydfl.engine import KEPT_MODEL, Clients, Config, build_models
+from raydfl.engine.storage import Commit, PrivateStore, RunStore, local_run, stored_about, stored_config
 from raydfl.methods import Method
-from raydfl.training.replica import Replica
+from raydfl.training import Replica
 
 Specs = tuple[ModelSpec, ...]
 
@@ -66,7 +60,7 @@ class RunModel:
         return f"{self.name} ({self.spec.architecture}) of {self.run_dir}, round {self.round}, {whose}"
 
     def logits(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """The network's output float32 [batch, classes].
+        """Return the network's output float32 [batch, classes].
 
         Args:
             x: float32 [batch, frames, bands].
@@ -88,7 +82,7 @@ class RunModel:
 def load_model(
     run_dir: str | Path, model: str | None = None, client: str | None = None, trust: bool = False
 ) -> RunModel:
-    """A model of a run, finished or not, as of its last commit.
+    """Return a model of a run, finished or not, as of its last commit.
 
     Args:
         run_dir: the run's folder, or its URI: then it is fetched first.
@@ -117,7 +111,7 @@ class _Run:
         self.clients = Clients(self.population, self.config)
 
     def shared_model(self, model: str | None) -> RunModel:
-        """A model of which the server holds every tensor."""
+        """Return a model of which the server holds every tensor."""
         found = self._shared()
         if model is None and len(found) == 1:
             model = next(iter(found))
@@ -136,7 +130,7 @@ class _Run:
         raise InputError(f"this run has no model {model!r}; {nearest(model, [*found, *type(self.method).models])}")
 
     def clients_model(self, model: str | None, client_id: str) -> RunModel:
-        """A model as one client would use it."""
+        """Return a model as one client would use it."""
         client = self.clients.by_id(client_id)
         record = self.commit.private.get(client.index)
         kept = {} if record is None else PrivateStore(self.run_dir / "private").read(record)
@@ -159,7 +153,7 @@ class _Run:
         return self._made(model, client_id, client.models, model, networks[model])
 
     def _shared(self) -> dict[str, tuple[Specs, str, str]]:
-        """The shared models by the name that the record has for them: the architectures that it is one of, model, key."""
+        """Return the shared models by the name that the record has for them: the architectures that it is one of, model, key."""
         found: dict[str, tuple[Specs, str, str]] = {}
         for specs in self.clients.variants():
             networks = build_models(self.method, specs, self.config.run.seed)
@@ -211,7 +205,7 @@ class _Run:
 
 
 def _names(networks: Mapping[str, nn.Module], name: str) -> dict[str, Tensor]:
-    """A model's floating tensors, live, by their flat names."""
+    """Return a model's floating tensors, live, by their flat names."""
     return {f"{name}/{key}": v for key, v in networks[name].state_dict().items() if v.is_floating_point()}
 
 

@@ -47,7 +47,7 @@ class Graph:
 
 
 def to_onnx(model: RunModel) -> Graph:
-    """The network with the inputs ``x`` and (where lengths differ) ``lengths`` and the outputs ``logits`` and ``probabilities``.
+    """Return the network with inputs ``x`` and (where lengths differ) ``lengths``, and outputs ``logits`` and ``probabilities``.
 
     Raises:
         InputError: the network contains what cannot be exported, or the graph gives other results than the network.
@@ -146,7 +146,7 @@ class _Recurrence(nn.Module):
 
 
 def _stacked(gru: nn.GRU, name: str, ways: Sequence[str]) -> Tensor:
-    """A weight or bias of each direction, [directions, 3 * hidden, ...]."""
+    """Return a weight or bias of each direction, [directions, 3 * hidden, ...]."""
     return torch.stack([_reordered(getattr(gru, name + way).detach()) for way in ways])
 
 
@@ -157,7 +157,7 @@ def _reordered(gates: Tensor) -> Tensor:
 
 
 def _replaced(network: nn.Module) -> nn.Module:
-    """A copy of the network with the modules that need it replaced."""
+    """Return a copy of the network with the modules that need it replaced."""
     network = copy.deepcopy(network)
     holder = nn.ModuleDict({"network": network})
     for parent in list(holder.modules()):
@@ -201,7 +201,7 @@ def _example(model: RunModel, batch: int, frames: int, with_lengths: bool) -> tu
 
 
 def _checked(content: bytes, model: RunModel, frames: int | None, with_lengths: bool) -> float:
-    """The largest difference of a logit to PyTorch's, over batches of several sizes.
+    """Return the largest difference of a logit to PyTorch's, over batches of several sizes.
 
     Raises:
         InputError: the two do not agree.
@@ -234,7 +234,7 @@ def _sizes(frames: int | None) -> Sequence[tuple[int, int]]:
 
 
 def _reason(error: Exception) -> str:
-    """The innermost cause of an exporter's error in one line."""
+    """Return the innermost cause of an exporter's error in one line."""
     while error.__cause__ is not None and isinstance(error.__cause__, Exception):
         error = error.__cause__
     lines = [line.strip(" -") for line in str(error).splitlines() if line.strip(" -")]

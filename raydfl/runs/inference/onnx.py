@@ -11,7 +11,7 @@ from typing import Any
 from raydfl.core.errors import InputError
 from raydfl.core.files import write_durably
 from raydfl.core.version import __version__
-from raydfl.engine.storage.folder import file_name_of
+from raydfl.engine.storage import file_name_of
 from raydfl.runs.inference.front_end import describe_front_end
 from raydfl.runs.inference.model import RunModel, load_model
 from raydfl.runs.inference.network import Graph
@@ -22,7 +22,7 @@ _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written."""
+    """The files that an export has written."""
 
     path: Path
     """The ONNX file."""
@@ -116,7 +116,7 @@ def _describe(model: RunModel, graph: Graph, file: str) -> dict[str, Any]:
 
 
 def _with_description(content: bytes, description: str) -> bytes:
-    """The ONNX file with the description in its metadata too, under the key ``raydfl``: the file alone is enough."""
+    """Return the ONNX file with the description in its metadata too, under the key ``raydfl``: the file alone is enough."""
     import onnx
 
     proto = onnx.load_from_string(content)

@@ -21,14 +21,8 @@ import numpy as np
 import torch
 
 from raydfl.core.errors import DataError, InputError, RaydflError
-from raydfl.data.audio import read_audio
-from raydfl.data.examples import Examples
-from raydfl.data.features.cache import FeatureStore
-from raydfl.data.features.extractor import FeatureExtractor
-from raydfl.data.features.file import FileFeatures
-from raydfl.data.features.statistics import z_scores
-from raydfl.data.manifest import shown_name
-from raydfl.data.segment import segments
+from raydfl.data import Examples, read_audio, segments, shown_name
+from raydfl.data.features import FeatureExtractor, FeatureStore, FileFeatures, z_scores
 from raydfl.data.sets import list_recordings
 from raydfl.runs.inference.model import RunModel, load_model
 
@@ -43,7 +37,7 @@ LEAST_FRAMES = 64
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a model says about one recording."""
+    """A model's answer for one recording."""
 
     file: Path
     classes: tuple[str, ...]
@@ -59,11 +53,11 @@ class Prediction:
 
     @property
     def probability(self) -> float:
-        """Of :attr:`label`; NaN when there is none."""
+        """Probability of :attr:`label`, 0 to 1; NaN when there is none."""
         return self.top(1)[0][1] if not self.error else float("nan")
 
     def top(self, count: int) -> list[tuple[str, float]]:
-        """The ``count`` most probable classes with their probabilities, most probable first."""
+        """Return the ``count`` most probable classes with their probabilities, most probable first."""
         order = np.argsort(-self.probabilities, kind="stable")[:count]
         return [(self.classes[index], float(self.probabilities[index])) for index in order.tolist()]
 
@@ -95,7 +89,7 @@ def classify(
 
 
 def predictions(model: RunModel, files: Sequence[Path]) -> Iterator[Prediction]:
-    """The predictions for these recordings and those in these folders, one after another in the order given.
+    """Yield the predictions for these recordings and those in these folders, one after another in the order given.
 
     With ``normalise: group`` and no statistics known, folder by folder.
     """
@@ -121,7 +115,7 @@ def predictions(model: RunModel, files: Sequence[Path]) -> Iterator[Prediction]:
 
 
 def recordings(files: Iterable[Path]) -> tuple[list[Path], dict[Path, str]]:
-    """The recordings that are meant, folders searched at any depth, each once; and folders without any, with the reason.
+    """Return the recordings that are meant, folders searched at any depth, each once; and folders without any, with the reason.
 
     A warning says which other files there are in the folders.
     """
@@ -176,7 +170,7 @@ class _FrontEnd:
         }
 
     def probabilities(self, matrix: np.ndarray) -> np.ndarray:
-        """float64 [classes]: the mean over the segments of the softmax."""
+        """Return float64 [classes]: the mean over the segments of the softmax."""
         examples = self._examples(matrix)
         parts = []
         for batch in examples.batches(_BATCH, None):
@@ -190,7 +184,7 @@ class _FrontEnd:
         return found
 
     def _examples(self, matrix: np.ndarray) -> Examples:
-        """The recording's segments, stored and padded as those of the run's test clips are."""
+        """Return the recording's segments, stored and padded as those of the run's test clips are."""
         settings, segment = self._settings, self._model.data.segment
         padded = matrix
         if settings.frames is not None:
@@ -209,7 +203,7 @@ class _FrontEnd:
 
 
 def _attempt(function: Callable[[Given], np.ndarray], given: Given, file: Path) -> np.ndarray | str:
-    """What the function gives for a recording, or why it cannot."""
+    """Return what the function gives for a recording, or a text that says why it cannot."""
     try:
         return function(given)
     except RaydflError as error:

@@ -7,12 +7,29 @@ from pathlib import Path
 
 from raydfl.core.errors import InputError
 from raydfl.core.files import write_atomically
+from raydfl.runs.report import figures
 from raydfl.runs.report.compare import comparison_page
-from raydfl.runs.report.data import read_run
+from raydfl.runs.report.data import Curve, Key, RunRecord, read_run
+from raydfl.runs.report.diagnosis import problems_of
 from raydfl.runs.report.page import Picture, Pictures, render
+from raydfl.runs.report.partition import plot_partition
 from raydfl.runs.report.run import single_page
+from raydfl.runs.report.time import parts_of_rounds
 
-__all__ = ["Picture", "Pictures", "render", "write_report"]
+__all__ = [
+    "Curve",
+    "Key",
+    "Picture",
+    "Pictures",
+    "RunRecord",
+    "figures",
+    "parts_of_rounds",
+    "plot_partition",
+    "problems_of",
+    "read_run",
+    "render",
+    "write_report",
+]
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> Path:

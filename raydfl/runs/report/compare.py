@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from raydfl.core.metrics import base_name, model_name
-from raydfl.engine.storage.folder import flat
+from raydfl.core.nested import flatten, get_path
 from raydfl.runs.progress import duration, size
 from raydfl.runs.report import figures as plots
-from raydfl.runs.report.data import SPLITS, Key, RunRecord, dig, place
+from raydfl.runs.report.data import SPLITS, Key, RunRecord, place
 from raydfl.runs.report.figures import Series
 from raydfl.runs.report.page import (
     SCORES,
@@ -41,7 +41,7 @@ class _Group:
 
 
 def comparison_page(runs: Sequence[RunRecord]) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     pictures = Pictures()
     groups = _group(runs)
     notes = [f"{run.id}: {unfinished(run)}" for run in runs if unfinished(run)]
@@ -64,7 +64,7 @@ def comparison_page(runs: Sequence[RunRecord]) -> str:
 
 
 def _group(runs: Sequence[RunRecord]) -> list[_Group]:
-    """Runs with equal configurations together; what each group is called is what tells it from the others."""
+    """Run with equal configurations together; what each group is called is what tells it from the others."""
     by_config: dict[str, list[RunRecord]] = {}
     for run in runs:
         key = json.dumps(_decisive(run), sort_keys=True, default=str) if run.config else str(run.folder)
@@ -74,8 +74,8 @@ def _group(runs: Sequence[RunRecord]) -> list[_Group]:
     for part in parts:
         first = part[0]
         rivals = [other[0] for other in parts if other[0].config and other[0].method == first.method]
-        own = flat(_decisive(first))
-        differing = [key for key in own if any(flat(_decisive(rival)).get(key) != own[key] for rival in rivals)]
+        own = flatten(_decisive(first))
+        differing = [key for key in own if any(flatten(_decisive(rival)).get(key) != own[key] for rival in rivals)]
         words = [f"{key.removeprefix('method.')}={value_text(own[key])}" for key in differing if key != "method.name"]
         groups.append(_Group(" ".join([first.method or first.id, *words[:4]]), part))
     labels = [group.label for group in groups]
@@ -86,7 +86,7 @@ def _group(runs: Sequence[RunRecord]) -> list[_Group]:
 
 
 def _decisive(run: RunRecord) -> dict[str, Any]:
-    """The configuration without the seed and without what does not change the numbers."""
+    """Return the configuration without the seed and without what does not change the numbers."""
     return {key: value for key, value in run.config.items() if key not in ("run", "ray", "track")}
 
 
@@ -98,7 +98,7 @@ def _ordered_keys(runs: Sequence[RunRecord]) -> list[Key]:
 
 
 def _compared_curves(groups: Sequence[_Group], keys: Sequence[Key], pictures: Pictures) -> list[Picture]:
-    """A figure for each score and split; a group's model looks the same in all, and no other has its colour and dashes."""
+    """Return a figure for each score and split; a group's model looks the same in all, and no other has its colour and dashes."""
     made = []
     looks: dict[tuple[str, str], int] = {}
     for group, (_, metric) in itertools.product(groups, keys):
@@ -122,7 +122,7 @@ def _compared_curves(groups: Sequence[_Group], keys: Sequence[Key], pictures: Pi
 
 
 def _pooled_series(group: _Group, key: Key, label: str, look: int) -> Series | None:
-    """Mean and range over the runs of a group, at the rounds in which all of them were measured."""
+    """Return the mean and range over the runs of a group, at the rounds in which all of them were measured."""
     curves = [shown_curve(run, key) for run in group.runs if key in run.curves]
     rounds = curves[0].rounds
     for curve in curves[1:]:
@@ -135,7 +135,7 @@ def _pooled_series(group: _Group, key: Key, label: str, look: int) -> Series | N
 
 
 def _compared_rows(groups: Sequence[_Group], key: Key, bases: Sequence[str]) -> Iterable[dict[str, str | list[str]]]:
-    """The final scores of one model on one split, a row for each group that has it."""
+    """Return the final scores of one model on one split, a row for each group that has it."""
     split, metric = key
     for group in groups:
         runs = [run for run in group.runs if key in run.curves]
@@ -166,7 +166,7 @@ def _compared_rows(groups: Sequence[_Group], key: Key, bases: Sequence[str]) -> 
 
 def _differences(groups: Sequence[_Group]) -> list[tuple[str, list[str]]]:
     """(setting, its value in each group) of the settings in which the groups differ."""
-    settings_of = [flat(_decisive(group.runs[0])) for group in groups]
+    settings_of = [flatten(_decisive(group.runs[0])) for group in groups]
     rows = []
     for key in dict.fromkeys(key for settings in settings_of for key in settings):
         values = [value_text(settings[key]) if key in settings else "-" for settings in settings_of]
@@ -177,7 +177,7 @@ def _differences(groups: Sequence[_Group]) -> list[tuple[str, list[str]]]:
 
 def _run_row(group: _Group, run: RunRecord) -> dict[str, str]:
     down, up = run.total_of("bytes_down"), run.total_of("bytes_up")
-    seconds, seed = run.total_of("seconds/round"), dig(run.config, "run.seed")
+    seconds, seed = run.total_of("seconds/round"), get_path(run.config, "run.seed")
     return {
         "id": run.id,
         "group": group.label,

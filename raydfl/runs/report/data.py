@@ -15,10 +15,18 @@ from numpy.typing import NDArray
 
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.metrics import HIGHER_IS_BETTER, base_name, model_name
-from raydfl.engine.storage.folder import check_about, decisive_changes, flat
-from raydfl.engine.storage.record import MetricRow, read_rows, to_rows, unrecorded
-from raydfl.engine.storage.store import RunStore, round_of
-from raydfl.engine.telemetry import TIMELINE
+from raydfl.core.nested import flatten, get_path
+from raydfl.engine import TIMELINE
+from raydfl.engine.storage import (
+    MetricRow,
+    RunStore,
+    check_about,
+    decisive_changes,
+    read_rows,
+    round_of,
+    to_rows,
+    unrecorded,
+)
 
 SPLITS = {
     "test": "test data",
@@ -85,13 +93,13 @@ class RunRecord:
     @property
     def method(self) -> str:
         """The method's name; empty when neither file tells."""
-        name = dig(self.config, "method.name") or self.about.get("method", "")
+        name = get_path(self.config, "method.name") or self.about.get("method", "")
         return str(name.get("name", "") if isinstance(name, Mapping) else name)
 
     @property
     def data(self) -> str:
         """The data set's name; empty when neither file tells."""
-        name = dig(self.config, "data.name") or self.about.get("data", "")
+        name = get_path(self.config, "data.name") or self.about.get("data", "")
         return str(name.get("name", "") if isinstance(name, Mapping) else name)
 
     @property
@@ -102,7 +110,7 @@ class RunRecord:
     @property
     def total(self) -> int:
         """Rounds that were asked for; 0 when not known."""
-        return int(dig(self.config, "train.rounds") or 0)
+        return int(get_path(self.config, "train.rounds") or 0)
 
     @property
     def models(self) -> list[str]:
@@ -116,7 +124,7 @@ class RunRecord:
         return [key for key in self.curves if base_name(key[1]) in (bases or HIGHER_IS_BETTER)]
 
     def ordered(self, *bases: str) -> list[Key]:
-        """:meth:`scores` as a page shows them: by data, then model, then score."""
+        """Return :meth:`scores` as a page shows them: by data, then model, then score."""
         splits, scores, models = list(SPLITS), list(HIGHER_IS_BETTER), self.models
         return sorted(
             self.scores(*bases),
@@ -124,7 +132,7 @@ class RunRecord:
         )
 
     def total_of(self, metric: str) -> float | None:
-        """The sum of a metric's totals over all rounds; ``None`` when it was not recorded."""
+        """Return the sum of a metric's totals over all rounds; ``None`` when it was not recorded."""
         found = [curve.totals.sum() for (_, name), curve in self.curves.items() if name == metric]
         return float(sum(found)) if found else None
 
@@ -150,8 +158,8 @@ def read_run(folder: Path) -> RunRecord:
         missing.append("run.json is missing: names of classes and models are not known.")
     began = about.get("config")
     if began and config:
-        known = flat(began)
-        changes = decisive_changes(began, {key: value for key, value in flat(config).items() if key in known})
+        known = flatten(began)
+        changes = decisive_changes(began, {key: value for key, value in flatten(config).items() if key in known})
         if changes:
             missing.append(
                 f"config.yaml was changed since the run began ({'; '.join(changes)}): what is shown as its configuration is not "
@@ -181,14 +189,14 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _incidents(folder: Path, until: int | None) -> list[tuple[int, str, str, str, str]]:
-    """What the rows say in words of single clients."""
+    """Read what the rows say in words about single clients."""
     columns = ("round", "phase", "client", "metric", "note")
     found = read_rows(folder, until, where=pc.field("note").is_valid(), columns=columns).to_pylist()
     return [(row["round"], row["phase"], row["client"], row["metric"], row["note"]) for row in found]
 
 
 def _timelines(folder: Path, until: int | None, pooled: Sequence[MetricRow]) -> dict[int, NDArray[np.float64]]:
-    """Of the last rounds that are recorded."""
+    """Read the timelines of the last rounds that are recorded."""
     last = max((row.round for row in pooled), default=0)
     where = (pc.field("metric") == TIMELINE) & (pc.field("round") > last - _TIMELINES)
     return {row.round: row.array for row in to_rows(read_rows(folder, until, where=where)) if row.array is not None}
@@ -206,7 +214,7 @@ def _curve(points: Mapping[int, tuple[float, float]]) -> Curve:
 def _client_scores(
     folder: Path, until: int | None, curves: Mapping[Key, Curve]
 ) -> dict[Key, tuple[int, NDArray[np.float64]]]:
-    """Each client's accuracy at the last measurement of each model and split; only those rows are read."""
+    """Return each client's accuracy at the last measurement of each model and split; only those rows are read."""
     last = {key: int(curve.rounds[-1]) for key, curve in curves.items() if base_name(key[1]) == "accuracy"}
     if not last:
         return {}
@@ -275,13 +283,6 @@ def _mapping(value: Any, path: Path) -> Mapping[str, Any]:
     return value
 
 
-def dig(values: Any, path: str) -> Any:
-    """The value at ``a.b.c``; ``None`` when it is not there."""
-    for key in path.split("."):
-        values = values.get(key) if isinstance(values, Mapping) else None
-    return values
-
-
 def place(item: str, order: Sequence[str]) -> tuple[int, str]:
-    """Sorts known names in their order and unknown ones after them by the alphabet."""
+    """Sort known names in their order and unknown ones after them by the alphabet."""
     return (order.index(item) if item in order else len(order), item)

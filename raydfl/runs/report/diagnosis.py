@@ -1,4 +1,4 @@
-"""What went wrong with a run although its rounds are done, judged by its record alone, old runs' too. The one place of these rules.
+"""Problems of a run whose rounds are done, judged by its record alone, old runs' too. The one place of these rules.
 
 **Diverged**: every model that was measured at the end (on the test data or on clients' own hold-out; cross-entropy and confusion
 matrix are on a known scale, which a method's own training loss need not be) has
@@ -46,7 +46,7 @@ def problems_of(run: RunRecord) -> list[Problem]:
 
 
 def _one_class(run: RunRecord, name: str) -> list[Problem]:
-    """A method that measures no accuracy (of anomalies, say) may well be trained on one class."""
+    """Judge a run on data of one class. A method that measures no accuracy (of anomalies, say) may well be trained on one class."""
     if not run.scores("accuracy"):
         return []
     text = f"there is one class only, {name!r}: every prediction is right and nothing was learnt; use data with two labels or more"
@@ -85,14 +85,14 @@ def _senseless(loss: float, guessing: float) -> bool:
 
 
 def _has_learnt(confusion: NDArray[np.float64]) -> bool:
-    """Whether more is right than always naming the most frequent class gets right, beyond chance."""
+    """Return whether the model is right more often than one that always names the most frequent class, beyond chance."""
     examples = confusion.sum()
     share = confusion.sum(axis=1).max() / examples
     return bool(np.trace(confusion) / examples > share + DEVIATIONS * math.sqrt(share * (1 - share) / examples))
 
 
 def _not_finite(run: RunRecord) -> str:
-    """What there is to say of the last round's clients if most of their updates were not finite."""
+    """Say in words that most updates of the last round's clients were not finite; empty when they were."""
     clients = run.curves.get(("server", "clients"))
     if clients is None:
         return ""

@@ -79,7 +79,7 @@ class Series:
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Our look, and quiet: names may hold letters that the measuring font lacks, but the page's fonts have."""
+    """Draw in our look, and quietly: names may hold letters that the measuring font lacks, but the page's fonts have."""
     logger = logging.getLogger("matplotlib.font_manager")
     level = logger.level
     with mpl.rc_context(), warnings.catch_warnings():
@@ -92,7 +92,7 @@ def style() -> Iterator[None]:
 
 
 def axes_of(height: float = 3.2, rows: int = 1) -> tuple[Figure, list[Axes]]:
-    """A figure of its own: no global state, so reports can be made in any thread."""
+    """Return a figure of its own: no global state, so reports can be made in any thread."""
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0])
@@ -115,7 +115,7 @@ def whole_numbers(ticks: int = 9) -> MaxNLocator:
 
 
 def round_axis(axes: Axes) -> None:
-    """Rounds along the x axis."""
+    """Put rounds along the x axis."""
     axes.set_xlabel("round")
     first, last = axes.get_xlim()
     if last - first < 1:  # one round alone
@@ -133,7 +133,7 @@ def legend(figure: Figure, axes: Axes) -> None:
 
 
 def curves(series: Sequence[Series], unit: str, percent: bool = False) -> Figure:
-    """Learning curves.
+    """Draw learning curves.
 
     Args:
         series: x: rounds completed; y: the score.
@@ -160,7 +160,7 @@ def _percent(axes: Axes, series: Sequence[Series]) -> None:
 
 
 def client_spread(scores: Sequence[Series], unit: str) -> Figure:
-    """Clients' scores, sorted: how uneven the federation is. The worst tenth is shaded.
+    """Draw clients' scores, sorted: how uneven the federation is. The worst tenth is shaded.
 
     Args:
         scores: y: one score a client, 0 to 1, in any order; x is not used.
@@ -187,7 +187,7 @@ def client_spread(scores: Sequence[Series], unit: str) -> Figure:
 
 
 def confusion(matrix: ArrayLike, classes: Sequence[str]) -> Figure:
-    """A confusion matrix: the larger a cell's share of its row, the stronger its colour; with counts where there is room.
+    """Draw a confusion matrix: the larger a cell's share of its row, the stronger its colour; with counts where there is room.
 
     Args:
         matrix: [classes, classes] counts; row: truth, column: prediction.
@@ -240,7 +240,7 @@ class Bars:
 
 
 def bars(series: Sequence[Bars], groups: Sequence[str], unit: str, marks: str = "") -> Figure:
-    """Values side by side, a colour for each series.
+    """Draw values side by side, a colour for each series.
 
     Args:
         series: at least one.
@@ -274,7 +274,7 @@ def bars(series: Sequence[Bars], groups: Sequence[str], unit: str, marks: str = 
 
 
 def heat_map(values: ArrayLike, rows: Sequence[str], columns: Sequence[str], axes_names: tuple[str, str]) -> Figure:
-    """A matrix of numbers: the larger a number among all, the stronger its colour; cells without one are hatched.
+    """Draw a matrix of numbers: the larger a number among all, the stronger its colour; cells without one are hatched.
 
     Args:
         values: [rows, columns]; NaN: nothing to show.
@@ -313,7 +313,7 @@ def heat_map(values: ArrayLike, rows: Sequence[str], columns: Sequence[str], axe
 
 
 def pruned(layers: Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]]) -> Figure:
-    """Clients that layer-wise pruning left out, over the rounds, a strip for each layer.
+    """Draw clients that layer-wise pruning left out, over the rounds, a strip for each layer.
 
     Args:
         layers: by layer: rounds, and the number of clients left out in them.
@@ -332,7 +332,7 @@ def pruned(layers: Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]]
 
 
 def cumulative_bytes(series: Sequence[Series]) -> Figure:
-    """Bytes sent since the first round.
+    """Draw bytes sent since the first round.
 
     Args:
         series: y: bytes of each round, not yet added up.
@@ -351,7 +351,7 @@ def cumulative_bytes(series: Sequence[Series]) -> Figure:
 
 
 def round_seconds(series: Sequence[Series]) -> Figure:
-    """Seconds that the parts of each round took."""
+    """Draw seconds that the parts of each round took."""
     with style():
         figure, (axes,) = axes_of(2.9 + 0.1 * len(series))
         _draw(axes, series)
@@ -363,7 +363,7 @@ def round_seconds(series: Sequence[Series]) -> Figure:
 
 
 def failures(series: Sequence[Series]) -> Figure:
-    """Updates that were not used, a bar for each round that had any, the kinds on top of each other.
+    """Draw updates that were not used, a bar for each round that had any, the kinds on top of each other.
 
     Args:
         series: y: number of updates; all with the same x.
@@ -390,7 +390,7 @@ def failures(series: Sequence[Series]) -> Figure:
 
 
 def to_svg(figure: Figure, name: str, description: str) -> str:
-    """The figure as an ``<svg>`` element for an HTML page: of any size, without outside references, colours as CSS variables.
+    """Return the figure as an ``<svg>`` element for an HTML page: of any size, self-contained, colours as CSS variables.
 
     Args:
         figure: from one of the functions above.

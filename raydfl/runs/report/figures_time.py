@@ -24,7 +24,7 @@ _LABELLED = 0.06
 
 
 def round_parts(rounds: NDArray[np.float64], parts: Mapping[str, NDArray[np.float64]]) -> Figure:
-    """The parts of each round's time on top of each other; what a label begins with ``_`` is drawn pale.
+    """Draw the parts of each round's time on top of each other; what a label begins with ``_`` is drawn pale.
 
     Args:
         rounds: [rounds], rising.
@@ -59,7 +59,7 @@ def round_parts(rounds: NDArray[np.float64], parts: Mapping[str, NDArray[np.floa
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Who worked on whom in one round."""
+    """The work of one round: which actor worked on which client."""
 
     round: int
     bars: Sequence[tuple[int, str, int, float, float]]
@@ -67,7 +67,7 @@ class Work:
 
 
 def actors(rounds: Sequence[Work]) -> Figure:
-    """Which actor worked on which client when: a strip for each round, in it a lane for each actor.
+    """Draw which actor worked on which client when: a strip for each round, in it a lane for each actor.
 
     Args:
         rounds: at least one. Actors beyond the first 32 are left out.

@@ -1,4 +1,4 @@
-"""What a run's page says about its models: which of them is the one that comes out, where it lies, and how to use it."""
+"""A run's models, as its page shows them: which of them is the one that comes out, where it lies, and how to use it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.metrics import model_name
-from raydfl.engine.storage.store import Commit, RunStore
+from raydfl.engine.storage import Commit, RunStore
 from raydfl.runs.progress import size
 from raydfl.runs.report.data import SPLITS, RunRecord, place
 
 
 def about_models(run: RunRecord) -> tuple[list[str], list[str]]:
-    """A few sentences on each model, and the commands that use them.
+    """Return a few sentences on each model, and the commands that use them.
 
     There are no sentences without run.json or a commit, and no commands before the first round.
     """
@@ -76,12 +76,12 @@ def _where(folder: Path) -> str:
 
 
 def _kinds(value: Any) -> list[Mapping[str, Any]]:
-    """A model's architectures as run.json describes them."""
+    """Return a model's architectures as run.json describes them."""
     return [kind for kind in (value if isinstance(value, list) else [value]) if isinstance(kind, Mapping)]
 
 
 def _last_commit(folder: Path) -> Commit | None:
-    """The newest commit, or ``None`` where there is none or it cannot be read: a page is about what there is."""
+    """Return the newest commit, or ``None`` where there is none or it cannot be read: a page is about what there is."""
     store = RunStore(folder)
     try:
         name = store.latest()

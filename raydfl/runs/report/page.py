@@ -1,4 +1,4 @@
-"""What the pages of reports are made of: pictures, templates, and the words for scores and settings."""
+"""The parts of reports' pages: pictures, templates, and the words for scores and settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from raydfl.core.metrics import model_name
-from raydfl.engine.settings import without_password
+from raydfl.engine import without_password
 from raydfl.runs.report import figures as plots
 from raydfl.runs.report.data import SPLITS, Curve, Key, RunRecord
 from raydfl.runs.report.diagnosis import problems_of
@@ -49,7 +49,7 @@ class Pictures:
         self._count = 0
 
     def add(self, title: str, caption: str, figure: Figure) -> Picture:
-        """A figure as part of the page."""
+        """Return a figure as part of the page."""
         self._count += 1
         # Safe as it is: Matplotlib escapes every text of a figure, and to_svg the description.
         svg = Markup(plots.to_svg(figure, f"figure-{self._count}", f"{title}. {caption}"))
@@ -57,7 +57,7 @@ class Pictures:
 
 
 def render(template: str, **values: Any) -> str:
-    """A page of raydfl's own templates; every value is escaped."""
+    """Return a page of raydfl's own templates; every value is escaped."""
     environment = Environment(
         loader=PackageLoader("raydfl.runs.report"),
         autoescape=True,
@@ -70,17 +70,17 @@ def render(template: str, **values: Any) -> str:
 
 
 def split_name(split: str) -> str:
-    """What a split of the record is called in a report."""
+    """Return the name of a split of the record in a report."""
     return SPLITS.get(split, split)
 
 
 def model_label(metric: str) -> str:
-    """The model that a metric belongs to; ``-`` when it names none."""
+    """Return the model that a metric belongs to; ``-`` when it names none."""
     return model_name(metric) or "-"
 
 
 def score_text(base: str, value: float | None) -> str:
-    """A score as a page shows it: shares in per cent, losses as they are."""
+    """Return a score as a page shows it: shares in per cent, losses as they are."""
     if value is None or not np.isfinite(value):
         return "-" if value is None else str(value)
     if base == "loss":
@@ -96,7 +96,7 @@ def mean_and_range(base: str, values: Sequence[float]) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A setting's value in one line."""
+    """Return a setting's value in one line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -109,17 +109,17 @@ def value_text(value: Any) -> str:
 
 
 def shown_curve(run: RunRecord, key: Key) -> Curve:
-    """Of a score that clients measured, their mean, each client counting once; else the score itself."""
+    """Return the curve of a score; of one that clients measured, their mean, each client counting once."""
     return run.curves.get((key[0], f"{key[1]}_client_mean"), run.curves[key])
 
 
 def problem_notes(run: RunRecord) -> list[str]:
-    """What went wrong with a run, in sentences."""
+    """Return sentences about what went wrong with a run."""
     return [f"{'Worthless' if problem.worthless else 'Warning'}: {problem.text}." for problem in problems_of(run)]
 
 
 def unfinished(run: RunRecord) -> str:
-    """What is missing of a run, and the command that goes on with it; empty when nothing is."""
+    """Say what a run lacks, and the command that goes on with it; empty when it lacks nothing."""
     again = f"Go on with: raydfl resume {run.folder}"
     if not run.curves:
         return f"No round of this run is recorded yet. {again}"

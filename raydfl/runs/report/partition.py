@@ -1,4 +1,4 @@
-"""Who has what: a picture of a partition."""
+"""A picture of a partition: which client has how much of which class."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from matplotlib.colors import ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from raydfl.data.partition import sizes_text
-from raydfl.data.population import Population
+from raydfl.data import Population, sizes_text
 
 _MOST_NAMES = 64
 _MOST_ROWS = 400
@@ -21,7 +20,7 @@ _MOST_NUMBERS = 1_000
 
 
 def plot_partition(population: Population, path: Path) -> None:
-    """Draws training clips by client and class, and clips by client, as an image (by ``path``'s ending: png, svg, pdf).
+    """Draw training clips by client and class, and clips by client, as an image (by ``path``'s ending: png, svg, pdf).
 
     Up to 400 clients are drawn in the population's order. Of more, some are drawn at even distances in the order of their size.
     """
@@ -63,7 +62,7 @@ def _plot(population: Population, path: Path) -> None:
 
 
 def _draw_cells(figure: Figure, axes: Axes, counts: np.ndarray) -> None:
-    """The map of clients x classes; cells without a clip stay white."""
+    """Draw the map of clients x classes; cells without a clip stay white."""
     most, least = int(counts.max()), int(counts[counts > 0].min())
     scale: Normalize = LogNorm(least, most) if most > 20 * least else Normalize(0, most)
     colours = ListedColormap(mpl.colormaps["Blues"](np.linspace(0.12, 1.0, 256)))  # the palest is not yet white

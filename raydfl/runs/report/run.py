@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from raydfl.core.metrics import HIGHER_IS_BETTER, base_name, model_name, worst_decile
-from raydfl.engine.storage.folder import flat
+from raydfl.core.nested import flatten, get_path
 from raydfl.runs.progress import duration, size
 from raydfl.runs.report import figures as plots
-from raydfl.runs.report.data import SPLITS, Key, RunRecord, dig, place
+from raydfl.runs.report.data import SPLITS, Key, RunRecord, place
 from raydfl.runs.report.figures import Series
 from raydfl.runs.report.models import about_models
 from raydfl.runs.report.page import (
@@ -35,7 +35,7 @@ _LISTED = 200
 
 
 def single_page(run: RunRecord) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     pictures = Pictures()
     notes = [unfinished(run), *problem_notes(run), *run.missing]
     sentences, commands = about_models(run)
@@ -58,13 +58,13 @@ def single_page(run: RunRecord) -> str:
         models=_model_rows(run),
         about_models=sentences,
         commands=commands,
-        settings=[(key, value_text(value)) for key, value in flat(run.config).items()],
+        settings=[(key, value_text(value)) for key, value in flatten(run.config).items()],
     )
 
 
 def _subtitle(run: RunRecord) -> str:
     parts = [run.method and f"method {run.method}", run.data and f"data {run.data}"]
-    seed = dig(run.config, "run.seed")
+    seed = get_path(run.config, "run.seed")
     parts += [f"seed {seed}" if seed is not None else "", str(run.about.get("created", ""))]
     parts += [f"raydfl {run.about['raydfl']}" if "raydfl" in run.about else ""]
     return " · ".join(part for part in parts if part)
@@ -134,7 +134,7 @@ def _skipped(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def _model_rows(run: RunRecord) -> list[dict[str, str]]:
-    """A row for each architecture of each model, from run.json."""
+    """Return a row for each architecture of each model, from run.json."""
     models = run.about.get("models")
     rows = []
     for name, value in models.items() if isinstance(models, Mapping) else []:
@@ -154,7 +154,7 @@ def _model_rows(run: RunRecord) -> list[dict[str, str]]:
 
 
 def _learning_curves(run: RunRecord, pictures: Pictures) -> list[Picture]:
-    """A figure for each score; a curve for each model and split."""
+    """Return a figure for each score; a curve for each model and split."""
     made = []
     for base, unit in UNITS.items():
         series = [_single_series(run, key) for key in run.ordered(base)]

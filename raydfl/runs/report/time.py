@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raydfl.core.errors import RaydflError
-from raydfl.data.population import Population
-from raydfl.engine.telemetry import WALL
+from raydfl.data import Population
+from raydfl.engine import WALL
 from raydfl.runs.report import figures as plots
 from raydfl.runs.report import figures_time as plots_time
 from raydfl.runs.report.data import RunRecord
@@ -56,7 +56,7 @@ def time_pictures(run: RunRecord, pictures: Pictures) -> list[Picture]:
 
 
 def parts_of_rounds(run: RunRecord) -> tuple[NDArray[np.float64], dict[str, NDArray[np.float64]]] | None:
-    """Each round's wall-clock seconds in parts that add up to ``seconds/round``; ``None`` when the record does not tell.
+    """Return each round's wall-clock seconds in parts that add up to ``seconds/round``; ``None`` when the record does not tell.
 
     Returns:
         The rounds, and by part seconds [rounds]: ``plan``, ``fit``, ``transfer``, ``wait``, ``aggregate``, ``evaluate``,
@@ -104,7 +104,7 @@ def _last_rounds(run: RunRecord) -> list[Work]:
 
 
 def totals(run: RunRecord, labels: dict[str, str]) -> list[Series]:
-    """Totals by round of the named metrics, those that were recorded."""
+    """Return the totals by round of the named metrics, those that were recorded."""
     found: list[Series] = []
     for metric, label in labels.items():
         by_round: dict[float, float] = {}

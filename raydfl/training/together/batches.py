@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from raydfl.core.types import Batch
-from raydfl.data.examples import Examples
-from raydfl.data.features.cache import FeatureStore
+from raydfl.data import Examples
+from raydfl.data.features import FeatureStore
 
 _SHARE = 1 / 3
 """Of the memory of a device that is free, what a store may take: the rest is for models and what is computed."""
 
 
 def frames_on(store: FeatureStore, device: torch.device) -> Tensor | None:
-    """All frames of a store on a device, [frames, bands] of the store's own type; ``None`` when they would take too much of it."""
+    """Return all frames of a store on a device, [frames, bands] of the store's own type; ``None`` when they would take too much."""
     if device not in store.moved:
         fits = store.frames.nbytes <= _free(device) * _SHARE
         store.moved[device] = torch.from_numpy(np.array(store.frames)).to(device) if fits else None
@@ -26,7 +26,7 @@ def frames_on(store: FeatureStore, device: torch.device) -> Tensor | None:
 
 
 def _free(device: torch.device) -> float:
-    """Bytes that this process may still take of a device."""
+    """Return how many bytes this process may still take of a device."""
     if device.type != "cuda":
         return float("inf")
     free, total = torch.cuda.mem_get_info(device)
@@ -67,7 +67,7 @@ class Resident:
         self._time = torch.arange(self._longest, device=device)
 
     def cut(self, step: int, clients: int, width: int, frames: int) -> Tensor:
-        """One step's features of the first clients: float32 [clients, width, frames, bands], 0 where an example has no frame."""
+        """Return one step's features of the first clients, float32 [clients, width, frames, bands], 0 where there is no frame."""
         starts, counts = (table[step, :clients, :width, None] for table in (self._starts, self._counts))
         inside = self._time[:frames] < counts
         rows = torch.where(inside, starts + self._time[:frames], 0)
@@ -76,7 +76,7 @@ class Resident:
 
 
 def _gathered(examples: Sequence[Examples], device: torch.device) -> Tensor:
-    """The clients' own frames one after another on the device."""
+    """Return the clients' own frames one after another on the device."""
     count = sum(int(own.counts.sum()) for own in examples)
     frames = np.empty((max(count, 1), examples[0].store.bands), examples[0].store.frames.dtype)
     place = 0
@@ -136,11 +136,11 @@ class StackedBatches:
         return len(self.sizes)
 
     def clients(self, step: int) -> int:
-        """How many clients, from the first on, have a batch in this step."""
+        """Return how many clients, from the first on, have a batch in this step."""
         return int(np.count_nonzero(self.sizes[step]))
 
     def batch(self, step: int) -> Batch:
-        """The clients' batches of one step: x [clients, batch, frames, bands], everything else [clients, batch].
+        """Return the clients' batches of one step: x [clients, batch, frames, bands], everything else [clients, batch].
 
         ``lengths`` is ``None`` where all examples of the population have one length, ``weight`` where there is no padding.
         """

@@ -5,7 +5,7 @@ one client, over it; the gradients of the summed losses are each client's own, b
 parameters; the optimiser acts on the stacked parameters element by element. Nothing of a client is changed before all is done,
 so whatever goes wrong on the way, the clients can still be computed one after another.
 
-Rules for a loss that can be computed so (one that breaks them is computed looped, and ``step.apart`` says why):
+Rules for a loss that can be computed so (one that breaks them is computed looped, and ``step.looped_because`` says why):
 
 - no Python branch on a tensor's value, no ``.item()``;
 - what differs between clients comes from ``step.models``, ``step.received``, ``step.state`` or the batch, as tensors of equal
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from raydfl.core.types import Batch, Metrics, Ratio
-from raydfl.data.examples import Examples
+from raydfl.data import Examples
 from raydfl.training.optimiser import Optimiser
 from raydfl.training.plan import Plan, order_of
 from raydfl.training.precision import GradientScale, computing_in
@@ -56,7 +56,7 @@ def fit_together(
     plan: Plan | None = None,
     data: Sequence[Examples] | None = None,
 ) -> list[Metrics]:
-    """:func:`raydfl.training.fit.fit` for several clients; every client ends as it would have alone, to float tolerance.
+    """Do :func:`raydfl.fit` for several clients; every client ends as it would have alone, to float tolerance.
 
     Args:
         steps: of clients with equal architectures, settings, phase, round and options, each with training data.
@@ -121,7 +121,7 @@ def fit_together(
 
 @torch.no_grad()
 def predict_together(steps: Sequence[Step], model: str, examples: Sequence[Examples], batch_size: int) -> list[Tensor]:
-    """:func:`raydfl.training.fit.predict` for several clients: logits float32 [examples, classes] on the CPU, for each.
+    """Do :func:`raydfl.predict` for several clients: logits float32 [examples, classes] on the CPU, for each.
 
     Args:
         steps: of clients in which the named model has one architecture.
@@ -171,7 +171,7 @@ def _of_first_client(batch: Batch) -> Batch:
 
 
 def _kind(step: Step) -> Hashable:
-    """The architectures of a client in a form that outlives it."""
+    """Return the architectures of a client in a form that outlives it."""
     shapes = tuple((n, k, v.shape, v.dtype) for n, m in step.models.items() for k, v in m.state_dict().items())
     return (step.client.models, tuple((n, type(m)) for n, m in step.models.items()), shapes, step.device)
 
@@ -195,7 +195,7 @@ def _failures(kind: Hashable, remember: bool) -> Iterator[None]:
 
 
 def _complete(group: StackedClients, kind: Hashable, computation: Callable[[], Any]) -> Any:
-    """The computation's result, begun again while its loss turns out to read tensors that are not stacked yet."""
+    """Return the computation's result, begun again while its loss turns out to read tensors that are not stacked yet."""
     group.sources = _sources[kind]
     while True:
         group.start()
@@ -269,7 +269,7 @@ def _follow(optimiser: Optimiser, group: StackedClients) -> None:
 
 
 def _clip(optimiser: Optimiser, largest: float) -> None:
-    """What ``clip_grad_norm_`` does, for every client by itself."""
+    """Clip gradients as ``clip_grad_norm_`` does, for every client by itself."""
     gradients = [p.grad for settings in optimiser.param_groups for p in settings["params"] if p.grad is not None]
     norms = torch.stack([g.flatten(1).norm(dim=1) if g.ndim > 1 else g.abs() for g in gradients]).norm(dim=0)
     factors = (largest / (norms + 1e-6)).clamp(max=1.0)
@@ -278,7 +278,7 @@ def _clip(optimiser: Optimiser, largest: float) -> None:
 
 
 def _metrics(values: Sequence[Tensor], sizes: np.ndarray, losses: int) -> list[Metrics]:
-    """What fit returns, for every client, in the group's order.
+    """Return what ``fit`` returns, for every client, in the group's order.
 
     Args:
         values: losses [active clients] of every step.
@@ -326,14 +326,14 @@ def _try(group: StackedClients, losses: Sequence[Loss], batch: Batch, seeds: Ten
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether rounding alone tells these losses apart."""
+    """Return whether these losses differ by rounding alone."""
     return torch.allclose(one, other, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 def _at_random_place(
     group: StackedClients, loss: Loss, batch: Batch, seeds: Tensor, states: Sequence[Tensor] | None
 ) -> Tensor:
-    """The losses [clients] at a fixed random distance from the clients' parameters.
+    """Return the losses [clients] at a fixed random distance from the clients' parameters.
 
     Args:
         states: of PyTorch's generators to begin with; ``None``: as they are.

@@ -1,4 +1,4 @@
-"""What a loss sees of its step while it is computed for several clients at once."""
+"""Handles: what a loss sees of its step while it is computed for several clients at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Source:
     name: str
 
     def of(self, steps: Sequence[Step]) -> list[Tensor]:
-        """The tensor of each client.
+        """Return the tensor of each client.
 
         Raises:
             UnlikeError: some client has none, or one of another shape or type.
@@ -116,3 +116,6 @@ class Unavailable:
 
     __setattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __eq__ = __contains__ = __call__ = _refuse
     __hash__ = __str__ = __repr__ = __format__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __pow__ = __rpow__ = __mod__ = __floordiv__ = __lt__ = __le__ = __gt__ = __ge__ = __neg__ = _refuse
+    __int__ = __float__ = __index__ = _refuse

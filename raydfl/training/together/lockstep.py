@@ -1,6 +1,6 @@
 """Several clients' code side by side, so that what they have in common can be computed for all of them at once.
 
-A client's code is ordinary Python: it does what it likes and calls :func:`raydfl.training.fit.fit` or ``predict`` where it likes.
+A client's code is ordinary Python: it does what it likes and calls :func:`raydfl.fit` or ``predict`` where it likes.
 :func:`run_in_lockstep` runs each client's code in a thread of its own, but only one at a time and in the clients' order. A client
 runs until it is done or until it makes a :class:`Call`, at which it is parked. When all are parked or done, the calls with
 equal keys are computed together, everybody gets its answer, and the clients go on, again in order. So the order in which
@@ -29,7 +29,7 @@ class Call(Protocol):
     """Something that a client wants computed and that may be computed for several clients at once."""
 
     def key(self) -> Hashable | None:
-        """Calls with equal keys may be computed together; ``None``: this one only alone."""
+        """Return the key: calls with equal ones may be computed together; ``None``: this one only alone."""
 
     def alone(self) -> Any:
         """Compute it for this client only."""
@@ -54,7 +54,7 @@ _current = threading.local()
 
 
 def answer(call: Call) -> Any:
-    """What the call computes: at once, or together with other clients' calls when a group is being carried out."""
+    """Return what the call computes: at once, or together with other clients' calls when a group is being carried out."""
     member: _Member | None = getattr(_current, "member", None)
     return call.alone() if member is None else member.park(call)
 
@@ -81,7 +81,7 @@ def run_in_lockstep(functions: Sequence[Callable[[], T]]) -> list[T | Exception]
 
 
 def _closed() -> threading.Lock:
-    """A gate that one thread opens for another, which closes it behind itself; a Semaphore takes many times as long."""
+    """Return a gate that one thread opens for another, which closes it behind itself; a Semaphore takes many times as long."""
     gate = threading.Lock()
     gate.acquire()
     return gate
@@ -182,7 +182,7 @@ class _Member:
 
 
 def _alike(members: Sequence[_Member]) -> list[list[_Member]]:
-    """The parked members in groups whose calls can be computed together, in the members' order."""
+    """Return the parked members in groups whose calls can be computed together, in the members' order."""
     groups: dict[Hashable, list[_Member]] = {}
     for member in members:
         key = cast(Call, member.call).key()

@@ -1,4 +1,4 @@
-"""Whether two clients' losses and models are the same computation on different tensors.
+"""Signatures of computations: two clients' losses and models with equal ones are the same computation on different tensors.
 
 Each function gives something hashable; equal results mean alike. In doubt the results differ: then clients are computed one
 after another, which is never wrong.
@@ -31,7 +31,7 @@ def identity(value: Any) -> Hashable:
 
 
 def kind(loss: Callable[..., Any]) -> Hashable:
-    """What a loss is: its code and the plain values and functions that it captured.
+    """Return what a loss is: its code and the plain values and functions that it captured.
 
     Of other captured objects it holds the type only, so it outlives them, and what was found out about a loss is remembered.
     """
@@ -44,7 +44,7 @@ def _sort(value: Any) -> Hashable:
 
 
 def _looks(value: Any, of_others: Callable[[Any], Hashable], seen: dict[int, int]) -> Hashable:
-    """What a value looks like, in something hashable.
+    """Return what a value looks like, as something hashable.
 
     Args:
         value: anything.

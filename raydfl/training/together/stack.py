@@ -134,7 +134,7 @@ class StackedClients:
         self._shown = self._show()
 
     def _show(self) -> Step:
-        """What a loss sees as its step."""
+        """Return what a loss sees as its step."""
         first = self.steps[0]
         received = {
             key: TensorHandle(key, [s.received.get(key, {}) for s in self.steps], self._given, self._wanted)
@@ -209,7 +209,7 @@ class StackedClients:
 
 
 def _all_the_same(source: Source, values: Sequence[Tensor]) -> bool:
-    """Whether all clients hold the same there, so that one tensor does for all."""
+    """Return whether all clients hold the same there, so that one tensor does for all."""
     first = values[0]
     if all(value is first for value in values):
         return True

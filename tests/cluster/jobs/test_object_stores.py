@@ -19,8 +19,8 @@ from raydfl.core.remote import RemoteFolder, check_uri
 from raydfl.data.remote import fetch_recordings
 from raydfl.engine.config import Config
 from raydfl.engine.storage.mirror import local_runs
-from raydfl.runs import run as runs
-from raydfl.runs.run import run
+from raydfl.runs import _run as runs
+from raydfl.runs._run import run
 
 Tiny = Callable[..., Config]
 BUCKET = "raydfl-tests"

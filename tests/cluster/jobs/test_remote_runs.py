@@ -24,11 +24,11 @@ from raydfl.engine.storage.mirror import RunMirror, local_run, local_runs
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.record import read_rows
 from raydfl.engine.storage.store import RunStore
-from raydfl.runs import run as runs
+from raydfl.runs import _run as runs
+from raydfl.runs._run import resume, run
 from raydfl.runs.folder import create
 from raydfl.runs.inference.model import load_model
 from raydfl.runs.progress import Progress
-from raydfl.runs.run import resume, run
 
 Tiny = Callable[..., Config]
 

@@ -23,11 +23,11 @@ from raydfl.engine.federation import Federation
 from raydfl.engine.storage.folder import stored_about, stored_config
 from raydfl.engine.storage.private import PrivateStore, site_of
 from raydfl.experiments.sweep.run import prepare
+from raydfl.runs import _run as runs
 from raydfl.runs import folder as rundir
-from raydfl.runs import run as runs
+from raydfl.runs._replay import replay
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
-from raydfl.runs.replay import replay
 from raydfl.runs.report.data import read_run
 
 Silos = Callable[..., Config]

@@ -19,7 +19,7 @@ from helpers import same, truth
 from synthetic import Grid, leave
 
 from raydfl.core.errors import InputError
-from raydfl.data.processes import available_cpus
+from raydfl.core.processes import available_cpus
 from raydfl.engine.config import Config
 from raydfl.experiments.sweep.executors import Ended, LocalProcesses, Order, RayTasks, do_run
 from raydfl.experiments.sweep.grid import CellRun, Sweep, load_sweep
@@ -190,7 +190,7 @@ def _order(run: CellRun, folder: Path) -> Order:
 def test_one_run_is_the_run_that_raydfl_run_would_do(
     grid: Grid, tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from raydfl.runs.run import run
+    from raydfl.runs._run import run
 
     monkeypatch.setattr("raydfl.runs.report.figures.to_svg", lambda *_: "")
     first = load_sweep(grid()).runs[0]

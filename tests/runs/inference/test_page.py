@@ -79,4 +79,4 @@ def test_public_names() -> None:
     assert {"classify", "export_model", "load_model"} <= set(package.__all__)
     assert all(callable(getattr(package, name)) for name in ("classify", "export_model", "load_model"))
     # ``raydfl.predict`` stays what a method's code calls.
-    assert package.predict.__module__ == "raydfl.training.fit"
+    assert package.predict.__module__ == "raydfl.training._fit"

@@ -11,7 +11,7 @@ from used_runs import TINY, configure
 
 from raydfl import classify
 from raydfl.engine.storage.record import read_rows, to_rows
-from raydfl.runs.run import run
+from raydfl.runs._run import run
 
 RECORDINGS = (
     Path(os.environ.get("RAYDFL_DATA") or Path(__file__).parents[4] / "shared" / "data") / "fsdd" / "recordings"

@@ -21,7 +21,7 @@ from raydfl.engine.orders import SERVER, Measurement, Order
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
 from raydfl.engine.worker import Worker
-from raydfl.training.fit import predict
+from raydfl.training._fit import predict
 from raydfl.training.step import Step
 
 RATE = 8000

@@ -18,7 +18,7 @@ from raydfl.core.types import Batch, Update
 from raydfl.methods._method import Method
 from raydfl.methods.fedavg import FedAvg
 from raydfl.models.dense import MeanMLP
-from raydfl.training.fit import fit
+from raydfl.training._fit import fit
 from raydfl.training.step import Step
 from raydfl.training.together import lockstep as together
 from raydfl.training.together.stack import StackedClients
@@ -121,7 +121,7 @@ def mixes_examples(step: Step, batch: Batch) -> Tensor:
 def test_losses_that_break_a_rule(loss: Loss, reason: str) -> None:
     for _ in range(2):  # found out the first time, remembered the second
         steps = compare(With(make=lambda step: loss))
-        assert all(reason in step.apart for step in steps), steps[0].apart
+        assert all(reason in step.looped_because for step in steps), steps[0].looped_because
 
 
 class Replacing(nn.Module):
@@ -181,7 +181,7 @@ def test_models_that_cannot_be_vectorised(network: Callable[[], nn.Module], reas
         assert int(joint[0].models["model"].normalise.num_batches_tracked) == 4
     else:
         joint = compare(FedAvg(), lambda: {"model": network()})
-    assert all(reason in step.apart for step in joint), joint[0].apart
+    assert all(reason in step.looped_because for step in joint), joint[0].looped_because
 
 
 def capturing_a_tensor(step: Step) -> Loss:
@@ -239,7 +239,7 @@ def test_losses_that_capture_the_same_are_computed_together() -> None:
 
     steps = make_steps(With(), mlp)
     jointly(With(make=make), steps)
-    assert [step.together for step in steps] == [4] * 4, steps[0].apart
+    assert [step.together for step in steps] == [4] * 4, steps[0].looped_because
 
 
 def test_a_hook_on_one_clients_model_acts_on_that_client_alone() -> None:
@@ -275,13 +275,13 @@ def test_clients_that_hold_different_tensors_do_not_spoil_it_for_others() -> Non
         for step in steps[:having]:
             step.state["extra"] = torch.ones(2)
         jointly(With(make=lambda step: loss), steps)
-        assert [step.apart for step in steps] == [reason] * 4
+        assert [step.looped_because for step in steps] == [reason] * 4
         assert steps[0].together == (1 if reason else 4)
     steps = make_steps(FedAvg(), mlp)
     for index, step in enumerate(steps):
         step.state["extra"] = torch.ones(index)
     jointly(With(make=lambda step: loss), steps)
-    assert steps[0].apart == "step.state['extra'] differs between clients in shape or type"
+    assert steps[0].looped_because == "step.state['extra'] differs between clients in shape or type"
 
 
 def test_clients_that_received_different_entries_are_not_mixed() -> None:
@@ -302,7 +302,7 @@ def test_a_loss_that_is_no_scalar_is_refused_as_in_a_loop() -> None:
     steps = make_steps(FedAvg(), mlp, sizes=(4, 8))
     found = together.run_in_lockstep([lambda s=s: With(make=lambda step: loss).local(s) for s in steps])
     assert all("grad can be implicitly created only for scalar outputs" in str(error) for error in found)
-    assert "the loss is not a scalar but (4,)" in steps[0].apart
+    assert "the loss is not a scalar but (4,)" in steps[0].looped_because
 
 
 def test_a_failure_in_the_middle_leaves_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +319,7 @@ def test_a_failure_in_the_middle_leaves_nothing_changed(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(StackedClients, "compute", failing)
     found = jointly(FedAvg(), steps)
-    assert steps[0].apart == "RuntimeError: in the middle"
+    assert steps[0].looped_because == "RuntimeError: in the middle"
     for a, b in zip(found, looped(FedAvg(), alone), strict=True):
         assert all(torch.equal(a.tensors[name], b.tensors[name]) for name in b.tensors)
     jointly(FedAvg(), again := make_steps(FedAvg(), mlp))
@@ -333,7 +333,7 @@ def test_too_little_memory_means_one_after_another(monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patched:
         patched.setattr(StackedClients, "compute", full)
         steps = compare(FedAvg())
-    assert steps[0].apart == "not enough memory for so many clients at once: no room"
+    assert steps[0].looped_because == "not enough memory for so many clients at once: no room"
     jointly(FedAvg(), again := make_steps(FedAvg(), mlp))
     assert again[0].together == 4
 
@@ -392,7 +392,7 @@ def test_layers_that_stay_in_evaluation_do_so_from_the_first_fit_on() -> None:
     joint, alone = (make_steps(FedAvg(), lambda: {"model": Frozen()}) for _ in range(2))
     jointly(FedAvg(), joint)
     looped(FedAvg(), alone)
-    assert [step.together for step in joint] == [4] * 4, joint[0].apart
+    assert [step.together for step in joint] == [4] * 4, joint[0].looped_because
     for a, b in zip(joint, alone, strict=True):
         for name, value in a.floating_state().items():
             torch.testing.assert_close(value, b.floating_state()[name], rtol=1e-4, atol=1e-5)
@@ -417,7 +417,7 @@ def test_no_epochs_are_no_training_and_spoil_nothing() -> None:
     for epochs, together_ in ((0, 1), (1, 4), (0, 1)):
         steps = make_steps(FedAvg(), mlp)
         jointly(Lazy(epochs=epochs), steps)
-        assert [step.together for step in steps] == [together_] * 4, steps[0].apart
+        assert [step.together for step in steps] == [together_] * 4, steps[0].looped_because
 
 
 def test_what_a_loss_captured_is_part_of_what_was_found_out_about_it() -> None:
@@ -433,11 +433,11 @@ def test_what_a_loss_captured_is_part_of_what_was_found_out_about_it() -> None:
         return F.cross_entropy(step.forward("model", batch), batch.y)  # padding would count
 
     steps = compare(With(make=lambda step: wrapped(unweighted)))
-    assert "padding changes the loss" in steps[0].apart
+    assert "padding changes the loss" in steps[0].looped_because
 
     def switched(padding: bool) -> Loss:
         return lambda step, batch: unweighted(step, batch) if padding else entropy(step, batch)
 
     jointly(With(make=lambda step: switched(False)), good := make_steps(FedAvg(), mlp))
     assert good[0].together == 4
-    assert "padding changes the loss" in compare(With(make=lambda step: switched(True)))[0].apart
+    assert "padding changes the loss" in compare(With(make=lambda step: switched(True)))[0].looped_because

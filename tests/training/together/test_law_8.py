@@ -29,7 +29,7 @@ from raydfl.methods.fedyogi import FedYogi
 from raydfl.methods.scaffold import Scaffold
 from raydfl.models.crnn import CRNN
 from raydfl.models.dense import MeanLinear, MeanMLP
-from raydfl.training.fit import fit, predict
+from raydfl.training._fit import fit, predict
 from raydfl.training.step import Step
 from raydfl.training.together import lockstep as together
 
@@ -128,7 +128,7 @@ def test_fedmlac_with_old_and_new_clients_in_one_group() -> None:
     method = FedMLAC(warm_epochs=2)
     states = [{"warm": torch.ones(())} if old else {} for old in (True, False, False, True)]
     steps = both(method, networks(method), states=states, expect_together=False)
-    assert [step.together for step in steps] == [2, 2, 2, 2], steps[0].apart
+    assert [step.together for step in steps] == [2, 2, 2, 2], steps[0].looped_because
     assert all("warm" in step.state for step in steps)
 
 
@@ -227,7 +227,7 @@ def test_torchs_dropout_works_and_is_repeatable() -> None:
         torch.manual_seed(7)
         steps = make_steps(FedAvg(), lambda: {"model": WithMiddle(nn.Dropout(0.5))})
         jointly(FedAvg(), steps)
-        assert steps[0].together == 4, steps[0].apart
+        assert steps[0].together == 4, steps[0].looped_because
         found.append([step.floating_state() for step in steps])
     for one, other in zip(*found, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)

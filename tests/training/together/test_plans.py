@@ -20,7 +20,7 @@ from raydfl.data.examples import ClientData
 from raydfl.methods._method import Method
 from raydfl.models.dense import MeanLinear
 from raydfl.training import tape
-from raydfl.training.fit import fit
+from raydfl.training import fit
 from raydfl.training.plan import POOL, Plan
 from raydfl.training.step import Step
 

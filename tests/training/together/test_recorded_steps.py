@@ -25,9 +25,9 @@ from raydfl.methods.fedkad import FedKAD
 from raydfl.methods.fedprox import FedProx
 from raydfl.models.crnn import CRNN
 from raydfl.models.dense import MeanLinear
-from raydfl.training import fit as fit_module
+from raydfl.training import _fit as fit_module
 from raydfl.training import tape
-from raydfl.training.fit import fit
+from raydfl.training._fit import fit
 from raydfl.training.step import Step
 
 EXTRA = Path(__file__).parents[2] / "extra_methods.py"

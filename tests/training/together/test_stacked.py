@@ -10,7 +10,7 @@ from several_clients import BANDS, FRAMES, make_examples, make_steps
 from raydfl.data.examples import Examples
 from raydfl.methods.fedavg import FedAvg
 from raydfl.models.dense import MeanMLP
-from raydfl.training import fit as train
+from raydfl.training import _fit as train
 from raydfl.training.together import batches as resident_module
 from raydfl.training.together.batches import Resident, StackedBatches, frames_on
 

@@ -76,7 +76,7 @@ def test_nothing_is_read_back_between_a_fits_first_step_and_its_last(
     steps = make_steps(method, networks(method, "bidirectional"), optimiser=optimiser, lengths=lengths)
     with use("torch"):
         jointly(method, steps)
-    assert steps[0].together == len(steps), steps[0].apart
+    assert steps[0].together == len(steps), steps[0].looped_because
     assert as_on_a_gpu.counts["baddbmm"] > 0
     assert not as_on_a_gpu.reads
 

@@ -24,11 +24,11 @@ from raydfl.core.errors import RaydflError
 T = TypeVar("T")
 R = TypeVar("R")
 
-_PROGRAM = "from raydfl.data.processes import serve; serve()"
+_PROGRAM = "from raydfl.core.processes import serve; serve()"
 
 
 def available_cpus() -> int:
-    """Processors that this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -135,7 +135,7 @@ class Worker:
 
 
 def serve() -> None:
-    """What a worker process runs: calls from standard input, results to standard output, until the input ends."""
+    """Serve calls in a worker process: read them from standard input, write results to standard output, until the input ends."""
     answers: BinaryIO = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print must not land between the answers
     while True:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from raydfl.core.errors import RaydflError, ResourcesError
-from raydfl.data.processes import share_with_processes
+from raydfl.core.processes import share_with_processes
 
 
 def process_after(seconds: float) -> int:
@@ -88,7 +88,7 @@ def test_stopping_early_leaves_no_process() -> None:
 def test_a_script_without_a_main_guard_can_have_helpers(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import math\nfrom raydfl.data.processes import share_with_processes\n"
+        "import math\nfrom raydfl.core.processes import share_with_processes\n"
         "print(sorted(share_with_processes(math.factorial, [3, 4], 1)))\n"
     )
     done = subprocess.run(

@@ -18,13 +18,21 @@ from raydfl.cluster.server import RemoteServer, Server
 from raydfl.cluster.session import connected, ray_session
 from raydfl.core import ops
 from raydfl.core.files import write_durably
+from raydfl.core.nested import flatten
 from raydfl.core.remote import is_uri, parted
-from raydfl.engine.config import Config, apply_overrides, make_config
-from raydfl.engine.storage import record
-from raydfl.engine.storage.folder import check_begun, check_same, flat, stored_about, stored_config, write_config
-from raydfl.engine.storage.mirror import local_run, local_runs, mirror_of
-from raydfl.engine.storage.trust import remember_code
-from raydfl.engine.telemetry import RoundReport
+from raydfl.engine import Config, RoundReport, apply_overrides, make_config
+from raydfl.engine.storage import (
+    check_begun,
+    check_same,
+    local_run,
+    local_runs,
+    mirror_of,
+    record,
+    remember_code,
+    stored_about,
+    stored_config,
+    write_config,
+)
 from raydfl.runs.folder import driving, ensure_features, export, folder_of, prepare_run
 from raydfl.runs.outcome import Outcome
 from raydfl.runs.progress import Progress
@@ -155,7 +163,7 @@ def execute(
             )
             run_id = tracker.start(
                 about["id"],
-                flat(config.model_dump(mode="json")),
+                flatten(config.model_dump(mode="json")),
                 {"raydfl.digest": about["digest"]},
                 about.get("mlflow_run_id"),
             )
@@ -190,7 +198,7 @@ def execute(
 
 
 def _shown(run_dir: Path) -> str:
-    """A run's folder as it is typed in a shell."""
+    """Return a run's folder as it is typed in a shell."""
     relative = os.path.relpath(run_dir)
     return shlex.quote(str(run_dir.resolve()) if relative.startswith("..") else relative)
 
@@ -211,7 +219,7 @@ def _rounds(
     shown = round_index
 
     def recorded(rows: Sequence[record.MetricRow]) -> None:
-        """What has become durable, by whatever way it is learned."""
+        """Log rows that have become durable, and note their scores."""
         tracker.log_rows(rows)
         scores.update(record.scores(rows))
 
@@ -235,9 +243,9 @@ def _rounds(
             for report in reports:
                 if report.rows:
                     recorded(report.rows)
-                if report.apart and not told:
+                if report.looped_because and not told:
                     told = True
-                    progress.message(f"clients are trained one after another, not together: {report.apart}")
+                    progress.message(f"clients are trained one after another, not together: {report.looped_because}")
             if last:
                 break
             for report in reports:

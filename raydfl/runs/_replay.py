@@ -12,14 +12,9 @@ from raydfl.cluster.sites import workers_here
 from raydfl.core.errors import InputError, RunDirectoryError
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import Client, Update
-from raydfl.data.population import Population
-from raydfl.engine.config import Config
-from raydfl.engine.federation import Federation
-from raydfl.engine.pool import SerialPool
-from raydfl.engine.storage.folder import stored_about, stored_config
-from raydfl.engine.storage.mirror import local_run
-from raydfl.engine.storage.store import RunStore, round_of
-from raydfl.engine.validation import UpdateChecker
+from raydfl.data import Population
+from raydfl.engine import Config, Federation, SerialPool, UpdateChecker
+from raydfl.engine.storage import RunStore, local_run, round_of, stored_about, stored_config
 
 
 @dataclass(frozen=True, slots=True)

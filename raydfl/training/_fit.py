@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from raydfl.core.types import Batch, Metrics, Ratio
-from raydfl.data.examples import Examples
+from raydfl.data import Examples
 from raydfl.training.optimiser import Optimiser, torch_optimiser
 from raydfl.training.plan import Plan, order_of
 from raydfl.training.precision import GradientScale, computing_in
@@ -30,7 +30,7 @@ from raydfl.training.together.executor import fit_together, predict_together
 
 
 def make_optimiser(step: Step, models: tuple[str, ...] = ()) -> torch.optim.Optimizer:
-    """The configured optimiser over the named models' parameters (all by default), learning rates decayed to this round."""
+    """Return the configured optimiser over the named models' parameters (all by default), learning rates decayed to this round."""
     return torch_optimiser(_trainable(step, models), step.training.optimiser, step.round_index)
 
 
@@ -67,13 +67,13 @@ def fit(
 
 
 def predict(step: Step, model: str, examples: Examples, batch_size: int = 64) -> Tensor:
-    """Logits float32 [examples, classes] on the CPU, of the named model in evaluation mode."""
+    """Return logits float32 [examples, classes] on the CPU, of the named model in evaluation mode."""
     with step.clock.waiting():
         return cast(Tensor, together.answer(_Predict(step, model, examples, batch_size)))
 
 
 def _common(step: Step) -> Hashable:
-    """What clients must have in common to be computed together, whatever is computed."""
+    """Return what clients must have in common to be computed together, whatever is computed."""
     return (
         step.device,
         step.phase,
@@ -146,10 +146,10 @@ class _Fit:
                 answers = fit_together(steps, self.losses, self.models, self.epochs, self.plan, data)
         except together.NotBatchableError as error:
             for step in steps:
-                step.apart = str(error)
+                step.looped_because = str(error)
             raise
         for step in steps:
-            step.together, step.apart = len(steps), ""
+            step.together, step.looped_because = len(steps), ""
         return answers
 
     def alone(self) -> Metrics:

@@ -1,0 +1,29 @@
+"""The names of this room that others use, and where each lives; ``__init__.py`` finds them by it."""
+
+from raydfl.data.audio import read_audio as read_audio
+from raydfl.data.build import Division as Division
+from raydfl.data.build import build_population as build_population
+from raydfl.data.build import divide as divide
+from raydfl.data.build import list_clips as list_clips
+from raydfl.data.corruption import Share as Share
+from raydfl.data.corruption import add_noise as add_noise
+from raydfl.data.corruption import draw_clients as draw_clients
+from raydfl.data.corruption import share_in_range as share_in_range
+from raydfl.data.dataset import Dataset as Dataset
+from raydfl.data.dataset import dataset_names as dataset_names
+from raydfl.data.dataset import find_dataset as find_dataset
+from raydfl.data.examples import ClientData as ClientData
+from raydfl.data.examples import Examples as Examples
+from raydfl.data.listing import kept_labels as kept_labels
+from raydfl.data.manifest import make_manifest as make_manifest
+from raydfl.data.manifest import remarks_of as remarks_of
+from raydfl.data.manifest import shown_name as shown_name
+from raydfl.data.names import Names as Names
+from raydfl.data.partition import PartitionSettings as PartitionSettings
+from raydfl.data.partition import natural_order as natural_order
+from raydfl.data.partition import sizes_text as sizes_text
+from raydfl.data.population import POPULATION_FILE as POPULATION_FILE
+from raydfl.data.population import Population as Population
+from raydfl.data.population import Site as Site
+from raydfl.data.segment import segments as segments
+from raydfl.data.settings import DataSettings as DataSettings

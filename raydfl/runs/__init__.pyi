@@ -1,0 +1,14 @@
+"""The names of this room that others use, and where each lives; ``__init__.py`` finds them by it."""
+
+from raydfl.runs._replay import replay as replay
+from raydfl.runs._run import resume as resume
+from raydfl.runs._run import run as run
+from raydfl.runs.folder import driving as driving
+from raydfl.runs.outcome import Outcome as Outcome
+from raydfl.runs.progress import Advance as Advance
+from raydfl.runs.progress import Progress as Progress
+from raydfl.runs.progress import duration as duration
+from raydfl.runs.stopping import StopSignals as StopSignals
+from raydfl.runs.tracking import NullTracker as NullTracker
+from raydfl.runs.tracking import Tracker as Tracker
+from raydfl.runs.tracking import make_tracker as make_tracker
