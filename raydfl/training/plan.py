@@ -22,7 +22,7 @@ POOL = "pool"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How many examples of each pool a batch has, and how many batches an epoch has.
+    """Numbers of examples of each pool in a batch, and of batches in an epoch.
 
     Each pool is gone through in random order; a pool that ends before the epoch does begins again in a new order. A pool that has
     no examples at this client gives none, and when it is the one that leads, the first pool that has some leads.

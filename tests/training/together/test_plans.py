@@ -19,8 +19,7 @@ from raydfl.core.types import Batch, Update
 from raydfl.data.examples import ClientData
 from raydfl.methods._method import Method
 from raydfl.models.dense import MeanLinear
-from raydfl.training import tape
-from raydfl.training import fit
+from raydfl.training import fit, tape
 from raydfl.training.plan import POOL, Plan
 from raydfl.training.step import Step
 
