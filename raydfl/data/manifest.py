@@ -23,12 +23,10 @@ import json
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from raydfl.core.errors import DataError, nearest
 
@@ -112,26 +110,6 @@ def remarks_of(manifest: pa.Table) -> list[str]:
     """Return remarks for the user about the set that a manifest lists."""
     remarks: list[str] = json.loads((manifest.schema.metadata or {}).get(_REMARKS, b"[]"))
     return remarks
-
-
-def write_manifest(manifest: pa.Table, path: str | os.PathLike[str]) -> None:
-    """Writes a manifest as Parquet."""
-    pq.write_table(manifest, os.fspath(path))
-
-
-def read_manifest(path: str | os.PathLike[str]) -> pa.Table:
-    """Reads and validates a manifest that :func:`write_manifest` wrote.
-
-    Raises:
-        DataError: the file is missing, is not Parquet, or is not a manifest.
-    """
-    if not Path(path).is_file():
-        raise DataError(f"{path}: there is no such manifest file")
-    try:
-        table = pq.read_table(os.fspath(path))
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
-    return make_manifest(table, str(path))
 
 
 def _part(start: float, stop: float | None, samples: int, rate: int, name: str) -> tuple[int, int]:
