@@ -19,7 +19,6 @@ nothing was evaluated, a training loss that is as large, and no smaller than in 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,7 +117,5 @@ def _missing(run: RunRecord, classes: list[str]) -> list[Problem]:
 
 
 def _is_shared(run: RunRecord, model: str) -> bool:
-    models = run.about.get("models")
-    about = models.get(model) if isinstance(models, Mapping) else None
-    kinds = about if isinstance(about, list) else [about]
-    return all(isinstance(kind, Mapping) and kind.get("shared") is True for kind in kinds)
+    kinds = run.architectures.get(model, ())
+    return bool(kinds) and all(kind.get("shared") is True for kind in kinds)
