@@ -151,13 +151,11 @@ def _as_table(rows_or_columns: Sequence[Mapping[str, Any]] | Mapping[str, Any] |
     try:
         if isinstance(rows_or_columns, Mapping):
             return pa.table(dict(rows_or_columns))
-        return pa.Table.from_pylist([dict(row) for row in rows_or_columns]) if rows_or_columns else _no_rows()
+        if not rows_or_columns:
+            return pa.schema(_TYPES).empty_table()
+        return pa.Table.from_pylist([dict(row) for row in rows_or_columns])
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise DataError(f"{where}: the manifest's values do not form columns: {error}") from error
-
-
-def _no_rows() -> pa.Table:
-    return pa.table({name: pa.array([], kind) for name, kind in _TYPES.items()})
 
 
 def _standard_column(table: pa.Table, name: str, kind: pa.DataType, where: str) -> pa.ChunkedArray:

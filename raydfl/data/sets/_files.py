@@ -23,6 +23,19 @@ _NAMED = 3
 _KINDS = 8
 """Kinds of files that it counts."""
 
+SPLIT_OF = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+}
+"""Split by name in lower case."""
+
 
 def absolute(path: Path) -> Path:
     """Return the path without links in it, which need not exist.
