@@ -219,7 +219,7 @@ class Population:
         }
         content = safetensors.numpy.save(arrays, {"raydfl": json.dumps(facts)})
         with writing(folder, len(content), "the files of the population", RESUME):
-            write_atomically(folder / POPULATION_FILE, functools.partial(_write_bytes, content))
+            write_atomically(folder / POPULATION_FILE, lambda temporary: temporary.write_bytes(content))
 
     def is_saved_in(self, folder: Path) -> bool:
         """Return whether it is the population that :meth:`save` wrote there, whose features may lie in another cache."""
@@ -329,7 +329,3 @@ def _map_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]
         first, stop = (start + offset for offset in entry["data_offsets"])
         arrays[name] = whole[first:stop].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
     return arrays, metadata
-
-
-def _write_bytes(content: bytes, path: Path) -> None:
-    path.write_bytes(content)

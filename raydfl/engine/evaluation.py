@@ -131,7 +131,8 @@ def pooled(
     for result in results:
         if result.client_id != SERVER:
             continue
-        prefix = _prefix(orders[result.position].task.receive[0])
+        key = orders[result.position].task.receive[0]
+        prefix = "" if key == "global" else f"{key}:"  # the one global state has none
         misfit = kinds.misfit(_kinds(result, prefix))
         if misfit:
             raise ClientError(f"round {round_index}, the evaluation on the server's data: {misfit}")
@@ -163,11 +164,6 @@ def _kinds(result: Result, prefix: str = "") -> dict[str, str]:
     for split, metrics in result.measured.items():
         kinds |= kinds_of(metrics, f"{split} {prefix}")
     return kinds
-
-
-def _prefix(key: str) -> str:
-    """Return the prefix of metrics of an entry of the state: the one global state has none."""
-    return "" if key == "global" else f"{key}:"
 
 
 def _shared_models(

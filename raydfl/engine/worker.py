@@ -72,11 +72,6 @@ def _round_of(order: Order) -> int:
     return order.round_index + (order.measure is None)
 
 
-def _whose(order: Order) -> str:
-    """Name the client that an order is about and its round, for a message."""
-    return f"{_subject(order)}, round {_round_of(order)}"
-
-
 def seed_torch(seed: int, device: torch.device) -> None:
     """Seed what dropout draws from. ``torch.manual_seed`` would also queue calls for devices that are not there, forever."""
     torch.default_generator.manual_seed(seed)
@@ -262,7 +257,9 @@ class Worker:
         sent = {key: broadcast[key] for key in task.receive}
         kept = self.private.read(order.private) if order.private is not None else {}
         built = self._build(client.models, place)
-        built.start(sent, _without(KEPT_MODEL, kept), self.method.shared, _whose(order))
+        built.start(
+            sent, _without(KEPT_MODEL, kept), self.method.shared, f"{_subject(order)}, round {_round_of(order)}"
+        )
         return Step(
             client=client,
             models=dict(built.models),

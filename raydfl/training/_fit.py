@@ -24,7 +24,7 @@ from raydfl.training.step import Loss, Step
 from raydfl.training.tape import recorded
 from raydfl.training.together import lockstep as together
 from raydfl.training.together import signature as alike
-from raydfl.training.together.batches import StackedBatches
+from raydfl.training.together.batches import StackedBatches, batch_of_first
 from raydfl.training.together.executor import fit_together, predict_together
 
 
@@ -88,8 +88,7 @@ def _batches(step: Step) -> Iterator[Batch]:
         return
     batches = StackedBatches([data], [data.order(step.training.batch_size, step.rng)], step.device)
     for number in range(len(batches)):
-        batch = batches.batch(number)
-        yield Batch(batch.x[0], batch.y[0], None if batch.lengths is None else batch.lengths[0])
+        yield batch_of_first(batches.batch(number))
 
 
 @contextlib.contextmanager

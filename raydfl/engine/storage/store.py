@@ -168,6 +168,15 @@ class RunStore:
             )
         return name
 
+    def newest(self) -> Commit | None:
+        """The commit that counts; ``None`` before the first.
+
+        Raises:
+            RunDirectoryError: it is missing or damaged, or LATEST names none.
+        """
+        name = self.latest()
+        return None if name is None else self.load(name)
+
     def load(self, name: str) -> Commit:
         """Return a commit by its name.
 

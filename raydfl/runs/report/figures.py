@@ -91,9 +91,9 @@ def style() -> Iterator[None]:
     logger.setLevel(level)
 
 
-def axes_of(height: float = 3.2, rows: int = 1) -> tuple[Figure, list[Axes]]:
+def axes_of(height: float = 3.2, rows: int = 1, width: float = _WIDTH) -> tuple[Figure, list[Axes]]:
     """Return a figure of its own: no global state, so reports can be made in any thread."""
-    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0])
 
@@ -198,9 +198,7 @@ def confusion(matrix: ArrayLike, classes: Sequence[str]) -> Figure:
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     with style():
         side = min(_WIDTH, max(3.2, 0.34 * number + 1.2))
-        figure = Figure(figsize=(side, side), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.subplots()
+        figure, (axes,) = axes_of(side, width=side)
         strength = shares**0.6  # so that one confusion in fifty is still seen
         colours = np.dstack([np.broadcast_to(to_rgb(SERIES[0]), (number, number, 3)), strength])
         if number <= 40:
@@ -286,10 +284,8 @@ def heat_map(values: ArrayLike, rows: Sequence[str], columns: Sequence[str], axe
     known = matrix[np.isfinite(matrix)]
     low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
     with style():
-        size = (min(11.0, max(3.6, 0.75 * len(columns) + 2.2)), max(2.4, 0.42 * len(rows) + 1.6))
-        figure = Figure(figsize=size, layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.subplots()
+        width = min(11.0, max(3.6, 0.75 * len(columns) + 2.2))
+        figure, (axes,) = axes_of(max(2.4, 0.42 * len(rows) + 1.6), width=width)
         for row, column in np.ndindex(matrix.shape):
             value = matrix[row, column]
             corner = (column - 0.5, row - 0.5)

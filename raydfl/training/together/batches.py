@@ -162,3 +162,8 @@ class StackedBatches:
             own.copy(index, row[: len(index)])
             row[len(index) :] = 0.0
         return torch.from_numpy(x)
+
+
+def batch_of_first(batch: Batch) -> Batch:
+    """Return the first client's batch, which has no padding."""
+    return Batch(batch.x[0], batch.y[0], None if batch.lengths is None else batch.lengths[0])
