@@ -192,7 +192,7 @@ def _heaviest(run_dir: Path, config: Config, where: str) -> None:
         population = Population.load(run_dir / "population")
         private = PrivateStore(Path(name) / "private", also_read=[run_dir / "private"])
         worker = Worker(run_dir, config, private, where, population=population)
-        pool = SerialPool({"": worker})
+        pool = SerialPool(worker)
         with contextlib.closing(pool), contextlib.closing(Federation(config, population, scratch, pool)) as federation:
             for orders in federation.heaviest():
                 worker.carry_out(orders, federation.broadcast({key for order in orders for key in order.task.receive}))

@@ -19,19 +19,18 @@ from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydfl.cluster.client import start_client_actor
-from raydfl.cluster.faults import LOST, StragglerPolicy, task_cause
+from raydfl.cluster.faults import LOST, StragglerPolicy, task_cause, why_ended
 from raydfl.cluster.gpu import hide_gpus
 from raydfl.cluster.job import check_visible
 from raydfl.cluster.metrics import RayMetrics
 from raydfl.cluster.nodes import NodeWatch
-from raydfl.cluster.pool import RayPool, why_ended
+from raydfl.cluster.pool import RayPool, pool_here
 from raydfl.cluster.resources import wanted_kinds
-from raydfl.cluster.sites import workers_here
 from raydfl.core.errors import ResourcesError
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
 from raydfl.engine.federation import Federation
-from raydfl.engine.pool import Pool, SerialPool
+from raydfl.engine.pool import Pool
 from raydfl.engine.storage.folder import stored_about
 from raydfl.engine.storage.mirror import mirror_of
 from raydfl.engine.storage.store import RunStore
@@ -52,18 +51,18 @@ class Server:
             ResourcesError: the client actors cannot be started.
         """
         check_visible(run_dir)
-        store = RunStore(run_dir, config.run.keep)
+        store = RunStore(run_dir, config.run.keep, private_here=not config.data.sites)
         with contextlib.ExitStack() as opened:
             store.lock()
             opened.callback(store.unlock)
             population = Population.load(run_dir / "population", verify=True)
             site_key = stored_about(run_dir).get("site_key", "")
-            pool: Pool
-            if config.ray.actors == 0:
-                pool = SerialPool(workers_here(run_dir, config, population, site_key))
-            else:
-                start = functools.partial(start_client_actor, run_dir, config, site_key)
-                pool = RayPool(start, config.ray, StragglerPolicy.of(config), [site.name for site in population.sites])
+            start = functools.partial(start_client_actor, run_dir, config, site_key)
+            pool: Pool = (
+                pool_here(run_dir, config, population, site_key)
+                if config.ray.actors == 0
+                else RayPool(start, config.ray, StragglerPolicy.of(config), population)
+            )
             opened.callback(pool.close)
             self._federation = Federation(config, population, store, pool)
             opened.callback(self._federation.close)

@@ -115,29 +115,30 @@ def run_folder(config: Config, site: str, key: str) -> Path:
 
 @dataclass(frozen=True)
 class SentToSite:
-    """What a client actor at a site gets of a run, besides its configuration: it does not see the run's folder."""
+    """A run as a client actor at a site gets it, besides its configuration: it does not see the run's folder."""
 
+    site: str
     key: str
     """See :func:`run_folder`."""
     population: bytes
     """The file of the federation's population: ids and numbers of examples."""
 
     @classmethod
-    def of(cls, run_dir: Path, key: str) -> SentToSite:
-        """Of a run."""
-        return cls(key, (run_dir / "population" / POPULATION_FILE).read_bytes())
+    def of(cls, run_dir: Path, site: str, key: str) -> SentToSite:
+        """Read it from the run's folder."""
+        return cls(site, key, (run_dir / "population" / POPULATION_FILE).read_bytes())
 
+    def worker(self, config: Config, run_dir: Path, device: str) -> Worker:
+        """Return a worker at the site; the federation's population is kept in the site's folder.
 
-def receive(config: Config, site: str, sent: SentToSite) -> Population:
-    """The federation's population, kept in the site's folder.
-
-    Raises:
-        ResourcesError: the disk is full or the folder cannot be written.
-    """
-    folder = run_folder(config, site, sent.key) / "federation"
-    with writing(folder, len(sent.population), "the population of the federation", RESUME):
-        write_atomically(folder / POPULATION_FILE, lambda path: path.write_bytes(sent.population))
-    return Population.load(folder)
+        Raises:
+            ResourcesError: the disk is full or the folder cannot be written.
+            RunDirectoryError: the site's folder does not hold this run.
+        """
+        folder = run_folder(config, self.site, self.key) / "federation"
+        with writing(folder, len(self.population), "the population of the federation", RESUME):
+            write_atomically(folder / POPULATION_FILE, lambda path: path.write_bytes(self.population))
+        return open_worker(config, self.site, self.key, run_dir, Population.load(folder), device)
 
 
 def classes_at(config: Config, site: str) -> list[str]:
@@ -190,26 +191,9 @@ def open_worker(
     own.length = population.length
     first = next(each.first for each in population.sites if each.name == site)
     kept = folder / "private"
-    private = PrivateStore(kept, site=site) if scratch is None else PrivateStore(scratch, [kept], site)
+    # Who commits cannot reach the site's folder.
+    private = PrivateStore(kept, durable=True) if scratch is None else PrivateStore(scratch, [kept])
     return Worker(run_dir, config, private, device, population, (own, first))
-
-
-def workers_here(
-    run_dir: Path, config: Config, population: Population, key: str, scratch: Path | None = None
-) -> dict[str, Worker]:
-    """A worker in this process for each site, all of whose folders must be on this machine; or one for everybody without sites.
-
-    Args:
-        key: see :func:`run_folder`; empty without sites.
-        scratch: where new private state is written, in place of where it belongs.
-    """
-    if config.data.sites:
-        return {
-            site: open_worker(config, site, key, run_dir, population, scratch=scratch) for site in config.data.sites
-        }
-    kept = run_dir / "private"
-    private = PrivateStore(kept) if scratch is None else PrivateStore(scratch, [kept])
-    return {"": Worker(run_dir, config, private, population=population)}
 
 
 _PATIENCE = 60.0

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from raydfl.cluster.trial_resources import Bundle, bundles_of, check_trial_fits
+from raydfl.cluster.resources import Bundle, bundles_of, check_trial_fits
 from raydfl.core.errors import ResourcesError, RunDirectoryError
 from raydfl.engine.storage.store import RunStore
 from raydfl.experiments.metric import keys_of
