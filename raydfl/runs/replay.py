@@ -8,7 +8,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from raydfl.cluster.pool import pool_here
+from raydfl.cluster import pool_here
 from raydfl.core.errors import InputError, RunDirectoryError
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import Client, Update
