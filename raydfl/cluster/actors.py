@@ -1,13 +1,12 @@
-"""ActorPool: client actors that can serve the same clients, which come and go, and the orders that they work on or that wait."""
+"""ActorPool: the client actors of one site, which come and go, and the orders that they work on or that wait for one."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,7 +15,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayTaskError
 
 from raydfl.cluster.client import ClientActor
-from raydfl.cluster.faults import LOST, StragglerPolicy, left_out_or_alone, task_cause, why_ended
+from raydfl.cluster.faults import LOST, StragglerPolicy, leave_out, task_cause, why_ended
 from raydfl.cluster.resources import ActorKind, actor_kinds, alive_nodes
 from raydfl.cluster.scheduling import Lane, schedule
 from raydfl.core.errors import ResourcesError
@@ -56,7 +55,7 @@ class _Slot:
 
     @property
     def starting(self) -> bool:
-        """Whether the actor, or its node, is not there yet."""
+        """Return whether the actor, or its node, is not there yet."""
         return self.deadline < math.inf
 
 
@@ -95,9 +94,8 @@ class ActorPool:
         self._start_actor = start_actor
         self._settings = settings
         self._patience = patience
-        self._number = number
         self._slots: dict[Any, _Slot] = {}
-        self._numbers: dict[Any, int] = {}
+        self._numbers: defaultdict[Any, int] = defaultdict(number)
         """Of places for actors, by key."""
         self._pace: dict[tuple[ActorKind, bool], float] = {}
         """Seconds for a unit of cost, lately, by kind of actor: of training (True), and of evaluation."""
@@ -113,8 +111,8 @@ class ActorPool:
         self._again: Counter[int] = Counter()
         """All lost calls of an order, by its position."""
         if settings.actors != "per_client":
-            for number_of_slot, kind in enumerate(actor_kinds(settings, 0)):
-                self._open(number_of_slot, kind)
+            for key, kind in enumerate(actor_kinds(settings, 0)):
+                self._open(key, kind)
 
     # -- actors
 
@@ -144,7 +142,7 @@ class ActorPool:
 
     @property
     def kinds(self) -> list[ActorKind]:
-        """Kinds of the actors that are there or asked for."""
+        """Return the kinds of the actors that are there or asked for."""
         return [slot.kind for slot in self._slots.values()]
 
     def _there(self) -> list[_Slot]:
@@ -217,7 +215,7 @@ class ActorPool:
 
     @property
     def busy(self) -> bool:
-        """Whether orders are waiting or under way."""
+        """Return whether orders are waiting or under way."""
         return bool(self._waiting or self._calls)
 
     def awaited(self) -> list[Any]:
@@ -226,7 +224,7 @@ class ActorPool:
 
     @property
     def due(self) -> float:
-        """When the first answer will be overdue (time.monotonic)."""
+        """Return when the first answer will be overdue (time.monotonic)."""
         return min((slot.due for slot in self._slots.values()), default=math.inf)
 
     def hand_out(self) -> None:
@@ -270,8 +268,8 @@ class ActorPool:
             slot.limit = self._patience.limit(len(orders))
             slot.due = time.monotonic() + slot.limit
 
-    def results(self, reference: Any) -> Iterator[Result]:
-        """Take the answer to a call, if it is one of this pool's.
+    def results(self, reference: Any) -> list[Result]:
+        """Take the answer to a call, if it is one of this pool's; return the results that it brings.
 
         Raises:
             ClientError: a method's code failed.
@@ -279,7 +277,7 @@ class ActorPool:
         """
         call = self._calls.pop(reference, None)
         if call is None:
-            return
+            return []
         slot = call.slot
         slot.load -= 1
         slot.work -= _cost(call.orders)
@@ -287,17 +285,14 @@ class ActorPool:
         try:
             results = ray.get(reference)
         except LOST as error:
-            yield from self._lost(call, error)
+            return self._lost(call, error)
         except RayTaskError as error:
             raise task_cause(error) from error
-        else:
-            self._learn(call, results)
-            if call.key not in self._numbers:
-                self._numbers[call.key] = self._number()
-            yield from with_spans(results, self._numbers[call.key], call.sent, time.perf_counter(), self._again)
+        self._learn(call, results)
+        return with_spans(results, self._numbers[call.key], call.sent, time.perf_counter(), self._again)
 
-    def _lost(self, call: _Call, error: Exception) -> Iterator[Result]:
-        """Let the orders of a lost call wait. One lost too often is tried alone, and then the client is left out.
+    def _lost(self, call: _Call, error: Exception) -> list[Result]:
+        """Let the orders of a lost call wait. One lost too often is tried alone, and then its client is left out.
 
         Raises:
             ResourcesError: an order was lost too often, and clients are not to be left out.
@@ -307,7 +302,8 @@ class ActorPool:
             self._replace(call.key)
         if self._replace_gone(call.slot.node):
             self._waiting += in_groups(call.orders)  # it left with its node: no client's doing
-            return
+            return []
+        left_out: list[Result] = []
         for group in in_groups(call.orders):
             self._losses.update(order.position for order in group)
             first, times = group[0], self._losses[group[0].position]
@@ -321,15 +317,16 @@ class ActorPool:
                 ) from error
             else:
                 reason = f"lost: its actor was lost {times} times: {type(error).__name__}: {why_ended(error)}"
-                for result in left_out_or_alone(group, self._waiting, reason):
-                    yield dataclasses.replace(result, retried=self._again[result.position] - 1)
+                left_out += leave_out(group, self._waiting, reason, self._again[first.position] - 1)
+        return left_out
 
-    def end_silent(self, done: Collection[Any]) -> Iterator[Result]:
-        """End the actors whose answers are overdue, and put new ones in their places.
+    def end_silent(self, done: Collection[Any]) -> list[Result]:
+        """End the actors whose answers are overdue, and put new ones in their places; return who is left out for it.
 
         Args:
             done: references whose answers have come.
         """
+        left_out: list[Result] = []
         for reference, call in list(self._calls.items()):
             slot = call.slot
             if slot.due > time.monotonic() or reference in done:
@@ -340,7 +337,8 @@ class ActorPool:
             del self._calls[reference]
             self._replace(call.key)
             reason = f"late: no answer after {slot.limit:g} s (train.deadline and ray.grace)"
-            yield from left_out_or_alone(call.orders, self._waiting, reason)
+            left_out += leave_out(call.orders, self._waiting, reason)
+        return left_out
 
     def _learn(self, call: _Call, results: Sequence[Result]) -> None:
         """Foresee from what a call took when the actor will be free."""

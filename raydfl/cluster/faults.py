@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
@@ -16,7 +15,7 @@ from raydfl.engine.orders import Order, Result
 
 @dataclass(frozen=True, slots=True)
 class StragglerPolicy:
-    """How a pool treats clients whose actor is lost or does not answer."""
+    """The treatment of clients whose actor is lost or does not answer."""
 
     drop_lost: bool = False
     """Whether a client whose actor is lost again and again is left out of the round; else the run stops."""
@@ -59,10 +58,10 @@ def why_ended(error: BaseException) -> str:
     return lines[-1 if getattr(error, "actor_init_failed", False) else 0]
 
 
-def left_out_or_alone(group: list[Order], waiting: list[list[Order]], reason: str) -> Iterator[Result]:
+def leave_out(group: list[Order], waiting: list[list[Order]], reason: str, retried: int = 0) -> list[Result]:
     """Leave a client out; of several that were trained together let each wait by itself first: it may be another's doing."""
     if len(group) > 1:
         waiting.extend([dataclasses.replace(order, group=-1)] for order in group)
-        return
+        return []
     order = group[0]
-    yield Result(order.position, order.task.client_id, rejected=reason, private=order.private)
+    return [Result(order.position, order.task.client_id, rejected=reason, private=order.private, retried=retried)]

@@ -1,4 +1,4 @@
-"""Pools for a whole run: the data may lie at several sites, and a site is a pool of its own, which alone works on its clients."""
+"""RayPool and pool_here: pools of a whole run. Its data may lie at several sites, and each site is a pool of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raydfl.core.errors import ResourcesError
 from raydfl.core.tensors import FlatTensors
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
-from raydfl.engine.orders import SERVER, Order, Result, keys_of
+from raydfl.engine.orders import Order, Result, keys_of
 from raydfl.engine.pool import Pool, SerialPool
 from raydfl.engine.settings import RaySettings
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
@@ -38,23 +38,20 @@ class SitePools(Generic[OnePool]):
 
     Args:
         pools: by name of the site; under an empty name the only one, where there are no sites.
-        population: of the federation; needed where there are several pools.
+        population: of a federation over sites; ``None``: there are none.
     """
 
     def __init__(self, pools: Mapping[str, OnePool], population: Population | None = None) -> None:
         self._pools: Mapping[str, OnePool] = pools
         self._population = population
 
-    def _site_of_client(self, index: int) -> str:
-        return "" if self._population is None else self._population.site_of(index)
-
     def _site_of(self, order: Order) -> str:
-        if order.task.client_id == SERVER:
-            shard = order.measure[0].shard if order.measure else None
-            return "" if shard is None else shard.site
-        return (
-            "" if self._population is None else self._population.site_of(self._population.index(order.task.client_id))
-        )
+        if self._population is None:
+            return ""
+        shard = order.measure[0].shard if order.measure else None
+        if shard is not None:
+            return shard.site
+        return self._population.site_of(self._population.index(order.task.client_id))
 
     def _parted(self, orders: Sequence[Order]) -> dict[str, list[Order]]:
         """Return the orders by site, the site of the first one first."""
@@ -62,10 +59,6 @@ class SitePools(Generic[OnePool]):
         for order in orders:
             parts.setdefault(self._site_of(order), []).append(order)
         return parts
-
-    def places(self) -> int:
-        """Return how many clients (or groups) can be worked on at a time."""
-        return sum(pool.places() for pool in self._pools.values())
 
     def width(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> int:
         """Do Worker.width at the site of the first order."""
@@ -76,7 +69,8 @@ class SitePools(Generic[OnePool]):
         """Do PrivateStore.compact, each client's records at its site."""
         parts: dict[str, dict[int, PrivateRef]] = {}
         for client, ref in refs.items():
-            parts.setdefault(self._site_of_client(client), {})[client] = ref
+            site = "" if self._population is None else self._population.site_of(client)
+            parts.setdefault(site, {})[client] = ref
         moved = (self._pools[site].compact(round_index, own) for site, own in parts.items())
         return {client: ref for part in moved for client, ref in part.items()}
 
@@ -103,6 +97,10 @@ class _SerialSites(SitePools[SerialPool]):
         """Carry out the orders of one site after another, each when its results are asked for."""
         parts = self._parted(orders).items()
         return itertools.chain.from_iterable(self._pools[site].run(own, broadcast) for site, own in parts)
+
+    def places(self) -> int:
+        """Return 1: this process."""
+        return 1
 
 
 def pool_here(run_dir: Path, config: Config, population: Population, key: str, scratch: Path | None = None) -> Pool:
@@ -146,7 +144,7 @@ class RayPool(SitePools[ActorPool]):
             settings: number of actors (at each site) and their resources.
             patience: with clients whose actor is lost or does not answer; by default a loss too many ends the run, and an
                 answer is waited for as long as the actor lives.
-            population: of the federation; needed where it has sites.
+            population: of a federation over sites; ``None``: there are none.
 
         Raises:
             ResourcesError: too few actors have started in time.
@@ -175,13 +173,15 @@ class RayPool(SitePools[ActorPool]):
             left = until - time.monotonic()
             if left <= 0:
                 raise self._not_started(needed)
-            starting = [each for pool in self._pools.values() for each in pool.awaited()]
-            ray.wait(starting, num_returns=1, timeout=min(left, _LOOK))
-            self._note_started()
+            self._wait(min(left, _LOOK))
 
-    def _note_started(self) -> None:
-        for pool in self._pools.values():
+    def _wait(self, seconds: float) -> list[Any]:
+        """Wait for an answer, of an actor that starts or to a call, and return the references to those that have come."""
+        pools = self._pools.values()
+        done, _ = ray.wait([each for pool in pools for each in pool.awaited()], num_returns=1, timeout=seconds)
+        for pool in pools:
             pool.note_started()
+        return done
 
     def _enough(self, needed: int) -> bool:
         """Return whether so many actors are there, and one at each site."""
@@ -222,7 +222,7 @@ class RayPool(SitePools[ActorPool]):
 
     def places(self) -> int:
         """Return the number of client actors that are there; 0: each client has one."""
-        return 0 if self._settings.actors == "per_client" else super().places()
+        return 0 if self._settings.actors == "per_client" else sum(pool.places() for pool in self._pools.values())
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Result]:
         """Hand out the first orders and return; the results come in order of completion.
@@ -238,17 +238,16 @@ class RayPool(SitePools[ActorPool]):
         return self._results()
 
     def _results(self) -> Iterator[Result]:
-        pools = list(self._pools.values())
+        pools = self._pools.values()
         while any(pool.busy for pool in pools):
             for pool in pools:
                 pool.hand_out()
             due = min(pool.due for pool in pools)
-            patience = min(_LOOK, max(0.0, due - time.monotonic()))
-            done, _ = ray.wait([each for pool in pools for each in pool.awaited()], num_returns=1, timeout=patience)
-            self._note_started()
+            done = self._wait(min(_LOOK, max(0.0, due - time.monotonic())))
             self._check_enough()
+            overdue = due <= time.monotonic()
             for pool in pools:
-                if due <= time.monotonic():
+                if overdue:
                     yield from pool.end_silent(done)
                 for reference in done:
                     yield from pool.results(reference)

@@ -19,7 +19,7 @@ Bundle = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class ActorKind:
-    """What Ray reserves for a client actor."""
+    """The resources that Ray reserves for a client actor."""
 
     cpus: float
     gpus: float
@@ -99,7 +99,7 @@ def _times(has: float, each: float) -> float:
 
 
 def _on_devices(has: float, each: float) -> float:
-    """A share of less than one is of one device."""
+    """Return how often a share fits; one of less than 1 is of one device."""
     return _times(has, each) if each >= 1 or each == 0 else int(has) * ((1 + _EXACT) // each)
 
 

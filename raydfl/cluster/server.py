@@ -44,7 +44,7 @@ class Server:
     """A federation opened on a run directory: in a ServerActor with client actors, or in this process with none."""
 
     def __init__(self, run_dir: Path, config: Config) -> None:
-        """Locks the directory, starts the pool and opens the newest commit.
+        """Lock the directory, start the pool and open the newest commit.
 
         Raises:
             RunDirectoryError: the directory is in use, or no commit of it is whole.
@@ -61,7 +61,7 @@ class Server:
             pool: Pool = (
                 pool_here(run_dir, config, population, site_key)
                 if config.ray.actors == 0
-                else RayPool(start, config.ray, StragglerPolicy.of(config), population)
+                else RayPool(start, config.ray, StragglerPolicy.of(config), population if config.data.sites else None)
             )
             opened.callback(pool.close)
             self._federation = Federation(config, population, store, pool)
@@ -74,7 +74,7 @@ class Server:
 
     @contextlib.contextmanager
     def _sound(self) -> Iterator[Federation]:
-        """The federation, as long as nothing has failed: after that it may be in the midst of a round, which must not count.
+        """Give the federation, as long as nothing has failed: after that it may be in the midst of a round, which must not count.
 
         Raises:
             Exception: what has failed inside, now or before.
@@ -89,7 +89,7 @@ class Server:
 
     @property
     def round_index(self) -> int:
-        """Rounds completed."""
+        """Return the rounds completed."""
         with self._sound() as federation:
             return federation.state.round_index
 

@@ -52,7 +52,7 @@ class SiteReport:
 
     @classmethod
     def of(cls, name: str, population: Population) -> SiteReport:
-        """What the site of that name tells about its population."""
+        """Return what the site of that name tells about its population."""
         return cls(
             name,
             tuple(population.num_examples(index) for index in range(len(population))),
@@ -64,12 +64,12 @@ class SiteReport:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Its fields."""
+        """Return its fields."""
         return dataclasses.asdict(self)
 
 
 def join(reports: Sequence[SiteReport], classes: Sequence[str]) -> Population:
-    """The population of all sites, in the order given: ids ``site/number``, numbers of examples, and no data."""
+    """Return the population of all sites, in the order given: ids ``site/number``, numbers of examples, and no data."""
     sites: list[Site] = []
     for report in reports:
         first = sites[-1].stop if sites else 0
@@ -100,12 +100,12 @@ SHARE = 0.001
 
 
 def resource(site: str) -> str:
-    """The Ray resource that a site's node offers."""
+    """Return the Ray resource that a site's node offers."""
     return f"site:{site}"
 
 
 def run_folder(config: Config, site: str, key: str) -> Path:
-    """Where a run's data lie on a site's node. Sites may be given the same folder, and may even be on one machine.
+    """Return where a run's data lie on a site's node. Sites may be given the same folder, and may even be on one machine.
 
     Args:
         key: of the run, ``run.json``'s ``site_key``.
@@ -142,7 +142,7 @@ class SentToSite:
 
 
 def classes_at(config: Config, site: str) -> list[str]:
-    """Names of the classes that a site has clips of, those to be left out too."""
+    """Return the names of the classes that a site has clips of, those to be left out too."""
     data = config.data.at(site).model_copy(update={"leave_out": (), "ungrouped": "keep"})
     return list_clips(data, config.run.seed)[1]
 
@@ -170,7 +170,7 @@ def open_worker(
     device: str = "cpu",
     scratch: Path | None = None,
 ) -> Worker:
-    """A worker for the clients of one site, which can run only where the site's folder is.
+    """Return a worker for the clients of one site, which can run only where the site's folder is.
 
     Args:
         key: see :func:`run_folder`.
@@ -233,7 +233,7 @@ def prepare_sites(config: Config, key: str, run_dir: Path, progress: Progress) -
 def _everywhere(
     config: Config, function: Callable[..., Any], arguments: list[tuple[Any, ...]], progress: Progress
 ) -> list[Any]:
-    """What a function of this module gives at each site, with the site's name as its first argument after the configuration."""
+    """Return what a function of this module gives at each site; after the configuration it gets the site's name."""
     if config.ray.actors == 0:
         return [function(config, *each) for each in arguments]
     there = ray.cluster_resources()  # type: ignore[no-untyped-call]

@@ -103,4 +103,4 @@ class TrainSettings(Settings):
 
 
 _LONGEST_NAME = 240
-"""Bytes of a run's name: file systems take 255, and a site's folder of the run has some more."""
+"""Bytes of a run's name: file systems take 255, and folders named after the run have some more."""
