@@ -1,4 +1,4 @@
-"""Whether a Ray cluster answers and takes our token: asked before Ray itself tries for a long time and then does not say why."""
+"""Connections to Ray. A cluster is first asked whether it takes our token: Ray itself tries for long and does not say why."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 
 def check_access(address: str) -> None:
-    """Asks the cluster at ``host:port`` (or ``ray://host:port``); of any other form of address nothing is known here.
+    """Ask the cluster at ``host:port`` (or ``ray://host:port``); of any other form of address nothing is known here.
 
     Raises:
         OSError: nobody listens there.
@@ -55,7 +55,7 @@ def _check_token(address: str) -> None:
 
 
 def current_token() -> tuple[str, str]:
-    """What Ray would send, empty if nothing, and where it stands or why there is none. The order is Ray's."""
+    """Return the token that Ray would send, empty if nothing, and where it stands or why there is none. The order is Ray's."""
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         return "", f"RAY_AUTH_MODE={os.environ['RAY_AUTH_MODE']} sends none"
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
@@ -74,7 +74,7 @@ _INLINE = 1 << 20
 
 
 def start_local_ray(**options: Any) -> None:
-    """A Ray of this process alone, which ends with it; options as for ``ray.init``."""
+    """Start a Ray of this process alone, which ends with it; options as for ``ray.init``."""
     os.environ.setdefault(
         "RAY_max_direct_call_object_size", str(_INLINE)
     )  # read by every process of Ray when it starts
@@ -83,7 +83,7 @@ def start_local_ray(**options: Any) -> None:
 
 @contextlib.contextmanager
 def ray_session(config: Config, clients: int, quiet: bool = False) -> Iterator[None]:
-    """Ray for one run: the cluster that this process is in, the one configured, or a local one that ends with the block.
+    """Have Ray for one run: the cluster that this process is in, the one configured, or a local one that ends with the block.
 
     Raises:
         ResourcesError: the cluster cannot be reached, or can never hold the configured actors.
@@ -99,7 +99,7 @@ def ray_session(config: Config, clients: int, quiet: bool = False) -> Iterator[N
 
 @contextlib.contextmanager
 def connected(address: str | None, quiet: bool = False) -> Iterator[None]:
-    """The Ray that this process is in, the one at ``address`` or ``$RAY_ADDRESS``, or a local one that ends with the block.
+    """Have the Ray that this process is in, the one at ``address`` or ``$RAY_ADDRESS``, or a local one that ends with the block.
 
     Raises:
         ResourcesError: the cluster cannot be reached, or wants another token.

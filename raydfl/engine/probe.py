@@ -20,7 +20,7 @@ from raydfl.methods import Method
 from raydfl.training import preserved
 
 _FRAMES = 96
-"""Of the noise that stands for recordings which are at sites, where their lengths differ."""
+"""Frames of the noise that stands for recordings which are not here, where their lengths differ."""
 
 
 def try_models(config: Config, population: Population) -> dict[str, list[dict[str, Any]]]:
@@ -52,7 +52,7 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
 
 
 def _batch(population: Population) -> tuple[Batch, bool]:
-    """Two training examples; where they are at sites, noise of their size."""
+    """Return two training examples; where none are here, noise of their size."""
     examples = population.first_examples(2)
     if examples is not None:
         return next(examples.batches(len(examples), None)), True

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from ray import tune
 from ray.tune.result import DONE, SHOULD_CHECKPOINT
 
-from raydfl.cluster.trial_resources import bundles_of
+from raydfl.cluster import bundles_of
 from raydfl.core.errors import ConfigError
 from raydfl.core.remote import is_uri
 from raydfl.engine import Config, load_config, make_config

@@ -11,8 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from raydfl.cluster.job import check_kept, in_a_job
-from raydfl.cluster.sites import prepare_sites
+from raydfl.cluster import check_kept, in_a_job, prepare_sites
 from raydfl.core.errors import DataError, RunDirectoryError
 from raydfl.core.files import default_cache, write_durably
 from raydfl.core.lock import FileLock

@@ -88,7 +88,7 @@ class ShuffledPool(SerialPool):
         chance = random.Random(3)
         groups = in_groups(orders)
         chance.shuffle(groups)
-        results = [result for group in groups for result in self._workers[""].carry_out(group, broadcast)]
+        results = [result for group in groups for result in self._worker.carry_out(group, broadcast)]
         chance.shuffle(results)
         yield from results
 
@@ -103,7 +103,7 @@ def test_any_order_of_work_and_stopping_anywhere_give_the_same_bits(tiny: Tiny, 
 
     config = tiny(*shape, "run.name=shuffled")
     run_dir = create(config, Progress("quiet"))
-    pool = ShuffledPool({"": Worker(run_dir, config, PrivateStore(run_dir / "private"))})
+    pool = ShuffledPool(Worker(run_dir, config, PrivateStore(run_dir / "private")))
     federation = Federation(config, Population.load(run_dir / "population"), RunStore(run_dir), pool)
     while federation.state.round_index < config.train.rounds:
         federation.round()

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from raydfl.cluster.job import check_kept
+from raydfl.cluster import check_kept
 from raydfl.core import seeds
 from raydfl.core.errors import ConfigError, RunDirectoryError
 from raydfl.core.files import default_cache, write_durably

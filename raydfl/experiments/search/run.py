@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from raydfl.cluster.trial_resources import Bundle, bundles_of, check_trial_fits
+from raydfl.cluster import Bundle, bundles_of, check_trial_fits
 from raydfl.core.errors import ResourcesError, RunDirectoryError
 from raydfl.engine.storage import RunStore
 from raydfl.experiments.metric import keys_of
@@ -127,8 +127,7 @@ class _Session:
 
     def run(self) -> None:
         """Every turn; without pbt there is one."""
-        from raydfl.cluster.features import on_the_cluster
-        from raydfl.cluster.session import connected
+        from raydfl.cluster import connected, on_the_cluster
 
         config = self._search.first
         self._stop_file.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from ray import tune
 from ray.tune.schedulers import FIFOScheduler
 from ray.tune.search import Searcher
 
-from raydfl.cluster.trial_resources import Bundle, granted, placement_groups, waiting_text
+from raydfl.cluster import Bundle, granted, placement_groups, waiting_text
 from raydfl.core.errors import ResourcesError
 from raydfl.experiments.search.controller import SearchController
 from raydfl.experiments.search.plan import Trial

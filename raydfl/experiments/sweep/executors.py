@@ -199,7 +199,7 @@ class RayTasks:
     def __init__(self, cpus: float, retries: int) -> None:
         import ray
 
-        from raydfl.cluster.features import on_the_cluster
+        from raydfl.cluster import on_the_cluster
 
         self._ray = ray
         # A node that is lost takes its tasks along: Ray gives them to another one, where the run goes on after its last commit.

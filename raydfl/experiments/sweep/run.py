@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from raydfl.cluster.job import check_kept
-from raydfl.cluster.session import connected
+from raydfl.cluster import check_kept, connected
 from raydfl.core.errors import InputError, ResourcesError
 from raydfl.core.files import default_cache
 from raydfl.data import build_population

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from raydfl.engine import TIMELINE
 from raydfl.engine.storage import (
     MetricRow,
     RunStore,
+    check_about,
     decisive_changes,
     read_rows,
     round_of,

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 from space_files import SearchFile
 
-from raydfl.cluster.trial_resources import bundles_of, fits
+from raydfl.cluster.resources import bundles_of
 from raydfl.engine.config import load_config
 from raydfl.experiments.search.importance import FEWEST, importances
 from raydfl.experiments.search.journal import Journal, TrialRecord
@@ -128,6 +128,3 @@ def test_a_trials_bundles(search_file: SearchFile, tmp_path: Path) -> None:
     assert bundles_of(three, 2.0, 6) == [{"CPU": 2.0}, client, client, client]
     each = load_search(search_file(), ["ray.actors=per_client", "ray.cpus=0"]).first
     assert bundles_of(each, 1.0, 6) == [{"CPU": 1.0}]  # actors that ask for nothing
-    assert fits([{"CPU": 1.0}, {"CPU": 1.0}], [{"CPU": 1.0}, {"CPU": 1.5}])
-    assert not fits([{"CPU": 1.0}, {"CPU": 1.0}], [{"CPU": 1.9}])
-    assert not fits([{"CPU": 1.0, "GPU": 1.0}], [{"CPU": 4.0}])
