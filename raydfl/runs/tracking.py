@@ -356,7 +356,7 @@ Tracker = MlflowTracker | NullTracker
 def make_tracker(
     settings: TrackSettings, runs_dir: Path, run_dir: Path, warn: Callable[[str], None] | None = None
 ) -> Tracker:
-    """The tracker that the settings ask for; see :class:`MlflowTracker`."""
+    """Return the tracker that the settings ask for; see :class:`MlflowTracker`."""
     return MlflowTracker(settings, runs_dir, run_dir, warn) if settings.mlflow else NullTracker()
 
 
