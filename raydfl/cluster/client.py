@@ -132,6 +132,7 @@ def start_client_actor(run_dir: Path, config: Config, site_key: str, kind: Actor
         num_cpus=kind.cpus,
         num_gpus=kind.gpus,
         resources={resource(kind.site): SHARE} if kind.site else None,
+        scheduling_strategy="DEFAULT" if kind.site else None,  # out of a trial's placement group, which holds no site
         max_concurrency=2,
         max_restarts=0,
         max_task_retries=0,

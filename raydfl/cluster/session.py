@@ -98,8 +98,11 @@ def ray_session(config: Config, clients: int, quiet: bool = False) -> Iterator[N
 
 
 @contextlib.contextmanager
-def connected(address: str | None, quiet: bool = False) -> Iterator[None]:
+def connected(address: str | None, quiet: bool = False, local_cpus: int | None = None) -> Iterator[None]:
     """The Ray that this process is in, the one at ``address`` or ``$RAY_ADDRESS``, or a local one that ends with the block.
+
+    Args:
+        local_cpus: CPUs of a local one; ``None``: those of the machine.
 
     Raises:
         ResourcesError: the cluster cannot be reached, or wants another token.
@@ -114,7 +117,7 @@ def connected(address: str | None, quiet: bool = False) -> Iterator[None]:
                 check_access(address)
                 ray.init(address, **options)
             else:
-                start_local_ray(**options)
+                start_local_ray(num_cpus=local_cpus, **options)
         except ResourcesError:
             raise
         except Exception as error:  # Ray raises many kinds here

@@ -21,6 +21,8 @@ def bundles_of(config: Config, cpus: float, clients: int) -> list[Bundle]:
         clients: of the population, for ``ray.actors: per_client``.
     """
     settings = config.ray
+    if config.data.sites:  # the actors are on the sites' nodes, which no placement group keeps
+        return [{"CPU": cpus}]
     actors = clients if settings.actors == "per_client" else int(settings.actors)
     shares = [(settings.cpus, settings.gpu_share)] * actors + [(settings.cpus, 0.0)] * settings.cpu_actors
     wanted: list[Bundle] = [{"CPU": cpus}, *({"CPU": each, "GPU": gpus} for each, gpus in shares)]
@@ -45,8 +47,8 @@ def check_trial_fits(bundles: Sequence[Bundle], autoscale: bool) -> None:
     raise ResourcesError(
         f"a trial needs {_text(_total(bundles))} (its own process{f' and {actors} client actors' if actors else ''}), the cluster "
         f"has {_text(there)} on {len(nodes)} node{'s' if len(nodes) != 1 else ''}, of which {_text(free)} are free; lower "
-        f"ray.actors (0: a trial's clients train in its own process), ray.cpus, ray.gpus or cpus, or set "
-        f"ray.autoscale=true if the cluster grows by itself"
+        f"ray.actors, in a sweep cells.actors (0: a trial's clients train in its own process), ray.cpus, ray.gpus or cpus, or "
+        f"set ray.autoscale=true if the cluster grows by itself"
     )
 
 
@@ -60,6 +62,12 @@ def fits(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, float]]) -> boo
         for kind, amount in bundle.items():
             place[kind] -= amount
     return True
+
+
+def room_for(bundles: Sequence[Bundle], most: int) -> int:
+    """Return how many trials with such bundles the cluster holds at a time, ``most`` at most, at least one."""
+    nodes = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    return next((count for count in range(most, 1, -1) if fits([*bundles] * count, nodes)), 1)
 
 
 def placement_groups() -> set[str]:

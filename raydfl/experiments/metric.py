@@ -19,7 +19,7 @@ class MetricSettings(Settings):
 
     @property
     def title(self) -> str:
-        """What the table calls it."""
+        """The table's name for it."""
         where = "" if self.split == "test" else f", {self.split}"
         return self.label or f"{self.model + ' ' if self.model else ''}{self.score.replace('_', ' ')}{where}"
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from raydfl.core.files import write_durably
 from raydfl.experiments.plan import label_of
-from raydfl.experiments.search.figures import Axis, parallel_coordinates, shares
 from raydfl.experiments.search.importance import FEWEST
 from raydfl.experiments.search.journal import TrialRecord
 from raydfl.experiments.search.plan import trial_name
@@ -18,7 +17,7 @@ from raydfl.experiments.search.settings import NoScheduler, PopulationScheduler
 from raydfl.experiments.search.space import Domain
 from raydfl.runs.report import Picture, Pictures, render
 from raydfl.runs.report import figures as plots
-from raydfl.runs.report.figures import Series
+from raydfl.runs.report.figures import Axis, Series
 
 _TICKS = 5
 """Places of an axis that are labelled, at most, where its values are listed."""
@@ -102,7 +101,7 @@ def _importance(results: SearchResults, pictures: Pictures) -> list[Picture]:
     )
     if any(record.status == "stopped" for record in results.ranked):
         caption += " Trials that were stopped count with the score that they had then."
-    return [pictures.add("Importance of each setting", caption, shares(results.importance, "share (%)"))]
+    return [pictures.add("Importance of each setting", caption, plots.shares(results.importance, "share (%)"))]
 
 
 def _parallel(results: SearchResults, pictures: Pictures) -> list[Picture]:
@@ -125,7 +124,7 @@ def _parallel(results: SearchResults, pictures: Pictures) -> list[Picture]:
     axes.append(Axis(_unit(results), [(0.0, results.shown(low)), (1.0, results.shown(high))]))
     stopped = [record.status != "finished" for record in ranked]
     caption = "A line for each trial, the best one in another colour; dashed: stopped early or not finished."
-    figure = parallel_coordinates(places, strength, axes, stopped, "")
+    figure = plots.parallel_coordinates(places, strength, axes, stopped, "")
     return [pictures.add("Parallel coordinates", caption, figure)]
 
 
@@ -137,7 +136,7 @@ def _ticks(domain: Domain) -> list[tuple[float, str]]:
 
 
 def _curves(results: SearchResults, pictures: Pictures) -> list[Picture]:
-    """The score over the rounds: the best trials by name, the others in grey, those that were stopped dashed."""
+    """Draw the score over the rounds: the best trials by name, the others in grey, those that were stopped dashed."""
     scale = results.search.settings.metric.scale
     series = []
     for place, record in enumerate(results.ranked):

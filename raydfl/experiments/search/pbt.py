@@ -17,7 +17,7 @@ from raydfl.experiments.search.settings import PopulationScheduler
 
 
 def members_of(search: Search, turn: int, before: list[TrialRecord]) -> list[Trial]:
-    """The trials of a turn.
+    """Return the trials of a turn.
 
     Args:
         turn: counted from 0.
@@ -36,7 +36,7 @@ def members_of(search: Search, turn: int, before: list[TrialRecord]) -> list[Tri
 
 
 def _copied(search: Search, before: list[TrialRecord]) -> dict[int, TrialRecord]:
-    """By member among the worst, the one among the best that takes its place: the worst gets the best, and so on."""
+    """Return, by member among the worst, the one among the best that takes its place: the worst gets the best, and so on."""
     scheduler = search.settings.scheduler
     share = scheduler.share if isinstance(scheduler, PopulationScheduler) else 0.0
     sign = 1.0 if search.settings.metric.best == "max" else -1.0
@@ -49,7 +49,7 @@ def _copied(search: Search, before: list[TrialRecord]) -> dict[int, TrialRecord]
 
 
 def _explored(search: Search, turn: int, member: int, values: Values) -> Values:
-    """The values of a copy: each one drawn anew, or moved up or down."""
+    """Return the values of a copy: each one drawn anew, or moved up or down."""
     scheduler = search.settings.scheduler
     resample, factor = (
         (scheduler.resample, scheduler.factor) if isinstance(scheduler, PopulationScheduler) else (0.0, 1.0)

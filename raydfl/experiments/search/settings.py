@@ -1,8 +1,7 @@
-"""What a search's file may hold; docs/search.md explains it with an example."""
+"""The contents of a search's file; docs/search.md explains it with an example."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -103,9 +102,6 @@ class SearchSettings(StudySettings):
         None, ge=1, description="a trial whose score did not improve for so many evaluations is stopped; null: never"
     )
     seed: int = Field(1, ge=0, description="decides the draws of the settings; the trials' own seed is run.seed")
-    dir: Path | None = Field(
-        None, description="folder of the search; null: run.dir in settings, or runs/ and the file's name"
-    )
     cpus: float = Field(1.0, gt=0, description="CPUs of a trial's own process, beside those of its client actors")
     retries: int = Field(3, ge=0, description="times a trial goes on elsewhere after its process or node was lost")
 
