@@ -124,9 +124,14 @@ def connected(address: str | None, quiet: bool = False, local_cpus: int | None =
             where = f"the Ray cluster at {address}" if address else "a local Ray"
             first = first_line(error)
             reason = error.strerror or first if isinstance(error, OSError) else f"{type(error).__name__}: {first}"
+            advice = (
+                "check the address (ray.address, or RAY_ADDRESS), and that RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH holds the "
+                "cluster's token"
+                if address
+                else "the machine may be too busy or short of memory: try again"
+            )
             raise ResourcesError(
-                f"cannot reach {where}: {reason}; check the address (ray.address, or RAY_ADDRESS), and that RAY_AUTH_TOKEN or "
-                f"RAY_AUTH_TOKEN_PATH holds the cluster's token, or set ray.actors=0 to run without Ray"
+                f"cannot reach {where}: {reason}; {advice}, or set ray.actors=0 for a single run without Ray"
             ) from error
         started = True
     try:

@@ -128,7 +128,8 @@ class Executor:
         with contextlib.ExitStack() as opened:
             opened.enter_context(_quiet_tune())
             opened.enter_context(connected(self._config.ray.address, quiet=True, local_cpus=self._local_cpus))
-            self.stop_file.parent.mkdir(parents=True, exist_ok=True)
+            self.logs.mkdir(parents=True, exist_ok=True)
+            self.stop_file.unlink(missing_ok=True)
             opened.callback(self.stop_file.unlink, missing_ok=True)
             self._opened = opened.pop_all()
         return self

@@ -24,6 +24,11 @@ class MetricSettings(Settings):
         return self.label or f"{self.model + ' ' if self.model else ''}{self.score.replace('_', ' ')}{where}"
 
     @property
+    def unit(self) -> str:
+        """Label of an axis that shows it."""
+        return self.title + (" (%)" if self.scale == 100 else "")
+
+    @property
     def scale(self) -> float:
         """Factor to the unit of the table: shares in per cent, losses as they are."""
         return 1.0 if self.score.endswith("loss") else 100.0

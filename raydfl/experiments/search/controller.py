@@ -88,7 +88,6 @@ class SearchController:
             if last is not None and last["event"] == "round" and last["decision"] == _STOP:
                 self.ended(record.number, "stopped", str(last.get("rule", "")))
         self._waiting: list[Trial] = []
-        self._turn = -1
 
     def _tell(self, event: Mapping[str, Any]) -> None:
         """Pass an event of the journal to scheduler and searcher."""
@@ -112,8 +111,8 @@ class SearchController:
             ``False``: the turn before is not finished, as it must be.
         """
         trials, members = self.journal.trials, self.search.samples
-        self._turn = turn
-        if not self._in_turns:
+        scheduler = self.search.settings.scheduler
+        if not isinstance(scheduler, PopulationScheduler):
             self._waiting = [self.search.trial(r.number, r.values) for r in trials.values() if not r.over]
             return True
         before = [trials[number] for number in range((turn - 1) * members, turn * members) if turn and number in trials]
@@ -121,7 +120,7 @@ class SearchController:
             return False
         self._waiting = [
             trial
-            for trial in members_of(self.search, turn, before)
+            for trial in members_of(self.search, scheduler, turn, before)
             if trial.number not in trials or not trials[trial.number].over
         ]
         return True
@@ -204,7 +203,7 @@ class SearchController:
         patience = self.search.settings.patience
         if patience is None:
             return False
-        sign = 1.0 if self.search.settings.metric.best == "max" else -1.0
+        sign = self.search.settings.metric.sign
         values = [sign * self._comparable(score) for score in scores]
         return len(values) - 1 - values.index(max(values)) >= patience
 
@@ -218,9 +217,8 @@ class SearchController:
             self._optuna.learn(number, round_index, self._comparable(score), over)
 
     def _comparable(self, score: float | None) -> float:
-        if score is not None and math.isfinite(score):
-            return score
-        return -_WORST if self.search.settings.metric.best == "max" else _WORST
+        known = score is not None and math.isfinite(score)
+        return score if known else -self.search.settings.metric.sign * _WORST  # type: ignore[return-value]
 
     def _begin(self, number: int) -> None:
         if self._scheduler is not None:

@@ -261,7 +261,7 @@ def _check(search: Search) -> None:
             f"scheduler.interval is {scheduler.interval} and trials have {rounds} rounds: there is no turn; lower it": (
                 scheduler.interval >= rounds
             ),
-            "samples: scheduler pbt needs a population of at least 2": search.samples < 2,
+            f"samples: scheduler pbt needs a population of at least 2, not {search.samples}": search.samples < 2,
         } | {
             f"space.{key}: scheduler pbt changes settings in the middle of a training, which {key} does not allow; {CHANGEABLE}; "
             f"take it out of the space, or take scheduler asha": not fits_state(key, method)

@@ -59,7 +59,7 @@ class SearchResults:
 def collect(search: Search, journal: Journal) -> SearchResults:
     """Rank the trials."""
     records = [journal.trials[number] for number in sorted(journal.trials)]
-    sign = 1.0 if search.settings.metric.best == "max" else -1.0
+    sign = search.settings.metric.sign
     known = [record for record in records if math.isfinite(record.score)]
     full = search.rounds
     ranked = sorted(

@@ -30,6 +30,11 @@ class SearchMetric(MetricSettings):
         """The mode, of the score itself where none is given."""
         return self.mode or ("max" if HIGHER_IS_BETTER.get(base_name(self.score), True) else "min")
 
+    @property
+    def sign(self) -> float:
+        """Factor that makes larger scores better ones."""
+        return 1.0 if self.best == "max" else -1.0
+
 
 class NoScheduler(Settings):
     """Every trial does all of its rounds."""
@@ -112,28 +117,25 @@ class SearchSettings(StudySettings):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> SearchSettings:
-        grids = [key for key, domain in self.space.items() if domain.kind == "grid"]
+        space, pbt = self.space.items(), isinstance(self.scheduler, PopulationScheduler)
+        ranges = [(key, domain.kind) for key, domain in space if domain.kind not in ("grid", "choice")]
+        grids = [key for key, domain in space if domain.kind == "grid"]
         if self.searcher == "grid":
-            for key, domain in self.space.items():
-                if domain.kind not in ("grid", "choice"):
-                    raise ConfigError(
-                        f"space.{key}: searcher grid needs a list of values, {{grid: [...]}}, not {domain.kind}; "
-                        f"or take searcher: random"
-                    )
+            for key, kind in ranges[:1]:
+                raise ConfigError(
+                    f"space.{key}: searcher grid needs a list of values, {{grid: [...]}}, not {kind}; or take searcher: random"
+                )
             if self.samples is not None:
                 raise ConfigError("samples: searcher grid does every combination; leave samples out")
         elif grids:
             raise ConfigError(
                 f"space.{grids[0]}: grid needs searcher: grid; for searcher {self.searcher} write {{choice: [...]}}"
             )
-        if isinstance(self.scheduler, PopulationScheduler):
-            if self.searcher != "random":
-                raise ConfigError(
-                    f"searcher: {self.searcher} does not go with scheduler pbt, whose members change their settings "
-                    f"themselves; take searcher: random"
-                )
-            if self.patience is not None:
-                raise ConfigError("patience does not go with scheduler pbt, whose members all do the same rounds")
-            if self.samples is not None and self.samples < 2:
-                raise ConfigError(f"samples: scheduler pbt needs a population of at least 2, not {self.samples}")
+        if pbt and self.searcher != "random":
+            raise ConfigError(
+                f"searcher: {self.searcher} does not go with scheduler pbt, whose members change their settings themselves; "
+                f"take searcher: random"
+            )
+        if pbt and self.patience is not None:
+            raise ConfigError("patience does not go with scheduler pbt, whose members all do the same rounds")
         return self

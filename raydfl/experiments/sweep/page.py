@@ -112,20 +112,15 @@ def _bars(where: tuple[str, ...], cells: list[CellResult], results: Results, pic
     groups, labels, by_both = _grid(cells)
     if not any(cell.done for cell in cells) or len(groups) * len(labels) > _BARS:
         return []
-    summary = results.sweep.settings.summary
-    nothing = float("nan")
-    series = []
-    for label in labels:
-        column = [by_both.get((group, label)) for group in groups]
-        scores = [None if cell is None else cell.score(summary) for cell in column]
-        series.append(
-            Bars(
-                label,
-                np.array([nothing if score is None else score.mean for score in scores]),
-                np.array([nothing if score is None else score.std for score in scores]),
-                np.array([nothing if cell is None or cell.paper is None else cell.paper[0] for cell in column]),
-            )
-        )
+    summary, nothing = results.sweep.settings.summary, float("nan")
+
+    def numbers(cell: CellResult | None) -> tuple[float, float, float]:
+        if cell is None:
+            return nothing, nothing, nothing
+        score = cell.score(summary)
+        return score.mean, score.std, nothing if cell.paper is None else cell.paper[0]
+
+    series = [Bars(label, *np.array([numbers(by_both.get((group, label))) for group in groups]).T) for label in labels]
     title = ", ".join((_unit(cells), *where))
     caption = (
         "Lines: standard deviation over the runs." if any(np.isfinite(item.spread).any() for item in series) else ""
