@@ -210,7 +210,7 @@ def test_a_run_whose_process_is_killed_goes_on_to_the_same_bits(
     grid: StudyFile, ray_session: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def sweep_in(folder: str) -> Any:
-        settings = {"train.rounds": 30, "evaluate.every": 30, "evaluate.clients": "none"}
+        settings = {"train.rounds": 300, "evaluate.every": 300, "evaluate.clients": "none"}
         return load_sweep(
             grid(axes={"c": {"a": {}}}, repeat={"run.seed": [1]}, settings=settings, dir=str(tmp_path / folder))
         )
