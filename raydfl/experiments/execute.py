@@ -216,7 +216,9 @@ def _check_run_config(given: RunConfig | None) -> None:
         return
     if any(not isinstance(each, tune.Callback) for each in given.callbacks or []):
         raise ConfigError("run_config: its callbacks must be of Ray Tune; give them in a ray.tune.RunConfig")
-    if isinstance(given, tune.RunConfig) and given.stop is not None:
+    if not isinstance(given, tune.RunConfig):  # Ray Train's has none of what follows
+        return
+    if given.stop is not None:
         raise ConfigError(
             "run_config: stop: how far trials go is rounds, scheduler and patience of a search; leave it out"
         )
@@ -233,6 +235,7 @@ def _quiet_tune() -> Iterator[None]:
     """Keep Ray Tune from files for other tools, tables, warnings about both, and its own handler of Ctrl-C."""
     own = {
         "RAY_AIR_NEW_OUTPUT": "0",
+        "RAY_worker_niceness": "0",  # of a local Ray's: else trials starve beside whatever else the machine does
         "TUNE_MAX_PENDING_TRIALS_PG": "1",
         "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
         "TUNE_DISABLE_SIGINT_HANDLER": "1",

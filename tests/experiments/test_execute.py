@@ -10,6 +10,7 @@ from ray import train, tune
 from studies import StudyFile
 
 from raydfl.core.errors import ConfigError
+from raydfl.experiments.execute import _check_run_config
 from raydfl.experiments.search import load_search, run_search
 from raydfl.experiments.sweep import load_sweep, run_sweep
 
@@ -40,6 +41,11 @@ def test_what_a_study_does_not_have_is_refused(
         run_sweep(load_sweep(grid()), run_config=given)
     with pytest.raises(ConfigError, match=message):
         run_search(load_search(search_file()), run_config=given)
+
+
+def test_the_settings_of_ray_train_are_accepted() -> None:
+    _check_run_config(train.RunConfig(name="x", failure_config=train.FailureConfig(max_failures=1)))
+    _check_run_config(None)
 
 
 @pytest.mark.slow
