@@ -336,12 +336,12 @@ def sweep_command(
 
     Finished runs are never repeated. Ctrl-C lets running ones stop after their round; the same command goes on with them.
     """
-    from raydfl.cli.sweep import describe, do_sweep
-    from raydfl.experiments.sweep.grid import load_sweep
+    from raydfl.cli.experiments import describe_sweep, do_sweep
+    from raydfl.experiments.sweep import load_sweep
 
     sweep = load_sweep(file, overrides or [], only or [])
     if check:
-        print(describe(sweep))  # noqa: T201
+        print(describe_sweep(sweep))  # noqa: T201
         return
     with _progress(quiet, as_json) as progress:
         code = do_sweep(sweep, progress, parallel, table_only=table)
@@ -363,12 +363,12 @@ def search_command(
     KEY=VALUE also changes the search's own settings (samples=20). Trials that are over are never repeated. Ctrl-C lets running ones
     stop after their round; the same command goes on with them.
     """
-    from raydfl.cli.search import describe, do_search
-    from raydfl.experiments.search.plan import load_search
+    from raydfl.cli.experiments import describe_search, do_search
+    from raydfl.experiments.search import load_search
 
     search = load_search(file, overrides or [])
     if check:
-        print(describe(search))  # noqa: T201
+        print(describe_search(search))  # noqa: T201
         return
     with _progress(quiet, as_json) as progress:
         code = do_search(search, progress, table_only=table)

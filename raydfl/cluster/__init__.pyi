@@ -11,6 +11,7 @@ from raydfl.cluster.resources import bundles_of as bundles_of
 from raydfl.cluster.resources import check_trial_fits as check_trial_fits
 from raydfl.cluster.resources import granted as granted
 from raydfl.cluster.resources import placement_groups as placement_groups
+from raydfl.cluster.resources import room_for as room_for
 from raydfl.cluster.resources import waiting_text as waiting_text
 from raydfl.cluster.server import RemoteServer as RemoteServer
 from raydfl.cluster.server import Server as Server

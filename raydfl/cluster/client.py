@@ -129,6 +129,7 @@ def start_client_actor(run_dir: Path, config: Config, site_key: str, site: str, 
         num_cpus=kind.cpus,
         num_gpus=kind.gpus,
         resources={resource(site): SHARE} if site else None,
+        scheduling_strategy="DEFAULT" if site else None,  # out of a trial's placement group, which holds no site
         max_concurrency=2,
         max_restarts=0,
         max_task_retries=0,

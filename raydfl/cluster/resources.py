@@ -59,6 +59,8 @@ def bundles_of(config: Config, cpus: float, clients: int) -> list[Bundle]:
         cpus: of the trial's own process.
         clients: of the population, for ``ray.actors: per_client``.
     """
+    if config.data.sites:  # the actors are on the sites' nodes, which no placement group keeps
+        return [{"CPU": cpus}]
     kinds = [ActorKind(cpus, 0.0), *actor_kinds(config.ray, clients)]
     # Ray refuses bundles of nothing; an actor that asks for nothing finds room in any.
     wanted = [{"CPU": kind.cpus, "GPU": kind.gpus} for kind in kinds if kind.cpus or kind.gpus]
@@ -174,7 +176,7 @@ def check_trial_fits(bundles: Sequence[Bundle], autoscale: bool) -> None:
     if autoscale:
         return
     nodes = alive_nodes().values()
-    if room(nodes, [ActorKind(each.get("CPU", 0.0), each.get("GPU", 0.0)) for each in bundles]) == len(bundles):
+    if room(nodes, _kinds_of(bundles)) == len(bundles):
         return
     there = ray.cluster_resources()  # type: ignore[no-untyped-call]
     free = ray.available_resources()  # type: ignore[no-untyped-call]
@@ -182,9 +184,19 @@ def check_trial_fits(bundles: Sequence[Bundle], autoscale: bool) -> None:
     raise ResourcesError(
         f"a trial needs {_text(_total(bundles))} (its own process{f' and {actors} client actors' if actors else ''}), the cluster "
         f"has {_text(there)} on {len(nodes)} node{'s' if len(nodes) != 1 else ''}, of which {_text(free)} are free; lower "
-        f"ray.actors (0: a trial's clients train in its own process), ray.cpus, ray.gpus or cpus, or set "
-        f"ray.autoscale=true if the cluster grows by itself"
+        f"ray.actors, in a sweep cells.actors (0: a trial's clients train in its own process), ray.cpus, ray.gpus or cpus, or "
+        f"set ray.autoscale=true if the cluster grows by itself"
     )
+
+
+def room_for(bundles: Sequence[Bundle], most: int) -> int:
+    """Return how many trials with such bundles the cluster holds at a time, ``most`` at most, at least one."""
+    nodes, kinds = alive_nodes().values(), _kinds_of(bundles)
+    return next((count for count in range(most, 1, -1) if room(nodes, kinds * count) == len(kinds) * count), 1)
+
+
+def _kinds_of(bundles: Sequence[Bundle]) -> list[ActorKind]:
+    return [ActorKind(each.get("CPU", 0.0), each.get("GPU", 0.0)) for each in bundles]
 
 
 def placement_groups() -> set[str]:

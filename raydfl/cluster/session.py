@@ -98,8 +98,11 @@ def ray_session(config: Config, clients: int, quiet: bool = False) -> Iterator[N
 
 
 @contextlib.contextmanager
-def connected(address: str | None, quiet: bool = False) -> Iterator[None]:
+def connected(address: str | None, quiet: bool = False, local_cpus: int | None = None) -> Iterator[None]:
     """Have the Ray that this process is in, the one at ``address`` or ``$RAY_ADDRESS``, or a local one that ends with the block.
+
+    Args:
+        local_cpus: CPUs of a local one; ``None``: those of the machine.
 
     Raises:
         ResourcesError: the cluster cannot be reached, or wants another token.
@@ -114,16 +117,21 @@ def connected(address: str | None, quiet: bool = False) -> Iterator[None]:
                 check_access(address)
                 ray.init(address, **options)
             else:
-                start_local_ray(**options)
+                start_local_ray(num_cpus=local_cpus, **options)
         except ResourcesError:
             raise
         except Exception as error:  # Ray raises many kinds here
             where = f"the Ray cluster at {address}" if address else "a local Ray"
             first = first_line(error)
             reason = error.strerror or first if isinstance(error, OSError) else f"{type(error).__name__}: {first}"
+            advice = (
+                "check the address (ray.address, or RAY_ADDRESS), and that RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH holds the "
+                "cluster's token"
+                if address
+                else "the machine may be too busy or short of memory: try again"
+            )
             raise ResourcesError(
-                f"cannot reach {where}: {reason}; check the address (ray.address, or RAY_ADDRESS), and that RAY_AUTH_TOKEN or "
-                f"RAY_AUTH_TOKEN_PATH holds the cluster's token, or set ray.actors=0 to run without Ray"
+                f"cannot reach {where}: {reason}; {advice}, or set ray.actors=0 for a single run without Ray"
             ) from error
         started = True
     try:

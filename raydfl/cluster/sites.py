@@ -248,7 +248,7 @@ def _everywhere(
                 f"no node of the cluster is site {name!r} (the cluster has: {known}); start Ray there with "
                 f"ray start --address=HEAD:6379 --resources='{{\"{resource(name)}\": 1}}'"
             )
-    task = ray.remote(num_cpus=1)(function)
+    task = ray.remote(num_cpus=1, scheduling_strategy="DEFAULT")(function)  # not in a trial's placement group
     calls = [
         task.options(resources={resource(each[0]): SHARE}, max_retries=0).remote(config, *each) for each in arguments
     ]

@@ -22,7 +22,7 @@ from raydfl.engine.config import Config, make_config
 from raydfl.engine.federation import Federation
 from raydfl.engine.storage.folder import stored_about, stored_config
 from raydfl.engine.storage.private import PrivateStore
-from raydfl.experiments.sweep.run import prepare
+from raydfl.experiments import prepare
 from raydfl.runs import _run as runs
 from raydfl.runs import folder as rundir
 from raydfl.runs._replay import replay
