@@ -179,7 +179,7 @@ class RunStore:
         return name
 
     def newest(self) -> Commit | None:
-        """The commit that counts; ``None`` before the first.
+        """Return the commit that counts; ``None`` before the first.
 
         Raises:
             RunDirectoryError: it is missing or damaged, or LATEST names none.

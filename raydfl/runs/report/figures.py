@@ -397,7 +397,7 @@ class Axis:
 def parallel_coordinates(
     lines: ArrayLike, strength: ArrayLike, axes_: Sequence[Axis], dashed: Sequence[bool], unit: str
 ) -> Figure:
-    """A line for each of several things across an upright axis for each of its numbers; the better one is, the stronger its line.
+    """Draw a line for each of several things across an upright axis for each of its numbers; the best is drawn strongest.
 
     Args:
         lines: [things, axes]: places on the axes, 0 to 1.
