@@ -24,7 +24,7 @@ from raydfl.engine import make_config as make_config
 from raydfl.engine.storage import final_state as final_state
 from raydfl.engine.storage import influences as influences
 from raydfl.engine.storage import read_rows as read_rows
-from raydfl.experiments.trainable import trainable as trainable
+from raydfl.experiments import trainable as trainable
 from raydfl.methods import Method as Method
 from raydfl.rules import CollectingRule as CollectingRule
 from raydfl.rules import Rule as Rule

@@ -12,7 +12,6 @@ trigger. It is measured at every evaluation, before and after the attack too.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -25,6 +24,7 @@ from pydantic.dataclasses import dataclass
 from raydfl.attacks._attack import Cohort, UpdateAttack, class_index, drawn_share
 from raydfl.attacks.scaling import boosted
 from raydfl.core.errors import ConfigError, DataError
+from raydfl.core.files import content_digest
 from raydfl.data import read_audio
 from raydfl.data.features import Alteration, AnyFeatures, FeatureExtractor, FileFeatures, needs_waves
 
@@ -65,7 +65,7 @@ class Trigger(Alteration):
             raise DataError(
                 f"attack.file: the trigger sound {path} is silent in its first {seconds:g} s; choose another"
             )
-        content = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+        content = content_digest(path)
         return cls("tone", 0.0, seconds, loudness_db, position, str(path), content)
 
     def __call__(self, wave: np.ndarray, extractor: FeatureExtractor, seed: int) -> np.ndarray:

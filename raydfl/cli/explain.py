@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from raydfl.attacks import Attack
 from raydfl.core import registry
@@ -20,6 +20,7 @@ from raydfl.models import architectures, model_options
 from raydfl.rules import RULES
 
 _WIDTH = 110
+T = TypeVar("T")
 
 
 def explain_config(config: Config) -> str:
@@ -105,24 +106,14 @@ def methods_as_data(only: Sequence[str] = ()) -> dict[str, Any]:
     Raises:
         ConfigError: nothing of such a name is built in.
     """
-    methods = {
-        name: registry.find("raydfl.methods", name, Method, "method") for name in registry.names("raydfl.methods")
-    }
-    attacks = {
-        name: registry.find("raydfl.attacks", name, Attack, "attack") for name in registry.names("raydfl.attacks")
-    }
     everything: dict[str, dict[str, Any]] = {
         "methods": {
-            name: {"about": _first_line(cls), "models": dict(cls.models), "options": _options_as_data(cls)}
-            for name, cls in methods.items()
+            name: {**_about(cls), "models": dict(cls.models)}
+            for name, cls in _classes_of("raydfl.methods", Method, "method").items()
         },
-        "rules": {
-            name: {"about": _first_line(cls), "options": _options_as_data(cls)} for name, cls in sorted(RULES.items())
-        },
-        "attacks": {
-            name: {"about": _first_line(cls), "options": _options_as_data(cls)} for name, cls in attacks.items()
-        },
-        "models": {name: {"options": _plain_options(model_options(name))} for name in architectures()},
+        "rules": {name: _about(cls) for name, cls in RULES.items()},
+        "attacks": {name: _about(cls) for name, cls in _classes_of("raydfl.attacks", Attack, "attack").items()},
+        "models": {name: {"options": plain(model_options(name))} for name in architectures()},
     }
     known = {name for kind in everything.values() for name in kind}
     for name in only:
@@ -135,19 +126,16 @@ def methods_as_data(only: Sequence[str] = ()) -> dict[str, Any]:
     }
 
 
-def _plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: plain(value) for name, value in options.items()}
+def _classes_of(package: str, base: type[T], what: str) -> dict[str, type[T]]:
+    return {name: registry.find(package, name, base, what) for name in registry.names(package)}
 
 
-def _first_line(cls: type) -> str:
-    return (cls.__doc__ or "").strip().partition("\n")[0]
-
-
-def _options_as_data(cls: type) -> dict[str, Any]:
-    return {
+def _about(cls: type) -> dict[str, Any]:
+    options = {
         option.name: {"default": option.default, "required": option.required, "meaning": option.meaning}
         for option in options_of(cls)
     }
+    return {"about": (cls.__doc__ or "").strip().partition("\n")[0], "options": options}
 
 
 _TITLES = {

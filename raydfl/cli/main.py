@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperCommand
 
-from raydfl.cluster.job import check_no_token, in_a_job
+from raydfl.cluster import check_no_token, in_a_job
 from raydfl.core.errors import ClientError, ConfigError, DataError, InputError, RaydflError, printable
 from raydfl.core.version import __version__
 
@@ -93,7 +93,7 @@ def _options(
 ) -> None:
     """Handle the options before a command."""
     if in_a_job():
-        from raydfl.cluster.session import current_token  # takes gRPC
+        from raydfl.cluster import current_token  # takes gRPC
 
         check_no_token(current_token()[0])
 
@@ -336,12 +336,12 @@ def sweep_command(
 
     Finished runs are never repeated. Ctrl-C lets running ones stop after their round; the same command goes on with them.
     """
-    from raydfl.cli.sweep import describe, do_sweep
-    from raydfl.experiments.sweep.grid import load_sweep
+    from raydfl.cli.experiments import describe_sweep, do_sweep
+    from raydfl.experiments.sweep import load_sweep
 
     sweep = load_sweep(file, overrides or [], only or [])
     if check:
-        print(describe(sweep))  # noqa: T201
+        print(describe_sweep(sweep))  # noqa: T201
         return
     with _progress(quiet, as_json) as progress:
         code = do_sweep(sweep, progress, parallel, table_only=table)
@@ -363,12 +363,12 @@ def search_command(
     KEY=VALUE also changes the search's own settings (samples=20). Trials that are over are never repeated. Ctrl-C lets running ones
     stop after their round; the same command goes on with them.
     """
-    from raydfl.cli.search import describe, do_search
-    from raydfl.experiments.search.plan import load_search
+    from raydfl.cli.experiments import describe_search, do_search
+    from raydfl.experiments.search import load_search
 
     search = load_search(file, overrides or [])
     if check:
-        print(describe(search))  # noqa: T201
+        print(describe_search(search))  # noqa: T201
         return
     with _progress(quiet, as_json) as progress:
         code = do_search(search, progress, table_only=table)
@@ -462,7 +462,7 @@ def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, 
     In parallel, into the cache that all runs share: by this machine, or by the Ray cluster that ray.address or RAY_ADDRESS names.
     It may be interrupted: the next call goes on.
     """
-    from raydfl.cluster.job import check_kept
+    from raydfl.cluster import check_kept
     from raydfl.core.files import default_cache
     from raydfl.data import build_population
     from raydfl.engine import load_config
@@ -472,8 +472,7 @@ def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, 
     with _progress(quiet, as_json) as progress, contextlib.ExitStack() as stack:
         run_chunks = None
         if config.ray.address or os.environ.get("RAY_ADDRESS"):
-            from raydfl.cluster.features import on_the_cluster
-            from raydfl.cluster.session import connected
+            from raydfl.cluster import connected, on_the_cluster
 
             stack.enter_context(connected(config.ray.address, quiet=True))
             run_chunks = on_the_cluster

@@ -15,7 +15,7 @@ import ray
 from raydfl.cluster.gpu import cap, hide_gpus
 from raydfl.cluster.job import check_visible
 from raydfl.cluster.resources import ActorKind
-from raydfl.cluster.sites import SHARE, SentToSite, open_worker, receive, resource
+from raydfl.cluster.sites import SHARE, SentToSite, resource
 from raydfl.core.errors import RaydflError
 from raydfl.core.tensors import FlatTensors
 from raydfl.engine import Config, Order, Result, Worker
@@ -23,7 +23,7 @@ from raydfl.engine.storage import PrivateRef, PrivateStore
 
 
 def choose_device(gpus: float) -> str:
-    """``"cuda"`` when a share of a GPU is configured and PyTorch has one, with its memory capped to that share; else ``"cpu"``.
+    """Return ``"cuda"`` when a share of a GPU is configured and PyTorch has one, whose memory is capped then; else ``"cpu"``.
 
     Without a share the process is made blind to GPUs: Ray hides only those of actors that have others.
 
@@ -49,14 +49,14 @@ class ClientActor:
     what the next client needs.
     """
 
-    def __init__(self, run_dir: str, config: Config, kind: ActorKind, site: SentToSite | None = None) -> None:
+    def __init__(self, run_dir: str, config: Config, kind: ActorKind, sent: SentToSite | None = None) -> None:
         """Open the run.
 
         Args:
             run_dir: the run's folder, the same path on every node; at a site there is none.
             config: of the run.
             kind: of this actor.
-            site: at a site, what it needs to know of the run.
+            sent: at a site, the rest of the run.
         """
         folder = Path(run_dir)
         self._one_at_a_time = threading.Lock()
@@ -65,17 +65,16 @@ class ClientActor:
         self._failed: RaydflError | None = None  # what a constructor raises would reach the driver without its type
         try:
             device = choose_device(kind.gpus)
-            if site is None:
+            if sent is None:
                 check_visible(folder)
                 self._worker = Worker(folder, config, PrivateStore(folder / "private"), device)
-                return
-            population = receive(config, kind.site, site)
-            self._worker = open_worker(config, kind.site, site.key, folder, population, device)
+            else:
+                self._worker = sent.worker(config, folder, device)
         except RaydflError as error:
             self._failed = error
 
     def ready(self) -> str:
-        """Answers once the actor has started: the id of its node.
+        """Return the id of the actor's node, once it has started.
 
         Raises:
             RaydflError: the run's folder, its data at this site, or what the configuration names cannot be opened.
@@ -85,11 +84,11 @@ class ClientActor:
         return ray.get_runtime_context().get_node_id()
 
     def process_id(self) -> int:
-        """Of the actor's process."""
+        """Return the id of the actor's process."""
         return os.getpid()
 
     def carry_out(self, orders: list[Order], keys: list[str], *tensors: FlatTensors) -> list[Result]:
-        """Worker.carry_out. Updates are returned, never references to them: they outlive this actor.
+        """Do Worker.carry_out. Updates are returned, never references to them: they outlive this actor.
 
         Args:
             orders: any clients'.
@@ -104,35 +103,36 @@ class ClientActor:
             return self._worker.carry_out(orders, broadcast, arrived)
 
     def width(self, orders: list[Order], keys: list[str], *tensors: FlatTensors) -> int:
-        """Worker.width; arguments as for :meth:`carry_out`."""
+        """Do Worker.width; arguments as for :meth:`carry_out`."""
         with self._one_at_a_time:
             return self._worker.width(orders, dict(zip(keys, tensors, strict=True)))
 
     def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
-        """PrivateStore.compact."""
+        """Do PrivateStore.compact."""
         with self._one_at_a_time:
             return self._worker.private.compact(round_index, refs)
 
     def remove(self, segments: list[str]) -> None:
-        """PrivateStore.remove."""
+        """Do PrivateStore.remove."""
         with self._one_at_a_time:
             self._worker.private.remove(segments)
 
     def retain(self, segments: frozenset[str]) -> None:
-        """PrivateStore.retain."""
+        """Do PrivateStore.retain."""
         with self._one_at_a_time:
             self._worker.private.retain(segments)
 
 
-def start_client_actor(run_dir: Path, config: Config, site_key: str, kind: ActorKind) -> Any:
-    """A new client actor of some kind. Never restarted by Ray: the pool decides what is done again."""
+def start_client_actor(run_dir: Path, config: Config, site_key: str, site: str, kind: ActorKind) -> Any:
+    """Start a client actor of some kind, at a site or anywhere. Ray never restarts it: the pool decides what is done again."""
     actor = ray.remote(ClientActor).options(
         num_cpus=kind.cpus,
         num_gpus=kind.gpus,
-        resources={resource(kind.site): SHARE} if kind.site else None,
+        resources={resource(site): SHARE} if site else None,
+        scheduling_strategy="DEFAULT" if site else None,  # out of a trial's placement group, which holds no site
         max_concurrency=2,
         max_restarts=0,
         max_task_retries=0,
     )
-    sent = SentToSite.of(run_dir, site_key) if kind.site else None
+    sent = SentToSite.of(run_dir, site, site_key) if site else None
     return actor.remote(str(run_dir), config, kind, sent)

@@ -1,10 +1,9 @@
-"""What a failure of an actor means, and how long to wait for a late one."""
+"""Failures of actors: their meaning, and how long to wait for a late answer."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
@@ -15,7 +14,7 @@ from raydfl.engine import Config, Order, Result
 
 @dataclass(frozen=True, slots=True)
 class StragglerPolicy:
-    """How a pool treats clients whose actor is lost or does not answer."""
+    """The treatment of clients whose actor is lost or does not answer."""
 
     drop_lost: bool = False
     """Whether a client whose actor is lost again and again is left out of the round; else the run stops."""
@@ -26,15 +25,15 @@ class StragglerPolicy:
 
     @classmethod
     def of(cls, config: Config) -> StragglerPolicy:
-        """As configured."""
+        """Return the configured policy."""
         return cls(config.run.on_error == "drop", config.train.deadline, config.ray.grace)
 
     def limit(self, clients: int) -> float:
-        """Seconds until the answer of an actor is due that trains so many clients, perhaps one after another."""
+        """Return the seconds until the answer of an actor is due that trains so many clients, perhaps one after another."""
         return math.inf if self.deadline is None else clients * self.deadline + self.grace
 
     def tries(self, retries: int) -> int:
-        """Losses of its actor that a client's work survives.
+        """Return the number of losses of its actor that a client's work survives.
 
         Where clients are dropped it is at least one: when an actor is lost whose calls held the work of several clients, each is
         tried again by itself, so that nobody is left out for what another one did.
@@ -47,15 +46,21 @@ LOST = (RayActorError, OutOfMemoryError, ObjectLostError)
 
 
 def task_cause(error: RayTaskError) -> BaseException:
-    """The exception that an actor raised, without Ray's wrapping when it is one of ours."""
+    """Return the exception that an actor raised, without Ray's wrapping when it is one of ours."""
     cause = error.cause
     return cause if isinstance(cause, RaydflError) else error
 
 
-def _apart(group: list[Order], waiting: list[list[Order]], reason: str) -> Iterator[Result]:
-    """A client is left out; of several that were trained together each is tried by itself first, for it may be another's doing."""
+def why_ended(error: BaseException) -> str:
+    """Return why an actor ended, in one line. Of one that raised when it was made: what it raised, which comes last."""
+    lines = str(error).strip().splitlines() or [""]
+    return lines[-1 if getattr(error, "actor_init_failed", False) else 0]
+
+
+def leave_out(group: list[Order], waiting: list[list[Order]], reason: str, retried: int = 0) -> list[Result]:
+    """Leave a client out; of several that were trained together let each wait by itself first: it may be another's doing."""
     if len(group) > 1:
         waiting.extend([dataclasses.replace(order, group=-1)] for order in group)
-        return
+        return []
     order = group[0]
-    yield Result(order.position, order.task.client_id, rejected=reason, private=order.private)
+    return [Result(order.position, order.task.client_id, rejected=reason, private=order.private, retried=retried)]

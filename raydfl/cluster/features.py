@@ -12,7 +12,7 @@ from raydfl.data.features import Chunk, ChunkReport
 
 
 def on_the_cluster(function: Callable[[Chunk], ChunkReport], chunks: Sequence[Chunk]) -> Iterator[ChunkReport]:
-    """Each chunk as a Ray task on one CPU; reports in order of completion. A task whose node is lost is done again elsewhere."""
+    """Do each chunk as a Ray task on one CPU; reports come in order of completion. What is lost with a node is done again."""
     task = ray.remote(num_cpus=1)(function)
     pending = [task.remote(chunk) for chunk in chunks]
     try:

@@ -1,4 +1,4 @@
-"""GPUs as raydfl sees them: who may use one, how much of its memory, and how much a piece of work needs."""
+"""GPUs: who may use one, how much of its memory, and how much a piece of work needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONTEXT = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What one actor needs of a GPU."""
+    """Memory that one actor needs of a GPU."""
 
     device: str
     """The GPU's name."""
@@ -39,7 +39,7 @@ class Memory:
 
     @property
     def slots(self) -> int:
-        """Actors that fit on the GPU."""
+        """Return how many actors fit on the GPU."""
         return self.total // self.peak
 
 
@@ -47,15 +47,15 @@ class Device(Protocol):
     """A GPU whose memory can be measured."""
 
     def name(self) -> str:
-        """What kind of GPU it is."""
+        """Return what kind of GPU it is."""
         ...
 
     def total(self) -> int:
-        """Bytes of memory."""
+        """Return its memory in bytes."""
         ...
 
     def peak(self, work: Callable[[], None]) -> int:
-        """Do some work; bytes that this process needed for it at most, its CUDA context included."""
+        """Do some work; return the bytes that this process needed for it at most, its CUDA context included."""
         ...
 
 
@@ -63,15 +63,15 @@ class CudaDevice:
     """The current CUDA device."""
 
     def name(self) -> str:
-        """As PyTorch calls it."""
+        """Return its name, as PyTorch calls it."""
         return torch.cuda.get_device_name()
 
     def total(self) -> int:
-        """Of the device."""
+        """Return its memory in bytes."""
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
     def peak(self, work: Callable[[], None]) -> int:
-        """What PyTorch's allocator held at most, and what else is in use on a GPU that this process has for itself."""
+        """Return what PyTorch's allocator held at most, and what else is in use on a GPU that this process has for itself."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         work()
@@ -82,7 +82,7 @@ class CudaDevice:
 
 
 def cap(gpus: float, total: int) -> float:
-    """The share of a GPU's memory that PyTorch may allocate in an actor: its share without the CUDA context.
+    """Return the share of a GPU's memory that PyTorch may allocate in an actor: its share without the CUDA context.
 
     Args:
         gpus: the actor's share, above 0; whole GPUs have no cap.
@@ -108,7 +108,7 @@ def hide_gpus() -> None:
 
 
 def gigabytes(number_of_bytes: float) -> str:
-    """Bytes in words, as memory is counted.
+    """Return bytes in words, as memory is counted.
 
     >>> gigabytes(3 << 29)
     '1.50 GiB'
@@ -117,7 +117,7 @@ def gigabytes(number_of_bytes: float) -> str:
 
 
 def share(memory: Memory, settings: RaySettings, gpus: int | None) -> float:
-    """The share of a GPU for each actor, such that as many as fit may be there: 1 / slots, in Ray's steps of 0.0001.
+    """Return the share of a GPU for each actor, such that as many as fit may be there: 1 / slots, in Ray's steps of 0.0001.
 
     Args:
         memory: measured.
@@ -144,7 +144,7 @@ def share(memory: Memory, settings: RaySettings, gpus: int | None) -> float:
 
 
 def measure(run_dir: Path, config: Config, device: Device, where: str) -> Memory:
-    """What one client actor needs for the heaviest work of the next round; remembered for a kind of work and a device.
+    """Return what one client actor needs for the heaviest work of the next round; remembered for a kind of work and a device.
 
     Args:
         run_dir: of the run; nothing in it is changed.
@@ -175,7 +175,7 @@ def measure(run_dir: Path, config: Config, device: Device, where: str) -> Memory
 
 
 def _heaviest(run_dir: Path, config: Config, where: str) -> None:
-    """Do it, and keep nothing."""
+    """Do the heaviest work of the next round, and keep nothing."""
     with tempfile.TemporaryDirectory(prefix="raydfl-slots-") as name:
         scratch, store = RunStore(Path(name)), RunStore(run_dir)
         latest = store.latest()
@@ -186,7 +186,7 @@ def _heaviest(run_dir: Path, config: Config, where: str) -> None:
         population = Population.load(run_dir / "population")
         private = PrivateStore(Path(name) / "private", also_read=[run_dir / "private"])
         worker = Worker(run_dir, config, private, where, population=population)
-        pool = SerialPool({"": worker})
+        pool = SerialPool(worker)
         with contextlib.closing(pool), contextlib.closing(Federation(config, population, scratch, pool)) as federation:
             for orders in federation.heaviest():
                 worker.carry_out(orders, federation.broadcast({key for order in orders for key in order.task.receive}))
@@ -196,7 +196,7 @@ class _Probe:
     """An actor with a GPU of its own."""
 
     def memory(self, run_dir: str, config: Config) -> Memory:
-        """See :func:`measure`."""
+        """Do :func:`measure`."""
         if not torch.cuda.is_available():
             raise ResourcesError(
                 "ray.gpus: auto needs a GPU that PyTorch can use, but on the node that Ray chose torch.cuda.is_available() is "
@@ -206,7 +206,7 @@ class _Probe:
 
 
 def with_share(run_dir: Path, config: Config, tell: Callable[[str], None]) -> Config:
-    """A configuration with the measured share instead of ``ray.gpus: auto``. Ray has to be connected.
+    """Return a configuration with the measured share instead of ``ray.gpus: auto``. Ray has to be connected.
 
     Args:
         run_dir: of the run.

@@ -1,4 +1,4 @@
-"""Where the processes of a run may write: not into the temporary folder of a job, and only where all of them see it."""
+"""Places to which a run may write: not the temporary folder of a job, and only such as all its processes see."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
 def in_a_job() -> bool:
-    """Whether this process is the entry of a submitted job."""
+    """Return whether this process is the entry of a submitted job."""
     return _VARIABLE in os.environ
 
 
@@ -63,7 +63,7 @@ def check_no_token(token: str) -> None:
 
 
 def _holds(path: Path, token: str) -> bool:
-    """Whether it is a file with this token and hardly anything else; large files are not read."""
+    """Return whether it is a file with this token and hardly anything else; large files are not read."""
     try:
         return path.stat().st_size <= 2 * len(token) + 16 and token.encode() in path.read_bytes()
     except OSError:

@@ -15,7 +15,7 @@ class RayMetrics:
     """The sums of a run's rounds as metrics of Ray, in the process that makes them; Ray's agent of the node shows them."""
 
     def __init__(self, run: str, method: str) -> None:
-        """Tags are the run's and the method's name, and no more than a handful of kinds: nothing about clients."""
+        """Make the metrics. Their tags are the run's and the method's name and a handful of kinds: nothing about clients."""
         from ray.util.metrics import Counter, Gauge, Histogram
 
         tags = {"run": run, "method": method}
@@ -39,7 +39,7 @@ class RayMetrics:
         self._flushed = -_FLUSH
 
     def observe(self, reports: Sequence[RoundReport]) -> None:
-        """These rounds were done; they show after the next call that comes a second or more after the last that did."""
+        """Take note of rounds; they show after the next call that comes a second or more after the last that did."""
         self._waiting += reports
         if time.monotonic() - self._flushed >= _FLUSH:
             self.flush()
@@ -68,6 +68,6 @@ class RayMetrics:
 
 
 def _add(counter: object, value: float, **tags: str) -> None:
-    """Ray refuses to count nothing."""
+    """Count something; Ray refuses to count nothing."""
     if value > 0:
         counter.inc(value, tags or None)  # type: ignore[attr-defined]

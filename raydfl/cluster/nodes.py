@@ -9,7 +9,7 @@ from raydfl.cluster.resources import ActorKind, alive_nodes, nodes_text, room, w
 
 
 class NodeWatch:
-    """Says when a run waits for nodes, and when nodes join or leave."""
+    """A watch over the cluster's nodes: it says when a run waits for some, and when they join or leave."""
 
     def __init__(
         self,

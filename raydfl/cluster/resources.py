@@ -1,10 +1,10 @@
-"""What a run needs, and whether it fits the cluster."""
+"""Resources of a run: what its processes need, and whether the cluster has it."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -12,77 +12,87 @@ import ray
 from raydfl.core.errors import ResourcesError
 from raydfl.engine import Config, RaySettings
 
+Bundle = dict[str, float]
+"""Resources by Ray's names, of a node or wanted of one: ``CPU``, ``GPU``."""
+
 
 @dataclass(frozen=True, slots=True)
 class ActorKind:
-    """What Ray reserves for a client actor."""
+    """The resources that Ray reserves for a client actor."""
 
     cpus: float
     gpus: float
     """Share of a GPU; 0: it computes on the CPU."""
-    site: str = ""
-    """The site whose clients alone it serves, on whose node it is; empty: wherever there is room."""
 
     def __str__(self) -> str:
-        return f"{self.cpus:g} CPU and {self.gpus:g} GPU" if self.gpus else f"{self.cpus:g} CPU"
+        return _text({"CPU": self.cpus, "GPU": self.gpus})
 
 
-def actor_kinds(settings: RaySettings, clients: int, sites: Sequence[str] = ("",)) -> list[ActorKind]:
-    """The kind of every client actor that the settings ask for, at each site those with a GPU first.
+def actor_kinds(settings: RaySettings, clients: int) -> list[ActorKind]:
+    """Return the kind of every client actor that the settings ask for, at one site; those with a GPU first.
 
     Args:
         settings: as configured.
         clients: of the population; with ``actors: per_client`` each has one.
-        sites: names of the sites, each of which has all the actors; the one without a name: there are none.
     """
     number = clients if settings.actors == "per_client" else int(settings.actors)
-    return [
-        kind
-        for site in sites
-        for kind in (
-            *[ActorKind(settings.cpus, settings.gpu_share, site)] * number,
-            *[ActorKind(settings.cpus, 0.0, site)] * settings.cpu_actors,
-        )
-    ]
+    with_gpu, without = ActorKind(settings.cpus, settings.gpu_share), ActorKind(settings.cpus, 0.0)
+    return [with_gpu] * number + [without] * settings.cpu_actors
 
 
 def wanted_kinds(config: Config, clients: int) -> list[ActorKind]:
-    """The kinds of all client actors of a run, at all its sites.
+    """Return the kinds of all client actors of a run, at all its sites.
 
     Args:
         config: of the run.
         clients: of the population.
     """
-    sites = [] if config.ray.actors == "per_client" else list(config.data.sites)
-    return actor_kinds(config.ray, clients, sites or [""])
+    each_site = config.ray.actors != "per_client"
+    return actor_kinds(config.ray, clients) * (max(1, len(config.data.sites)) if each_site else 1)
+
+
+def bundles_of(config: Config, cpus: float, clients: int) -> list[Bundle]:
+    """Return a trial's placement group: its own process with the server, then a bundle for each client actor.
+
+    Args:
+        config: of the trial.
+        cpus: of the trial's own process.
+        clients: of the population, for ``ray.actors: per_client``.
+    """
+    if config.data.sites:  # the actors are on the sites' nodes, which no placement group keeps
+        return [{"CPU": cpus}]
+    kinds = [ActorKind(cpus, 0.0), *actor_kinds(config.ray, clients)]
+    # Ray refuses bundles of nothing; an actor that asks for nothing finds room in any.
+    wanted = [{"CPU": kind.cpus, "GPU": kind.gpus} for kind in kinds if kind.cpus or kind.gpus]
+    return [{name: amount for name, amount in bundle.items() if amount} for bundle in wanted]
+
+
+def alive_nodes() -> dict[str, Mapping[str, float]]:
+    """Return what each node that is alive has in all, by the node's id."""
+    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
 
 
 _EXACT = 1e-6
 """Ray's resources are floats with four decimals."""
 
 
-def alive_nodes() -> dict[str, Mapping[str, float]]:
-    """What each node that is alive has in all, by the node's id."""
-    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
-
-
-def room(nodes: Sequence[Mapping[str, float]], kinds: Sequence[ActorKind]) -> int:
-    """How many of these client actors the nodes can hold at once, when nobody else uses them.
+def room(nodes: Iterable[Mapping[str, float]], kinds: Sequence[ActorKind]) -> int:
+    """Return how many of these actors the nodes can hold at once, the largest first, when nobody else uses them.
 
     Args:
         nodes: what each node has in all: ``CPU``, ``GPU``.
-        kinds: of the actors wanted; all with the same CPUs, some without a share of a GPU.
+        kinds: of the actors wanted; some may be without a share of a GPU, all others have the same.
     """
-    if not kinds:
-        return 0
-    by_cpu = [_times(node.get("CPU", 0.0), kinds[0].cpus) for node in nodes]
-    with_gpu = [kind for kind in kinds if kind.gpus]
-    on_gpus = sum(
-        min(places, _on_devices(node.get("GPU", 0.0), with_gpu[0].gpus)) if with_gpu else 0
-        for node, places in zip(nodes, by_cpu, strict=True)
-    )
-    there = min(len(with_gpu), on_gpus)
-    return int(there + min(len(kinds) - len(with_gpu), sum(by_cpu) - there))
+    free = [[node.get("CPU", 0.0), node.get("GPU", 0.0)] for node in nodes]
+    placed = 0
+    for kind, number in sorted(Counter(kinds).items(), key=lambda item: (item[0].gpus, item[0].cpus), reverse=True):
+        left = number
+        for node in free:
+            fitting = int(min(left, _times(node[0], kind.cpus), _on_devices(node[1], kind.gpus)))
+            node[0] -= fitting * kind.cpus
+            left -= fitting
+        placed += number - left
+    return placed
 
 
 def _times(has: float, each: float) -> float:
@@ -90,12 +100,12 @@ def _times(has: float, each: float) -> float:
 
 
 def _on_devices(has: float, each: float) -> float:
-    """A share of less than one is of one device."""
-    return _times(has, each) if each >= 1 else int(has) * ((1 + _EXACT) // each)
+    """Return how often a share fits; one of less than 1 is of one device."""
+    return _times(has, each) if each >= 1 or each == 0 else int(has) * ((1 + _EXACT) // each)
 
 
 def wanted_text(kinds: Sequence[ActorKind]) -> str:
-    """What client actors need, for messages.
+    """Return what client actors need, for messages.
 
     >>> wanted_text([ActorKind(1, 0.5), ActorKind(1, 0.5), ActorKind(1, 0)])
     '2 with 1 CPU and 0.5 GPU each, 1 with 1 CPU each'
@@ -105,7 +115,7 @@ def wanted_text(kinds: Sequence[ActorKind]) -> str:
 
 
 def nodes_text(nodes: Sequence[Mapping[str, float]]) -> str:
-    """How many nodes there are and what they have together, for messages.
+    """Return how many nodes there are and what they have together, for messages.
 
     >>> nodes_text([{"CPU": 4.0, "GPU": 1.0}, {"CPU": 2.0}])
     '2 nodes with 6 CPU and 1 GPU'
@@ -115,7 +125,7 @@ def nodes_text(nodes: Sequence[Mapping[str, float]]) -> str:
 
 
 def free_resources() -> str:
-    """Free CPUs and GPUs of the cluster, for messages."""
+    """Return the free CPUs and GPUs of the cluster, for messages."""
     free = ray.available_resources()  # type: ignore[no-untyped-call]
     return f"{free.get('CPU', 0):g} CPU, {free.get('GPU', 0):g} GPU"
 
@@ -143,7 +153,7 @@ def check_resources(config: Config, clients: int, grows: bool) -> None:
             ("GPU", [kind.gpus for kind in kinds if kind.gpus]),
         ):
             has = sum(node.get(what, 0.0) for node in nodes)
-            if sum(shares) > has + 1e-6:
+            if sum(shares) > has + _EXACT:
                 raise ResourcesError(
                     f"{len(shares)} client actors with {shares[0]:g} {what} each need {sum(shares):g} {what}, the cluster has "
                     f"{has:g}; lower ray.actors or ray.{what.lower()}s, or set ray.autoscale=true if the cluster grows by itself"
@@ -155,3 +165,65 @@ def check_resources(config: Config, clients: int, grows: bool) -> None:
             f"are {nodes_text(nodes)}, and an actor's share must be of one node and one GPU; lower ray.cpus, ray.gpus, ray.actors "
             f"or ray.min_actors, or set ray.autoscale=true if the cluster grows by itself"
         )
+
+
+def check_trial_fits(bundles: Sequence[Bundle], autoscale: bool) -> None:
+    """Refuse what the cluster can never hold, even with nothing else in it; all of it is there with ``ray.autoscale``, in time.
+
+    Raises:
+        ResourcesError: with what is needed, what is there and what is free.
+    """
+    if autoscale:
+        return
+    nodes = alive_nodes().values()
+    if room(nodes, _kinds_of(bundles)) == len(bundles):
+        return
+    there = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    free = ray.available_resources()  # type: ignore[no-untyped-call]
+    actors = len(bundles) - 1
+    raise ResourcesError(
+        f"a trial needs {_text(_total(bundles))} (its own process{f' and {actors} client actors' if actors else ''}), the cluster "
+        f"has {_text(there)} on {len(nodes)} node{'s' if len(nodes) != 1 else ''}, of which {_text(free)} are free; lower "
+        f"ray.actors, in a sweep cells.actors (0: a trial's clients train in its own process), ray.cpus, ray.gpus or cpus, or "
+        f"set ray.autoscale=true if the cluster grows by itself"
+    )
+
+
+def room_for(bundles: Sequence[Bundle], most: int) -> int:
+    """Return how many trials with such bundles the cluster holds at a time, ``most`` at most, at least one."""
+    nodes, kinds = alive_nodes().values(), _kinds_of(bundles)
+    return next((count for count in range(most, 1, -1) if room(nodes, kinds * count) == len(kinds) * count), 1)
+
+
+def _kinds_of(bundles: Sequence[Bundle]) -> list[ActorKind]:
+    return [ActorKind(each.get("CPU", 0.0), each.get("GPU", 0.0)) for each in bundles]
+
+
+def placement_groups() -> set[str]:
+    """Return the ids of all placement groups of the cluster, past ones among them."""
+    return set(ray.util.placement_group_table())
+
+
+def granted(bundles: Sequence[Bundle], before: set[str]) -> bool:
+    """Return whether a placement group of these bundles, which was not there ``before``, has its resources."""
+    table = ray.util.placement_group_table()
+    return any(
+        key not in before and group["state"] == "CREATED" and list(group["bundles"].values()) == list(bundles)
+        for key, group in table.items()
+    )
+
+
+def waiting_text(bundles: Sequence[Bundle]) -> str:
+    """Return what a trial needs and what is free now, for messages."""
+    free = ray.available_resources()  # type: ignore[no-untyped-call]
+    there = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return f"a trial needs {_text(_total(bundles))}; the cluster has {_text(there)}, free are {_text(free)}"
+
+
+def _total(bundles: Sequence[Bundle]) -> Bundle:
+    return {kind: sum(bundle.get(kind, 0.0) for bundle in bundles) for kind in ("CPU", "GPU")}
+
+
+def _text(resources: Mapping[str, float]) -> str:
+    gpus = resources.get("GPU", 0.0)
+    return f"{resources.get('CPU', 0.0):g} CPU" + (f" and {gpus:g} GPU" if gpus else "")

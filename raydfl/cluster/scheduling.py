@@ -1,4 +1,4 @@
-"""Who gets which work next: a plan for one moment, made of costs and expectations alone."""
+"""A plan for one moment, made of costs and expectations alone: who gets which work next."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Lane:
 def schedule(
     costs: Sequence[float], alone: Sequence[bool], places: Sequence[Lane], now: float
 ) -> list[tuple[Any, list[int]]]:
-    """The calls to make now; what is in none of them waits until a call returns.
+    """Return the calls to make now; what is in none of them waits until a call returns.
 
     As long as there is much to do, whoever is free first gets a part of what is left, a smaller one each time. When what is left
     is worth one call for each, all of it is dealt, the longest first, each piece to whoever will have done it first. Who is so
@@ -94,7 +94,7 @@ def schedule(
 
 
 def _helpful(those: Sequence[Lane], places: Sequence[Lane], cost: float, left: float, now: float) -> list[Lane]:
-    """Those of them by whom one piece would be done before all that is left was done by the others."""
+    """Return those of them by whom one piece would be done before all that is left was done by the others."""
     busy = [max(place.free_at - now, 0.0) for place in places]
     speed = sum(1 / place.pace for place in places)
     work = left + sum(seconds / place.pace for seconds, place in zip(busy, places, strict=True))
@@ -110,7 +110,7 @@ def _helpful(those: Sequence[Lane], places: Sequence[Lane], cost: float, left: f
 
 
 def _deal(costs: Sequence[float], places: Sequence[Lane], now: float) -> list[list[int]]:
-    """Each piece, the longest first, to whoever will have done it first; of several, to who has the fewest calls."""
+    """Deal each piece, the longest first, to whoever will have done it first; of several, to who has the fewest calls."""
     free_at = [max(place.free_at, now) for place in places]
     shares: list[list[int]] = [[] for _ in places]
     for piece, cost in enumerate(costs):

@@ -19,17 +19,16 @@ from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydfl.cluster.client import start_client_actor
-from raydfl.cluster.faults import LOST, StragglerPolicy, task_cause
+from raydfl.cluster.faults import LOST, StragglerPolicy, task_cause, why_ended
 from raydfl.cluster.gpu import hide_gpus
 from raydfl.cluster.job import check_visible
 from raydfl.cluster.metrics import RayMetrics
 from raydfl.cluster.nodes import NodeWatch
-from raydfl.cluster.pool import RayPool, why_ended
+from raydfl.cluster.pool import RayPool, pool_here
 from raydfl.cluster.resources import wanted_kinds
-from raydfl.cluster.sites import workers_here
 from raydfl.core.errors import ResourcesError
 from raydfl.data import Population
-from raydfl.engine import Config, Federation, Pool, RoundReport, SerialPool
+from raydfl.engine import Config, Federation, Pool, RoundReport
 from raydfl.engine.storage import RunStore, mirror_of, stored_about
 
 _AT_ONCE = 0.6
@@ -40,25 +39,25 @@ class Server:
     """A federation opened on a run directory: in a ServerActor with client actors, or in this process with none."""
 
     def __init__(self, run_dir: Path, config: Config) -> None:
-        """Locks the directory, starts the pool and opens the newest commit.
+        """Lock the directory, start the pool and open the newest commit.
 
         Raises:
             RunDirectoryError: the directory is in use, or no commit of it is whole.
             ResourcesError: the client actors cannot be started.
         """
         check_visible(run_dir)
-        store = RunStore(run_dir, config.run.keep)
+        store = RunStore(run_dir, config.run.keep, private_here=not config.data.sites)
         with contextlib.ExitStack() as opened:
             store.lock()
             opened.callback(store.unlock)
             population = Population.load(run_dir / "population", verify=True)
             site_key = stored_about(run_dir).get("site_key", "")
-            pool: Pool
-            if config.ray.actors == 0:
-                pool = SerialPool(workers_here(run_dir, config, population, site_key))
-            else:
-                start = functools.partial(start_client_actor, run_dir, config, site_key)
-                pool = RayPool(start, config.ray, StragglerPolicy.of(config), [site.name for site in population.sites])
+            start = functools.partial(start_client_actor, run_dir, config, site_key)
+            pool: Pool = (
+                pool_here(run_dir, config, population, site_key)
+                if config.ray.actors == 0
+                else RayPool(start, config.ray, StragglerPolicy.of(config), population if config.data.sites else None)
+            )
             opened.callback(pool.close)
             self._federation = Federation(config, population, store, pool)
             opened.callback(self._federation.close)
@@ -70,7 +69,7 @@ class Server:
 
     @contextlib.contextmanager
     def _sound(self) -> Iterator[Federation]:
-        """The federation, as long as nothing has failed: after that it may be in the midst of a round, which must not count.
+        """Give the federation, as long as nothing has failed: after that it may be in the midst of a round, which must not count.
 
         Raises:
             Exception: what has failed inside, now or before.
@@ -85,7 +84,7 @@ class Server:
 
     @property
     def round_index(self) -> int:
-        """Rounds completed."""
+        """Return the rounds completed."""
         with self._sound() as federation:
             return federation.state.round_index
 

@@ -1,4 +1,4 @@
-"""Whether a Ray cluster answers and takes our token: asked before Ray itself tries for a long time and then does not say why."""
+"""Connections to Ray. A cluster is first asked whether it takes our token: Ray itself tries for long and does not say why."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 
 def check_access(address: str) -> None:
-    """Asks the cluster at ``host:port`` (or ``ray://host:port``); of any other form of address nothing is known here.
+    """Ask the cluster at ``host:port`` (or ``ray://host:port``); of any other form of address nothing is known here.
 
     Raises:
         OSError: nobody listens there.
@@ -55,7 +55,7 @@ def _check_token(address: str) -> None:
 
 
 def current_token() -> tuple[str, str]:
-    """What Ray would send, empty if nothing, and where it stands or why there is none. The order is Ray's."""
+    """Return the token that Ray would send, empty if nothing, and where it stands or why there is none. The order is Ray's."""
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         return "", f"RAY_AUTH_MODE={os.environ['RAY_AUTH_MODE']} sends none"
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
@@ -74,7 +74,7 @@ _INLINE = 1 << 20
 
 
 def start_local_ray(**options: Any) -> None:
-    """A Ray of this process alone, which ends with it; options as for ``ray.init``."""
+    """Start a Ray of this process alone, which ends with it; options as for ``ray.init``."""
     os.environ.setdefault(
         "RAY_max_direct_call_object_size", str(_INLINE)
     )  # read by every process of Ray when it starts
@@ -83,7 +83,7 @@ def start_local_ray(**options: Any) -> None:
 
 @contextlib.contextmanager
 def ray_session(config: Config, clients: int, quiet: bool = False) -> Iterator[None]:
-    """Ray for one run: the cluster that this process is in, the one configured, or a local one that ends with the block.
+    """Have Ray for one run: the cluster that this process is in, the one configured, or a local one that ends with the block.
 
     Raises:
         ResourcesError: the cluster cannot be reached, or can never hold the configured actors.
@@ -98,8 +98,11 @@ def ray_session(config: Config, clients: int, quiet: bool = False) -> Iterator[N
 
 
 @contextlib.contextmanager
-def connected(address: str | None, quiet: bool = False) -> Iterator[None]:
-    """The Ray that this process is in, the one at ``address`` or ``$RAY_ADDRESS``, or a local one that ends with the block.
+def connected(address: str | None, quiet: bool = False, local_cpus: int | None = None) -> Iterator[None]:
+    """Have the Ray that this process is in, the one at ``address`` or ``$RAY_ADDRESS``, or a local one that ends with the block.
+
+    Args:
+        local_cpus: CPUs of a local one; ``None``: those of the machine.
 
     Raises:
         ResourcesError: the cluster cannot be reached, or wants another token.
@@ -114,16 +117,21 @@ def connected(address: str | None, quiet: bool = False) -> Iterator[None]:
                 check_access(address)
                 ray.init(address, **options)
             else:
-                start_local_ray(**options)
+                start_local_ray(num_cpus=local_cpus, **options)
         except ResourcesError:
             raise
         except Exception as error:  # Ray raises many kinds here
             where = f"the Ray cluster at {address}" if address else "a local Ray"
             first = first_line(error)
             reason = error.strerror or first if isinstance(error, OSError) else f"{type(error).__name__}: {first}"
+            advice = (
+                "check the address (ray.address, or RAY_ADDRESS), and that RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH holds the "
+                "cluster's token"
+                if address
+                else "the machine may be too busy or short of memory: try again"
+            )
             raise ResourcesError(
-                f"cannot reach {where}: {reason}; check the address (ray.address, or RAY_ADDRESS), and that RAY_AUTH_TOKEN or "
-                f"RAY_AUTH_TOKEN_PATH holds the cluster's token, or set ray.actors=0 to run without Ray"
+                f"cannot reach {where}: {reason}; {advice}, or set ray.actors=0 for a single run without Ray"
             ) from error
         started = True
     try:

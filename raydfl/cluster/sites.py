@@ -56,7 +56,7 @@ class SiteReport:
 
     @classmethod
     def of(cls, name: str, population: Population) -> SiteReport:
-        """What the site of that name tells about its population."""
+        """Return what the site of that name tells about its population."""
         return cls(
             name,
             tuple(population.num_examples(index) for index in range(len(population))),
@@ -68,12 +68,12 @@ class SiteReport:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Its fields."""
+        """Return its fields."""
         return dataclasses.asdict(self)
 
 
 def join(reports: Sequence[SiteReport], classes: Sequence[str]) -> Population:
-    """The population of all sites, in the order given: ids ``site/number``, numbers of examples, and no data."""
+    """Return the population of all sites, in the order given: ids ``site/number``, numbers of examples, and no data."""
     sites: list[Site] = []
     for report in reports:
         first = sites[-1].stop if sites else 0
@@ -104,12 +104,12 @@ SHARE = 0.001
 
 
 def resource(site: str) -> str:
-    """The Ray resource that a site's node offers."""
+    """Return the Ray resource that a site's node offers."""
     return f"site:{site}"
 
 
 def run_folder(config: Config, site: str, key: str) -> Path:
-    """Where a run's data lie on a site's node. Sites may be given the same folder, and may even be on one machine.
+    """Return where a run's data lie on a site's node. Sites may be given the same folder, and may even be on one machine.
 
     Args:
         key: of the run, ``run.json``'s ``site_key``.
@@ -119,33 +119,34 @@ def run_folder(config: Config, site: str, key: str) -> Path:
 
 @dataclass(frozen=True)
 class SentToSite:
-    """What a client actor at a site gets of a run, besides its configuration: it does not see the run's folder."""
+    """A run as a client actor at a site gets it, besides its configuration: it does not see the run's folder."""
 
+    site: str
     key: str
     """See :func:`run_folder`."""
     population: bytes
     """The file of the federation's population: ids and numbers of examples."""
 
     @classmethod
-    def of(cls, run_dir: Path, key: str) -> SentToSite:
-        """Of a run."""
-        return cls(key, (run_dir / "population" / POPULATION_FILE).read_bytes())
+    def of(cls, run_dir: Path, site: str, key: str) -> SentToSite:
+        """Read it from the run's folder."""
+        return cls(site, key, (run_dir / "population" / POPULATION_FILE).read_bytes())
 
+    def worker(self, config: Config, run_dir: Path, device: str) -> Worker:
+        """Return a worker at the site; the federation's population is kept in the site's folder.
 
-def receive(config: Config, site: str, sent: SentToSite) -> Population:
-    """The federation's population, kept in the site's folder.
-
-    Raises:
-        ResourcesError: the disk is full or the folder cannot be written.
-    """
-    folder = run_folder(config, site, sent.key) / "federation"
-    with writing(folder, len(sent.population), "the population of the federation", RESUME):
-        write_atomically(folder / POPULATION_FILE, lambda path: path.write_bytes(sent.population))
-    return Population.load(folder)
+        Raises:
+            ResourcesError: the disk is full or the folder cannot be written.
+            RunDirectoryError: the site's folder does not hold this run.
+        """
+        folder = run_folder(config, self.site, self.key) / "federation"
+        with writing(folder, len(self.population), "the population of the federation", RESUME):
+            write_atomically(folder / POPULATION_FILE, lambda path: path.write_bytes(self.population))
+        return open_worker(config, self.site, self.key, run_dir, Population.load(folder), device)
 
 
 def classes_at(config: Config, site: str) -> list[str]:
-    """Names of the classes that a site has clips of, those to be left out too."""
+    """Return the names of the classes that a site has clips of, those to be left out too."""
     data = config.data.at(site).model_copy(update={"leave_out": (), "ungrouped": "keep"})
     return list_clips(data, config.run.seed)[1]
 
@@ -173,7 +174,7 @@ def open_worker(
     device: str = "cpu",
     scratch: Path | None = None,
 ) -> Worker:
-    """A worker for the clients of one site, which can run only where the site's folder is.
+    """Return a worker for the clients of one site, which can run only where the site's folder is.
 
     Args:
         key: see :func:`run_folder`.
@@ -194,26 +195,9 @@ def open_worker(
     own.length = population.length
     first = next(each.first for each in population.sites if each.name == site)
     kept = folder / "private"
-    private = PrivateStore(kept, site=site) if scratch is None else PrivateStore(scratch, [kept], site)
+    # Who commits cannot reach the site's folder.
+    private = PrivateStore(kept, durable=True) if scratch is None else PrivateStore(scratch, [kept])
     return Worker(run_dir, config, private, device, population, (own, first))
-
-
-def workers_here(
-    run_dir: Path, config: Config, population: Population, key: str, scratch: Path | None = None
-) -> dict[str, Worker]:
-    """A worker in this process for each site, all of whose folders must be on this machine; or one for everybody without sites.
-
-    Args:
-        key: see :func:`run_folder`; empty without sites.
-        scratch: where new private state is written, in place of where it belongs.
-    """
-    if config.data.sites:
-        return {
-            site: open_worker(config, site, key, run_dir, population, scratch=scratch) for site in config.data.sites
-        }
-    kept = run_dir / "private"
-    private = PrivateStore(kept) if scratch is None else PrivateStore(scratch, [kept])
-    return {"": Worker(run_dir, config, private, population=population)}
 
 
 _PATIENCE = 60.0
@@ -253,7 +237,7 @@ def prepare_sites(config: Config, key: str, run_dir: Path, progress: Progress) -
 def _everywhere(
     config: Config, function: Callable[..., Any], arguments: list[tuple[Any, ...]], progress: Progress
 ) -> list[Any]:
-    """What a function of this module gives at each site, with the site's name as its first argument after the configuration."""
+    """Return what a function of this module gives at each site; after the configuration it gets the site's name."""
     if config.ray.actors == 0:
         return [function(config, *each) for each in arguments]
     there = ray.cluster_resources()  # type: ignore[no-untyped-call]
@@ -264,7 +248,7 @@ def _everywhere(
                 f"no node of the cluster is site {name!r} (the cluster has: {known}); start Ray there with "
                 f"ray start --address=HEAD:6379 --resources='{{\"{resource(name)}\": 1}}'"
             )
-    task = ray.remote(num_cpus=1)(function)
+    task = ray.remote(num_cpus=1, scheduling_strategy="DEFAULT")(function)  # not in a trial's placement group
     calls = [
         task.options(resources={resource(each[0]): SHARE}, max_retries=0).remote(config, *each) for each in arguments
     ]

@@ -24,6 +24,7 @@ from raydfl.data.partition import natural_order as natural_order
 from raydfl.data.partition import sizes_text as sizes_text
 from raydfl.data.population import POPULATION_FILE as POPULATION_FILE
 from raydfl.data.population import Population as Population
+from raydfl.data.population import Shard as Shard
 from raydfl.data.population import Site as Site
 from raydfl.data.segment import segments as segments
 from raydfl.data.settings import DataSettings as DataSettings

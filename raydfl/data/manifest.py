@@ -23,12 +23,10 @@ import json
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from raydfl.core.errors import DataError, nearest
 
@@ -114,26 +112,6 @@ def remarks_of(manifest: pa.Table) -> list[str]:
     return remarks
 
 
-def write_manifest(manifest: pa.Table, path: str | os.PathLike[str]) -> None:
-    """Write a manifest as Parquet."""
-    pq.write_table(manifest, os.fspath(path))
-
-
-def read_manifest(path: str | os.PathLike[str]) -> pa.Table:
-    """Read and validates a manifest that :func:`write_manifest` wrote.
-
-    Raises:
-        DataError: the file is missing, is not Parquet, or is not a manifest.
-    """
-    if not Path(path).is_file():
-        raise DataError(f"{path}: there is no such manifest file")
-    try:
-        table = pq.read_table(os.fspath(path))
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
-    return make_manifest(table, str(path))
-
-
 def _part(start: float, stop: float | None, samples: int, rate: int, name: str) -> tuple[int, int]:
     """Return the first sample of a part of a file, and the one after its last.
 
@@ -173,13 +151,11 @@ def _as_table(rows_or_columns: Sequence[Mapping[str, Any]] | Mapping[str, Any] |
     try:
         if isinstance(rows_or_columns, Mapping):
             return pa.table(dict(rows_or_columns))
-        return pa.Table.from_pylist([dict(row) for row in rows_or_columns]) if rows_or_columns else _no_rows()
+        if not rows_or_columns:
+            return pa.schema(_TYPES).empty_table()
+        return pa.Table.from_pylist([dict(row) for row in rows_or_columns])
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise DataError(f"{where}: the manifest's values do not form columns: {error}") from error
-
-
-def _no_rows() -> pa.Table:
-    return pa.table({name: pa.array([], kind) for name, kind in _TYPES.items()})
 
 
 def _standard_column(table: pa.Table, name: str, kind: pa.DataType, where: str) -> pa.ChunkedArray:

@@ -169,12 +169,11 @@ def without_groups(clips: int) -> str:
 def natural_order(names: Sequence[str]) -> list[str]:
     """Return the names, sorted with the numbers in them as numbers: ``a/2`` before ``a/10``."""
     return sorted(
-        names, key=lambda name: [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in _parts(name)]
+        names,
+        key=lambda name: [
+            (part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"([0-9]+)", name)
+        ],
     )
-
-
-def _parts(name: str) -> list[str]:
-    return re.split(r"([0-9]+)", name)
 
 
 def _sorted_partition(

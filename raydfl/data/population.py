@@ -47,6 +47,19 @@ class Site:
     """For each of the splits test and triggered, the parts (first example, the one behind the last) in which it is measured."""
 
 
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A part of the server's data that is measured by itself."""
+
+    split: str
+    start: int
+    """Index of its first example among those of the split at the site."""
+    stop: int
+    """Index behind its last example."""
+    site: str
+    """Name of the site where it lies."""
+
+
 class Population:
     """Clients and held-out data. Made by raydfl.data.build, raydfl.cluster.sites, or :meth:`load`.
 
@@ -102,8 +115,18 @@ class Population:
         splits = {"test": self.test, "triggered": self.triggered}
         return (Site("", 0, len(self), {split: shards(each.clips, _SHARD) for split, each in splits.items()}),)
 
+    @property
+    def shards(self) -> list[Shard]:
+        """The parts in which the server's data are measured, one site after another."""
+        return [
+            Shard(split, start, stop, site.name)
+            for site in self.sites
+            for split, parts in site.shards.items()
+            for start, stop in parts
+        ]
+
     def site_of(self, index: int) -> str:
-        """Name of the site of a client."""
+        """Return the name of the site of a client."""
         return self._sites[bisect.bisect_right(self._site_ends, index)].name if self._sites else ""
 
     def index(self, client_id: str) -> int:
@@ -219,7 +242,7 @@ class Population:
         }
         content = safetensors.numpy.save(arrays, {"raydfl": json.dumps(facts)})
         with writing(folder, len(content), "the files of the population", RESUME):
-            write_atomically(folder / POPULATION_FILE, functools.partial(_write_bytes, content))
+            write_atomically(folder / POPULATION_FILE, lambda temporary: temporary.write_bytes(content))
 
     def is_saved_in(self, folder: Path) -> bool:
         """Return whether it is the population that :meth:`save` wrote there, whose features may lie in another cache."""
@@ -329,7 +352,3 @@ def _map_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]
         first, stop = (start + offset for offset in entry["data_offsets"])
         arrays[name] = whole[first:stop].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
     return arrays, metadata
-
-
-def _write_bytes(content: bytes, path: Path) -> None:
-    path.write_bytes(content)

@@ -68,7 +68,9 @@ def _copy(uri: str, copy: Path, progress: Progress) -> int:
     there = {name: size for name, size in place.files().items() if size >= 0}
     if not there:
         raise DataError(f"there are no files at {uri}; check the URI")
-    missing = [name for name, size in there.items() if not _is_there(copy / name, size)]
+    missing = [
+        name for name, size in there.items() if not (path := copy / name).exists() or path.stat().st_size != size
+    ]
     with progress.steps("copying recordings", len(there)) as advance, ThreadPoolExecutor(_AT_ONCE) as threads:
         advance(len(there) - len(missing))
         copies = [threads.submit(partial(place.download, name, copy / name, CHOOSE_CACHE)) for name in missing]
@@ -81,7 +83,3 @@ def _copy(uri: str, copy: Path, progress: Progress) -> int:
                 one.cancel()
             raise
     return len(there)
-
-
-def _is_there(path: Path, size: int) -> bool:
-    return path.exists() and path.stat().st_size == size

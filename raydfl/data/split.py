@@ -130,10 +130,6 @@ def _rounded(value: float) -> int:
     return int(np.floor(value + 0.5))  # halves up, unlike round()
 
 
-def _strings(values: tuple[str | int | float, ...] | None) -> tuple[str, ...]:
-    return ("test",) if values is None else tuple(str(value) for value in values)
-
-
 def _column(manifest: pa.Table, name: str) -> np.ndarray:
     """Object [clips]: the column's values, ``None`` where there is none."""
     if name not in manifest.column_names:
@@ -151,7 +147,7 @@ def _held_out(manifest: pa.Table, settings: HoldOutSettings, seed: int) -> np.nd
     named = np.array([None if value is None else str(value) for value in column], dtype=object)
     present = sorted({value for value in named if value is not None})
     if settings.fraction is None:
-        wanted = _strings(settings.values)
+        wanted = ("test",) if settings.values is None else tuple(map(str, settings.values))
         for value in wanted:
             if value not in present:
                 hint = nearest(value, present) if present else "the column is empty"

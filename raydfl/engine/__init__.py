@@ -8,8 +8,8 @@ from raydfl.engine.autotune import remembered
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config, apply_overrides, load_config, make_config
 from raydfl.engine.federation import Federation
-from raydfl.engine.orders import SERVER, Order, Result, in_groups
-from raydfl.engine.pool import Pool, SerialPool, by_site
+from raydfl.engine.orders import SERVER, Order, Result, in_groups, keys_of
+from raydfl.engine.pool import Pool, SerialPool
 from raydfl.engine.probe import try_models
 from raydfl.engine.settings import RaySettings, TrackSettings, without_password
 from raydfl.engine.telemetry import TIMELINE, WALL, RoundReport, with_spans
@@ -35,8 +35,8 @@ __all__ = [
     "Worker",
     "apply_overrides",
     "build_models",
-    "by_site",
     "in_groups",
+    "keys_of",
     "load_config",
     "make_config",
     "remembered",

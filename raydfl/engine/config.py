@@ -123,14 +123,6 @@ class Config(Settings):
             copied.__dict__.pop("parts", None)  # built of what was replaced
         return copied
 
-    def build_method(self) -> Method:
-        """Return the method with its hyperparameters: ``parts.method``."""
-        return self.parts.method
-
-    def build_attack(self) -> Attack | None:
-        """Return the attack with its options, ``None`` when every client is honest: ``parts.attack``."""
-        return self.parts.attack
-
     def files(self) -> dict[str, tuple[str, str]]:
         """Return the files that options of method, rule, models and attack name: by their place, path and digest of the content.
 
@@ -293,7 +285,7 @@ def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
         _resolve(method, path_options(registry.find("raydfl.methods", method["name"], Method, "method")))
         rule = method.get("rule")
         if isinstance(rule, dict) and isinstance(rule.get("name"), str):
-            _resolve(rule, path_options(rule_class(rule["name"], "method.rule")))
+            _resolve(rule, path_options(rule_class(rule["name"])))
     for name, choices in result["models"].items() if isinstance(result.get("models"), dict) else ():
         for choice in choices if isinstance(choices, list) else [choices]:
             if isinstance(choice, dict) and isinstance(choice.get("name"), str):

@@ -12,7 +12,7 @@ from raydfl.core.errors import ClientError
 from raydfl.core.metrics import pool as pool_metrics
 from raydfl.core.metrics import summarise
 from raydfl.core.types import Metrics, ModelSpec, State, Task, Tensors
-from raydfl.data import Site
+from raydfl.data import Shard
 from raydfl.engine.clients import Clients
 from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Result
 from raydfl.engine.settings import EvaluateSettings
@@ -28,7 +28,7 @@ class Evaluation:
         settings: ``evaluate`` of the configuration.
         method: of the run.
         clients: all of them.
-        sites: where the data lie.
+        shards: of the server's data.
         variants: each combination of architectures that clients have, with models built of it.
         order: makes orders of tasks that measure something.
     """
@@ -38,14 +38,14 @@ class Evaluation:
         settings: EvaluateSettings,
         method: Method,
         clients: Clients,
-        sites: Sequence[Site],
+        shards: Sequence[Shard],
         variants: Sequence[tuple[Sequence[ModelSpec], Mapping[str, nn.Module]]],
         order: Callable[[Sequence[Task], tuple[Measurement, ...]], list[Order]],
     ) -> None:
         self._settings = settings
         self._method = method
         self._clients = clients
-        self._sites = sites
+        self._shards = shards
         self._order = order
         self._fully_shared = _shared_models(method, variants)
 
@@ -68,24 +68,17 @@ class Evaluation:
             specs = tuple(spec for spec, shapes in self._fully_shared.items() if _holds(tensors, shapes))
             if not specs:
                 continue
-            shards = [
-                (site.name, split, start, stop)
-                for site in self._sites
-                for split, parts in site.shards.items()
-                for start, stop in parts
-            ]
-            for site_name, split, start, stop in shards:
-                measure = (Measurement(split, tuple(spec.name for spec in specs), start, stop),)
+            for shard in self._shards:
+                measure = (Measurement(shard.split, tuple(spec.name for spec in specs), shard),)
                 orders.append(
                     Order(
                         len(orders),
                         Task(SERVER, phase="evaluate", receive=(key,)),
                         state.round_index,
-                        float(stop - start),
+                        float(shard.stop - shard.start),
                         None,
                         measure,
                         server_models=specs,
-                        site=site_name,
                     )
                 )
         return orders
@@ -101,7 +94,7 @@ class Evaluation:
         measure = [Measurement("validation", names)]
         private = tuple(name for name in names if name not in whole)
         if private and settings.client_test_clips:
-            there = {split for site in self._sites for split, parts in site.shards.items() if parts}
+            there = {shard.split for shard in self._shards}
             measure += [
                 Measurement(split, private, sample=settings.client_test_clips)
                 for split in ("test", TRIGGERED)
@@ -131,7 +124,8 @@ def pooled(
     for result in results:
         if result.client_id != SERVER:
             continue
-        prefix = _prefix(orders[result.position].task.receive[0])
+        key = orders[result.position].task.receive[0]
+        prefix = "" if key == "global" else f"{key}:"  # the one global state has none
         misfit = kinds.misfit(_kinds(result, prefix))
         if misfit:
             raise ClientError(f"round {round_index}, the evaluation on the server's data: {misfit}")
@@ -163,11 +157,6 @@ def _kinds(result: Result, prefix: str = "") -> dict[str, str]:
     for split, metrics in result.measured.items():
         kinds |= kinds_of(metrics, f"{split} {prefix}")
     return kinds
-
-
-def _prefix(key: str) -> str:
-    """Return the prefix of metrics of an entry of the state: the one global state has none."""
-    return "" if key == "global" else f"{key}:"
 
 
 def _shared_models(

@@ -49,7 +49,7 @@ class Federation:
         self._site_of = population.site_of
         variants = [(specs, build_models(self.method, specs, config.run.seed)) for specs in self.clients.variants()]
         self._evaluation = Evaluation(
-            config.evaluate, self.method, self.clients, population.sites, variants, self._orders
+            config.evaluate, self.method, self.clients, population.shards, variants, self._orders
         )
         self._rows: list[record.MetricRow] = []
         """Of the rounds since the last commit."""
@@ -64,8 +64,8 @@ class Federation:
         else:
             self.state, self._private, store.together = commit.state, commit.private, commit.together
             record.discard_rows(store.folder, self.state.round_index)
-        if config.data.sites:
-            pool.retain(store.at_sites)
+        if not store.private_here:
+            pool.retain(store.segments)
         self._committer = Committer(store, self.state, self._private)
 
     def _first_state(self, variants: Sequence[Mapping[str, nn.Module]]) -> State:
@@ -161,7 +161,6 @@ class Federation:
                 self._private.get(index),
                 measure,
                 attacking=measure is None and self._attackers.attacks(index, self.state.round_index),
-                site=self._site_of(index),
             )
             for position, (index, task) in enumerate(placed)
         ]

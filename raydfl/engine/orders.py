@@ -10,6 +10,7 @@ import numpy as np
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.types import Metrics, ModelSpec, Task, Update
+from raydfl.data import Shard
 from raydfl.engine.storage.private import PrivateRef
 
 SERVER = ""
@@ -27,8 +28,8 @@ class Measurement:
     """``"test"`` (the server's held-out data), ``"triggered"`` (copies of them with a backdoor's trigger, of which only its success
     is measured) or ``"validation"`` (the client's own hold-out)."""
     models: tuple[str, ...]
-    start: int = 0
-    stop: int | None = None
+    shard: Shard | None = None
+    """The part of the server's data that is measured; ``None``: all of the split."""
     sample: int | None = None
     """At most that many clips of the split, drawn by the run seed, the same for every client."""
 
@@ -52,8 +53,6 @@ class Order:
     """Orders of one group are carried out together, in one worker; -1: this one by itself."""
     attacking: bool = False
     """Whether the client attacks in this round."""
-    site: str = ""
-    """Where the data lie that it is about; empty: wherever the run is."""
 
 
 @dataclass(frozen=True, slots=True)

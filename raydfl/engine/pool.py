@@ -1,4 +1,4 @@
-"""Pools carry out orders: what they have in common, and the one that works in this process. Another: raydfl.cluster.pool."""
+"""Pools carry out orders: what they have in common, and the one that works in this process. Others: raydfl.cluster.pool."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 from raydfl.core.tensors import FlatTensors
 from raydfl.engine.orders import Order, Result, in_groups
-from raydfl.engine.storage.private import PrivateRef, site_of
+from raydfl.engine.storage.private import PrivateRef
 from raydfl.engine.telemetry import with_spans
 from raydfl.engine.worker import Worker
 
@@ -29,15 +29,15 @@ class Pool(Protocol):
         ...
 
     def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
-        """PrivateStore.compact, where private state may be read."""
+        """Do PrivateStore.compact, where private state may be read."""
         ...
 
     def remove(self, segments: Collection[str]) -> None:
-        """PrivateStore.remove of segments that lie in sites' own folders."""
+        """Do PrivateStore.remove wherever segments may lie outside the run's folder."""
         ...
 
     def retain(self, segments: Collection[str]) -> None:
-        """PrivateStore.retain at every site."""
+        """Do PrivateStore.retain wherever segments may lie outside the run's folder."""
         ...
 
     def close(self) -> None:
@@ -48,58 +48,36 @@ class Pool(Protocol):
 class SerialPool:
     """Everything in this process, in the order given: for tests, debuggers and small work."""
 
-    def __init__(self, workers: Mapping[str, Worker]) -> None:
-        """Open it.
-
-        Args:
-            workers: for each site's clients; under an empty name where there are no sites.
-        """
-        self._workers = workers
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Result]:
         """Carry out one group of orders after another, each when its results are asked for."""
         for group in in_groups(orders):
             begun = time.perf_counter()
-            results = self._workers[group[0].site].carry_out(group, broadcast, begun)
+            results = self._worker.carry_out(group, broadcast, begun)
             yield from with_spans(results, 0, begun, time.perf_counter())
 
     def places(self) -> int:
-        """This process."""
+        """Return 1: this process."""
         return 1
 
     def width(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> int:
         """Return the width of this process's worker."""
-        site = orders[0].site
-        return self._workers[site].width([order for order in orders if order.site == site], broadcast)
+        return self._worker.width(orders, broadcast)
 
     def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
-        """Compact in this process."""
-        return {
-            client: ref
-            for site, own in by_site(refs).items()
-            for client, ref in self._workers[site].private.compact(round_index, own).items()
-        }
+        """Do PrivateStore.compact."""
+        return self._worker.private.compact(round_index, refs)
 
     def remove(self, segments: Collection[str]) -> None:
-        """Remove them in this process."""
-        for segment in segments:
-            self._workers[site_of(segment)].private.remove([segment])
+        """Do PrivateStore.remove."""
+        self._worker.private.remove(segments)
 
     def retain(self, segments: Collection[str]) -> None:
-        """In this process."""
-        for site, worker in self._workers.items():
-            if site:
-                worker.private.retain(segments)
+        """Do PrivateStore.retain."""
+        self._worker.private.retain(segments)
 
     def close(self) -> None:
-        """Close the files that private state is written to."""
-        for worker in self._workers.values():
-            worker.private.close()
-
-
-def by_site(refs: Mapping[int, PrivateRef]) -> dict[str, dict[int, PrivateRef]]:
-    """Group the places of clients' private records by the site in whose folder they lie."""
-    parts: dict[str, dict[int, PrivateRef]] = {}
-    for client, ref in refs.items():
-        parts.setdefault(site_of(ref.segment), {})[client] = ref
-    return parts
+        """Close the file that private state is written to."""
+        self._worker.private.close()

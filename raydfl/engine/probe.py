@@ -20,26 +20,39 @@ from raydfl.methods import Method
 from raydfl.training import preserved
 
 _FRAMES = 96
-"""Of the noise that stands for recordings which are at sites, where their lengths differ."""
+"""Frames of the noise that stands for recordings which are not here, where their lengths differ."""
 
 
-def try_models(config: Config, population: Population) -> None:
-    """Build each combination of architectures once more, compute a batch in evaluation mode, and look at what comes out.
+def try_models(config: Config, population: Population) -> dict[str, list[dict[str, Any]]]:
+    """Build each combination of architectures, compute a batch in evaluation mode, and look at what comes out.
+
+    Returns:
+        For every model of the method its architectures, each with its options, number of parameters, and whether all of it is
+        shared.
 
     Raises:
         ConfigError: a network cannot be built or fails, or gives something else than a finite number for each example and class.
     """
     method = config.parts.method
     batch, real = _batch(population)
+    described: dict[str, dict[ModelSpec, dict[str, Any]]] = {}
     with preserved(), torch.no_grad():
         for specs in Clients(population, config).variants():
             models = _built(method, specs, config.run.seed)
-            for name in models:
+            for name, model in models.items():
                 _try(method, models, name, specs, batch, real)
+                spec = next(spec for spec in specs if spec.name == name)
+                described.setdefault(name, {})[spec] = {
+                    "architecture": spec.architecture,
+                    **dict(spec.options),
+                    "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                    "shared": all(method.shared(f"{name}/{key}") for key in model.state_dict()),
+                }
+    return {name: list(kinds.values()) for name, kinds in described.items()}
 
 
 def _batch(population: Population) -> tuple[Batch, bool]:
-    """Two training examples; where they are at sites, noise of their size."""
+    """Return two training examples; where none are here, noise of their size."""
     examples = population.first_examples(2)
     if examples is not None:
         return next(examples.batches(len(examples), None)), True

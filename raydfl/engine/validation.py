@@ -39,7 +39,7 @@ def reason_of(text: str) -> str:
 
 
 def shown_reason(reason: str) -> str:
-    """Return why a client was left out as it is recorded and shown: at a site it is written by somebody else's process."""
+    """Return why a client was left out as it is recorded and shown: it may have been written by somebody else's process."""
     return printable(" ".join(reason.split()))
 
 

@@ -72,11 +72,6 @@ def _round_of(order: Order) -> int:
     return order.round_index + (order.measure is None)
 
 
-def _whose(order: Order) -> str:
-    """Name the client that an order is about and its round, for a message."""
-    return f"{_subject(order)}, round {_round_of(order)}"
-
-
 def seed_torch(seed: int, device: torch.device) -> None:
     """Seed what dropout draws from. ``torch.manual_seed`` would also queue calls for devices that are not there, forever."""
     torch.default_generator.manual_seed(seed)
@@ -111,8 +106,8 @@ class Worker:
             private: where clients' private state lies.
             device: on which to compute.
             population: of the whole federation; ``None``: the one in ``run_dir``.
-            held: the population of a site, whose clients alone this worker can serve, and the index of the first of them in the
-                federation's; ``None``: ``population`` holds everybody's data.
+            held: the population that has the data of some clients, who follow one another and whom alone this worker can serve, and
+                the index of the first of them in the federation's; ``None``: ``population`` holds everybody's data.
         """
         self.run_dir = run_dir
         self.config = config
@@ -262,7 +257,9 @@ class Worker:
         sent = {key: broadcast[key] for key in task.receive}
         kept = self.private.read(order.private) if order.private is not None else {}
         built = self._build(client.models, place)
-        built.start(sent, _without(KEPT_MODEL, kept), self.method.shared, _whose(order))
+        built.start(
+            sent, _without(KEPT_MODEL, kept), self.method.shared, f"{_subject(order)}, round {_round_of(order)}"
+        )
         return Step(
             client=client,
             models=dict(built.models),
@@ -375,9 +372,8 @@ class Worker:
             return step.data.validation
         if measurement.sample is not None:
             return self._sample(measurement.split, measurement.sample)
-        test = self._test(measurement.split)
-        stop = len(test) if measurement.stop is None else measurement.stop
-        return test.take(np.arange(measurement.start, stop))
+        test, shard = self._test(measurement.split), measurement.shard
+        return test if shard is None else test.take(np.arange(shard.start, shard.stop))
 
     def _test(self, split: str) -> Examples:
         return self._held.triggered if split == TRIGGERED else self._held.test

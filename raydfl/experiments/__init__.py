@@ -1,5 +1,11 @@
-"""Many runs: grids (sweep/), searches on Ray Tune (search/), and federations in a Tuner of one's own (trainable.py).
+"""Many runs: grids (sweep/), searches (search/), and federations as trials of one's own Tuner (trainable.py); all of Ray Tune.
 
-Imports runs and all below it. What they share: plan.py (configurations), metric.py and table.py (results), trial.py (a run as
-Ray Tune sees it). Begin with trainable.py, sweep/run.py and search/run.py.
+Imports runs and all below it. Outside of the room only the names below and those of sweep/ and search/ are used.
+Begin with trial.py, a run as Ray Tune sees it, and execute.py, which does many of them side by side.
+Grids and searches share plan.py, metric.py and table.py.
 """
+
+from raydfl.experiments.plan import label_of, prepare
+from raydfl.experiments.trainable import trainable
+
+__all__ = ["label_of", "prepare", "trainable"]

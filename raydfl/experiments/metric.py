@@ -19,9 +19,14 @@ class MetricSettings(Settings):
 
     @property
     def title(self) -> str:
-        """What the table calls it."""
+        """The table's name for it."""
         where = "" if self.split == "test" else f", {self.split}"
         return self.label or f"{self.model + ' ' if self.model else ''}{self.score.replace('_', ' ')}{where}"
+
+    @property
+    def unit(self) -> str:
+        """Label of an axis that shows it."""
+        return self.title + (" (%)" if self.scale == 100 else "")
 
     @property
     def scale(self) -> float:

@@ -1,28 +1,36 @@
-"""What sweeps, searches and trials of one's own Tuner have in common before the first run starts: their configurations."""
+"""Configurations of sweeps, searches and trials of one's own Tuner, and whether their recordings can be used."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import Field, ValidationError
 
-from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.errors import ConfigError, InputError, ResourcesError, nearest
 from raydfl.core.options import explain
 from raydfl.core.remote import is_uri
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import parse_yaml, to_yaml
+from raydfl.data import build_population
+from raydfl.data.features import RunChunks
 from raydfl.engine import Config, apply_overrides
+from raydfl.engine.storage import RunStore, round_of
 from raydfl.methods import Method
+from raydfl.runs import Progress
 
+_LISTED = 10
+"""Messages that a message about several runs repeats."""
 _WHOLE_GROUPS = ("train", "evaluate", "ray", "run", "track")
 """Groups that an axis would hardly mean to replace as a whole."""
 
 
 class StudySettings(Settings):
-    """What the files of sweeps and of searches both hold."""
+    """Settings that the files of sweeps and of searches both have."""
 
     title: str = Field(description="heading of the page, and of the table")
     note: str = Field("", description="a paragraph below the heading")
@@ -30,6 +38,10 @@ class StudySettings(Settings):
     settings: dict[str, Any] = Field(
         default_factory=dict,
         description="settings of all runs, over the base: {train.rounds: 50} (without base: everything)",
+    )
+    dir: Path | None = Field(
+        None,
+        description="folder of the runs, which sweeps may share; null: run.dir in settings, or runs/ and the file's name",
     )
 
 
@@ -57,14 +69,8 @@ def read_groups(file: Path, settings: type[Settings], example: str) -> dict[str,
     Raises:
         ConfigError: the file cannot be read, is not YAML, or has an unknown key.
     """
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(
-            f"cannot read {file}: {reason}; give a YAML file, such as {example} (raydfl init writes it)"
-        ) from error
-    values = parse_yaml(text, str(file))
+    advice = f"; give a YAML file, such as {example} (raydfl init writes it)"
+    values = _read_yaml(file, f"cannot read {file}: ", advice)
     if not isinstance(values, dict):
         raise ConfigError(f"{file} must hold the groups {', '.join(settings.model_fields)}")
     for key in values:
@@ -92,6 +98,15 @@ def checked(values: dict[str, Any], settings: type[_Checked], file: Path) -> _Ch
         raise ConfigError(f"{file}: {error}") from error
 
 
+def _read_yaml(path: Path, before: str, after: str) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{before}{reason}{after}") from error
+    return parse_yaml(text, str(path))
+
+
 def read_base(path: Path, bases: dict[Path, dict[str, Any]]) -> dict[str, Any]:
     """Return the base configuration as plain data, each file read once.
 
@@ -100,11 +115,7 @@ def read_base(path: Path, bases: dict[Path, dict[str, Any]]) -> dict[str, Any]:
     """
     path = path.resolve()
     if path not in bases:
-        try:
-            values = parse_yaml(path.read_text(encoding="utf-8"), str(path))
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise ConfigError(f"the base configuration {path} cannot be read: {reason}; correct base") from error
+        values = _read_yaml(path, f"the base configuration {path} cannot be read: ", "; correct base")
         if not isinstance(values, dict):
             raise ConfigError(f"the base configuration {path} must hold groups of settings")
         bases[path] = values
@@ -158,6 +169,76 @@ def laid_over(values: dict[str, Any], part: Mapping[str, Any], where: str) -> di
         return apply_overrides(values, [f"{key}={to_yaml(value)}" for key, value in part.items()])
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+# -- recordings ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A run that shall be done."""
+
+    config: Config
+    """With the run's folder and name in it."""
+
+    @property
+    def name(self) -> str:
+        """A name for people."""
+        raise NotImplementedError
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder, there or to be made."""
+        return Path(self.config.run.dir) / str(self.config.run.name)
+
+
+def prepare(runs: Sequence[Planned], progress: Progress, run_chunks: RunChunks | None = None) -> None:
+    """Make the features that the runs need, each once, and find out what recordings or splits do not allow.
+
+    Raises:
+        InputError: naming the cells whose recordings cannot be used.
+    """
+    known: dict[str, int] = {}
+    faults: dict[str, list[str]] = {}
+    for each in runs:
+        if (each.run_dir / "run.json").exists():
+            continue  # it has its population, and whatever is missing it says itself
+        if each.config.data.sites:
+            continue  # its recordings are not here: each site prepares its own when the run begins
+        key = json.dumps([each.config.data.model_dump(mode="json"), each.config.run.seed], sort_keys=True)
+        try:
+            if key not in known:
+                known[key] = len(build_population(each.config.data, each.config.run.seed, progress, run_chunks))
+            each.config.train.cohort_size(known[key])
+        except ResourcesError:
+            raise
+        except InputError as error:
+            faults.setdefault(str(error), []).append(each.name)
+    if faults:
+        count = sum(map(len, faults.values()))
+        raise InputError(faults_text(f"{count} of {len(runs)} runs cannot be done; nothing was started", faults, 1))
+
+
+def faults_text(heading: str, faults: Mapping[str, Sequence[str]], named: int) -> str:
+    """Return what is wrong with several runs in a few lines.
+
+    Args:
+        faults: by message, whom it is about.
+        named: of them that are named.
+    """
+    lines = [heading]
+    for message, names in list(faults.items())[:_LISTED]:
+        more = f" and {len(names) - named} more" if len(names) > named else ""
+        lines.append(f"  {'; '.join(names[:named])}{more}: {message}")
+    if len(faults) > _LISTED:
+        lines.append(f"  and {len(faults) - _LISTED} more messages")
+    return "\n".join(lines)
+
+
+def rounds_done(folder: Path) -> int:
+    """Return the rounds that a run folder has committed; 0 where no run has begun."""
+    latest = RunStore(folder).latest() if (folder / "run.json").exists() else None
+    return 0 if latest is None else round_of(latest)
 
 
 # -- going on from a state -----------------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 from ray import tune
 from ray.tune.result import DONE, SHOULD_CHECKPOINT
 
-from raydfl.cluster.trial_resources import bundles_of
+from raydfl.cluster import bundles_of
 from raydfl.core.errors import ConfigError
 from raydfl.core.remote import is_uri
 from raydfl.engine import Config, load_config, make_config
-from raydfl.experiments.plan import laid_over
+from raydfl.experiments.plan import laid_over, rounds_done
 from raydfl.experiments.trial import (
     LOCKS,
     FederationTrial,
@@ -24,7 +24,6 @@ from raydfl.experiments.trial import (
     Said,
     TrialOrder,
     clear,
-    latest_round,
     take_over,
 )
 
@@ -95,7 +94,7 @@ class _Federation(FederationTrial):
         return tune.PlacementGroupFactory(bundles_of(checked, cls.cpus, clients=0), strategy="PACK")
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Nothing is loaded before the first step."""
+        """Make the configuration; nothing is loaded before the first step."""
         checked = config_of(self.base, config)
         own = {"name": self.trial_id, "dir": str(Path(checked.run.dir))}
         self._config = checked.model_copy(
@@ -105,7 +104,9 @@ class _Federation(FederationTrial):
             }
         )
         self._folder = Path(checked.run.dir) / self.trial_id
-        self._order = TrialOrder(number=0, config=self._config.model_dump(mode="json"), durable=True)
+        self._order = TrialOrder(
+            number=0, name=self.trial_id, config=self._config.model_dump(mode="json"), durable=True
+        )
         self._run = RunThread(self._order)
         self._begun = False
 
@@ -142,5 +143,5 @@ class _Federation(FederationTrial):
         if not (folder / "run.json").exists():  # of a trial that had not begun
             return
         take_over(folder, self._folder, self._config)
-        self._run = RunThread(dataclasses.replace(self._order, reported=latest_round(self._folder)))
+        self._run = RunThread(dataclasses.replace(self._order, reported=rounds_done(self._folder)))
         self._begun = True

@@ -22,14 +22,15 @@ from typing import Any, Literal
 import pyarrow.compute as pc
 from ray import tune
 
+from raydfl.cluster import Bundle
 from raydfl.core.errors import ConfigError, InputError, RaydflError
 from raydfl.core.files import write_durably
 from raydfl.engine import Config, RoundReport, make_config
 from raydfl.engine.storage import RunStore, decisive_changes, read_rows, round_of, stored_about, write_config
-from raydfl.experiments.plan import CHANGEABLE, fits_state
+from raydfl.experiments.plan import CHANGEABLE, fits_state, rounds_done
 from raydfl.runs import Progress, driving, run
 
-NAME, ROUND, SCORE, STATUS, REASON = "name", "round", "score", "status", "reason"
+ROUND, SCORE, STATUS, REASON = "round", "score", "status", "reason"
 """Keys of what a trial reports to Ray Tune."""
 
 TrialStatus = Literal["running", "finished", "interrupted", "failed"]
@@ -44,7 +45,13 @@ class TrialOrder:
     """A trial as it is given to another process."""
 
     number: int
+    name: str
+    """For people."""
     config: Mapping[str, Any]
+    bundles: tuple[Bundle, ...] = ()
+    """The placement group that it asks for."""
+    judged: bool = True
+    """Whether it waits after each evaluation until it is told to go on; else there is one result, at its end."""
     keys: tuple[tuple[str, str], ...] = ()
     """(split, metric) that the score may stand under in the record, the one that counts first; empty: there is no one score."""
     stop: str | None = None
@@ -58,10 +65,15 @@ class TrialOrder:
     durable: bool = False
     """Whether a round is committed before its scores are told."""
 
+    @property
+    def folder(self) -> Path:
+        """The run's folder, there or to be made."""
+        return Path(self.config["run"]["dir"], self.config["run"]["name"])
+
 
 @dataclass(frozen=True)
 class Said:
-    """What the run's thread tells."""
+    """A message of the run's thread."""
 
     status: TrialStatus
     round: int = 0
@@ -82,8 +94,13 @@ class FederationTrial(tune.Trainable):
     errors is left to processes and nodes that are lost.
     """
 
+    @classmethod
+    def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory | None:
+        """Return the placement group that the order asks for."""
+        return tune.PlacementGroupFactory(list(config["order"].bundles), strategy="PACK") if "order" in config else None
+
     def setup(self, config: dict[str, Any]) -> None:
-        """Nothing is loaded before the first step."""
+        """Take the order; nothing is loaded before the first step."""
         self._run = RunThread(config["order"])
 
     def step(self) -> dict[str, Any]:
@@ -98,13 +115,13 @@ class FederationTrial(tune.Trainable):
         }
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """The process takes over another trial: what it has loaded need not be loaded again."""
+        """Take over another trial in the same process: what it has loaded need not be loaded again."""
         self.cleanup()
         self.setup(new_config)
         return True
 
     def cleanup(self) -> None:
-        """The trial was stopped: its run ends as one that is stopped by hand, with its last round committed."""
+        """End a trial that was stopped: its run ends as one that is stopped by hand, with its last round committed."""
         self._run.stop()
 
 
@@ -121,9 +138,9 @@ class RunThread:
         self._thread: threading.Thread | None = None
 
     def next(self) -> Said:
-        """What it says next; the thread begins with the first call."""
+        """Return what it says next; the thread begins with the first call."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._main, name=f"trial {self._order.number}", daemon=True)
+            self._thread = threading.Thread(target=self._main, name=self._order.name, daemon=True)
             self._thread.start()
         else:
             self._more.release()
@@ -146,19 +163,18 @@ class RunThread:
                 log = Path(self._order.log)
                 log.parent.mkdir(parents=True, exist_ok=True)
                 with log.open("a", encoding="utf-8") as file:
-                    file.write(f"trial {self._order.number}\n\n{traceback.format_exc()}\n")
+                    file.write(f"{self._order.name}\n\n{traceback.format_exc()}\n")
             kind = "" if isinstance(error, RaydflError) else f"{type(error).__name__}: "
             self._said.put(Said("failed", self._last, reason=f"{kind}{error}", error=error))
 
     def _do(self) -> Said:
         if self._interrupted():
             return Said("interrupted", self._last)
-        config = make_config(self._order.config, f"trial {self._order.number}")
-        folder = Path(config.run.dir) / str(config.run.name)
+        config, folder = make_config(self._order.config, self._order.name), self._order.folder
         if self._order.parent is not None:
             branch(Path(self._order.parent), folder, config)
         self._total, self._every = config.train.rounds, config.evaluate.every
-        for round_index, scores in recorded(folder, self._last).items():
+        for round_index, scores in recorded(folder, self._last).items() if self._order.judged else ():
             if round_index < self._total and not self._report(round_index, scores):
                 return Said("interrupted", self._last)
         outcome = run(config, Progress("quiet"), self._on_round, self._order.durable)
@@ -168,15 +184,15 @@ class RunThread:
         return Said("finished", self._total, self._find(last), outcome.worthless, last, self._loss(self._total))
 
     def _on_round(self, report: RoundReport) -> bool:
-        """After each round: whether the run shall stop."""
+        """Return, after each round, whether the run shall stop."""
         self._trained = report
         evaluated = report.round % self._every == 0
-        if evaluated and self._last < report.round < self._total:
+        if self._order.judged and evaluated and self._last < report.round < self._total:
             return not self._report(report.round, {_key(name): value for name, value in report.scores.items()})
         return self._interrupted()
 
     def _report(self, round_index: int, scores: Mapping[tuple[str, str], float]) -> bool:
-        """Tell a score and wait; whether the run shall go on."""
+        """Tell a score and wait; return whether the run shall go on."""
         self._said.put(Said("running", round_index, self._find(scores), scores=scores, loss=self._loss(round_index)))
         self._last = round_index
         self._more.acquire()
@@ -211,7 +227,7 @@ def _key(name: str) -> tuple[str, str]:
 
 
 def recorded(folder: Path, after: int) -> dict[int, dict[tuple[str, str], float]]:
-    """The pooled numbers of evaluated rounds later than ``after`` that a run folder has committed: by round, (split, metric)."""
+    """Return the pooled numbers that a run folder has committed of evaluated rounds after ``after``: by round, (split, metric)."""
     if not (folder / "run.json").exists():
         return {}
     latest = RunStore(folder).latest()
@@ -240,7 +256,7 @@ def branch(parent: Path, folder: Path, config: Config) -> None:
     if (folder / "run.json").exists():
         return
     about = stored_about(parent)
-    before = {"run": about["id"], "digest": about["digest"], "round": latest_round(parent)}
+    before = {"run": about["id"], "digest": about["digest"], "round": rounds_done(parent)}
     _copy(parent, folder, config, [*about.get("branches", []), before])
 
 
@@ -277,7 +293,7 @@ def take_over(checkpoint: Path, folder: Path, config: Config) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Remove a run's folder, once whoever was at work in it is not any more.
+    """Remove a run's folder, as soon as whoever was at work in it is not any more.
 
     Raises:
         RunDirectoryError: another process does not leave it.
@@ -291,12 +307,6 @@ def clear(folder: Path) -> None:
             shutil.rmtree(folder)
         finally:
             store.unlock()
-
-
-def latest_round(folder: Path) -> int:
-    """Return the rounds that a run folder has committed."""
-    latest = RunStore(folder).latest()
-    return 0 if latest is None else round_of(latest)
 
 
 def _copy(source: Path, folder: Path, config: Config, branches: list[dict[str, Any]] | None) -> None:

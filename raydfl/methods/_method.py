@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -193,3 +193,16 @@ class Method:
 def merge(tensors: Mapping[str, Tensors], changed: Mapping[str, Tensors]) -> dict[str, Tensors]:
     """Return ``tensors`` with those of ``changed`` in their place, key by key and name by name."""
     return {key: {**tensors.get(key, {}), **changed.get(key, {})} for key in {**tensors, **changed}}
+
+
+class Counted(Iterable[Update]):
+    """Updates to be read once, counted as they are."""
+
+    def __init__(self, updates: Iterable[Update]) -> None:
+        self.count = 0
+        self._updates = updates
+
+    def __iter__(self) -> Iterator[Update]:
+        for update in self._updates:
+            self.count += 1
+            yield update

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.types import Client, Metrics, State, Update
-from raydfl.methods._method import Method
+from raydfl.methods._method import Counted, Method
 
 _STEPS = "server_steps"
 
@@ -69,16 +69,9 @@ class ServerOptimiser(Method, ABC):
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Take one step of every parameter along the clients' mean change."""
-        arrived = 0
-
-        def counted() -> Iterator[Update]:
-            nonlocal arrived
-            for update in updates:
-                arrived += 1
-                yield update
-
-        averaged, report = super().aggregate(state, counted(), rng)
-        if not arrived:
+        arriving = Counted(updates)
+        averaged, report = super().aggregate(state, arriving, rng)
+        if not arriving.count:
             return averaged, report
         number = state.extra.get(_STEPS, 0) + 1
         weights, kept = dict(averaged.tensors["global"]), dict(state.tensors["moments"])

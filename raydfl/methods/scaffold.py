@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.types import Batch, Client, Metrics, Ratio, State, Update
-from raydfl.methods._method import Method
+from raydfl.methods._method import Counted, Method
 from raydfl.rules import Rule, UniformMean
 from raydfl.training import Step, TrainSettings, fit
 
@@ -103,15 +103,9 @@ class Scaffold(Method):
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Step along the mean change and move the control variate by the cohort's share."""
-        cohort = 0
-
-        def counted() -> Iterable[Update]:
-            nonlocal cohort
-            for update in updates:
-                cohort += 1
-                yield update
-
-        averaged, report = super().aggregate(state, counted(), rng)
+        arriving = Counted(updates)
+        averaged, report = super().aggregate(state, arriving, rng)
+        cohort = arriving.count
         old, new = state.tensors["global"], dict(averaged.tensors["global"])
         if cohort:
             for name in old:

@@ -44,10 +44,17 @@ __all__ = [
     "weight_of",
 ]
 
-RULES: Mapping[str, type[Rule]] = {
-    name: registry.find("raydfl.rules", name, Rule, "rule")  # type: ignore[type-abstract]
-    for name in registry.names("raydfl.rules")
-}
+
+def rule_class(name: str) -> type[Rule]:
+    """Find the rule of that name, built in or ``my_file.py:Class``.
+
+    Raises:
+        ConfigError: there is none; the nearest name is given.
+    """
+    return registry.find("raydfl.rules", name, Rule, "rule")  # type: ignore[type-abstract]
+
+
+RULES: Mapping[str, type[Rule]] = {name: rule_class(name) for name in registry.names("raydfl.rules")}
 """The built-in rules by their name in a configuration."""
 
 
@@ -68,20 +75,4 @@ def find_rule(setting: str | Mapping[str, Any] | None, default: Rule, where: str
     name = options.pop("name", None)
     if not isinstance(name, str):
         raise ConfigError(f"{where}: name a rule, as in {where}: {{name: lpa, vl: 0.1}}; {nearest('', RULES)}")
-    return registry.build(rule_class(name, where), options, where)
-
-
-def rule_class(name: str, where: str) -> type[Rule]:
-    """Find the rule of that name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if ":" in name:
-        found = registry.load_object(name)
-        if not (isinstance(found, type) and issubclass(found, Rule)):
-            raise ConfigError(f"{where}: {name!r} is not a subclass of raydfl.Rule")
-        return found
-    if name not in RULES:
-        raise ConfigError(f"{where}: unknown rule {name!r}; {nearest(name, RULES)} Your own class: my_file.py:Class")
-    return RULES[name]
+    return registry.build(rule_class(name), options, where)

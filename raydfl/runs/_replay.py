@@ -8,12 +8,12 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from raydfl.cluster.sites import workers_here
+from raydfl.cluster import pool_here
 from raydfl.core.errors import InputError, RunDirectoryError
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import Client, Update
 from raydfl.data import Population
-from raydfl.engine import Config, Federation, SerialPool, UpdateChecker
+from raydfl.engine import Config, Federation, UpdateChecker
 from raydfl.engine.storage import RunStore, local_run, round_of, stored_about, stored_config
 
 
@@ -72,7 +72,7 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
         quiet = config.model_copy(update={"evaluate": config.evaluate.model_copy(update={"every": 10**9})})
         population = Population.load(run_dir / "population", verify=True, verify_features=True)
         key = stored_about(run_dir).get("site_key", "")
-        pool = SerialPool(workers_here(run_dir, config, population, key, scratch / "private"))
+        pool = pool_here(run_dir, config, population, key, scratch / "private")
         with contextlib.closing(pool), contextlib.closing(Federation(quiet, population, copy, pool)) as federation:
             while federation.state.round_index < round_number - 1:
                 federation.round()
@@ -88,7 +88,7 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
             group = [other for other in orders if other is order or (other.group == order.group and order.group >= 0)]
             received = federation.broadcast({key for other in group for key in other.task.receive})
             # Here nobody is dropped or hurried: what a client's code raises is what one wants to see.
-            strict = SerialPool(workers_here(run_dir, _strict(config), population, key, scratch / "private"))
+            strict = pool_here(run_dir, _strict(config), population, key, scratch / "private")
             with contextlib.closing(strict):
                 result = next(each for each in strict.run(group, received) if each.position == order.position)
             measured = result.measured.get("train", {})

@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pyarrow.compute as pc
 
-from raydfl.cluster.gpu import with_share
-from raydfl.cluster.server import RemoteServer, Server
-from raydfl.cluster.session import connected, ray_session
+from raydfl.cluster import RemoteServer, Server, connected, ray_session, with_share
 from raydfl.core import ops
 from raydfl.core.files import write_durably
 from raydfl.core.nested import flatten

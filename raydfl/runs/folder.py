@@ -6,21 +6,19 @@ import contextlib
 import json
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from raydfl.cluster.job import check_kept, in_a_job
-from raydfl.cluster.sites import prepare_sites
+from raydfl.cluster import check_kept, in_a_job, prepare_sites
 from raydfl.core.errors import DataError, RunDirectoryError
 from raydfl.core.files import default_cache, write_durably
 from raydfl.core.lock import FileLock
 from raydfl.core.tensor_file import to_safetensors
-from raydfl.core.types import ModelSpec
 from raydfl.core.version import __version__
 from raydfl.data import Population, build_population
-from raydfl.engine import Clients, Config, build_models, try_models
+from raydfl.engine import Config, try_models
 from raydfl.engine.storage import (
     RunStore,
     check_same,
@@ -156,10 +154,10 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
     else:
         population = build_population(config.data, config.run.seed, progress, attack=config.parts.attack)
     config.train.cohort_size(len(population))
-    try_models(config, population)
+    models = try_models(config, population)
     for message in population.messages:
         progress.message(message)
-    begin(run_dir, config, population, site_key)
+    begin(run_dir, config, population, models, site_key)
 
 
 def _site_key(run_dir: Path) -> str:
@@ -173,11 +171,12 @@ def _site_key(run_dir: Path) -> str:
     return path.read_text()
 
 
-def begin(run_dir: Path, config: Config, population: Population, site_key: str = "") -> None:
+def begin(run_dir: Path, config: Config, population: Population, models: Mapping[str, Any], site_key: str = "") -> None:
     """Write what makes a folder the folder of a run that has done no round yet.
 
     Args:
         run_dir: an empty folder, or one that is not there yet; its name becomes the run's.
+        models: as :func:`raydfl.engine.probe.try_models` describes them.
         site_key: under which sites keep their part of the run (raydfl.cluster.sites); empty: there are none.
     """
     population.save(run_dir / "population")
@@ -193,7 +192,7 @@ def begin(run_dir: Path, config: Config, population: Population, site_key: str =
         "method": config.method["name"],
         "data": config.data.name,
         "classes": list(population.classes),
-        "models": _describe_models(config, Clients(population, config)),
+        "models": models,
         "clients": len(population),
         "skipped": [{"clip": clip, "reason": reason} for clip, reason in population.skipped],
     }
@@ -221,22 +220,6 @@ def _forget_unbegun(run_dir: Path, config: Config) -> bool:
     finally:
         store.unlock()
     return True
-
-
-def _describe_models(config: Config, clients: Clients) -> dict[str, list[dict[str, Any]]]:
-    """For every model of the method, its architectures with options, number of parameters, and whether all of it is shared."""
-    method = config.parts.method
-    described: dict[str, dict[ModelSpec, dict[str, Any]]] = {}
-    for specs in clients.variants():
-        for name, model in build_models(method, specs, config.run.seed).items():
-            spec = next(spec for spec in specs if spec.name == name)
-            described.setdefault(name, {})[spec] = {
-                "architecture": spec.architecture,
-                **dict(spec.options),
-                "parameters": sum(parameter.numel() for parameter in model.parameters()),
-                "shared": all(method.shared(f"{name}/{key}") for key in model.state_dict()),
-            }
-    return {name: list(kinds.values()) for name, kinds in described.items()}
 
 
 def _short(name: str) -> str:

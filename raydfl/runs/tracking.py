@@ -15,9 +15,10 @@ import os
 import re
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow.compute as pc
 
@@ -69,30 +70,8 @@ def metric_name(row: MetricRow, work: str = WORK) -> str:
     return f"{allowed[: _KEY_LENGTH - 9]}_{digest}"
 
 
-class Tracker(Protocol):
-    """A receiver of what a run reports while it goes on."""
-
-    def start(
-        self, run_name: str, params: Mapping[str, Any], tags: Mapping[str, str], run_id: str | None = None
-    ) -> str:
-        """Begin, or go on with the run that ``start`` returned ``run_id`` for. Returns the run's id."""
-        ...
-
-    def log_rows(self, rows: Iterable[MetricRow]) -> None:
-        """Mirror the rows of newly committed rounds, which are on the disk already."""
-        ...
-
-    def log_artifact(self, path: Path) -> None:
-        """Keep a copy of a file or of a folder's contents."""
-        ...
-
-    def finish(self, status: Status) -> None:
-        """Note that the run has ended."""
-        ...
-
-
 class NullTracker:
-    """Mirrors nothing."""
+    """Mirrors nothing: in place of :class:`MlflowTracker` with ``track.mlflow=false``."""
 
     def start(
         self, run_name: str, params: Mapping[str, Any], tags: Mapping[str, str], run_id: str | None = None
@@ -108,13 +87,6 @@ class NullTracker:
 
     def finish(self, status: Status) -> None:
         """Does nothing."""
-
-
-def make_tracker(
-    settings: TrackSettings, runs_dir: Path, run_dir: Path, warn: Callable[[str], None] | None = None
-) -> Tracker:
-    """Return the tracker that the settings ask for; see :class:`MlflowTracker`."""
-    return MlflowTracker(settings, runs_dir, run_dir, warn) if settings.mlflow else NullTracker()
 
 
 class MlflowTracker:
@@ -186,16 +158,8 @@ class MlflowTracker:
         All rows of a round in one call: rows of rounds that are mirrored already are left out, as are those of clients
         and arrays.
         """
-        if self._resting():
-            self._behind = True
-            return
-        try:
-            self._log([*self._backlog(), *rows] if self._behind else list(rows))
-        except Exception as error:  # noqa: BLE001  (whatever it is, a run must not end because of its mirror)
-            self._failed(error)
-            return
-        self._behind = False
-        if self._warned:
+        self._behind = not self._tried(lambda: self._log([*self._backlog(), *rows] if self._behind else list(rows)))
+        if self._warned and not self._behind:
             self._warned = False
             self._warn(f"MLflow at {self.uri} answers again; the mirror is complete up to round {self._mirrored}")
 
@@ -208,21 +172,15 @@ class MlflowTracker:
         if not path.exists():
             raise FileNotFoundError(path)
         self._artifacts.append(path)
-        if not self._resting():
-            self._send_artifacts()
+        self._tried(self._send_artifacts)
 
     def finish(self, status: Status) -> None:
         """Complete the mirror and close the run in MLflow. The run may be started again later."""
         self._failed_at = -math.inf  # the last chance: do not wait
         if self._behind:
             self.log_rows(())
-        if not self._resting():
-            self._send_artifacts()
-        if not self._resting():
-            try:
-                self._connected().set_terminated(self._run_id, status)
-            except Exception as error:  # noqa: BLE001
-                self._failed(error)
+        self._tried(self._send_artifacts)
+        self._tried(lambda: self._connected().set_terminated(self._run_id, status))
         lacking = [f"rounds after {self._mirrored}"] if self._behind else []
         lacking += [str(path) for path in self._artifacts]
         if lacking:
@@ -245,20 +203,14 @@ class MlflowTracker:
 
         for name in ("alembic", "mlflow.store.db.utils"):  # they narrate the creation of every table
             logging.getLogger(name).setLevel(logging.WARNING)
-        with self._locked():
+        lock: AbstractContextManager[None] = contextlib.nullcontext()
+        if self._settings.uri is None:  # two runs that start at once must not both make the tables of the default store
+            self._runs_dir.mkdir(parents=True, exist_ok=True)
+            lock = locked(self._runs_dir / ".mlflow.lock")
+        with lock:
             client = MlflowClient(tracking_uri=self._uri)
             client.search_experiments(max_results=1)  # makes the tables of a new database
         self._client = client
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Two runs that start at once must not both make the tables of the default store."""
-        if self._settings.uri is not None:
-            yield
-            return
-        self._runs_dir.mkdir(parents=True, exist_ok=True)
-        with locked(self._runs_dir / ".mlflow.lock"):
-            yield
 
     def _experiment(self, client: MlflowClient) -> str:
         name = self._settings.experiment
@@ -349,16 +301,13 @@ class MlflowTracker:
         return to_rows(read_rows(self._run_dir, where=where))
 
     def _send_artifacts(self) -> None:
-        try:
-            while self._artifacts:
-                path = self._artifacts[0]
-                if path.is_dir():
-                    self._connected().log_artifacts(self._run_id, str(path), artifact_path=path.name)
-                else:
-                    self._connected().log_artifact(self._run_id, str(path))
-                self._artifacts.pop(0)
-        except Exception as error:  # noqa: BLE001
-            self._failed(error)
+        while self._artifacts:
+            path = self._artifacts[0]
+            if path.is_dir():
+                self._connected().log_artifacts(self._run_id, str(path), artifact_path=path.name)
+            else:
+                self._connected().log_artifact(self._run_id, str(path))
+            self._artifacts.pop(0)
 
     # -- failures ----------------------------------------------------------------------------------------------------
 
@@ -367,8 +316,16 @@ class MlflowTracker:
             raise RuntimeError("call start() first")
         return self._client
 
-    def _resting(self) -> bool:
-        return time.monotonic() - self._failed_at < _RETRY_SECONDS
+    def _tried(self, do: Callable[[], object]) -> bool:
+        """Do something with the store, unless that has failed a moment ago; return whether it is done."""
+        if time.monotonic() - self._failed_at < _RETRY_SECONDS:
+            return False
+        try:
+            do()
+        except Exception as error:  # noqa: BLE001  (whatever it is, a run must not end because of its mirror)
+            self._failed(error)
+            return False
+        return True
 
     def _failed(self, error: Exception) -> None:
         self._behind = True
@@ -391,6 +348,16 @@ class MlflowTracker:
             f"MLflow at {self.uri} cannot be used: {_said(error)}; start the server or correct track.uri, "
             f"or set track.mlflow=false to train without it"
         )
+
+
+Tracker = MlflowTracker | NullTracker
+
+
+def make_tracker(
+    settings: TrackSettings, runs_dir: Path, run_dir: Path, warn: Callable[[str], None] | None = None
+) -> Tracker:
+    """Return the tracker that the settings ask for; see :class:`MlflowTracker`."""
+    return MlflowTracker(settings, runs_dir, run_dir, warn) if settings.mlflow else NullTracker()
 
 
 def _said(error: Exception) -> str:

@@ -25,7 +25,7 @@ from raydfl.training.step import Loss, Step
 from raydfl.training.tape import recorded
 from raydfl.training.together import lockstep as together
 from raydfl.training.together import signature as alike
-from raydfl.training.together.batches import StackedBatches
+from raydfl.training.together.batches import StackedBatches, batch_of_first
 from raydfl.training.together.executor import fit_together, predict_together
 
 
@@ -95,7 +95,7 @@ def _batches(step: Step, data: Examples, plan: Plan | None) -> Iterator[Batch]:
         return
     batches = StackedBatches([data], [order], step.device)
     for number in range(len(batches)):
-        yield Batch.of({name: tensor[0] for name, tensor in batches.batch(number).tensors().items()})
+        yield batch_of_first(batches.batch(number))
 
 
 @contextlib.contextmanager

@@ -75,7 +75,7 @@ class GradientScale:
         parameters = [p for group in optimiser.param_groups for p in group["params"] if p.grad is not None]
         finite = torch.ones_like(self.scale, dtype=torch.bool)
         for parameter in parameters:
-            finite = finite & self._each(torch.isfinite(parameter.grad))
+            finite = finite & torch.isfinite(parameter.grad).reshape(*self.scale.shape, -1).all(dim=-1)
         for parameter in parameters:
             whole = self._like(finite, parameter)
             parameter.grad = torch.where(whole, parameter.grad / self._like(self.scale, parameter), 0.0)
@@ -89,10 +89,6 @@ class GradientScale:
                 for name, moment in _state(optimiser, parameter, copied=False).items():
                     moment.copy_(torch.where(whole, moment, state.get(name, torch.zeros_like(moment))))
         self.scale = torch.where(finite, self.scale, self.scale / 2)
-
-    def _each(self, of_elements: Tensor) -> Tensor:
-        """Return whether it holds of all elements: bool of the scale's shape."""
-        return of_elements.reshape(*self.scale.shape, -1).all(dim=-1)
 
     def _like(self, of_clients: Tensor, parameter: Tensor) -> Tensor:
         """Return one number for each client as something that fits to a parameter."""

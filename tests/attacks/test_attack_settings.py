@@ -23,12 +23,10 @@ IDS = Names.of(f"c{i}" for i in range(20))
 
 
 def test_an_attack_by_its_name_alone_and_by_single_options(tiny: Tiny) -> None:
-    assert tiny("attack=sign_flip").build_attack() == SignFlip()
-    assert tiny("attack=sign_flip", "attack.clients=3", "attack.scale=2").build_attack() == SignFlip(
-        clients=3, scale=2.0
-    )
-    assert tiny("attack=sign_flip", "attack=null").build_attack() is None
-    assert tiny().build_attack() is None
+    assert tiny("attack=sign_flip").parts.attack == SignFlip()
+    assert tiny("attack=sign_flip", "attack.clients=3", "attack.scale=2").parts.attack == SignFlip(clients=3, scale=2.0)
+    assert tiny("attack=sign_flip", "attack=null").parts.attack is None
+    assert tiny().parts.attack is None
 
 
 def test_the_digest_knows_the_attack_and_is_the_old_one_without(tiny: Tiny) -> None:
@@ -67,12 +65,12 @@ def test_own_attack(tiny: Tiny, tmp_path: Path) -> None:
         "    def change(self, change, cohort, rng):\n"
         "        return np.zeros(len(change))\n"
     )
-    attack = tiny(f"attack={tmp_path / 'mine.py'}:Zero").build_attack()
+    attack = tiny(f"attack={tmp_path / 'mine.py'}:Zero").parts.attack
     assert type(attack).__name__ == "Zero"
 
 
 def test_a_trigger_file_is_found_from_any_folder(tiny: Tiny) -> None:
-    attack = tiny("attack={name: backdoor, target: tone1, file: sound.wav}").build_attack()
+    attack = tiny("attack={name: backdoor, target: tone1, file: sound.wav}").parts.attack
     assert isinstance(attack, Backdoor)
     assert attack.file == Path("sound.wav").resolve()
 

@@ -55,7 +55,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("data.features.stride=3", "data.features: unknown key 'stride'; did you mean data.segment.stride?"),
         # Unknown names.
         ("method.name=fedavgg", "unknown method 'fedavgg'; did you mean 'fedavg'? Your own class: my_file.py:Class"),
-        ("method.rule=lpaa", "method.rule: unknown rule 'lpaa'; did you mean 'lpa'? Your own class: my_file.py:Class"),
+        ("method.rule=lpaa", "unknown rule 'lpaa'; did you mean 'lpa'? Your own class: my_file.py:Class"),
         ("data={name: fsddd}", "unknown data set 'fsddd'; did you mean 'fsdd'? Your own class: my_file.py:Class"),
         ("models.plugin=crnn_lit", "models.plugin: unknown architecture 'crnn_lit'; did you mean 'crnn_lite'?"),
     ],

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
+from raydfl.cluster import actors
 from raydfl.cluster import pool as ray_pool
 from raydfl.cluster.pool import RayPool
 from raydfl.cluster.resources import ActorKind
@@ -49,8 +50,8 @@ class Remote:
 class Actor:
     """Works on one call after another, at so many seconds for a unit of cost."""
 
-    def __init__(self, cluster: FakeCluster, kind: ActorKind) -> None:
-        self.kind, self.node = kind, None  # type: tuple[ActorKind, Node | None]
+    def __init__(self, cluster: FakeCluster, site: str, kind: ActorKind) -> None:
+        self.site, self.kind, self.node = site, kind, None  # type: tuple[str, ActorKind, Node | None]
         self.first = Reference()
         self.done: list[int] = []
         self.idle_at = 0.0
@@ -96,7 +97,8 @@ class FakeCluster:
         self.events: list[tuple[float, Callable[[], Any]]] = []
         for name in ("wait", "get", "put", "kill", "available_resources"):
             monkeypatch.setattr(f"raydfl.cluster.pool.ray.{name}", getattr(self, name))
-        monkeypatch.setattr(ray_pool, "alive_nodes", lambda: {n.name: {} for n in self.nodes if n.alive})
+        monkeypatch.setattr(actors, "alive_nodes", lambda: {n.name: {} for n in self.nodes if n.alive})
+        monkeypatch.setattr(actors, "time", self)
         monkeypatch.setattr(ray_pool, "time", self)
 
     def monotonic(self) -> float:
@@ -121,8 +123,8 @@ class FakeCluster:
         self.events.append((time, event))
         self.events.sort(key=lambda pair: pair[0])
 
-    def start_actor(self, kind: ActorKind) -> Any:
-        actor = Actor(self, kind)
+    def start_actor(self, site: str, kind: ActorKind) -> Any:
+        actor = Actor(self, site, kind)
         self.actors.append(actor)
         self.waiting.append(actor)
         self._place()

@@ -7,15 +7,22 @@ from fake_cluster import START, FakeCluster, open_pool, orders
 
 from raydfl.cluster.faults import StragglerPolicy
 from raydfl.cluster.pool import RayPool
+from raydfl.cluster.sites import SiteReport, join
 from raydfl.core.errors import ResourcesError
 from raydfl.core.types import Task
-from raydfl.engine.orders import SERVER, Order
+from raydfl.data.population import Population, Shard
+from raydfl.engine.orders import SERVER, Measurement, Order
 from raydfl.engine.settings import RaySettings
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
     return FakeCluster(monkeypatch)
+
+
+def two_sites() -> Population:
+    """A federation of two clients at north and three at south."""
+    return join([SiteReport("north", (1, 1), 8, 4, {}, 0, ()), SiteReport("south", (1, 1, 1), 8, 4, {}, 0, ())], ["a"])
 
 
 def carry_out(pool, costs):  # type: ignore[no-untyped-def]
@@ -163,22 +170,41 @@ def test_with_an_actor_for_each_client_the_servers_data_are_measured_at_the_site
     cluster: FakeCluster,
 ) -> None:
     cluster.join("a", 4)
-    pool = RayPool(cluster.start_actor, RaySettings(actors="per_client"), sites=["north", "south"])
+    pool = RayPool(cluster.start_actor, RaySettings(actors="per_client"), population=two_sites())
     sent = [
-        Order(position, Task(SERVER), 0, 1.0, site=site) for position, site in enumerate(["north", "south", "north"])
+        Order(position, Task(SERVER), 0, 1.0, measure=(Measurement("test", (), Shard("test", 0, 1, site)),))
+        for position, site in enumerate(["north", "south", "north"])
     ]
     assert len(list(pool.run(sent, {"global": None}))) == 3
-    assert {(actor.kind.site, tuple(sorted(actor.done))) for actor in cluster.actors} == {
+    assert {(actor.site, tuple(sorted(actor.done))) for actor in cluster.actors} == {
         ("north", (0, 2)),
         ("south", (1,)),
     }
+
+
+def test_a_client_is_worked_on_at_its_own_site_alone(cluster: FakeCluster) -> None:
+    cluster.join("a", 4)
+    pool = RayPool(cluster.start_actor, RaySettings(actors=2), population=two_sites())
+    clients = ["north/0", "south/0", "north/1", "south/1", "south/2"]
+    sent = [Order(position, Task(client), 0, 1.0) for position, client in enumerate(clients)]
+    results = list(pool.run(sent, {"global": None}))
+    assert sorted(result.position for result in results) == [0, 1, 2, 3, 4]
+    for site in ("north", "south"):
+        done = {clients[position] for actor in cluster.actors if actor.site == site for position in actor.done}
+        assert done == {client for client in clients if client.startswith(site)}
+    assert {result.span.actor for result in results if result.span} == {
+        0,
+        1,
+        2,
+        3,
+    }  # a number for each place of all sites
 
 
 def test_a_site_that_stays_away_is_named(cluster: FakeCluster) -> None:
     cluster.join("a", 1)
     settings = RaySettings(actors=1, ready_timeout=30.0)
     with pytest.raises(ResourcesError, match="1 of 2 client actors started within 30 s, none at site south, each"):
-        RayPool(cluster.start_actor, settings, sites=["north", "south"])
+        RayPool(cluster.start_actor, settings, population=two_sites())
 
 
 def test_the_retries_of_a_client_that_is_left_out_are_told(cluster: FakeCluster) -> None:

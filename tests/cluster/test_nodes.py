@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from raydfl.cluster.nodes import NodeWatch
-from raydfl.cluster.resources import ActorKind, actor_kinds, check_resources, room
+from raydfl.cluster.resources import ActorKind, Bundle, actor_kinds, check_resources, check_trial_fits, room
 from raydfl.core.errors import ConfigError, ResourcesError
 from raydfl.engine.config import Config
 from raydfl.engine.settings import RaySettings
@@ -84,6 +84,28 @@ def test_only_min_actors_must_fit_and_on_a_cluster_that_grows_nothing(
     ):
         check(monkeypatch, tiny("ray.actors=8", "ray.min_actors=5"), [{"CPU": 4.0}])
     check(monkeypatch, tiny("ray.actors=8", "ray.autoscale=true"), [], grows=True)
+
+
+def test_a_trial_that_can_never_fit_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_trial(bundles: list[Bundle], *nodes: Bundle) -> None:
+        total = {kind: sum(node.get(kind, 0.0) for node in nodes) for kind in ("CPU", "GPU")}
+        monkeypatch.setattr("raydfl.cluster.resources.alive_nodes", lambda: dict(enumerate(nodes)))
+        monkeypatch.setattr("raydfl.cluster.resources.ray.cluster_resources", lambda: total)
+        monkeypatch.setattr("raydfl.cluster.resources.ray.available_resources", lambda: {"CPU": 1.0})
+        check_trial_fits(bundles, autoscale=False)
+
+    check_trial([{"CPU": 1.0}, {"CPU": 1.0}], {"CPU": 1.0}, {"CPU": 1.5})
+    with pytest.raises(
+        ResourcesError, match=r"needs 2 CPU \(its own process and 1 client actors\), the cluster has 1.9 CPU on 1 n"
+    ):
+        check_trial([{"CPU": 1.0}, {"CPU": 1.0}], {"CPU": 1.9})
+    with pytest.raises(ResourcesError, match="has 4 CPU on 1 node, of which 1 CPU are free; lower ray.actors"):
+        check_trial([{"CPU": 1.0, "GPU": 1.0}], {"CPU": 4.0})
+    shares: list[Bundle] = [{"CPU": 1.0}, *[{"CPU": 1.0, "GPU": 0.6}] * 3]
+    check_trial(shares, {"CPU": 4.0, "GPU": 3.0})
+    with pytest.raises(ResourcesError, match="needs 4 CPU and 1.8 GPU"):  # two GPUs have two shares of 0.6 and no third
+        check_trial(shares, {"CPU": 4.0, "GPU": 2.0})
+    check_trial_fits(shares, autoscale=True)
 
 
 def test_settings_that_contradict_each_other_are_refused(tiny: Tiny) -> None:

@@ -28,7 +28,7 @@ from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.wave import EPSILON
 from raydfl.data.settings import DataSettings
 from raydfl.engine.config import Config, make_config
-from raydfl.experiments.sweep.results import features_text
+from raydfl.experiments.sweep import features_text
 from raydfl.runs.inference.front_end import describe_front_end
 from raydfl.runs.inference.model import load_model
 from raydfl.runs.inference.recordings import classify
@@ -374,9 +374,9 @@ def test_attacks_that_alter_recordings_need_recordings(tmp_path: Path, attack: d
     path = write_npz(tmp_path / "features", log_mels())
     data = made.data.model_copy(update={"features": from_file(path)})
     with pytest.raises(ConfigError, match="alters recordings"):
-        build_population(data, 1, attack=made.build_attack())
+        build_population(data, 1, attack=made.parts.attack)
     flipped = {**values, "attack": "label_flip", "data": {**values["data"], "features": from_file(path).model_dump()}}
-    assert make_config(flipped).build_attack() is not None
+    assert make_config(flipped).parts.attack is not None
 
 
 # -- by a model --------------------------------------------------------------------------------------------------------

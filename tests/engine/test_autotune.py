@@ -72,9 +72,7 @@ def test_measuring_leaves_no_trace(tiny: Tiny) -> None:
     config = tiny("run.name=measured", method="fedmlac")
     run_dir = create(config, Progress("quiet"))
     worker = Worker(run_dir, config, PrivateStore(run_dir / "private"))
-    federation = Federation(
-        config, Population.load(run_dir / "population"), RunStore(run_dir), SerialPool({"": worker})
-    )
+    federation = Federation(config, Population.load(run_dir / "population"), RunStore(run_dir), SerialPool(worker))
     orders = federation.plan()
     assert worker.width(orders, federation.broadcast({"global"})) == 1  # on the CPU
     assert 1 <= worker.measured_width(orders, federation.broadcast({"global"})) <= len(orders)

@@ -18,8 +18,9 @@ from helpers import differ, finish, same, truth
 import raydfl
 from raydfl.core.errors import ConfigError
 from raydfl.engine.config import Config
+from raydfl.experiments.plan import rounds_done
 from raydfl.experiments.trainable import config_of
-from raydfl.experiments.trial import branch, latest_round, recorded
+from raydfl.experiments.trial import branch, recorded
 
 LR = "train.optimiser.lr"
 
@@ -83,7 +84,7 @@ def test_a_checkpoint_goes_on_to_the_same_bits_or_with_other_rates(tiny: Callabl
     first.stop()
     assert [result["round"] for result in results] == [1, 2]
     assert all({"loss", "test model/accuracy", "validation model/loss"} <= result.keys() for result in results)
-    assert latest_round(checkpoint) == 2
+    assert rounds_done(checkpoint) == 2
 
     again = federation({LR: 0.2})
     again.restore(str(checkpoint))
@@ -118,7 +119,7 @@ def test_what_an_earlier_attempt_left_does_not_count_without_a_checkpoint(tiny: 
     trial = federation({LR: 0.1})
     run_folder = Path(trial.train()["run"])
     trial.stop()
-    assert latest_round(run_folder) == 1
+    assert rounds_done(run_folder) == 1
     assert "branches" not in json.loads((run_folder / "run.json").read_text())
 
 
@@ -208,3 +209,37 @@ def test_trials_of_pbt_have_the_bits_of_their_settings_one_after_another(
             before = folder
         same(truth(Path(result["checkpoint"])), truth(folder))
     assert branched
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_rays_mlflow_integration_logs_each_trial(
+    tiny: Callable[..., Config], tmp_path: Path, ray_session: None
+) -> None:
+    from mlflow import MlflowClient
+    from ray import tune
+    from ray.air.integrations.mlflow import MLflowLoggerCallback
+
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    tuner = tune.Tuner(
+        raydfl.trainable(tiny("train.rounds=2")),
+        param_space={LR: tune.grid_search([0.1, 0.2])},
+        run_config=tune.RunConfig(
+            name="mine",
+            storage_path=str(tmp_path / "tune"),
+            callbacks=[MLflowLoggerCallback(tracking_uri=uri, experiment_name="mine")],
+            verbose=0,
+        ),
+    )
+    results = {result.config[LR]: result for result in tuner.fit()}
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("mine")
+    assert experiment is not None
+    logged = {float(run.data.params[LR]): run for run in client.search_runs([experiment.experiment_id])}
+    assert set(logged) == set(results) == {0.1, 0.2}
+    for lr, run in logged.items():
+        assert run.info.status == "FINISHED"
+        scores = recorded(Path(results[lr].metrics["run"]), 0)
+        history = client.get_metric_history(run.info.run_id, "test model/accuracy")
+        assert [item.value for item in history] == [scores[round_]["test", "model/accuracy"] for round_ in (1, 2)]
+        assert raydfl.load_model(results[lr].checkpoint.path).round == 2

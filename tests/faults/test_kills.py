@@ -44,8 +44,7 @@ def written(config: Config, tmp_path: Path) -> str:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("title", ["ray::ClientActor", "ray::ServerActor"])
-@pytest.mark.parametrize("commit_every", [1, 2])
+@pytest.mark.parametrize(("title", "commit_every"), [("ray::ClientActor", 1), ("ray::ServerActor", 2)])
 def test_a_killed_actor_changes_nothing(
     tiny: Tiny, command: Callable[..., Marked], tmp_path: Path, title: str, commit_every: int
 ) -> None:

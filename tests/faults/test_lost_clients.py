@@ -13,7 +13,7 @@ import pytest
 import ray
 from helpers import finish, same
 
-from raydfl.core.errors import ClientError, ResourcesError
+from raydfl.core.errors import ResourcesError
 from raydfl.engine.config import Config
 from raydfl.engine.storage import record
 from raydfl.engine.storage.folder import final_state
@@ -106,13 +106,6 @@ def test_late_clients_do_not_hurry_the_others(tiny: Tiny) -> None:
     steps = {row.client: row.value for row in rows if row.metric == "steps" and row.client}
     assert 1 <= steps.pop("s2") <= 4
     assert all(value >= 8 for value in steps.values())
-
-
-def test_by_default_nobody_is_dropped(tiny: Tiny) -> None:
-    with pytest.raises(ClientError, match="client 's2' failed in round 2"):
-        finish(tiny(*WHOLE, faulty("Fails"), "ray.actors=2", "run.name=stopped"))
-    with pytest.raises(ResourcesError, match=r"the actor of client 's\d' was lost 1 times in round 2"):
-        finish(tiny(*WHOLE, faulty("Fails"), "method.what=exit", "ray.actors=2", "ray.retries=0", "run.name=lost"))
 
 
 def test_the_servers_evaluation_is_never_dropped(tiny: Tiny, tmp_path: Path) -> None:

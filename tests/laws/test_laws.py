@@ -45,7 +45,7 @@ class WatchedPool(SerialPool):
     """Delivers results in a random order, and keeps every byte that goes out and comes back."""
 
     def __init__(self, worker: Worker, seed: int) -> None:
-        super().__init__({"": worker})
+        super().__init__(worker)
         self.random = random.Random(seed)
         self.bytes: list[bytes] = []
 
@@ -55,7 +55,7 @@ class WatchedPool(SerialPool):
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Result]:
         shuffled = in_groups(orders)
         self.random.shuffle(shuffled)
-        results = [result for group in shuffled for result in self._workers[""].carry_out(group, broadcast)]
+        results = [result for group in shuffled for result in self._worker.carry_out(group, broadcast)]
         self.random.shuffle(results)
         for value in (orders, broadcast, results):
             self._note(value)
@@ -348,7 +348,7 @@ def test_law_6_floating_buffers_are_averaged_counters_stay(tiny: Tiny) -> None:
     worker = Worker(run_dir, config, PrivateStore(run_dir / "scratch"))
     first = store.load(store.commits()[0]).state
     broadcast = {"global": FlatTensors.of(first.tensors["global"])}
-    federation = Federation(config, worker.population, RunStore(run_dir / "other"), SerialPool({"": worker}))
+    federation = Federation(config, worker.population, RunStore(run_dir / "other"), SerialPool(worker))
     for order in federation.plan():
         update = worker.carry_out([order], broadcast)[0].update
         assert update is not None
@@ -366,7 +366,7 @@ def test_counters_do_not_pass_from_one_client_to_the_next(tiny: Tiny) -> None:
     config = tiny(f"models.model={EXTRA}:WithBuffers")
     run_dir = create(config, Progress("quiet"))
     worker = Worker(run_dir, config, PrivateStore(run_dir / "private"))
-    federation = Federation(config, worker.population, RunStore(run_dir), SerialPool({"": worker}))
+    federation = Federation(config, worker.population, RunStore(run_dir), SerialPool(worker))
     order = federation.plan()[0]
     for _ in range(2):
         step = worker.prepare(order, federation.broadcast({"global"}))
@@ -415,7 +415,7 @@ def test_a_replayed_update_is_the_one_that_was_sent(tiny: Tiny, method: str, com
                     ).vector.copy()
                 yield result
 
-    federation = Federation(config, worker.population, RunStore(run_dir, keep=9), Recording({"": worker}))
+    federation = Federation(config, worker.population, RunStore(run_dir, keep=9), Recording(worker))
     while federation.state.round_index < 4:
         federation.round()
     federation.close()

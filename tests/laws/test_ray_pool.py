@@ -92,7 +92,7 @@ class Dying(RayPool):
         for number, result in enumerate(super().run(orders, broadcast)):
             if self.kills and not number and orders[0].measure is None:
                 self.kills -= 1
-                slot = self._slots[self.kills]
+                slot = self._pools[""]._slots[self.kills]
                 os.kill(ray.get(slot.actor.process_id.remote()), signal.SIGKILL)
             yield result
 
@@ -103,7 +103,7 @@ def test_killed_client_actors_change_nothing(tiny: Tiny) -> None:
     reference = finish(tiny("run.name=serial", "train.cohort=1.0", method="fedmlac"))
     config = tiny("run.name=dying", "train.cohort=1.0", "ray.actors=2", method="fedmlac")
     run_dir = create(config, Progress("quiet"))
-    pool = Dying(lambda kind: start_client_actor(run_dir, config, "", kind), config.ray)
+    pool = Dying(lambda site, kind: start_client_actor(run_dir, config, "", site, kind), config.ray)
     federation = Federation(config, Population.load(run_dir / "population"), RunStore(run_dir), pool)
     try:
         while federation.state.round_index < config.train.rounds:

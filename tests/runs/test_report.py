@@ -399,10 +399,10 @@ def broken(folder: Path, name: str, content: bytes) -> Path:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("config.yaml", b"a: [1,\nb: }", r"config.yaml is not valid YAML in line 2; restore it"),
+        ("config.yaml", b"a: [1,\nb: }", r"config.yaml is damaged: it is not valid YAML in line 2, .*; restore it"),
         ("config.yaml", b"- a list", r"config.yaml must hold a mapping, not list"),
-        ("config.yaml", b"\xff\xfe", r"config.yaml is not text \(UTF-8\)"),
-        ("run.json", b'{"id": ', r"run.json is not valid JSON in line 1; restore it"),
+        ("config.yaml", b"\xff\xfe", r"config.yaml is damaged: 'utf-8' codec can't decode"),
+        ("run.json", b'{"id": ', r"run.json is damaged: Expecting value: line 1 .*; restore it"),
         ("run.json", b"3", r"run.json must hold a mapping, not int"),
         ("rows/00000001.parquet", b"PAR1", r"00000001.parquet is not a readable Parquet file"),
         ("LATEST", b"nonsense", r"LATEST"),

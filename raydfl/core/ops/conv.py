@@ -87,11 +87,7 @@ class Conv1d(nn.Conv1d):
 
 
 class _Convolution(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        x: Tensor, weight: Tensor, bias: Tensor, lengths: Tensor | None, padding: int, pool: int
-    ) -> tuple[Tensor, Tensor]:
-        return _torch.conv_forward(x, weight, bias, lengths, padding, pool)
+    forward = staticmethod(_torch.conv_forward)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -120,18 +116,7 @@ class _Convolution(torch.autograd.Function):
 
 
 class _ConvolutionBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        dy: Tensor,
-        codes: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        lengths: Tensor | None,
-        padding: int,
-        pool: int,
-        needed: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return _torch.conv_backward(dy, codes, x, weight, lengths, padding, pool, needed)
+    forward = staticmethod(_torch.conv_backward)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

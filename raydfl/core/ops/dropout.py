@@ -65,9 +65,7 @@ class Dropout(nn.Dropout):
 
 
 class _Drop(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, seed: Tensor, call: int, threshold: int, scale: float) -> Tensor:
-        return _torch.drop(x, seed, call, threshold, scale)
+    forward = staticmethod(_torch.drop)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -320,7 +320,8 @@ def write_store(
         os.fsync(file.fileno())
     files = {path.name: _facts_of(path) for path in sorted(new.iterdir())}
     about = {"format": FORMAT, "key": folder.name, "length": length, **facts, "files": files}
-    write_atomically(new / "store.json", functools.partial(_write_json, about))
+    content = json.dumps(about, indent=1).encode()
+    write_atomically(new / "store.json", lambda path: path.write_bytes(content))
     new.rename(folder)
 
 
@@ -433,10 +434,6 @@ def _part(chunk: Chunk, name: str) -> np.ndarray:
     with np.load(chunk.path) as arrays:
         array: np.ndarray = arrays[name]
         return array
-
-
-def _write_json(facts: Mapping[str, Any], path: Path) -> None:
-    path.write_text(json.dumps(facts, indent=1), encoding="utf-8")
 
 
 def _facts_of(path: Path) -> tuple[int, int, str]:

@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 
 from raydfl.core.errors import DataError
-from raydfl.core.files import write_atomically
+from raydfl.core.files import file_digest, write_atomically
 from raydfl.core.processes import available_cpus
 from raydfl.core.progress import Progress
 from raydfl.data.dataset import Dataset
@@ -132,8 +132,7 @@ def _new_digests(
 
     def read(path: str) -> bytes | OSError:
         try:
-            with Path(path).open("rb") as file:
-                return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES)).digest()
+            return bytes.fromhex(file_digest(Path(path)))
         except OSError as error:
             return error
 

@@ -29,7 +29,7 @@ from raydfl.core.progress import Progress
 from raydfl.core.settings import Settings
 from raydfl.data.corruption import NOISELESS, Noise
 from raydfl.data.features.digests import DIGEST_BYTES, UNREADABLE, file_digests
-from raydfl.data.features.wave import Dtype, Normalise, z_scored
+from raydfl.data.features.wave import Dtype, Frames, GivenNormalise, z_scored
 
 _WAYS = "a .safetensors file, an .npz file, or a folder of CLIP.npy"
 _FLOATS = ("float16", "float32", "float64")
@@ -56,22 +56,8 @@ class FileFeatures(Settings):
         int,
         Field(ge=1, le=65_536, description="Numbers of a frame, in all clips. null: as in the file. 1 to 65536."),
     ]
-    frames: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            le=100_000,
-            description="Longer clips are cut to this number of frames, shorter ones get frames of zeros at the end (after "
-            "normalisation). null: every clip keeps its length. 1 to 100000.",
-        ),
-    ] = None
-    normalise: Annotated[
-        Normalise,
-        Field(
-            description="z-score of each band over the frames of the clip, or over all frames of the training clips of its group "
-            "(speaker), or none: the numbers as they are."
-        ),
-    ] = "none"
+    frames: Frames = None
+    normalise: GivenNormalise = "none"
     dtype: Dtype = "float32"
 
     @model_validator(mode="before")

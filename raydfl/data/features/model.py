@@ -9,7 +9,6 @@ or called, is the same for every clip, process and machine; raydfl does not cont
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +18,11 @@ import numpy as np
 from pydantic import ConfigDict, Field
 
 from raydfl.core.errors import ConfigError, DataError
+from raydfl.core.files import file_digest
 from raydfl.core.registry import load_object
 from raydfl.core.seeds import seed_for
 from raydfl.core.settings import Settings
-from raydfl.data.features.wave import Channel, Dtype, Normalise, SampleRate
+from raydfl.data.features.wave import Channel, Dtype, Frames, GivenNormalise, SampleRate
 
 
 class ModelFeatures(Settings):
@@ -59,22 +59,8 @@ class ModelFeatures(Settings):
             description="Longer clips are cut at this length before. null: nothing is cut. Above 0, to 3600.",
         ),
     ] = None
-    frames: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            le=100_000,
-            description="What it returns is cut to this number of frames, or gets frames of zeros at the end (after "
-            "normalisation). null: every clip keeps its length. 1 to 100000.",
-        ),
-    ] = None
-    normalise: Annotated[
-        Normalise,
-        Field(
-            description="z-score of each band over the frames of the clip, or over all frames of the training clips of its group "
-            "(speaker), or none: the numbers as they are."
-        ),
-    ] = "none"
+    frames: Frames = None
+    normalise: GivenNormalise = "none"
     dtype: Dtype = "float32"
 
     @property
@@ -145,8 +131,7 @@ def _unchanged(path: Path) -> str:
 
 def _digest(path: Path, setting: str) -> str:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        return file_digest(path)
     except OSError as error:
         raise ConfigError(f"data.features.{setting}: {path} cannot be read: {error.strerror}") from error
 

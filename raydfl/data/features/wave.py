@@ -15,6 +15,23 @@ SampleRate = Annotated[
 ]
 Channel = Annotated[Literal["first", "mean"], Field(description="Of several channels take the first, or their mean.")]
 Normalise = Literal["clip", "group", "none"]
+GivenNormalise = Annotated[
+    Normalise,
+    Field(
+        description="z-score of each band over the frames of the clip, or over all frames of the training clips of its group "
+        "(speaker), or none: the numbers as they are."
+    ),
+]
+"""Of features that are not computed here."""
+Frames = Annotated[
+    int | None,
+    Field(
+        ge=1,
+        le=100_000,
+        description="Longer clips are cut to this number of frames, shorter ones get frames of zeros at the end (after "
+        "normalisation). null: every clip keeps its length. 1 to 100000.",
+    ),
+]
 Dtype = Annotated[
     Literal["float32", "float16"],
     Field(description="Type in the cache; batches are float32 in any case. float16 halves it."),

@@ -7,18 +7,34 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
 
 from raydfl.core.errors import DataError
 from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card
-from raydfl.data.manifest import FFMPEG_SUFFIXES, shown_name
+from raydfl.data.manifest import FFMPEG_SUFFIXES, make_manifest, shown_name
 
 _NAMED = 3
 """Files that a message names."""
 _KINDS = 8
 """Kinds of files that it counts."""
+
+SPLIT_OF = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+}
+"""Split by name in lower case."""
 
 
 def absolute(path: Path) -> Path:
@@ -196,20 +212,38 @@ def read_rows(path: Path, needed: tuple[str, ...], card: Card) -> list[dict[str,
     return rows
 
 
-def fold_split(fold: int, test_folds: tuple[int, ...]) -> str | None:
-    """Return the split of a clip of ``fold`` when ``test_folds`` are held out; ``None`` when no fold is."""
-    if not test_folds:
-        return None
-    return "test" if fold in test_folds else "train"
-
-
-def check_test_folds(test_folds: tuple[int, ...], folds: set[int], card: Card, what: str) -> None:
-    """Refuse a fold (a session) to test on that no clip belongs to.
+def list_folder(root: Path, name: str, card: Card) -> list[str]:
+    """List the wav files in one folder of a set, as :func:`list_audio`.
 
     Raises:
-        DataError: naming the folds that there are.
+        DataError: there is no such folder below ``root``, or there are none in it.
     """
-    for fold in test_folds:
-        if fold not in folds:
-            there = ", ".join(str(number) for number in sorted(folds))
-            raise DataError(f"{card.title}: no clip is of {what} {fold}, which is to be tested on; there are {there}")
+    files = list_audio(root / name) if (root / name).is_dir() else []
+    if not files:
+        raise wrong_layout(root, card, f"there is no {name}/ with wav files")
+    return files
+
+
+def manifest_of(
+    rows: Iterable[Mapping[str, Any]], root: Path, card: Card, fold: str = "", test_folds: Collection[int] = ()
+) -> pa.Table:
+    """Make a set's manifest of rows in which ``path``, where absent, is the clip's below ``root``.
+
+    Args:
+        fold: the column by which clips are held out; used only with ``test_folds``.
+        test_folds: values of that column: their clips are the test set, the others for training.
+
+    Raises:
+        DataError: no clip is of a fold that is to be tested on, or the rows form no manifest.
+    """
+    listed: list[dict[str, Any]] = [{"path": str(root / row["clip"]), **row} for row in rows]
+    if test_folds:
+        folds = {row[fold] for row in listed}
+        for number in test_folds:
+            if number not in folds:
+                there = ", ".join(str(number) for number in sorted(folds))
+                raise DataError(
+                    f"{card.title}: no clip is of {fold} {number}, which is to be tested on; there are {there}"
+                )
+        listed = [row | {"split": "test" if row[fold] in test_folds else "train"} for row in listed]
+    return make_manifest(listed, f"{card.title} in {root}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pyarrow as pa
 from pydantic import Field
@@ -20,16 +20,7 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
 from raydfl.data.dataset import Card, Dataset
-from raydfl.data.manifest import make_manifest
-from raydfl.data.sets._files import (
-    check_test_folds,
-    find_root,
-    fold_split,
-    list_audio,
-    match_name,
-    read_rows,
-    wrong_layout,
-)
+from raydfl.data.sets._files import find_root, list_folder, manifest_of, match_name, read_rows, wrong_layout
 
 _NAME = re.compile(
     r"(?P<actor>\d{4})_(?P<sentence>[A-Z]{3})_(?P<emotion>ANG|DIS|FEA|HAP|NEU|SAD)_(?P<level>[A-Z]{1,2})\.wav"
@@ -76,12 +67,10 @@ class CremaD(Dataset):
         The folds are the actors in order, cut in five: FedAudio cross-validates like this.
         """
         root = find_root(self.root, self.card)
-        files = list_audio(root / "AudioWAV", (".wav",)) if (root / "AudioWAV").is_dir() else []
-        if not files:
-            raise wrong_layout(root, self.card, "there is no AudioWAV/ with wav files")
+        files = list_folder(root, "AudioWAV", self.card)
         votes = self._votes(root) if self.labels == "voted" else {}
         kept = set(self.emotions or _EMOTIONS.values())
-        rows = []
+        rows: list[dict[str, Any]] = []
         for name in files:
             found = match_name(_NAME, name, self.card, _FORM)
             if name == _NO_SOUND:
@@ -96,22 +85,15 @@ class CremaD(Dataset):
                 rows.append(
                     {
                         "clip": f"AudioWAV/{name}",
-                        "path": str(root / "AudioWAV" / name),
                         "label": label,
                         "group": found["actor"],
                         "sentence": found["sentence"],
                         "level": found["level"],
                     }
                 )
-        folds = _actor_folds(sorted({row["group"] for row in rows if row["group"] is not None}))
-        check_test_folds(self.test_folds, set(folds.values()), self.card, "fold")
-        return make_manifest(
-            [
-                row | {"fold": folds[row["group"]], "split": fold_split(folds[row["group"]], self.test_folds)}
-                for row in rows
-            ],
-            f"{self.card.title} in {root}",
-        )
+        folds = _actor_folds(sorted({row["group"] for row in rows}))
+        rows = [row | {"fold": folds[row["group"]]} for row in rows]
+        return manifest_of(rows, root, self.card, "fold", self.test_folds)
 
     def _votes(self, root: Path) -> dict[str, str]:
         """Return the letter (or, in a draw, letters with colons between) that won, by file name without suffix."""

@@ -11,8 +11,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.data.dataset import Card, Dataset
-from raydfl.data.manifest import make_manifest
-from raydfl.data.sets._files import find_root, list_audio, match_name, wrong_layout
+from raydfl.data.sets._files import find_root, list_folder, manifest_of, match_name
 
 _NAME = re.compile(r"(?P<speaker>\d\d)(?P<text>[ab]\d\d)(?P<emotion>[WLEAFTN])(?P<take>[a-z])\.wav")
 _FORM = "{speaker}{text}{emotion letter}{take}.wav"
@@ -44,20 +43,16 @@ class EmoDB(Dataset):
     def manifest(self) -> pa.Table:
         """Extra columns: ``text`` (which of ten sentences) and ``take`` (a letter). There is no official split."""
         root = find_root(self.root, self.card)
-        files = list_audio(root / "wav", (".wav",)) if (root / "wav").is_dir() else []
-        if not files:
-            raise wrong_layout(root, self.card, "there is no wav/ with wav files")
         rows = []
-        for name in files:
+        for name in list_folder(root, "wav", self.card):
             found = match_name(_NAME, name, self.card, _FORM)
             rows.append(
                 {
                     "clip": f"wav/{name}",
-                    "path": str(root / "wav" / name),
                     "label": _EMOTIONS[found["emotion"]],
                     "group": found["speaker"],
                     "text": found["text"],
                     "take": found["take"],
                 }
             )
-        return make_manifest(rows, f"{self.card.title} in {root}")
+        return manifest_of(rows, root, self.card)

@@ -16,16 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
 from raydfl.data.dataset import Card, Dataset
-from raydfl.data.manifest import make_manifest
-from raydfl.data.sets._files import (
-    check_test_folds,
-    find_root,
-    fold_split,
-    list_audio,
-    match_name,
-    read_rows,
-    wrong_layout,
-)
+from raydfl.data.sets._files import find_root, list_audio, manifest_of, match_name, read_rows, wrong_layout
 
 _FOLDER = re.compile(r"\d{3} - (?P<label>.+)")
 _NAME = re.compile(r"(?P<fold>\d)-(?P<recording>\d+)-(?P<take>[A-Z])\.(?:ogg|wav)")
@@ -57,10 +48,7 @@ class ESC(Dataset):
         """
         root = find_root(self.root, self.card)
         rows = self._esc50(root) if (root / "meta" / "esc50.csv").is_file() else self._esc10(root)
-        check_test_folds(self.test_folds, {row["fold"] for row in rows}, self.card, "fold")
-        return make_manifest(
-            [row | {"split": fold_split(row["fold"], self.test_folds)} for row in rows], f"{self.card.title} in {root}"
-        )
+        return manifest_of(rows, root, self.card, "fold", self.test_folds)
 
     def _esc50(self, root: Path) -> list[dict[str, Any]]:
         table = read_rows(root / "meta" / "esc50.csv", _COLUMNS, self.card)
@@ -73,7 +61,7 @@ class ESC(Dataset):
             if not row["fold"].isdigit():
                 raise DataError(f"{self.card.title}: {row['filename']} is of fold {row['fold']!r} in meta/esc50.csv")
             clip = f"audio/{row['filename']}"
-            rows.append(_row(root, clip, row["category"], int(row["fold"]), row["src_file"], row["take"]))
+            rows.append(_row(clip, row["category"], int(row["fold"]), row["src_file"], row["take"]))
         return rows
 
     def _esc10(self, root: Path) -> list[dict[str, Any]]:
@@ -83,7 +71,7 @@ class ESC(Dataset):
             label = _FOLDER.fullmatch(folder)
             if label is not None:
                 found = match_name(_NAME, file, self.card, _FORM)
-                rows.append(_row(root, name, label["label"], int(found["fold"]), found["recording"], found["take"]))
+                rows.append(_row(name, label["label"], int(found["fold"]), found["recording"], found["take"]))
         if not rows:
             raise wrong_layout(
                 root, self.card, "there is neither meta/esc50.csv nor a folder like '001 - Dog bark' with clips"
@@ -91,12 +79,5 @@ class ESC(Dataset):
         return rows
 
 
-def _row(root: Path, clip: str, label: str, fold: int, recording: str, take: str) -> dict[str, Any]:
-    return {
-        "clip": clip,
-        "path": str(root / clip),
-        "label": label,
-        "fold": fold,
-        "recording": recording,
-        "take": take,
-    }
+def _row(clip: str, label: str, fold: int, recording: str, take: str) -> dict[str, Any]:
+    return {"clip": clip, "label": label, "fold": fold, "recording": recording, "take": take}

@@ -19,8 +19,7 @@ from raydfl.core.errors import DataError
 from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card, Dataset
 from raydfl.data.manifest import make_manifest
-from raydfl.data.sets._files import check_name, find_root, list_recordings, wrong_layout
-from raydfl.data.sets._splits import SPLIT_OF
+from raydfl.data.sets._files import SPLIT_OF, check_name, find_root, list_recordings, wrong_layout
 
 
 @dataclass(frozen=True, kw_only=True)

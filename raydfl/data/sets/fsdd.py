@@ -14,8 +14,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.data.dataset import Card, Dataset
-from raydfl.data.manifest import make_manifest
-from raydfl.data.sets._files import find_root, list_audio, match_name, wrong_layout
+from raydfl.data.sets._files import find_root, list_folder, manifest_of, match_name
 
 _NAME = re.compile(r"(?P<digit>\d)_(?P<speaker>[^_]+)_(?P<take>\d+)\.wav")
 _FORM = "{digit}_{speaker}_{take}.wav"
@@ -39,22 +38,18 @@ class FSDD(Dataset):
     def manifest(self) -> pa.Table:
         """Extra column: ``take`` (int64)."""
         root = find_root(self.root, self.card)
-        files = list_audio(root / "recordings", (".wav",)) if (root / "recordings").is_dir() else []
-        if not files:
-            raise wrong_layout(root, self.card, "there is no recordings/ with wav files")
         rows = []
-        for name in files:
+        for name in list_folder(root, "recordings", self.card):
             found = match_name(_NAME, name, self.card, _FORM)
             take = int(found["take"])
             split = ("test" if take < self.test_takes else "train") if self.test_takes else None
             rows.append(
                 {
                     "clip": f"recordings/{name}",
-                    "path": str(root / "recordings" / name),
                     "label": found["digit"],
                     "group": found["speaker"],
                     "split": split,
                     "take": take,
                 }
             )
-        return make_manifest(rows, f"{self.card.title} in {root}")
+        return manifest_of(rows, root, self.card)

@@ -18,8 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
 from raydfl.data.dataset import Card, Dataset
-from raydfl.data.manifest import make_manifest
-from raydfl.data.sets._files import check_test_folds, find_root, fold_split, wrong_layout
+from raydfl.data.sets._files import find_root, manifest_of, wrong_layout
 
 _TURN = re.compile(
     r"\[(?P<start>[\d.]+) - (?P<end>[\d.]+)\]\s+"
@@ -62,13 +61,12 @@ class IEMOCAP(Dataset):
         )
         if not reports:
             raise wrong_layout(root, self.card, "there is no Session{1-5}/dialog/EmoEvaluation with txt files")
-        rows = [row for report in reports for row in self._turns(root, report)]
-        if rows and not any(Path(row["path"]).is_file() for row in rows):
+        rows = [row for report in reports for row in self._turns(report)]
+        if rows and not any((root / row["clip"]).is_file() for row in rows):
             raise wrong_layout(root, self.card, f"not one of the {len(rows)} turns has its file, as {rows[0]['clip']}")
-        check_test_folds(self.test_sessions, {row["session"] for row in rows}, self.card, "session")
-        return make_manifest(rows, f"{self.card.title} in {root}")
+        return manifest_of(rows, root, self.card, "session", self.test_sessions)
 
-    def _turns(self, root: Path, report: Path) -> Iterator[dict[str, Any]]:
+    def _turns(self, report: Path) -> Iterator[dict[str, Any]]:
         """Yield the kept turns of one dialogue."""
         labels = _FOUR if self.emotions == "four" else _ALL
         for number, line in enumerate(report.read_text("latin-1").splitlines(), start=1):
@@ -82,13 +80,10 @@ class IEMOCAP(Dataset):
             if found["emotion"] not in labels or (self.improvised and found["kind"] != "impro"):
                 continue
             session = int(found["session"])
-            clip = f"Session{session}/sentences/wav/{found['dialogue']}/{found['turn']}.wav"
             yield {
-                "clip": clip,
-                "path": str(root / clip),
+                "clip": f"Session{session}/sentences/wav/{found['dialogue']}/{found['turn']}.wav",
                 "label": labels[found["emotion"]],
                 "group": f"Ses{found['session']}{found['speaker']}",
-                "split": fold_split(session, self.test_sessions),
                 "seconds": float(found["end"]) - float(found["start"]),
                 "session": session,
                 "dialogue": found["dialogue"],

@@ -25,8 +25,7 @@ from raydfl.core.errors import DataError, nearest
 from raydfl.data.audio import read_audio
 from raydfl.data.dataset import Card, Dataset
 from raydfl.data.manifest import make_manifest
-from raydfl.data.sets._files import absolute
-from raydfl.data.sets._splits import SPLIT_OF
+from raydfl.data.sets._files import SPLIT_OF, absolute
 
 _PART = ("start", "stop")
 _RESERVED = ("clip", "path", "label", "group", "split", *_PART)

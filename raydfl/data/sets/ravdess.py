@@ -11,8 +11,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.data.dataset import Card, Dataset
-from raydfl.data.manifest import make_manifest
-from raydfl.data.sets._files import find_root, list_audio, match_name, wrong_layout
+from raydfl.data.sets._files import find_root, list_audio, manifest_of, match_name, wrong_layout
 
 _NAME = re.compile(
     r"03-(?P<channel>0[12])-(?P<emotion>0[1-8])-(?P<intensity>0[12])-(?P<statement>0[12])-(?P<repetition>0[12])"
@@ -67,7 +66,6 @@ class RAVDESS(Dataset):
             rows.append(
                 {
                     "clip": name,
-                    "path": str(root / name),
                     "label": _EMOTIONS[found["emotion"]],
                     "group": found["actor"],
                     "channel": channel,
@@ -78,4 +76,4 @@ class RAVDESS(Dataset):
             )
         if not rows:
             raise wrong_layout(root, self.card, f"none of the {len(files)} files is {self.channel}")
-        return make_manifest(rows, f"{self.card.title} in {root}")
+        return manifest_of(rows, root, self.card)

@@ -11,8 +11,6 @@ archive: give its folder as ``test_root``, which then takes the place of the cli
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,10 +23,10 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError, nearest
+from raydfl.core.files import content_digest
 from raydfl.data.audio import audio_seconds, read_audio
 from raydfl.data.dataset import Card, Dataset
-from raydfl.data.manifest import make_manifest
-from raydfl.data.sets._files import find_root, list_audio, match_name, wrong_layout
+from raydfl.data.sets._files import find_root, list_audio, manifest_of, match_name, wrong_layout
 
 KEYWORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
 """The ten commands of the 12-class task."""
@@ -93,7 +91,7 @@ class SpeechCommands(Dataset):
             rows = [row for row in rows if row["split"] != "test"] + list(
                 self._archive_rows(archive, "test_root/", "test")
             )
-        return make_manifest(rows, f"{self.card.title} in {root}")
+        return manifest_of(rows, root, self.card)
 
     def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
         """Read the whole file, or for silence one second of it."""
@@ -107,7 +105,7 @@ class SpeechCommands(Dataset):
         """Return ``None`` for whole files; for silence the file's digest and the place in it."""
         if row["start"] is None:
             return None
-        return f"{_digest(row['path'], _modified(row['path']))} from {row['start']} s for {_SILENCE_SECONDS} s"
+        return f"{content_digest(Path(row['path']))} from {row['start']} s for {_SILENCE_SECONDS} s"
 
     def _tree_rows(self, root: Path) -> Iterator[dict[str, Any]]:
         lists = {name: root / name for name in _LISTS}
@@ -182,13 +180,3 @@ def _row(
         "take": take,
         "start": None,
     }
-
-
-def _modified(path: str) -> int:
-    return Path(path).stat().st_mtime_ns
-
-
-@functools.lru_cache(maxsize=64)
-def _digest(path: str, _modified_ns: int) -> str:
-    """Return the digest of a file's bytes; background noise is looked up once for each clip that is cut from it."""
-    return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()

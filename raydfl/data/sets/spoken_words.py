@@ -145,7 +145,7 @@ class SpokenWords(Dataset):
 
     def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
         """Say the word of one row of the manifest: float32 [samples, 1], -1..1, at 22,050 Hz."""
-        speaker = self._speaker(_speaker_index(row["group"]))
+        speaker = self._speaker(int(row["group"].removeprefix("speaker_")))
         random = generator(self.seed, row["take"], f"{row['group']}/{row['label']}", "take")
         speech = espeak.speak(
             row["label"],
@@ -217,10 +217,6 @@ class SpokenWords(Dataset):
 
 def _speaker_name(index: int) -> str:
     return f"speaker_{index:04d}"
-
-
-def _speaker_index(name: str) -> int:
-    return int(name.removeprefix("speaker_"))
 
 
 @functools.lru_cache(maxsize=4096)

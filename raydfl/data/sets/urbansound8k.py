@@ -17,8 +17,7 @@ from pydantic.dataclasses import dataclass
 from raydfl.core.errors import DataError
 from raydfl.data.audio import audio_seconds
 from raydfl.data.dataset import Card, Dataset
-from raydfl.data.manifest import make_manifest
-from raydfl.data.sets._files import check_test_folds, find_root, fold_split, read_rows, wrong_layout
+from raydfl.data.sets._files import find_root, manifest_of, read_rows, wrong_layout
 
 _TABLE = "metadata/UrbanSound8K.csv"
 _COLUMNS = ("slice_file_name", "fsID", "fold", "classID")
@@ -79,9 +78,7 @@ class UrbanSound8K(Dataset):
                 rows.append(
                     {
                         "clip": clip,
-                        "path": str(root / clip),
                         "label": label,
-                        "split": fold_split(fold, self.test_folds),
                         "seconds": seconds,
                         "fold": fold,
                         "recording": row["fsID"],
@@ -89,8 +86,8 @@ class UrbanSound8K(Dataset):
                 )
         if rows and all(row["seconds"] is None for row in rows):
             raise wrong_layout(root, self.card, f"audio/ has none of the {len(rows)} files of {_TABLE}")
-        check_test_folds(self.test_folds, {row["fold"] for row in rows}, self.card, "fold")
-        return make_manifest(sorted(rows, key=lambda row: row["clip"]), f"{self.card.title} in {root}")
+        rows.sort(key=lambda row: row["clip"])
+        return manifest_of(rows, root, self.card, "fold", self.test_folds)
 
 
 def _seconds(path: Path) -> float | None:

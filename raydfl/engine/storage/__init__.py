@@ -16,7 +16,7 @@ from raydfl.engine.storage.folder import (
     write_config,
 )
 from raydfl.engine.storage.mirror import local_run, local_runs, mirror_of
-from raydfl.engine.storage.private import PrivateRef, PrivateStore, site_of
+from raydfl.engine.storage.private import PrivateRef, PrivateStore
 from raydfl.engine.storage.record import MetricRow, influences, read_rows, to_rows, unrecorded
 from raydfl.engine.storage.store import Commit, RunStore, round_of
 from raydfl.engine.storage.trust import code_of, remember_code
@@ -42,7 +42,6 @@ __all__ = [
     "record",
     "remember_code",
     "round_of",
-    "site_of",
     "stored_about",
     "stored_config",
     "to_rows",

@@ -223,11 +223,10 @@ def final_state(run_dir: Path) -> State:
     Raises:
         RunDirectoryError: there is none, or it is damaged.
     """
-    store = RunStore(run_dir)
-    name = store.latest()
-    if name is None:
+    commit = RunStore(run_dir).newest()
+    if commit is None:
         raise RunDirectoryError(f"{run_dir} has no committed round yet")
-    return store.load(name).state
+    return commit.state
 
 
 def file_name_of(key: str) -> str:

@@ -37,15 +37,6 @@ class PrivateRef:
     checksum: int
 
 
-def site_of(segment: str) -> str:
-    """Name of the site in whose own folder a segment lies; empty: it is in the run's.
-
-    >>> site_of("000003-clinic_a@1f2e3d4c.seg")
-    'clinic_a'
-    """
-    return segment.partition("-")[2].rpartition("@")[0]
-
-
 class Records:
     """The places of the records of some clients. Immutable.
 
@@ -194,18 +185,18 @@ class PrivateStore:
     to a segment of its own, one per round.
     """
 
-    def __init__(self, folder: Path, also_read: Sequence[Path] = (), site: str = "") -> None:
+    def __init__(self, folder: Path, also_read: Sequence[Path] = (), durable: bool = False) -> None:
         """Open it.
 
         Args:
             folder: where segments are written, and read first.
             also_read: further folders to read from (a replay reads a run's segments but writes elsewhere).
-            site: whose folder it is. Who commits cannot reach it, so each record is made durable when it is written.
+            durable: whether each record is made durable when it is written, because who commits cannot reach the folder.
         """
-        self._site = site
+        self._durable = durable
         self.folder = folder
         self._folders = (folder, *also_read)
-        self._writer = f"{site}@{uuid.uuid4().hex[:8]}" if site else uuid.uuid4().hex[:8]
+        self._writer = uuid.uuid4().hex[:8]
         self._segment = ""
         self._file: IO[bytes] | None = None
 
@@ -227,13 +218,13 @@ class PrivateStore:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._file = (self.folder / segment).open("ab", buffering=0)
                 self._segment = segment
-                if self._site:
+                if self._durable:
                     sync(self.folder)  # a new file is on the disk only when the folder is
             offset = self._file.seek(0, os.SEEK_END)
             written = 0
             while written < len(data):
                 written += self._file.write(data[written:])
-            if self._site:
+            if self._durable:
                 os.fsync(self._file.fileno())
         return PrivateRef(segment, offset, len(data), zlib.crc32(data))
 

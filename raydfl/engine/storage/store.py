@@ -39,7 +39,7 @@ from raydfl.core.errors import ConfigError, RunDirectoryError
 from raydfl.core.files import plain_name, remove_parts, write_durably
 from raydfl.core.lock import FileLock
 from raydfl.core.types import State
-from raydfl.engine.storage.private import PrivateIndex, PrivateStore, Records, site_of
+from raydfl.engine.storage.private import PrivateIndex, PrivateStore, Records
 
 _COMMIT = re.compile(r"^(\d{6,})-([0-9a-f]{8})\.safetensors$")
 _PRIVATE = re.compile(r".+\.(seg|index|part)")
@@ -64,17 +64,26 @@ class Commit:
 class RunStore:
     """One run directory, opened by one process at a time."""
 
-    def __init__(self, folder: Path, keep: int = 3) -> None:
+    def __init__(self, folder: Path, keep: int = 3, private_here: bool = True) -> None:
+        """Open it.
+
+        Args:
+            folder: of the run.
+            keep: commits that are kept.
+            private_here: whether clients' private records lie in the run's folder; else only the workers reach them, and who has
+                the store has them remove what :meth:`take_forgotten` names.
+        """
         self.folder = folder
         self.keep = keep
+        self.private_here = private_here
         self.private_folder = folder / "private"
         self.together = 1
         """Clients trained in one computation: a fact of the run, which every commit carries."""
         self._lock = FileLock(folder / ".lock")
         self._base = ""
         self._forgotten: list[str] = []
-        self.at_sites: frozenset[str] = frozenset()
-        """Segments in the sites' own folders that kept commits referred to when the run was opened."""
+        self.segments: frozenset[str] = frozenset()
+        """Segments that kept commits referred to when the run was opened."""
         self._superseded: deque[tuple[int, list[str]]] = deque()
         """Files in private/ to which commits of that round and later do not refer, by rising round."""
 
@@ -107,7 +116,8 @@ class RunStore:
         Raises:
             ResourcesError: the disk is full; the last commit still counts.
         """
-        PrivateStore(self.private_folder).sync(segment for segment in new_segments if not site_of(segment))
+        if self.private_here:
+            PrivateStore(self.private_folder).sync(new_segments)
         base = private.base.file_name
         if base and not (self.private_folder / base).exists():
             write_durably(self.private_folder / base, private.base.encode())
@@ -131,13 +141,13 @@ class RunStore:
         oldest = round_of(names[-self.keep :][0])
         while self._superseded and self._superseded[0][0] <= oldest:
             for name in self._superseded.popleft()[1]:
-                if site_of(name):
+                if name.endswith(".seg") and not self.private_here:
                     self._forgotten.append(name)
                 else:
                     (self.private_folder / name).unlink(missing_ok=True)
 
     def take_forgotten(self) -> list[str]:
-        """Return the segments in the sites' own folders to which, since this was last asked, no kept commit refers any more."""
+        """Return the segments outside the run's folder to which, since this was last asked, no kept commit refers any more."""
         forgotten, self._forgotten = self._forgotten, []
         return forgotten
 
@@ -167,6 +177,15 @@ class RunStore:
                 f"{path} does not name a commit but holds {name[:60]!r}; write the newest name in commits/ into it"
             )
         return name
+
+    def newest(self) -> Commit | None:
+        """Return the commit that counts; ``None`` before the first.
+
+        Raises:
+            RunDirectoryError: it is missing or damaged, or LATEST names none.
+        """
+        name = self.latest()
+        return None if name is None else self.load(name)
 
     def load(self, name: str) -> Commit:
         """Return a commit by its name.
@@ -244,7 +263,7 @@ class RunStore:
         for entry in self._private_files():
             if entry.name not in last_needed and _PRIVATE.fullmatch(entry.name):
                 Path(entry).unlink(missing_ok=True)
-        self.at_sites = frozenset(name for name in last_needed if site_of(name))
+        self.segments = frozenset(name for name in last_needed if name.endswith(".seg"))
         superseded: dict[int, list[str]] = {}
         for name, round_index in last_needed.items():
             if round_index < commit.state.round_index:

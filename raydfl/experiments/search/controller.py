@@ -1,4 +1,4 @@
-"""Who decides in a search: which settings come next and which trials stop, by Ray Tune's own rules.
+"""The decisions of a search: which settings come next and which trials stop, by Ray Tune's own rules.
 
 Ray Tune does not keep a scheduler's state, so a search that it restores forgets what it had compared. Here every event is in the
 journal before anything is done because of it, and a search that goes on tells its scheduler and searcher all of them again.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from raydfl.core.errors import InputError
+from raydfl.experiments.execute import Decision
 from raydfl.experiments.search.journal import Journal, plain_score
 from raydfl.experiments.search.pbt import members_of
 from raydfl.experiments.search.plan import Search, Trial, Values
@@ -23,12 +24,10 @@ _WORST = 1e9
 _SCORE, _ROUND = "score", "round"
 _STOP = "STOP"
 
-Decision = Literal["CONTINUE", "STOP"]
-
 
 @dataclass(frozen=True)
 class _Named:
-    """What Ray Tune's schedulers need of a trial."""
+    """A trial, as far as Ray Tune's schedulers need one."""
 
     trial_id: str
 
@@ -40,45 +39,10 @@ class _NobodyWaits:
         return []
 
 
-class Source(Protocol):
-    """Where trials' values come from."""
-
-    def suggest(self, number: int) -> Values:
-        """The values of the next trial."""
-
-    def result(self, number: int, round_index: int, score: float) -> None:
-        """A score of a trial that goes on."""
-
-    def complete(self, number: int, round_index: int, score: float) -> None:
-        """The last score of a trial that is over."""
-
-
-class Drawn:
-    """Random draws, or every combination: what has been learned changes nothing."""
-
-    def __init__(self, search: Search) -> None:
-        self._search = search
-
-    def suggest(self, number: int) -> Values:
-        """See :meth:`Search.drawn`."""
-        return self._search.drawn(number)
-
-    def result(self, number: int, round_index: int, score: float) -> None:
-        """Changes nothing."""
-
-    def complete(self, number: int, round_index: int, score: float) -> None:
-        """Changes nothing."""
-
-
-class FromOptuna:
-    """Optuna's tree-structured Parzen estimator, by way of Ray Tune."""
+class _Optuna:
+    """Optuna's tree-structured Parzen estimator, by way of Ray Tune, with a study in memory."""
 
     def __init__(self, space: Mapping[str, Domain], mode: str, seed: int) -> None:
-        """Begin a study in memory.
-
-        Raises:
-            InputError: Optuna is not installed.
-        """
         try:
             import optuna
         except ImportError as error:
@@ -93,36 +57,19 @@ class FromOptuna:
         self._search = OptunaSearch(distributions, metric=_SCORE, mode=mode, seed=seed)
 
     def suggest(self, number: int) -> Values:
-        """Optuna's next suggestion."""
         found = self._search.suggest(str(number)) or {}
         return {key: domain.from_optuna(found[key]) for key, domain in self._space.items()}
 
-    def result(self, number: int, round_index: int, score: float) -> None:
-        """Told to the study."""
-        self._search.on_trial_result(str(number), {_SCORE: score, "training_iteration": round_index})
-
-    def complete(self, number: int, round_index: int, score: float) -> None:
-        """Told to the study."""
-        self._search.on_trial_complete(str(number), {_SCORE: score, "training_iteration": round_index})
-
-
-def make_source(search: Search) -> Source:
-    """What the file's ``searcher`` names.
-
-    Raises:
-        InputError: a package that it needs is missing.
-    """
-    settings = search.settings
-    if settings.searcher == "optuna":
-        return FromOptuna(settings.space, settings.metric.best, settings.seed)
-    return Drawn(search)
+    def learn(self, number: int, round_index: int, score: float, over: bool) -> None:
+        tell = self._search.on_trial_complete if over else self._search.on_trial_result
+        tell(str(number), {_SCORE: score, "training_iteration": round_index})
 
 
 class SearchController:
-    """Decides, and writes down what it decides."""
+    """Decisions of a search, each written down before anything is done because of it."""
 
     def __init__(self, search: Search, journal: Journal) -> None:
-        """Brings scheduler and searcher to where they were.
+        """Bring scheduler and searcher to where they were.
 
         Raises:
             InputError: a package that the searcher needs is missing.
@@ -130,7 +77,10 @@ class SearchController:
         self.search = search
         self.journal = journal
         self._scheduler = _make_scheduler(search)
-        self._source = make_source(search)
+        settings = search.settings
+        self._optuna = (
+            _Optuna(settings.space, settings.metric.best, settings.seed) if settings.searcher == "optuna" else None
+        )
         for event in journal.events:
             self._tell(event)
         for record in journal.trials.values():
@@ -138,18 +88,17 @@ class SearchController:
             if last is not None and last["event"] == "round" and last["decision"] == _STOP:
                 self.ended(record.number, "stopped", str(last.get("rule", "")))
         self._waiting: list[Trial] = []
-        self._turn = -1
 
     def _tell(self, event: Mapping[str, Any]) -> None:
-        """An event of the journal, to scheduler and searcher."""
+        """Pass an event of the journal to scheduler and searcher."""
         number = event["trial"]
         if event["event"] == "trial":
             self._begin(number)
-            self._source.suggest(number)
+            self._suggested(number)
         elif event["event"] == "round":
             self._score(number, event["round"], event["score"])
             if event["decision"] != _STOP:
-                self._source.result(number, event["round"], self._comparable(event["score"]))
+                self._learn(number, event["round"], event["score"])
         elif event["status"] != "failed":
             self._complete(number, event["round"], event["score"])
 
@@ -159,11 +108,11 @@ class SearchController:
         """Make the trials of a turn ready, those that are not over first; without pbt there is one turn, 0.
 
         Returns:
-            Whether the turn before is finished, as it must be.
+            ``False``: the turn before is not finished, as it must be.
         """
         trials, members = self.journal.trials, self.search.samples
-        self._turn = turn
-        if not self._in_turns:
+        scheduler = self.search.settings.scheduler
+        if not isinstance(scheduler, PopulationScheduler):
             self._waiting = [self.search.trial(r.number, r.values) for r in trials.values() if not r.over]
             return True
         before = [trials[number] for number in range((turn - 1) * members, turn * members) if turn and number in trials]
@@ -171,14 +120,14 @@ class SearchController:
             return False
         self._waiting = [
             trial
-            for trial in members_of(self.search, turn, before)
+            for trial in members_of(self.search, scheduler, turn, before)
             if trial.number not in trials or not trials[trial.number].over
         ]
         return True
 
     @property
     def left(self) -> int:
-        """Trials of this turn that are still to be done or to be finished."""
+        """Number of trials of this turn that are still to be done or to be finished."""
         return len(self._waiting) + (0 if self._in_turns else max(0, self.search.samples - len(self.journal.trials)))
 
     @property
@@ -186,7 +135,7 @@ class SearchController:
         return isinstance(self.search.settings.scheduler, PopulationScheduler)
 
     def suggest(self) -> Trial | None:
-        """The next trial: those that are not over come first; ``None``: there is none.
+        """Return the next trial: those that are not over come first; ``None``: there is none.
 
         Raises:
             ConfigError: the values that the searcher suggests do not make a valid configuration.
@@ -195,7 +144,7 @@ class SearchController:
             trial = self._waiting.pop(0)
         elif not self._in_turns and len(self.journal.trials) < self.search.samples:
             number = len(self.journal.trials)
-            trial = self.search.trial(number, self._source.suggest(number))
+            trial = self.search.trial(number, self._suggested(number))
         else:
             return None
         if trial.number not in self.journal.trials:
@@ -206,7 +155,7 @@ class SearchController:
     # -- what came of it ---------------------------------------------------------------------------------------------
 
     def result(self, number: int, round_index: int, score: float) -> Decision:
-        """What becomes of a trial after an evaluation; what is known already changes nothing."""
+        """Return what becomes of a trial after an evaluation; what is known already changes nothing."""
         record = self.journal.trials[number]
         if round_index <= record.reported:
             return "CONTINUE"
@@ -224,14 +173,14 @@ class SearchController:
             **({"rule": rule} if rule else {}),
         )
         if decision != _STOP:
-            self._source.result(number, round_index, self._comparable(score))
+            self._learn(number, round_index, score)
         return decision
 
     def ended(
         self, number: int, status: Literal["finished", "stopped", "failed"], reason: str = "",
         round_index: int | None = None, score: float = math.nan,
     ) -> None:  # fmt: skip
-        """A trial is over.
+        """Take note of a trial that is over.
 
         Args:
             round_index: the last round, when it was not reported before; with its ``score``.
@@ -246,7 +195,7 @@ class SearchController:
         self.journal.add("end", number, status=status, reason=reason, round=round_index, score=plain_score(score))
 
     def rule_of(self, number: int) -> str:
-        """Which rule stopped a trial."""
+        """Return the name of the rule that stopped a trial."""
         last = next(e for e in reversed(self.journal.events) if e["trial"] == number and e["event"] == "round")
         return str(last.get("rule", ""))
 
@@ -254,16 +203,22 @@ class SearchController:
         patience = self.search.settings.patience
         if patience is None:
             return False
-        sign = 1.0 if self.search.settings.metric.best == "max" else -1.0
+        sign = self.search.settings.metric.sign
         values = [sign * self._comparable(score) for score in scores]
         return len(values) - 1 - values.index(max(values)) >= patience
 
     # -- Ray Tune's part ---------------------------------------------------------------------------------------------
 
+    def _suggested(self, number: int) -> Values:
+        return self.search.drawn(number) if self._optuna is None else self._optuna.suggest(number)
+
+    def _learn(self, number: int, round_index: int, score: float | None, over: bool = False) -> None:
+        if self._optuna is not None:
+            self._optuna.learn(number, round_index, self._comparable(score), over)
+
     def _comparable(self, score: float | None) -> float:
-        if score is not None and math.isfinite(score):
-            return score
-        return -_WORST if self.search.settings.metric.best == "max" else _WORST
+        known = score is not None and math.isfinite(score)
+        return score if known else -self.search.settings.metric.sign * _WORST  # type: ignore[return-value]
 
     def _begin(self, number: int) -> None:
         if self._scheduler is not None:
@@ -280,29 +235,20 @@ class SearchController:
         if self._scheduler is not None:
             result = {_ROUND: round_index, _SCORE: self._comparable(score)}
             self._scheduler.on_trial_complete(_NobodyWaits(), _Named(str(number)), result)
-        self._source.complete(number, round_index, self._comparable(score))
+        self._learn(number, round_index, score, over=True)
 
 
 def _make_scheduler(search: Search) -> Any:
-    """Ray Tune's scheduler; ``None``: nothing is stopped early."""
+    """Return Ray Tune's scheduler; ``None``: nothing is stopped early."""
     from ray.tune.schedulers import AsyncHyperBandScheduler, MedianStoppingRule
 
-    settings, mode = search.settings.scheduler, search.settings.metric.best
+    settings = search.settings.scheduler
+    common: dict[str, Any] = {"time_attr": _ROUND, "metric": _SCORE, "mode": search.settings.metric.best}
     if isinstance(settings, AshaScheduler):
+        grace = min(settings.grace, search.rounds)
         return AsyncHyperBandScheduler(
-            time_attr=_ROUND,
-            metric=_SCORE,
-            mode=mode,
-            max_t=search.rounds,
-            grace_period=min(settings.grace, search.rounds),
-            reduction_factor=settings.factor,
+            **common, max_t=search.rounds, grace_period=grace, reduction_factor=settings.factor
         )
     if isinstance(settings, MedianScheduler):
-        return MedianStoppingRule(
-            time_attr=_ROUND,
-            metric=_SCORE,
-            mode=mode,
-            grace_period=settings.grace,
-            min_samples_required=settings.trials,
-        )
+        return MedianStoppingRule(**common, grace_period=settings.grace, min_samples_required=settings.trials)
     return None

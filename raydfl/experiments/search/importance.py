@@ -1,4 +1,4 @@
-"""How much each setting of a search mattered: what a random forest loses when one setting's values are shuffled.
+"""The importance of each setting of a search: what a random forest loses when one setting's values are shuffled.
 
 The forest learns the trials' last scores from their settings (each as its place between its ends, in its logarithm where it was
 drawn so). Permutation importance: the mean rise of its squared error over shufflings of one setting, as a share of the sum over
@@ -23,7 +23,7 @@ _SHUFFLES = 20
 
 
 def importances(search: Search, records: list[TrialRecord]) -> dict[str, float]:
-    """The share of each setting, 0 to 1, adding up to 1; empty when there are too few trials, or nothing mattered."""
+    """Return the share of each setting, 0 to 1, adding up to 1; empty when there are too few trials, or nothing mattered."""
     known = [record for record in records if math.isfinite(record.score)]
     if len(known) < FEWEST:
         return {}

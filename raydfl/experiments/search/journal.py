@@ -1,4 +1,4 @@
-"""What has happened in a search, a line of JSON for each event, in the order in which it was decided.
+"""The events of a search, a line of JSON for each event, in the order in which it was decided.
 
 The journal is the state of a search: from it, whoever decides which settings come next and which trials stop is brought back to
 where it was when the search was interrupted, decision by decision. What trials have learned lies in their run folders.
@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.files import writing
+from raydfl.experiments.plan import label_of
 
 _ADVICE = "make room or make the folder writable; the same command goes on"
 
@@ -25,7 +26,7 @@ Status = Literal["running", "finished", "stopped", "failed"]
 
 @dataclass
 class TrialRecord:
-    """What is known of one trial."""
+    """The record of one trial."""
 
     number: int
     values: dict[str, Any]
@@ -39,6 +40,11 @@ class TrialRecord:
     """Why it failed, which rule stopped it, or why it is worthless although it is finished."""
 
     @property
+    def text(self) -> str:
+        """Its settings in one line: ``method.alpha=0.5 method.vl=0.1``."""
+        return " ".join(f"{key}={label_of(value)}" for key, value in self.values.items())
+
+    @property
     def reported(self) -> int:
         """The last round that is known; 0: none."""
         return self.rounds[-1] if self.rounds else 0
@@ -50,12 +56,12 @@ class TrialRecord:
 
     @property
     def worthless(self) -> bool:
-        """Whether all rounds are done and show nothing: raydfl.runs.report.diagnosis."""
+        """True when all rounds are done and show nothing: raydfl.runs.report.diagnosis."""
         return self.status == "finished" and bool(self.reason)
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to do. A failed trial is tried again another time."""
+        """True when nothing is left to do. A failed trial is tried again another time."""
         return self.status in ("finished", "stopped")
 
 
@@ -63,7 +69,7 @@ class Journal:
     """The events of a search, on the disk and as records of its trials."""
 
     def __init__(self, path: Path) -> None:
-        """Reads what is there; a last line that was torn by a crash is removed.
+        """Read what is there; a last line that was torn by a crash is removed.
 
         Raises:
             RunDirectoryError: a line in the middle is damaged.
@@ -129,5 +135,5 @@ class Journal:
 
 
 def plain_score(score: float) -> float | None:
-    """A score for JSON, which has no NaN."""
+    """Return a score for JSON, which has no NaN."""
     return score if math.isfinite(score) else None

@@ -9,7 +9,6 @@ import numpy as np
 
 from raydfl.core.files import write_durably
 from raydfl.experiments.plan import label_of
-from raydfl.experiments.search.figures import Axis, parallel_coordinates, shares
 from raydfl.experiments.search.importance import FEWEST
 from raydfl.experiments.search.journal import TrialRecord
 from raydfl.experiments.search.plan import trial_name
@@ -18,7 +17,7 @@ from raydfl.experiments.search.settings import NoScheduler, PopulationScheduler
 from raydfl.experiments.search.space import Domain
 from raydfl.runs.report import Picture, Pictures, render
 from raydfl.runs.report import figures as plots
-from raydfl.runs.report.figures import Series
+from raydfl.runs.report.figures import Axis, Series
 
 _TICKS = 5
 """Places of an axis that are labelled, at most, where its values are listed."""
@@ -58,16 +57,13 @@ def write_page(results: SearchResults) -> Path:
     return out
 
 
-def _unit(results: SearchResults) -> str:
-    metric = results.search.settings.metric
-    return metric.title + (" (%)" if metric.scale == 100 else "")
-
-
 def _best_text(results: SearchResults, best: TrialRecord) -> str:
     state = f"{best.reported} rounds" + (
         ", worthless" if best.worthless else "" if best.status == "finished" else ", not finished"
     )
-    return f"{trial_name(best.number)}: {_unit(results)} {results.shown(best.score)} after {state}."
+    return (
+        f"{trial_name(best.number)}: {results.search.settings.metric.unit} {results.shown(best.score)} after {state}."
+    )
 
 
 def _explanations(results: SearchResults) -> list[str]:
@@ -102,7 +98,7 @@ def _importance(results: SearchResults, pictures: Pictures) -> list[Picture]:
     )
     if any(record.status == "stopped" for record in results.ranked):
         caption += " Trials that were stopped count with the score that they had then."
-    return [pictures.add("Importance of each setting", caption, shares(results.importance, "share (%)"))]
+    return [pictures.add("Importance of each setting", caption, plots.shares(results.importance, "share (%)"))]
 
 
 def _parallel(results: SearchResults, pictures: Pictures) -> list[Picture]:
@@ -122,10 +118,10 @@ def _parallel(results: SearchResults, pictures: Pictures) -> list[Picture]:
         for record, height in zip(ranked, heights, strict=True)
     ]
     axes = [Axis(key, _ticks(domain)) for key, domain in space.items()]
-    axes.append(Axis(_unit(results), [(0.0, results.shown(low)), (1.0, results.shown(high))]))
+    axes.append(Axis(results.search.settings.metric.unit, [(0.0, results.shown(low)), (1.0, results.shown(high))]))
     stopped = [record.status != "finished" for record in ranked]
     caption = "A line for each trial, the best one in another colour; dashed: stopped early or not finished."
-    figure = parallel_coordinates(places, strength, axes, stopped, "")
+    figure = plots.parallel_coordinates(places, strength, axes, stopped, "")
     return [pictures.add("Parallel coordinates", caption, figure)]
 
 
@@ -137,11 +133,11 @@ def _ticks(domain: Domain) -> list[tuple[float, str]]:
 
 
 def _curves(results: SearchResults, pictures: Pictures) -> list[Picture]:
-    """The score over the rounds: the best trials by name, the others in grey, those that were stopped dashed."""
-    scale = results.search.settings.metric.scale
+    """Draw the score over the rounds: the best trials by name, the others in grey, those that were stopped dashed."""
+    metric = results.search.settings.metric
     series = []
     for place, record in enumerate(results.ranked):
-        values = np.array([score * scale if math.isfinite(score) else math.nan for score in record.scores])
+        values = np.array([score * metric.scale if math.isfinite(score) else math.nan for score in record.scores])
         named = place < _NAMED
         label = trial_name(record.number) + (f" ({record.status})" if record.status != "finished" else "")
         colour = place if named else 6
@@ -154,4 +150,10 @@ def _curves(results: SearchResults, pictures: Pictures) -> list[Picture]:
     caption = "Dashed: stopped early or not finished."
     if len(series) > _NAMED:
         caption += f" The best {_NAMED} have names, the other {len(series) - _NAMED} are grey."
-    return [pictures.add(_unit(results), caption, plots.curves(series[::-1], _unit(results)))]
+    return [
+        pictures.add(
+            results.search.settings.metric.unit,
+            caption,
+            plots.curves(series[::-1], results.search.settings.metric.unit),
+        )
+    ]

@@ -16,8 +16,8 @@ from raydfl.experiments.search.plan import Search, Trial, Values
 from raydfl.experiments.search.settings import PopulationScheduler
 
 
-def members_of(search: Search, turn: int, before: list[TrialRecord]) -> list[Trial]:
-    """The trials of a turn.
+def members_of(search: Search, scheduler: PopulationScheduler, turn: int, before: list[TrialRecord]) -> list[Trial]:
+    """Return the trials of a turn.
 
     Args:
         turn: counted from 0.
@@ -26,39 +26,31 @@ def members_of(search: Search, turn: int, before: list[TrialRecord]) -> list[Tri
     rounds = search.turns[turn]
     if turn == 0:
         return [search.trial(member, search.drawn(member), rounds=rounds) for member in range(search.samples)]
-    parents = _copied(search, before)
+    parents = _copied(search, scheduler.share, before)
     trials = []
     for member, record in enumerate(before):
         parent = parents.get(member, record)
-        values = record.values if parent is record else _explored(search, turn, member, parent.values)
+        values = record.values if parent is record else _explored(search, scheduler, turn, member, parent.values)
         trials.append(search.trial(turn * search.samples + member, values, parent.number, rounds))
     return trials
 
 
-def _copied(search: Search, before: list[TrialRecord]) -> dict[int, TrialRecord]:
-    """By member among the worst, the one among the best that takes its place: the worst gets the best, and so on."""
-    scheduler = search.settings.scheduler
-    share = scheduler.share if isinstance(scheduler, PopulationScheduler) else 0.0
-    sign = 1.0 if search.settings.metric.best == "max" else -1.0
-    ranked = sorted(
-        range(len(before)),
-        key=lambda member: -sign * before[member].score if math.isfinite(before[member].score) else math.inf,
-    )
+def _copied(search: Search, share: float, before: list[TrialRecord]) -> dict[int, TrialRecord]:
+    """Return, by member among the worst, the one among the best that takes its place: the worst gets the best, and so on."""
+    sign = search.settings.metric.sign
+    losses = [-sign * record.score if math.isfinite(record.score) else math.inf for record in before]
+    ranked = sorted(range(len(before)), key=losses.__getitem__)
     count = max(1, math.floor(share * len(before)))
     return {worst: before[best] for best, worst in zip(ranked[:count], reversed(ranked), strict=False)}
 
 
-def _explored(search: Search, turn: int, member: int, values: Values) -> Values:
-    """The values of a copy: each one drawn anew, or moved up or down."""
-    scheduler = search.settings.scheduler
-    resample, factor = (
-        (scheduler.resample, scheduler.factor) if isinstance(scheduler, PopulationScheduler) else (0.0, 1.0)
-    )
+def _explored(search: Search, scheduler: PopulationScheduler, turn: int, member: int, values: Values) -> Values:
+    """Return the values of a copy: each one drawn anew, or moved up or down."""
     changed = {}
     for key, domain in search.settings.space.items():
         rng = seeds.generator(search.settings.seed, turn, str(member), f"search explore {key}")
-        if rng.random() < resample:
+        if rng.random() < scheduler.resample:
             changed[key] = domain.draw(rng)
         else:
-            changed[key] = domain.neighbour(values[key], factor, up=bool(rng.random() < 0.5))
+            changed[key] = domain.neighbour(values[key], scheduler.factor, up=bool(rng.random() < 0.5))
     return changed

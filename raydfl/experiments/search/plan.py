@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from raydfl.cluster.job import check_kept
+from raydfl.cluster import check_kept
 from raydfl.core import seeds
 from raydfl.core.errors import ConfigError, RunDirectoryError
 from raydfl.core.files import default_cache, write_durably
@@ -21,6 +21,7 @@ from raydfl.core.yaml import to_yaml
 from raydfl.engine import Config, TrackSettings, apply_overrides, make_config
 from raydfl.experiments.plan import (
     CHANGEABLE,
+    Planned,
     check_known,
     checked,
     fits_state,
@@ -41,36 +42,24 @@ Values = dict[str, Any]
 """A trial's settings of the space, by key."""
 
 
-@dataclass(frozen=True)
-class Trial:
+@dataclass(frozen=True, kw_only=True)
+class Trial(Planned):
     """One trial of a search: a whole federation in a folder of its own."""
 
     number: int
     """Counted from 0."""
     values: Values
-    config: Config
-    """With the run's folder and name in it."""
     parent: int | None = None
     """The trial whose state it goes on from; ``None``: it begins with round 0."""
 
     @property
     def name(self) -> str:
-        """For people and folders: ``trial-007``."""
+        """A name for people and folders: ``trial-007``."""
         return trial_name(self.number)
-
-    @property
-    def run_dir(self) -> Path:
-        """The run's folder, there or to be made."""
-        return Path(self.config.run.dir) / str(self.config.run.name)
-
-    @property
-    def text(self) -> str:
-        """Its settings in one line: ``method.alpha=0.5 method.vl=0.1``."""
-        return " ".join(f"{key}={label_of(value)}" for key, value in self.values.items())
 
 
 def trial_name(number: int) -> str:
-    """``trial-007``."""
+    """Return a trial's name: ``trial-007``."""
     return f"trial-{number:03d}"
 
 
@@ -94,13 +83,12 @@ class Search:
 
     @property
     def track(self) -> TrackSettings:
-        """Where the search is mirrored: the trials' own ``track`` group."""
-        plain = laid_over(dict(self.values), next(corners(self.settings)), "space")
-        return make_config(apply_overrides(plain, self.overrides), str(self.file)).track
+        """Settings of the search's own tracking: the trials' own ``track`` group."""
+        return self._made(next(corners(self.settings)), {}).track
 
     @property
     def samples(self) -> int:
-        """Trials; with pbt the members of the population."""
+        """Number of trials; with pbt the members of the population."""
         if self.settings.searcher == "grid":
             return math.prod(len(domain.values) for domain in self.settings.space.values())
         return self.settings.samples or _SAMPLES
@@ -120,33 +108,36 @@ class Search:
 
     @property
     def trials(self) -> int:
-        """How many there will be; with pbt one for each member and turn."""
+        """Number of trials in all; with pbt one for each member and turn."""
         return self.samples * len(self.turns)
 
     def output(self, name: str) -> Path:
-        """A file of the search's results: ``output("search.html")``."""
+        """Return the path of a file of the search's results: ``output("search.html")``."""
         return self.folder / name
 
     def config_of(self, values: Values, number: int, rounds: int | None = None) -> Config:
-        """A trial's configuration.
+        """Return a trial's configuration.
 
         Raises:
             ConfigError: the values do not make a valid one.
         """
-        plain = laid_over(dict(self.values), values, "space")
-        plain = apply_overrides(plain, self.overrides)
         own: Values = {"run.dir": str(self.folder), "run.name": trial_name(number), "track.mlflow": False}
         most = rounds if rounds is not None else self.settings.rounds
         if most is not None:
             own["train.rounds"] = most
+        return self._made(values, own)
+
+    def _made(self, values: Values, own: Values) -> Config:
+        plain = apply_overrides(laid_over(dict(self.values), values, "space"), self.overrides)
         return make_config(laid_over(plain, own, "search"), str(self.file))
 
     def trial(self, number: int, values: Values, parent: int | None = None, rounds: int | None = None) -> Trial:
-        """A trial with these values of the space."""
-        return Trial(number, values, self.config_of(values, number, rounds), parent)
+        """Make a trial with these values of the space."""
+        config = self.config_of(values, number, rounds)
+        return Trial(number=number, values=values, config=config, parent=parent)
 
     def drawn(self, number: int) -> Values:
-        """The values of a trial of searcher random or grid; of random ones, a setting's draws do not depend on the others."""
+        """Return the values of a trial of searcher random or grid; a setting's random draws do not depend on the others."""
         space = self.settings.space
         if self.settings.searcher == "grid":
             combinations = itertools.product(*(domain.values for domain in space.values()))
@@ -158,7 +149,7 @@ class Search:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides the trials and what becomes of them, as plain data: a folder holds one such search."""
+        """All that decides the trials and what becomes of them, as plain data: a folder holds one such search."""
         settings = self.settings.model_dump(
             mode="json", include={"metric", "scheduler", "searcher", "patience", "seed"}
         )
@@ -180,7 +171,7 @@ class Search:
 
 
 def load_search(file: str | Path, overrides: Sequence[str] = ()) -> Search:
-    """A search whose space is checked; no recording is looked at.
+    """Read a search and check its space; no recording is looked at.
 
     Args:
         file: the search's YAML file.
@@ -206,7 +197,7 @@ def load_search(file: str | Path, overrides: Sequence[str] = ()) -> Search:
 
 
 def corners(settings: SearchSettings) -> Iterator[Values]:
-    """Values at the ends of all ranges, in every combination; where these are too many, the first, the last and some drawn ones."""
+    """Yield values at the ends of all ranges, in every combination; of too many, the first, the last and some drawn ones."""
     ends = {key: domain.ends() for key, domain in settings.space.items()}
     if math.prod(map(len, ends.values())) <= _CORNERS:
         for chosen in itertools.product(*ends.values()):
@@ -237,67 +228,47 @@ def _check(search: Search) -> None:
             raise ConfigError(
                 f"{search.file}: a trial with {text} cannot be run; nothing was started: {error}"
             ) from error
-    _check_metric(search)
-    if search.first.data.sites:
-        raise ConfigError(
-            f"{search.file}: data.sites: trials of a search share their resources and copy one another's folders, which data at "
-            f"sites do not allow; compare settings with raydfl sweep, or leave data.sites out"
-        )
-    first = next(corners(search.settings))
-    for key, domain in search.settings.space.items():
-        ends = domain.ends()
-        digests = [search.config_of({**first, key: end}, 0).digest() for end in ends]
-        if len(ends) > 1 and len(set(digests)) < len(ends):
-            why = (
-                f"{key} is set on the command line"
-                if any(text.partition("=")[0] == key for text in search.overrides)
-                else f"{key} does not decide what is learned"
-            )
-            raise ConfigError(
-                f"{search.file}: space.{key}: trials would differ in nothing: {why}; take it out of the space"
-                + ("; how far trials go is rounds and scheduler" if key == "train.rounds" else "")
-            )
-    every, scheduler = search.first.evaluate.every, search.settings.scheduler
-    if every > search.rounds and not isinstance(scheduler, NoScheduler):
-        raise ConfigError(
-            f"{search.file}: evaluate.every is {every} and trials have {search.rounds} rounds: nothing is known of a trial before "
-            f"its end; lower evaluate.every"
-        )
-    if isinstance(scheduler, PopulationScheduler):
-        _check_population(search, scheduler)
-
-
-def _check_metric(search: Search) -> None:
-    metric, config = search.settings.metric, search.first
-    method = config.parts.method
+    settings, config = search.settings, search.first
+    metric, method, scheduler = settings.metric, config.parts.method, settings.scheduler
     if metric.model is not None:
         check_known(metric.model, type(method).models, f"{search.file}: metric.model: there is no model")
     if type(method).evaluate is Method.evaluate:  # else the method measures what it likes
         known = [score + suffix for score in HIGHER_IS_BETTER for suffix in ("", *OF_CLIENTS)]
         check_known(metric.score, known, f"{search.file}: metric.score: nothing measures")
-    if metric.split == "validation" and not config.data.split.validation:
-        raise ConfigError(
-            f"{search.file}: metric.split is validation, but clients hold nothing out: data.split.validation is 0; set it, or take "
-            f"split: test"
-        )
-
-
-def _check_population(search: Search, scheduler: PopulationScheduler) -> None:
-    """Refuse what a copy cannot change: it would not fit the state that it goes on from."""
-    if scheduler.interval >= search.rounds:
-        raise ConfigError(
-            f"{search.file}: scheduler.interval is {scheduler.interval} and trials have {search.rounds} rounds: there is no turn; "
-            f"lower it"
-        )
-    if search.samples < 2:
-        raise ConfigError(f"{search.file}: samples: scheduler pbt needs a population of at least 2")
-    method = search.first.parts.method
-    for key in search.settings.space:
-        if not fits_state(key, method):
-            raise ConfigError(
-                f"{search.file}: space.{key}: scheduler pbt changes settings in the middle of a training, which {key} does not "
-                f"allow; {CHANGEABLE}; take it out of the space, or take scheduler asha"
-            )
+    every, rounds = config.evaluate.every, search.rounds
+    faults = {
+        "metric.split is validation, but clients hold nothing out: data.split.validation is 0; set it, or take split: test": (
+            metric.split == "validation" and not config.data.split.validation
+        ),
+        "data.sites: trials of a search share their resources and copy one another's folders, which data at sites do not allow; "
+        "compare settings with raydfl sweep, or leave data.sites out": bool(config.data.sites),
+        f"evaluate.every is {every} and trials have {rounds} rounds: nothing is known of a trial before its end; lower "
+        f"evaluate.every": every > rounds and not isinstance(scheduler, NoScheduler),
+    }
+    for key, domain in settings.space.items():
+        ends = domain.ends()
+        first = next(corners(settings))
+        if len({search.config_of({**first, key: end}, 0).digest() for end in ends}) < len(ends):
+            given = any(text.partition("=")[0] == key for text in search.overrides)
+            why = f"{key} is set on the command line" if given else f"{key} does not decide what is learned"
+            more = "; how far trials go is rounds and scheduler" if key == "train.rounds" else ""
+            faults[f"space.{key}: trials would differ in nothing: {why}; take it out of the space{more}"] = True
+    if isinstance(
+        scheduler, PopulationScheduler
+    ):  # a copy cannot change what does not fit the state that it goes on from
+        faults |= {
+            f"scheduler.interval is {scheduler.interval} and trials have {rounds} rounds: there is no turn; lower it": (
+                scheduler.interval >= rounds
+            ),
+            f"samples: scheduler pbt needs a population of at least 2, not {search.samples}": search.samples < 2,
+        } | {
+            f"space.{key}: scheduler pbt changes settings in the middle of a training, which {key} does not allow; {CHANGEABLE}; "
+            f"take it out of the space, or take scheduler asha": not fits_state(key, method)
+            for key in settings.space
+        }
+    for message, wrong in faults.items():
+        if wrong:
+            raise ConfigError(f"{search.file}: {message}")
 
 
 # -- the folder ------------------------------------------------------------------------------------------------------

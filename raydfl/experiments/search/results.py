@@ -1,4 +1,4 @@
-"""What came of a search: the best settings, and a row for each trial."""
+"""Results of a search: the best settings, and a row for each trial."""
 
 from __future__ import annotations
 
@@ -36,15 +36,30 @@ class SearchResults:
         """The best of the finished trials; of all while none is finished."""
         return self.ranked[0] if self.ranked else None
 
+    @property
+    def failed(self) -> dict[str, str]:
+        """Reasons by name of the trial."""
+        return {trial_name(record.number): record.reason for record in self.records if record.status == "failed"}
+
+    @property
+    def open(self) -> int:
+        """Trials that are left to do, or to be finished, after an interruption."""
+        return max(0, self.search.trials - sum(record.status != "running" for record in self.records))
+
+    @property
+    def complete(self) -> bool:
+        """True when nothing is left to do."""
+        return not self.failed and not self.open
+
     def shown(self, score: float) -> str:
-        """A score in the table's unit."""
+        """Return a score in the table's unit."""
         return shown(score * self.search.settings.metric.scale)
 
 
 def collect(search: Search, journal: Journal) -> SearchResults:
     """Rank the trials."""
     records = [journal.trials[number] for number in sorted(journal.trials)]
-    sign = 1.0 if search.settings.metric.best == "max" else -1.0
+    sign = search.settings.metric.sign
     known = [record for record in records if math.isfinite(record.score)]
     full = search.rounds
     ranked = sorted(
@@ -55,14 +70,14 @@ def collect(search: Search, journal: Journal) -> SearchResults:
 
 
 def columns(results: SearchResults) -> list[str]:
-    """The headings of :func:`lines`."""
+    """Return the headings of :func:`lines`."""
     parents = ["from"] if any(record.parent is not None for record in results.records) else []
     title = results.search.settings.metric.title
     return ["trial", "state", "rounds", title, *results.search.settings.space, *parents]
 
 
 def lines(results: SearchResults) -> list[list[str]]:
-    """The table's cells as text: ranked trials, then those without a score."""
+    """Return the table's cells as text: ranked trials, then those without a score."""
     rest = [record for record in results.records if record not in results.ranked]
     found = []
     for record in (*results.ranked, *rest):
@@ -77,7 +92,7 @@ def lines(results: SearchResults) -> list[list[str]]:
 
 
 def best_config(results: SearchResults) -> dict[str, Any] | None:
-    """The configuration of the best trial, with all rounds, for a run of its own; ``None`` when no trial has a score."""
+    """Return the configuration of the best trial, with all rounds, for a run of its own; ``None`` when no trial has a score."""
     if results.best is None:
         return None
     config = results.search.config_of(results.best.values, results.best.number).model_dump(mode="json")
@@ -87,12 +102,12 @@ def best_config(results: SearchResults) -> dict[str, Any] | None:
 
 
 def best_command(results: SearchResults) -> str:
-    """What trains with the best settings."""
+    """Return the command that trains with the best settings."""
     return f"raydfl run {shlex.quote(str(results.search.output('best.yaml')))}"
 
 
 def records_of(results: SearchResults) -> list[dict[str, Any]]:
-    """A flat record for each trial: numbers as they are, the score not scaled."""
+    """Return a flat record for each trial: numbers as they are, the score not scaled."""
     found = []
     for record in results.records:
         row: dict[str, Any] = {"trial": trial_name(record.number), "state": record.status, "reason": record.reason}
@@ -106,7 +121,7 @@ def records_of(results: SearchResults) -> list[dict[str, Any]]:
 
 
 def write_tables(results: SearchResults) -> list[Path]:
-    """``trials.csv``, ``trials.parquet`` and, once there is a score, ``best.yaml``, in the search's folder.
+    """Write ``trials.csv``, ``trials.parquet`` and, once there is a score, ``best.yaml``, in the search's folder.
 
     Raises:
         ResourcesError: the disk is full or the folder cannot be written.

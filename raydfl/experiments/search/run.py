@@ -1,57 +1,35 @@
-"""Doing a search: trials side by side with Ray Tune, each a whole federation in a placement group of its own.
+"""A search done: trials side by side, which settings come next and which trials stop decided by a controller.
 
-The state of a search is its journal and its trials' run folders. Ray Tune's own files are thrown away: the same command builds a
-new experiment of what is left to do, and the judge knows from the journal all that was decided before.
+The state of a search is its journal and its trials' run folders; from the journal the controller knows all that was decided before.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
-import shutil
-import signal
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
-from raydfl.cluster.trial_resources import Bundle, bundles_of, check_trial_fits
-from raydfl.core.errors import ResourcesError, RunDirectoryError
+from raydfl.cluster import Bundle, bundles_of
+from raydfl.core.errors import RunDirectoryError
+from raydfl.data import build_population
 from raydfl.engine.storage import RunStore
+from raydfl.experiments.execute import Decision, Executor, RunConfig, first_words
 from raydfl.experiments.metric import keys_of
+from raydfl.experiments.plan import prepare
 from raydfl.experiments.search.controller import SearchController
 from raydfl.experiments.search.journal import Journal
-from raydfl.experiments.search.plan import Search, Trial, claim, corners, trial_name
+from raydfl.experiments.search.page import write_page
+from raydfl.experiments.search.plan import Search, claim, corners, trial_name
+from raydfl.experiments.search.results import SearchResults, collect, write_tables
 from raydfl.experiments.search.tracking import SearchTracker
-from raydfl.experiments.sweep.run import prepare
-from raydfl.runs import Progress, StopSignals
+from raydfl.experiments.trial import REASON, ROUND, SCORE, TrialOrder
+from raydfl.runs import Progress
 from raydfl.runs.report import write_report
-
-_MESSAGE = 300
-"""Characters of a failure that a line repeats; the log has all."""
-
-
-@dataclass
-class SearchOutcome:
-    """How a search ended, by the numbers of its trials."""
-
-    finished: list[int] = field(default_factory=list)
-    stopped: list[int] = field(default_factory=list)
-    """Those that the scheduler, or patience, ended early."""
-    failed: dict[int, str] = field(default_factory=dict)
-    """Why, by number."""
-    open: int = 0
-    """Trials that are left to do, or to be finished, after an interruption."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing is left to do."""
-        return not self.failed and not self.open
 
 
 @contextlib.contextmanager
 def opened(search: Search) -> Iterator[Journal]:
-    """The search's journal, for this process alone.
+    """Open the search's journal, for this process alone.
 
     Raises:
         RunDirectoryError: the folder holds another search, or another process is at work in it.
@@ -69,228 +47,137 @@ def opened(search: Search) -> Iterator[Journal]:
 
 
 def run_search(
-    search: Search, journal: Journal, mirror: SearchTracker | None = None, progress: Progress | None = None
-) -> SearchOutcome:
-    """Do all trials that are not over. Ctrl-C lets those under way stop after their round; the same call goes on with them.
+    search: Search, progress: Progress | None = None, run_config: RunConfig | None = None, table_only: bool = False
+) -> SearchResults:
+    """Do all trials that are not over, and write tables and page. Ctrl-C lets those under way stop after their round.
+
+    The same call goes on with what is left.
 
     Args:
-        journal: from :func:`opened`.
-        mirror: told of what happens to trials.
+        run_config: settings for Ray Tune, see :class:`~raydfl.experiments.execute.Executor`.
+        table_only: whether only tables and page of what is there are wanted.
 
     Raises:
         InputError: recordings cannot be used, a package is missing, or the cluster cannot hold a trial; no trial was started.
+        RunDirectoryError: the folder holds another search, or another process is at work in it.
     """
     progress = progress or Progress("quiet")
-    judge = SearchController(search, journal)
+    if table_only and not search.output("search.json").exists():
+        raise RunDirectoryError(f"there is no search in {search.folder}; without --table the command begins it there")
+    with opened(search) as journal:
+        tracker = None if table_only else SearchTracker(search, journal, progress.message)
+        try:
+            if tracker is not None:
+                _do(search, journal, tracker, progress, run_config)
+        finally:
+            for number in journal.trials:  # the pages of trials that were stopped: those of finished ones are there
+                folder = search.folder / trial_name(number)
+                if (folder / "LATEST").exists() and not (folder / "report.html").exists():
+                    write_report([folder], folder / "report.html")
+            results = collect(search, journal)
+            written = [*write_tables(results), write_page(results)]
+            if tracker is not None:
+                tracker.close(written, results.complete)
+    return results
+
+
+def _do(
+    search: Search, journal: Journal, tracker: SearchTracker, progress: Progress, run_config: RunConfig | None
+) -> None:
+    controller = SearchController(search, journal)
     over = sum(record.over for record in journal.trials.values())
     if over:
         progress.message(f"{over} of {search.trials} trials are over already")
-    if over < search.trials:
-        _Session(search, judge, mirror, progress).run()
-    return outcome_of(search, journal)
+    if over >= search.trials:
+        return
+    config, settings = search.first, search.settings
+    with Executor(config, search.folder, progress, settings.retries, settings.parallel, run_config) as executor:
+        values = [record.values for record in journal.trials.values()]
+        values += (
+            list(corners(settings))
+            if settings.searcher == "optuna"
+            else [search.drawn(number) for number in range(search.samples)]
+        )
+        prepare([search.trial(0, each) for each in values], progress, executor.run_chunks)
+        clients = 0
+        if config.ray.actors == "per_client":
+            clients = len(build_population(config.data, config.run.seed, Progress("quiet"), executor.run_chunks))
+        bundles = bundles_of(config, settings.cpus, clients)
+        executor.room(bundles, search.trials)
+        executor.run(_Trials(search, controller, tracker, executor, tuple(bundles), progress))
 
 
-def outcome_of(search: Search, journal: Journal) -> SearchOutcome:
-    """Where the trials stand."""
-    outcome = SearchOutcome(open=search.trials - len(journal.trials))
-    for number, record in sorted(journal.trials.items()):
-        if record.status == "finished":
-            outcome.finished.append(number)
-        elif record.status == "stopped":
-            outcome.stopped.append(number)
-        elif record.status == "failed":
-            outcome.failed[number] = record.reason
-        else:
-            outcome.open += 1
-    return outcome
-
-
-class _Session:
-    """One call of the command."""
+class _Trials:
+    """The trials of a search, as a study: the controller decides, and the user and MLflow are told."""
 
     def __init__(
-        self, search: Search, judge: SearchController, mirror: SearchTracker | None, progress: Progress
+        self,
+        search: Search,
+        controller: SearchController,
+        tracker: SearchTracker,
+        executor: Executor,
+        bundles: tuple[Bundle, ...],
+        progress: Progress,
     ) -> None:
         self._search = search
-        self._judge = judge
-        self._progress = progress
-        self._observers: list[Any] = [
-            _Lines(search, judge.journal, progress),
-            *([mirror] if mirror is not None else []),
-        ]
-        self._logs = search.folder / "logs"
-        self._stop_file = self._logs / f".stop-{os.getpid()}"
-        self._signals = StopSignals(
-            progress, "trials stop after their round", "them", self._stop_file.touch, _end_experiment
-        )
-        self._waited: ResourcesError | None = None
-
-    def run(self) -> None:
-        """Every turn; without pbt there is one."""
-        from raydfl.cluster.features import on_the_cluster
-        from raydfl.cluster.session import connected
-
-        config = self._search.first
-        self._stop_file.parent.mkdir(parents=True, exist_ok=True)
-        self._stop_file.unlink(missing_ok=True)
-        address = config.ray.address or os.environ.get("RAY_ADDRESS")
-        with _quiet_tune(), connected(config.ray.address, quiet=True):
-            clients = self._prepare(on_the_cluster if address else None)
-            bundles = bundles_of(config, self._search.settings.cpus, clients)
-            check_trial_fits(bundles, config.ray.autoscale)
-            try:
-                with self._signals:
-                    for turn in range(len(self._search.turns)):
-                        if self._signals.asked or not self._judge.open_turn(turn):
-                            break
-                        if self._judge.left:
-                            self._tune(bundles)
-            finally:
-                self._stop_file.unlink(missing_ok=True)
-        if self._waited is not None:
-            raise self._waited
-
-    def _prepare(self, run_chunks: Any) -> int:
-        """Make the features that all trials need, and find out what recordings do not allow; the number of clients."""
-        from raydfl.data import build_population
-
-        known = [record.values for record in self._judge.journal.trials.values()]
-        drawn = self._search.settings.searcher != "optuna"
-        coming = (
-            [self._search.drawn(number) for number in range(self._search.samples)]
-            if drawn
-            else list(corners(self._search.settings))
-        )
-        prepare([self._search.trial(0, values) for values in known + coming], self._progress, run_chunks)
-        config = self._search.first
-        if config.ray.actors != "per_client":
-            return 0
-        return len(build_population(config.data, config.run.seed, Progress("quiet"), run_chunks))
-
-    def _tune(self, bundles: list[Bundle]) -> None:
-        """The trials that the judge has left, by Ray Tune."""
-        from ray import tune
-
-        from raydfl.experiments.search.tuning import JudgeScheduler, JudgeSearcher, Watchdog
-        from raydfl.experiments.trial import FederationTrial, TrialOrder
-
-        def order(trial: Trial) -> TrialOrder:
-            parent = None if trial.parent is None else str(self._search.folder / trial_name(trial.parent))
-            return TrialOrder(
-                number=trial.number,
-                config=trial.config.model_dump(mode="json"),
-                keys=tuple(keys_of(trial.config, self._search.settings.metric)),
-                stop=str(self._stop_file),
-                log=str(self._logs / f"{trial.name}.log"),
-                reported=self._judge.journal.trials[trial.number].reported,
-                parent=parent,
-            )
-
-        def name(trial: Any) -> str:
-            return trial_name(trial.config["order"].number)
-
-        config, place = self._search.first, self._search.folder / "tune"
-        shutil.rmtree(place, ignore_errors=True)
-        placed = tune.PlacementGroupFactory(list(bundles), strategy="PACK")
-        tuner = tune.Tuner(
-            tune.with_resources(FederationTrial, placed),
-            tune_config=tune.TuneConfig(
-                num_samples=self._judge.left,
-                search_alg=JudgeSearcher(self._judge, order, self._stop_file, self._observers),
-                scheduler=JudgeScheduler(self._judge, self._observers),
-                max_concurrent_trials=self._search.settings.parallel or 0,
-                reuse_actors=True,
-                trial_name_creator=name,
-                trial_dirname_creator=name,
-            ),
-            run_config=tune.RunConfig(
-                name="trials",
-                storage_path=str(place),
-                verbose=0,
-                failure_config=tune.FailureConfig(max_failures=self._search.settings.retries),
-                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # the run folders have their commits
-                callbacks=[Watchdog(bundles, config.ray.ready_timeout, self._progress.message, self._give_up)],
-            ),
-        )
-        tuner.fit()
-        shutil.rmtree(place, ignore_errors=True)
-
-    def _give_up(self, error: ResourcesError) -> None:
-        """No trial could begin for too long."""
-        if self._waited is None and not self._signals.asked:
-            self._waited = error
-            _end_experiment()
-
-
-def _end_experiment() -> None:
-    signal.raise_signal(signal.SIGUSR1)  # what Ray Tune ends an experiment for
-
-
-class _Lines:
-    """A line for what happens to a trial."""
-
-    def __init__(self, search: Search, journal: Journal, progress: Progress) -> None:
-        self._search = search
-        self._journal = journal
+        self._controller = controller
+        self._records = controller.journal.trials
+        self._tracker = tracker
+        self._executor = executor
+        self._bundles = bundles
         self._progress = progress
 
-    def begun(self, trial: Trial) -> None:
-        """With its settings, or where it goes on."""
-        reported = self._journal.trials[trial.number].reported
-        after = f" (going on after round {reported})" if reported else ""
-        copy = f" (a copy of {trial_name(trial.parent)})" if trial.parent is not None and not reported else ""
-        self._progress.message(f"started: {trial.name}: {trial.text}{after}{copy}")
+    def turns(self) -> Iterator[int]:
+        for turn in range(len(self._search.turns)):
+            if not self._controller.open_turn(turn):
+                return
+            if self._controller.left:
+                yield self._controller.left
 
-    def scored(self, number: int) -> None:
-        """Nothing: a line for each evaluation of many trials would help nobody."""
+    def next(self) -> TrialOrder | None:
+        trial = self._controller.suggest()
+        if trial is None:
+            return None
+        self._tracker.begun(trial)
+        return TrialOrder(
+            number=trial.number,
+            name=trial.name,
+            config=trial.config.model_dump(mode="json"),
+            bundles=self._bundles,
+            keys=tuple(keys_of(trial.config, self._search.settings.metric)),
+            stop=str(self._executor.stop_file),
+            log=str(self._executor.logs / f"{trial.name}.log"),
+            reported=self._records[trial.number].reported,
+            parent=None if trial.parent is None else str(self._search.folder / trial_name(trial.parent)),
+        )
 
-    def over(self, number: int) -> None:
-        """How, where, and with which score."""
-        record, metric = self._journal.trials[number], self._search.settings.metric
-        name = trial_name(number)
-        if record.status == "failed":
-            first = (record.reason.splitlines() or [""])[0][:_MESSAGE]
-            self._progress.message(f"failed: {name}: {first}")
+    def begun(self, number: int) -> None:
+        record = self._records[number]
+        after = f" (going on after round {record.reported})" if record.reported else ""
+        copy = f" (a copy of {trial_name(record.parent)})" if record.parent is not None and not record.reported else ""
+        self._progress.message(f"started: {trial_name(number)}: {record.text}{after}{copy}")
+
+    def scored(self, number: int, round_index: int, score: float) -> Decision:
+        known = self._records[number].reported
+        decision = self._controller.result(number, round_index, score)
+        if self._records[number].reported > known:
+            self._tracker.scored(number)
+        return decision
+
+    def ended(self, number: int, status: Literal["finished", "stopped", "failed"], result: Mapping[str, Any]) -> None:
+        if status == "finished":
+            self._controller.ended(number, status, result[REASON], result[ROUND], result[SCORE])
+        else:
+            reason = self._controller.rule_of(number) if status == "stopped" else result[REASON]
+            self._controller.ended(number, status, reason)
+        record, metric, name = self._records[number], self._search.settings.metric, trial_name(number)
+        if status == "failed":
+            self._progress.message(f"failed: {name}: {first_words(record.reason)}")
             return
-        score = f"{metric.title} {metric.scale * record.score:.2f}"
-        done = sum(each.over for each in self._journal.trials.values())
-        where = "" if record.status == "finished" else f" after round {record.reported} ({record.reason})"
+        where = "" if status == "finished" else f" after round {record.reported} ({record.reason})"
         worthless = f"; worthless: {record.reason}" if record.worthless else ""
+        done = sum(each.over for each in self._records.values())
         self._progress.message(
-            f"{record.status}: {name}{where}, {score} ({done} of {self._search.trials} are over){worthless}"
+            f"{record.status}: {name}{where}, {metric.title} {metric.scale * record.score:.2f} ({done} of "
+            f"{self._search.trials} are over){worthless}"
         )
-
-
-@contextlib.contextmanager
-def _quiet_tune() -> Iterator[None]:
-    """Ray Tune without its own files for other tools, tables, warnings about both, and handler of Ctrl-C."""
-    own = {
-        "RAY_AIR_NEW_OUTPUT": "0",
-        "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-        "TUNE_DISABLE_SIGINT_HANDLER": "1",
-        "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
-    }
-    before = {name: os.environ.get(name) for name in own}
-    loggers = [logging.getLogger(name) for name in ("ray.tune", "ray.train")]
-    levels = [logger.level for logger in loggers]
-    os.environ.update(own)
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def write_reports(search: Search, journal: Journal) -> None:
-    """The pages of trials that were stopped: those of finished ones are there."""
-    for number in journal.trials:
-        folder = search.folder / trial_name(number)
-        if (folder / "LATEST").exists() and not (folder / "report.html").exists():
-            write_report([folder], folder / "report.html")

@@ -1,8 +1,7 @@
-"""What a search's file may hold; docs/search.md explains it with an example."""
+"""The contents of a search's file; docs/search.md explains it with an example."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -30,6 +29,11 @@ class SearchMetric(MetricSettings):
     def best(self) -> Literal["max", "min"]:
         """The mode, of the score itself where none is given."""
         return self.mode or ("max" if HIGHER_IS_BETTER.get(base_name(self.score), True) else "min")
+
+    @property
+    def sign(self) -> float:
+        """Factor that makes larger scores better ones."""
+        return 1.0 if self.best == "max" else -1.0
 
 
 class NoScheduler(Settings):
@@ -103,9 +107,6 @@ class SearchSettings(StudySettings):
         None, ge=1, description="a trial whose score did not improve for so many evaluations is stopped; null: never"
     )
     seed: int = Field(1, ge=0, description="decides the draws of the settings; the trials' own seed is run.seed")
-    dir: Path | None = Field(
-        None, description="folder of the search; null: run.dir in settings, or runs/ and the file's name"
-    )
     cpus: float = Field(1.0, gt=0, description="CPUs of a trial's own process, beside those of its client actors")
     retries: int = Field(3, ge=0, description="times a trial goes on elsewhere after its process or node was lost")
 
@@ -116,28 +117,25 @@ class SearchSettings(StudySettings):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> SearchSettings:
-        grids = [key for key, domain in self.space.items() if domain.kind == "grid"]
+        space, pbt = self.space.items(), isinstance(self.scheduler, PopulationScheduler)
+        ranges = [(key, domain.kind) for key, domain in space if domain.kind not in ("grid", "choice")]
+        grids = [key for key, domain in space if domain.kind == "grid"]
         if self.searcher == "grid":
-            for key, domain in self.space.items():
-                if domain.kind not in ("grid", "choice"):
-                    raise ConfigError(
-                        f"space.{key}: searcher grid needs a list of values, {{grid: [...]}}, not {domain.kind}; "
-                        f"or take searcher: random"
-                    )
+            for key, kind in ranges[:1]:
+                raise ConfigError(
+                    f"space.{key}: searcher grid needs a list of values, {{grid: [...]}}, not {kind}; or take searcher: random"
+                )
             if self.samples is not None:
                 raise ConfigError("samples: searcher grid does every combination; leave samples out")
         elif grids:
             raise ConfigError(
                 f"space.{grids[0]}: grid needs searcher: grid; for searcher {self.searcher} write {{choice: [...]}}"
             )
-        if isinstance(self.scheduler, PopulationScheduler):
-            if self.searcher != "random":
-                raise ConfigError(
-                    f"searcher: {self.searcher} does not go with scheduler pbt, whose members change their settings "
-                    f"themselves; take searcher: random"
-                )
-            if self.patience is not None:
-                raise ConfigError("patience does not go with scheduler pbt, whose members all do the same rounds")
-            if self.samples is not None and self.samples < 2:
-                raise ConfigError(f"samples: scheduler pbt needs a population of at least 2, not {self.samples}")
+        if pbt and self.searcher != "random":
+            raise ConfigError(
+                f"searcher: {self.searcher} does not go with scheduler pbt, whose members change their settings themselves; "
+                f"take searcher: random"
+            )
+        if pbt and self.patience is not None:
+            raise ConfigError("patience does not go with scheduler pbt, whose members all do the same rounds")
         return self

@@ -1,4 +1,4 @@
-"""What a setting is drawn from: a range, or a list of values."""
+"""Domains, from which settings are drawn: a range, or a list of values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KINDS = ("uniform", "loguniform", "quniform", "randint", "choice", "grid")
 
 
 class Domain(Settings):
-    """Exactly one kind of range or list."""
+    """A range or list of exactly one kind."""
 
     uniform: tuple[float, float] | None = Field(None, description="[low, high]: any number between them")
     loguniform: tuple[float, float] | None = Field(
@@ -69,11 +69,11 @@ class Domain(Settings):
 
     @property
     def listed(self) -> bool:
-        """Whether it is a list of values and not a range."""
+        """True of a list of values, not of a range."""
         return self.kind in ("choice", "grid")
 
     def ends(self) -> list[Any]:
-        """Every listed value, or the two ends of a range: what a corner of the space has."""
+        """Return every listed value, or the two ends of a range: what a corner of the space has."""
         return list(self.values) if self.listed else [self.values[0], self._high()]
 
     def _high(self) -> Any:
@@ -83,7 +83,7 @@ class Domain(Settings):
         return _readable(low + step * math.floor((high - low) / step + 1e-9))
 
     def draw(self, rng: np.random.Generator) -> Any:
-        """A random value, with few digits so that it can be typed."""
+        """Return a random value, with few digits so that it can be typed."""
         if self.listed:
             return self.values[int(rng.integers(len(self.values)))]
         low, high = self.values[:2]
@@ -97,7 +97,7 @@ class Domain(Settings):
         return min(high, max(low, _readable(rng.uniform(low, high))))
 
     def neighbour(self, value: Any, factor: float, up: bool) -> Any:
-        """What population based training makes of a value: times ``factor`` or divided by it, or the next of a list."""
+        """Return a value as population based training changes it: times ``factor`` or divided by it, or the next of a list."""
         if self.listed:
             place = self.values.index(value) + (1 if up else -1)
             return self.values[min(len(self.values) - 1, max(0, place))]
@@ -113,7 +113,7 @@ class Domain(Settings):
         return min(high, max(low, _readable(moved)))
 
     def position(self, value: Any) -> float:
-        """Where a value lies between the ends, 0 to 1; in its logarithm for loguniform. Of a list: its place."""
+        """Return where a value lies between the ends, 0 to 1; in its logarithm for loguniform. Of a list: its place."""
         if self.listed:
             place = next((index for index, known in enumerate(self.values) if known == value), 0)
             return place / max(1, len(self.values) - 1)
@@ -123,7 +123,7 @@ class Domain(Settings):
         return float((value - low) / (high - low))
 
     def distribution(self) -> BaseDistribution:
-        """The same for Optuna; of a list the places."""
+        """Return the same for Optuna; of a list the places."""
         from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
         if self.listed:
@@ -136,7 +136,7 @@ class Domain(Settings):
         return FloatDistribution(low, high, log=self.kind == "loguniform")
 
     def from_optuna(self, suggested: Any) -> Any:
-        """The value that a suggestion stands for."""
+        """Return the value that a suggestion stands for."""
         if self.listed:
             return self.values[int(suggested)]
         return _readable(suggested) if self.kind == "quniform" else suggested

@@ -25,7 +25,7 @@ _PARENT = "mlflow.parentRunId"
 
 
 class SearchTracker:
-    """Mirrors a search and its trials; nothing when ``track.mlflow`` is false."""
+    """MLflow's view of a search and its trials; nothing when ``track.mlflow`` is false."""
 
     def __init__(self, search: Search, journal: Journal, warn: Callable[[str], None]) -> None:
         """Begin the search's run, or go on with it.
@@ -69,10 +69,10 @@ class SearchTracker:
     def _keep(self) -> None:
         write_durably(self._search.output("mlflow.json"), json.dumps(self._ids, indent=2).encode())
 
-    # -- what happens to trials (see Observer) -----------------------------------------------------------------------
+    # -- what happens to trials ----------------------------------------------------------------------------------------
 
     def begun(self, trial: Trial) -> None:
-        """A run below the search's."""
+        """Begin a run below the search's, or go on with it."""
         if not self._settings.mlflow:
             return
         tracker = make_tracker(self._settings, self._search.folder, trial.run_dir, self._warn)
@@ -91,7 +91,7 @@ class SearchTracker:
         self._open[trial.number] = (tracker, trial.run_dir)
 
     def scored(self, number: int) -> None:
-        """What the trial has committed since."""
+        """Log what the trial has committed since."""
         if number not in self._open:
             return
         tracker, folder = self._open[number]
@@ -104,11 +104,8 @@ class SearchTracker:
             tracker.log_rows(to_rows(read_rows(folder, until, where=where)))
             self._sent[number] = until
 
-    def over(self, number: int) -> None:
-        """Nothing yet: a stopped trial still commits its last round."""
-
     def close(self, results: Sequence[Path], complete: bool) -> None:
-        """All that is left to mirror, when no trial runs any more.
+        """Log all that is left, when no trial runs any more.
 
         Args:
             results: the search's page and tables.

@@ -23,18 +23,25 @@ from raydfl.core.errors import ConfigError
 from raydfl.core.options import explain
 from raydfl.engine import Config, apply_overrides, make_config
 from raydfl.experiments.metric import MetricSettings
-from raydfl.experiments.plan import check_known, checked, folder_of, label_of, laid_over, read_base, read_groups
+from raydfl.experiments.plan import (
+    Planned,
+    check_known,
+    checked,
+    faults_text,
+    folder_of,
+    label_of,
+    laid_over,
+    read_base,
+    read_groups,
+    rounds_done,
+)
 from raydfl.experiments.sweep.settings import SweepSettings, check_repeat
-
-_LISTED = 10
-"""Faulty cells that a message names."""
-
 
 # -- cells -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class CellRun:
+@dataclass(frozen=True, kw_only=True)
+class CellRun(Planned):
     """One run of one cell."""
 
     labels: tuple[str, ...]
@@ -43,20 +50,18 @@ class CellRun:
     """The value of the repeated setting, ``run.seed=1``."""
     metric: MetricSettings
     """The cell's headline."""
-    config: Config
-    """With the run's folder and name in it."""
     identity: str
     """Digest of all that decides the numbers and what is measured: equal for equal runs, whatever they are called."""
 
     @property
     def name(self) -> str:
-        """For people: ``FedAvg, clean, run.seed=1``."""
+        """A name for people: ``FedAvg, clean, run.seed=1``."""
         return ", ".join((*self.labels, self.repeat))
 
     @property
-    def run_dir(self) -> Path:
-        """The run's folder, there or to be made."""
-        return Path(self.config.run.dir) / str(self.config.run.name)
+    def finished(self) -> bool:
+        """True when all rounds are done and what comes after them (the model, the report) is written."""
+        return rounds_done(self.run_dir) >= self.config.train.rounds and (self.run_dir / "report.html").exists()
 
 
 @dataclass(frozen=True)
@@ -90,12 +95,12 @@ class Sweep:
         return list({run.identity: run for run in reversed(self.runs)}.values())[::-1]
 
     def output(self, suffix: str) -> Path:
-        """A file of this sweep's results: ``output(".csv")``."""
+        """Return the path of a file of this sweep's results: ``output(".csv")``."""
         return self.folder / f"{self.file.stem}{suffix}"
 
 
 def load_sweep(file: str | Path, overrides: Sequence[str] = (), only: Sequence[str] = ()) -> Sweep:
-    """A sweep with all of its configurations; no recording is looked at.
+    """Read a sweep and check all of its configurations; no recording is looked at.
 
     Args:
         file: the sweep's YAML file.
@@ -118,7 +123,9 @@ def load_sweep(file: str | Path, overrides: Sequence[str] = (), only: Sequence[s
         except ConfigError as error:
             faults.setdefault(str(error), []).append(", ".join(labels))
     if faults:
-        raise ConfigError(_faults(faults, file))
+        count = sum(map(len, faults.values()))
+        cells = f"{count} cell{'s' if count > 1 else ''}"
+        raise ConfigError(faults_text(f"{file}: {cells} cannot be run; nothing was started", faults, 3))
     return Sweep(file, settings, folder, tuple(_by_repeat(runs)))
 
 
@@ -144,7 +151,7 @@ def _runs_of(
     overrides: Sequence[str],
     bases: dict[Path, dict[str, Any]],
 ) -> Iterator[CellRun]:
-    """The runs of one cell, a run for each value of its repeated setting."""
+    """Yield the runs of one cell, a run for each value of its repeated setting."""
     base, repeat, metric = settings.base, settings.repeat, settings.metric
     layers: list[tuple[str, Mapping[str, Any]]] = [("settings", settings.settings)]
     for (name, axis), label in zip(settings.axes.items(), labels, strict=True):
@@ -167,7 +174,8 @@ def _runs_of(
         identity = _identity(config)
         name = _run_name((*labels, f"{str(setting).rpartition('.')[2]}={label_of(value)}"), identity, folder)
         named = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
-        yield CellRun(labels, f"{setting}={label_of(value)}", metric, named, identity)
+        repeated = f"{setting}={label_of(value)}"
+        yield CellRun(labels=labels, repeat=repeated, metric=metric, config=named, identity=identity)
 
 
 def _metric(values: Any, default: MetricSettings, where: str) -> MetricSettings:
@@ -179,7 +187,7 @@ def _metric(values: Any, default: MetricSettings, where: str) -> MetricSettings:
 
 
 def _settled(values: dict[str, Any], settings: SweepSettings, folder: Path) -> dict[str, Any]:
-    """With what the sweep itself decides: where the runs lie and how many actors a cell has."""
+    """Add what the sweep itself decides: where the runs lie and how many actors a cell has."""
     own = {"run.dir": str(folder), "run.name": None, "ray.actors": settings.cells.actors}
     return laid_over(values, own, "sweep")
 
@@ -190,7 +198,7 @@ def _identity(config: Config) -> str:
 
 
 def _run_name(words: Sequence[str], identity: str, folder: Path) -> str:
-    """A readable name that ends in the identity; a run that has another name by an earlier label of the cell keeps it."""
+    """Return a readable name that ends in the identity; a run that has another name by an earlier label of the cell keeps it."""
     for found in sorted(folder.glob(f"*-{identity}")):
         if found.is_dir():
             return found.name
@@ -198,21 +206,10 @@ def _run_name(words: Sequence[str], identity: str, folder: Path) -> str:
 
 
 def _by_repeat(runs: Sequence[CellRun]) -> list[CellRun]:
-    """The first run of every cell before the second of any: an unfinished table has something in every cell."""
+    """Put the first run of every cell before the second of any: an unfinished table has something in every cell."""
     rank: dict[tuple[str, ...], int] = {}
     ranked = []
     for run in runs:
         rank[run.labels] = rank.get(run.labels, -1) + 1
         ranked.append((rank[run.labels], run))
     return [run for _, run in sorted(ranked, key=lambda pair: pair[0])]
-
-
-def _faults(faults: Mapping[str, Sequence[str]], file: Path) -> str:
-    count = sum(len(cells) for cells in faults.values())
-    lines = [f"{file}: {count} cell{'s' if count > 1 else ''} cannot be run; nothing was started"]
-    for message, cells in list(faults.items())[:_LISTED]:
-        more = f" and {len(cells) - 3} more" if len(cells) > 3 else ""
-        lines.append(f"  {'; '.join(cells[:3])}{more}: {message}")
-    if len(faults) > _LISTED:
-        lines.append(f"  and {len(faults) - _LISTED} more messages")
-    return "\n".join(lines)

@@ -64,7 +64,7 @@ def _run_line(row: dict[str, object], results: Results) -> dict[str, object]:
 
 
 def _parts(results: Results, inner: int) -> dict[tuple[str, ...], list[CellResult]]:
-    """The cells that one figure shows: those with equal labels on all but the ``inner`` last axes."""
+    """Return the cells that one figure shows: those with equal labels on all but the ``inner`` last axes."""
     parts: dict[tuple[str, ...], list[CellResult]] = {}
     for cell in results.cells:
         parts.setdefault(cell.labels[:-inner], []).append(cell)
@@ -72,7 +72,7 @@ def _parts(results: Results, inner: int) -> dict[tuple[str, ...], list[CellResul
 
 
 def _curves(where: str, cells: list[CellResult], pictures: Pictures) -> list[Picture]:
-    """The headline over the rounds: a curve for each label of the last axis."""
+    """Draw the headline over the rounds: a curve for each label of the last axis."""
     series = []
     for place, cell in enumerate(cells):
         if not cell.curves:
@@ -96,36 +96,31 @@ def _curves(where: str, cells: list[CellResult], pictures: Pictures) -> list[Pic
 
 
 def _unit(cells: list[CellResult]) -> str:
-    """What a figure of these cells shows, which may have different headlines."""
+    """Return the label of a figure of these cells, which may have different headlines."""
     titles = list(dict.fromkeys(cell.metrics[0].title for cell in cells))
     return " or ".join(titles) + (" (%)" if cells[0].metrics[0].scale == 100 else "")
 
 
 def _grid(cells: list[CellResult]) -> tuple[list[str], list[str], dict[tuple[str, str], CellResult]]:
-    """Labels of the last axis but one (a blank one when there is none), of the last, and the cells by both."""
+    """Return labels of the last axis but one (a blank one when there is none), of the last, and the cells by both."""
     by_both = {(cell.labels[-2] if len(cell.labels) > 1 else "", cell.labels[-1]): cell for cell in cells}
     return list(dict.fromkeys(key[0] for key in by_both)), list(dict.fromkeys(key[1] for key in by_both)), by_both
 
 
 def _bars(where: tuple[str, ...], cells: list[CellResult], results: Results, pictures: Pictures) -> list[Picture]:
-    """The headline with its spread, and the paper's numbers."""
+    """Draw the headline with its spread, and the paper's numbers."""
     groups, labels, by_both = _grid(cells)
     if not any(cell.done for cell in cells) or len(groups) * len(labels) > _BARS:
         return []
-    summary = results.sweep.settings.summary
-    nothing = float("nan")
-    series = []
-    for label in labels:
-        column = [by_both.get((group, label)) for group in groups]
-        scores = [None if cell is None else cell.score(summary) for cell in column]
-        series.append(
-            Bars(
-                label,
-                np.array([nothing if score is None else score.mean for score in scores]),
-                np.array([nothing if score is None else score.std for score in scores]),
-                np.array([nothing if cell is None or cell.paper is None else cell.paper[0] for cell in column]),
-            )
-        )
+    summary, nothing = results.sweep.settings.summary, float("nan")
+
+    def numbers(cell: CellResult | None) -> tuple[float, float, float]:
+        if cell is None:
+            return nothing, nothing, nothing
+        score = cell.score(summary)
+        return score.mean, score.std, nothing if cell.paper is None else cell.paper[0]
+
+    series = [Bars(label, *np.array([numbers(by_both.get((group, label))) for group in groups]).T) for label in labels]
     title = ", ".join((_unit(cells), *where))
     caption = (
         "Lines: standard deviation over the runs." if any(np.isfinite(item.spread).any() for item in series) else ""
@@ -134,7 +129,7 @@ def _bars(where: tuple[str, ...], cells: list[CellResult], results: Results, pic
 
 
 def _maps(where: tuple[str, ...], cells: list[CellResult], results: Results, pictures: Pictures) -> list[Picture]:
-    """The headline, and its drop, as a matrix of the last two axes."""
+    """Draw the headline, and its drop, as a matrix of the last two axes."""
     rows, columns_, by_both = _grid(cells)
     if len(rows) < 2 or len(columns_) < 2 or not any(cell.done for cell in cells):
         return []
@@ -150,7 +145,7 @@ def _maps(where: tuple[str, ...], cells: list[CellResult], results: Results, pic
 
 
 def _kinds(cells: list[CellResult], results: Results) -> list[tuple[str, Callable[[CellResult], float]]]:
-    """What there is a heat map of: the headline, its drop, and the further numbers."""
+    """Return by title what there is a heat map of: the headline, its drop, and the further numbers."""
     settings = results.sweep.settings
 
     def mean(place: int) -> Callable[[CellResult], float]:

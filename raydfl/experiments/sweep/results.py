@@ -1,25 +1,22 @@
-"""What came of a sweep: mean and spread of each cell, drop from the reference, the paper's numbers; CSV, Parquet, Markdown."""
+"""Results of a sweep: mean and spread of each cell, drop from the reference, the paper's numbers; CSV, Parquet, Markdown."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.csv
-import pyarrow.parquet
 
 from raydfl.core.metrics import HIGHER_IS_BETTER, base_name
 from raydfl.data.features import FeatureSettings, FileFeatures
 from raydfl.engine import Config
 from raydfl.experiments.metric import MetricSettings, keys_of
+from raydfl.experiments.plan import rounds_done
 from raydfl.experiments.sweep.grid import Sweep
-from raydfl.experiments.sweep.run import is_finished, rounds_done
-from raydfl.experiments.table import markdown_table, shown, to_csv, to_parquet, write_files
+from raydfl.experiments.table import markdown_table, shown, to_csv, to_parquet, to_table, write_files
 from raydfl.runs.report import Curve, RunRecord, problems_of, read_run
 
 SUMMARIES = {"tail": "mean of last ten", "last": "last", "best": "best"}
@@ -35,7 +32,7 @@ class Spread:
 
     @property
     def mean(self) -> float:
-        """NaN of nothing."""
+        """The mean; NaN of nothing."""
         return float(np.mean(self.values)) if self.values else float("nan")
 
     @property
@@ -51,7 +48,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class CellResult:
-    """What came of one cell."""
+    """Results of one cell."""
 
     labels: tuple[str, ...]
     metrics: tuple[MetricSettings, ...]
@@ -76,12 +73,12 @@ class CellResult:
     """The same of the paper's numbers."""
 
     def score(self, summary: str, metric: int = 0) -> Spread:
-        """One number of the cell; by default the headline's."""
+        """Return one number of the cell; by default the headline's."""
         return self.scores[self.metrics[metric].title, summary]
 
     @property
     def state(self) -> str:
-        """What is missing, in words; empty when nothing is."""
+        """The missing runs, in words; empty when nothing is."""
         if self.done == self.wanted:
             return ""
         under_way = [rounds for rounds in self.rounds if rounds]
@@ -97,18 +94,13 @@ class Results:
     cells: tuple[CellResult, ...]
     runs: tuple[dict[str, Any], ...]
     """A row for each run: labels, folder, state and its own numbers."""
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     """What a reader must know: features, spread, paper."""
 
     @property
     def by_labels(self) -> dict[tuple[str, ...], CellResult]:
         """Cells by their labels."""
         return {cell.labels: cell for cell in self.cells}
-
-    @property
-    def several_metrics(self) -> bool:
-        """Whether cells have different headlines."""
-        return len({cell.metrics[0].title for cell in self.cells}) > 1
 
 
 def collect(sweep: Sweep) -> Results:
@@ -125,9 +117,11 @@ def collect(sweep: Sweep) -> Results:
         worthless = 0
         for each in runs:
             row: dict[str, Any] = {**dict(zip(sweep.axes, labels, strict=True)), "repeat": each.repeat}
-            rows.append(row | {"run": each.run_dir.name, "rounds": rounds_done(each), "finished": is_finished(each)})
-            if not is_finished(each):
-                unfinished.append(rounds_done(each))
+            rows.append(
+                row | {"run": each.run_dir.name, "rounds": rounds_done(each.run_dir), "finished": each.finished}
+            )
+            if not each.finished:
+                unfinished.append(rounds_done(each.run_dir))
                 continue
             if each.identity not in read:
                 read[each.identity] = read_run(each.run_dir)
@@ -156,7 +150,7 @@ def collect(sweep: Sweep) -> Results:
 
 
 def curve_of(run: RunRecord, config: Config, metric: MetricSettings) -> Curve | None:
-    """A metric over the rounds in the table's unit: of what clients measured their mean; ``None`` when it was not recorded."""
+    """Return a metric over the rounds in the table's unit: of what clients measured their mean; ``None``: not recorded."""
     for key in keys_of(config, metric):
         found = run.curves.get(key)
         if found is not None:
@@ -165,14 +159,14 @@ def curve_of(run: RunRecord, config: Config, metric: MetricSettings) -> Curve | 
 
 
 def summaries(curve: Curve, metric: MetricSettings) -> dict[str, float]:
-    """The numbers of one run, by the keys of :data:`SUMMARIES`."""
+    """Return the numbers of one run, by the keys of :data:`SUMMARIES`."""
     best = np.nanmax if HIGHER_IS_BETTER.get(base_name(metric.score), True) else np.nanmin
     some = np.isfinite(curve.values).any()
     return {"tail": curve.tail, "last": curve.last, "best": float(best(curve.values)) if some else float("nan")}
 
 
 def _compared(sweep: Sweep, cells: Mapping[tuple[str, ...], CellResult]) -> list[CellResult]:
-    """The cells with the paper's numbers and the drops."""
+    """Return the cells with the paper's numbers and the drops."""
     settings = sweep.settings
     published = settings.published()
     found = []
@@ -182,17 +176,12 @@ def _compared(sweep: Sweep, cells: Mapping[tuple[str, ...], CellResult]) -> list
         drop = paper_drop = None
         if settings.reference and home != labels:
             if home in cells:
-                drop = _less(cells[home].score(settings.summary).mean, cell.score(settings.summary).mean)
+                less = cells[home].score(settings.summary).mean - cell.score(settings.summary).mean
+                drop = None if np.isnan(less) else less
             if paper is not None and paper_home is not None:
                 paper_drop = paper_home[0] - paper[0]
-        own = {"paper": paper, "drop": drop, "paper_drop": paper_drop}
-        found.append(CellResult(**{**{name: getattr(cell, name) for name in cell.__dataclass_fields__}, **own}))
+        found.append(replace(cell, paper=paper, drop=drop, paper_drop=paper_drop))
     return found
-
-
-def _less(reference: float, value: float) -> float | None:
-    difference = reference - value
-    return None if np.isnan(difference) else difference
 
 
 def _notes(sweep: Sweep) -> list[str]:
@@ -219,7 +208,7 @@ def _notes(sweep: Sweep) -> list[str]:
 
 
 def _axis_of_features(sweep: Sweep) -> dict[str, str]:
-    """By description of the features, the labels that have them, when one axis alone decides."""
+    """Return, by description of the features, the labels that have them, when one axis alone decides."""
     for place in range(len(sweep.axes)):
         by_label: dict[str, set[str]] = {}
         for labels, runs in sweep.cells.items():
@@ -233,7 +222,7 @@ def _axis_of_features(sweep: Sweep) -> dict[str, str]:
 
 
 def features_text(config: Config) -> str:
-    """What a network sees, in words."""
+    """Describe the features that a network sees."""
     features = config.data.features
     z_score = {"clip": "z-score by clip", "group": "z-score by speaker", "none": "not normalised"}[features.normalise]
     if isinstance(features, FileFeatures):
@@ -245,34 +234,39 @@ def features_text(config: Config) -> str:
 # -- as tables -------------------------------------------------------------------------------------------------------
 
 
-def columns(results: Results) -> list[str]:
-    """The headings of :func:`lines`."""
+def _columns(results: Results) -> dict[str, Callable[[CellResult], str]]:
+    """Return the columns beside the labels: what stands there for a cell, by heading."""
     settings = results.sweep.settings
-    headline = "headline" if results.several_metrics else results.cells[0].metrics[0].title
-    names = [*results.sweep.axes, *(["score"] if results.several_metrics else [])]
-    names += [f"{headline}, {SUMMARIES[settings.summary]}", "runs"]
-    names += ["drop"] if settings.reference else []
-    names += [SUMMARIES[other] for other in SUMMARIES if other != settings.summary]
-    names += [metric.title for metric in settings.also]
+    mixed = len({cell.metrics[0].title for cell in results.cells}) > 1
+    headline = "headline" if mixed else results.cells[0].metrics[0].title
+    found: dict[str, Callable[[CellResult], str]] = {}
+    if mixed:
+        found["score"] = lambda cell: cell.metrics[0].title
+    found[f"{headline}, {SUMMARIES[settings.summary]}"] = lambda cell: str(cell.score(settings.summary))
+    found["runs"] = lambda cell: (cell.state or str(cell.done)) + _worthless_text(cell)
+    if settings.reference:
+        found["drop"] = lambda cell: shown(cell.drop)
+    for summary, title in SUMMARIES.items():
+        if summary != settings.summary:
+            found[title] = lambda cell, summary=summary: str(cell.score(summary))  # type: ignore[misc]
+    for place, metric in enumerate(settings.also, start=1):
+        found[metric.title] = lambda cell, place=place: str(cell.score(settings.summary, place))  # type: ignore[misc]
     if settings.paper is not None:
-        names += ["paper", *(["paper's drop"] if settings.reference else [])]
-    return names
+        found["paper"] = paper_text
+        if settings.reference:
+            found["paper's drop"] = lambda cell: shown(cell.paper_drop)
+    return found
+
+
+def columns(results: Results) -> list[str]:
+    """Return the headings of :func:`lines`."""
+    return [*results.sweep.axes, *_columns(results)]
 
 
 def lines(results: Results) -> list[list[str]]:
-    """The table's cells as text, a line for each cell of the grid."""
-    settings = results.sweep.settings
-    found = []
-    for cell in results.cells:
-        line = [*cell.labels, *([cell.metrics[0].title] if results.several_metrics else [])]
-        line += [str(cell.score(settings.summary)), (cell.state or str(cell.done)) + _worthless_text(cell)]
-        line += [shown(cell.drop)] if settings.reference else []
-        line += [str(cell.score(other)) for other in SUMMARIES if other != settings.summary]
-        line += [str(cell.score(settings.summary, place)) for place in range(1, len(cell.metrics))]
-        if settings.paper is not None:
-            line += [paper_text(cell), *([shown(cell.paper_drop)] if settings.reference else [])]
-        found.append(line)
-    return found
+    """Return the table's cells as text, a line for each cell of the grid."""
+    texts = _columns(results).values()
+    return [[*cell.labels, *(text(cell) for text in texts)] for cell in results.cells]
 
 
 def _worthless_text(cell: CellResult) -> str:
@@ -280,7 +274,7 @@ def _worthless_text(cell: CellResult) -> str:
 
 
 def paper_text(cell: CellResult) -> str:
-    """The paper's number; ``-`` when it gives none."""
+    """Return the paper's number; ``-`` when it gives none."""
     if cell.paper is None:
         return "-"
     mean, spread = cell.paper
@@ -288,7 +282,7 @@ def paper_text(cell: CellResult) -> str:
 
 
 def pivot(results: Results) -> tuple[list[str], list[list[str]]]:
-    """The headline as papers print it: the last axis across, the others down; headings and lines."""
+    """Return the headline as papers print it: the last axis across, the others down; headings and lines."""
     settings, by_labels = results.sweep.settings, results.by_labels
     across = [
         label for label in settings.axes[results.sweep.axes[-1]] if any(c.labels[-1] == label for c in results.cells)
@@ -312,7 +306,7 @@ def _pivot_cell(cell: CellResult, summary: str) -> str:
 
 
 def records(results: Results) -> list[dict[str, Any]]:
-    """The table as numbers: a flat record for each cell of the grid; NaN where there is none."""
+    """Return the table as numbers: a flat record for each cell of the grid; NaN where there is none."""
     found = []
     for cell in results.cells:
         row: dict[str, Any] = dict(zip(results.sweep.axes, cell.labels, strict=True))
@@ -335,7 +329,7 @@ def _nan(value: float | None) -> float:
 
 
 def markdown(results: Results) -> str:
-    """Both tables and the notes."""
+    """Return both tables and the notes."""
     settings = results.sweep.settings
     parts = [f"# {settings.title}", *([settings.note] if settings.note else [])]
     parts += [markdown_table(*pivot(results)), "\n".join(f"- {note}" for note in results.notes)]
@@ -344,15 +338,14 @@ def markdown(results: Results) -> str:
 
 
 def write_tables(results: Results) -> list[Path]:
-    """``.csv``, ``.parquet`` and ``.md`` of the cells and ``-runs.csv`` of the single runs, in the sweep's folder.
+    """Write ``.csv``, ``.parquet`` and ``.md`` of the cells and ``-runs.csv`` of the single runs, in the sweep's folder.
 
     Raises:
         ResourcesError: the disk is full or the folder cannot be written.
     """
     sweep = results.sweep
-    cells = pa.Table.from_pylist(records(results))
-    names = list(dict.fromkeys(name for row in results.runs for name in row))
-    runs = pa.Table.from_pylist([{name: row.get(name) for name in names} for row in results.runs])
+    cells = to_table(records(results))
+    runs = to_table(list(results.runs))
     contents = {
         sweep.output(".csv"): to_csv(cells),
         sweep.output(".parquet"): to_parquet(cells),

@@ -1,10 +1,9 @@
-"""What a sweep's file may hold; docs/sweeps.md explains it with an example."""
+"""The contents of a sweep's file; docs/sweeps.md explains it with an example."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -26,7 +25,7 @@ class PaperSettings(Settings):
 
 
 class CellSettings(Settings):
-    """What one running cell takes of the machine or cluster."""
+    """Resources that one running cell takes of the machine or cluster."""
 
     actors: int = Field(
         0,
@@ -63,16 +62,12 @@ class SweepSettings(StudySettings):
         description="the label of some axes from whose cell the drop is measured, {condition: clean}",
     )
     paper: PaperSettings | None = Field(None, description="a paper's numbers for the same cells")
-    dir: Path | None = Field(
-        None,
-        description="folder of the runs, which sweeps may share; null: run.dir in settings, or runs/ and the file's name",
-    )
     cells: CellSettings = CellSettings()
 
     @field_validator("axes", mode="before")
     @classmethod
     def _labels(cls, axes: Any) -> Any:
-        """A list of values becomes labels; labels are text; a label without settings changes nothing."""
+        """Make a list of values labels; labels are text; a label without settings changes nothing."""
         if not isinstance(axes, Mapping):
             return axes
         plain: dict[str, Any] = {}
@@ -104,7 +99,7 @@ class SweepSettings(StudySettings):
         return self
 
     def published(self) -> dict[tuple[str, ...], tuple[float, float | None]]:
-        """The paper's mean, and its spread where it gives one, by the labels of the cell."""
+        """Return the paper's mean, and its spread where it gives one, by the labels of the cell."""
         found: dict[tuple[str, ...], tuple[float, float | None]] = {}
         if self.paper is not None:
             _collect(self.paper.values, list(self.axes.items()), (), found)

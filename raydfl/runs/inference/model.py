@@ -210,9 +210,7 @@ def _names(networks: Mapping[str, nn.Module], name: str) -> dict[str, Tensor]:
 
 
 def _last_commit(run_dir: Path) -> Commit:
-    store = RunStore(run_dir)
-    latest = store.latest()
-    commit = None if latest is None else store.load(latest)
+    commit = RunStore(run_dir).newest()
     if commit is None or commit.state.round_index == 0:
         raise RunDirectoryError(
             f"{run_dir} has completed no round yet, so its models know nothing; go on with it: raydfl resume {run_dir}"

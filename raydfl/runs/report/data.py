@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
-import yaml
 from numpy.typing import NDArray
 
-from raydfl.core.errors import RunDirectoryError
+from raydfl.core.errors import ConfigError, RunDirectoryError
 from raydfl.core.metrics import HIGHER_IS_BETTER, base_name, model_name
 from raydfl.core.nested import flatten, get_path
+from raydfl.core.yaml import parse_yaml
 from raydfl.engine import TIMELINE
 from raydfl.engine.storage import (
     MetricRow,
@@ -115,9 +115,19 @@ class RunRecord:
     @property
     def models(self) -> list[str]:
         """Names of models in the order of run.json, then those that only the record knows."""
-        declared = self.about.get("models")
-        names = list(declared) if isinstance(declared, Mapping) else []
-        return list(dict.fromkeys([*names, *sorted(model_name(metric) for _, metric in self.scores())]))
+        return list(dict.fromkeys([*self.architectures, *sorted(model_name(metric) for _, metric in self.scores())]))
+
+    @property
+    def architectures(self) -> dict[str, list[Mapping[str, Any]]]:
+        """The architectures of each model as run.json describes them; a bare name as one of that name."""
+        models = self.about.get("models")
+        return {
+            str(name): [
+                kind if isinstance(kind, Mapping) else {"architecture": kind}
+                for kind in (value if isinstance(value, list) else [value])
+            ]
+            for name, value in (models.items() if isinstance(models, Mapping) else ())
+        }
 
     def scores(self, *bases: str) -> list[Key]:
         """(split, metric) of the scores that were measured; all of them, or those of the given base names."""
@@ -151,7 +161,8 @@ def read_run(folder: Path) -> RunRecord:
             f"give the folder that `raydfl run` printed"
         )
     missing = []
-    config, about = _read_config(folder / "config.yaml"), _read_about(folder / "run.json")
+    config = _read(folder / "config.yaml", lambda text: parse_yaml(text, "it"))
+    about = _read(folder / "run.json", _about)
     if not config:
         missing.append("config.yaml is missing: the configuration is not shown.")
     if not about:
@@ -233,54 +244,29 @@ def _client_scores(
     return {key: (last[key], np.array(list(scores.values()), np.float64)) for key, scores in values.items()}
 
 
-def _read_config(path: Path) -> Mapping[str, Any]:
-    text = _read_text(path)
-    if text is None:
-        return {}
+def _read(path: Path, parse: Callable[[str], Any]) -> Mapping[str, Any]:
+    """Read a file that holds a mapping; empty when it is missing."""
     try:
-        config = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f" in line {mark.line + 1}" if mark is not None else ""
-        raise RunDirectoryError(
-            f"{path} is not valid YAML{place}; restore it from the configuration that was run"
-        ) from error
-    return _mapping(config, path)
-
-
-def _read_about(path: Path) -> Mapping[str, Any]:
-    text = _read_text(path)
-    if text is None:
-        return {}
-    try:
-        about = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise RunDirectoryError(
-            f"{path} is not valid JSON in line {error.lineno}; restore it from a copy, or move it away to do without it"
-        ) from error
-    about = _mapping(about, path)
-    try:
-        check_about(about)
-    except ValueError as error:
-        raise RunDirectoryError(f"{path} is damaged: {error}; restore it from a copy") from error
-    return about
-
-
-def _read_text(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8")
+        value = parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return None
-    except UnicodeDecodeError as error:
-        raise RunDirectoryError(f"{path} is not text (UTF-8); restore it from a copy") from error
+        return {}
     except OSError as error:
         raise RunDirectoryError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _mapping(value: Any, path: Path) -> Mapping[str, Any]:
+    except (ValueError, ConfigError) as error:  # of text that is not UTF-8 too
+        raise RunDirectoryError(
+            f"{path} is damaged: {error}; restore it from a copy, or move it away to do without it"
+        ) from error
     if not isinstance(value, Mapping):
         raise RunDirectoryError(f"{path} must hold a mapping, not {type(value).__name__}; restore it from a copy")
     return value
+
+
+def _about(text: str) -> Any:
+    """Read the text of run.json."""
+    about = json.loads(text)
+    if isinstance(about, Mapping):
+        check_about(about)
+    return about
 
 
 def place(item: str, order: Sequence[str]) -> tuple[int, str]:

@@ -19,7 +19,6 @@ nothing was evaluated, a training loss that is as large, and no smaller than in 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,7 +106,9 @@ def _not_finite(run: RunRecord) -> str:
 def _missing(run: RunRecord, classes: list[str]) -> list[Problem]:
     """Judged by models that are shared as a whole: private ones are measured on a sample of the test data."""
     for (split, metric), (_, matrix) in run.confusions.items():
-        if split == "test" and len(matrix) == len(classes) and _is_shared(run, model_name(metric).rpartition(":")[2]):
+        kinds = run.architectures.get(model_name(metric).rpartition(":")[2], ())
+        shared = bool(kinds) and all(kind.get("shared") is True for kind in kinds)
+        if split == "test" and len(matrix) == len(classes) and shared:
             absent = [name for name, clips in zip(classes, matrix.sum(axis=1), strict=True) if not clips]
             if not absent:
                 return []
@@ -115,10 +116,3 @@ def _missing(run: RunRecord, classes: list[str]) -> list[Problem]:
             text = f"the test data have no clip of {len(absent)} of {len(classes)} classes ({named}): scores say nothing of them"
             return [Problem("missing classes", text, worthless=False)]
     return []
-
-
-def _is_shared(run: RunRecord, model: str) -> bool:
-    models = run.about.get("models")
-    about = models.get(model) if isinstance(models, Mapping) else None
-    kinds = about if isinstance(about, list) else [about]
-    return all(isinstance(kind, Mapping) and kind.get("shared") is True for kind in kinds)

@@ -91,9 +91,9 @@ def style() -> Iterator[None]:
     logger.setLevel(level)
 
 
-def axes_of(height: float = 3.2, rows: int = 1) -> tuple[Figure, list[Axes]]:
+def axes_of(height: float = 3.2, rows: int = 1, width: float = _WIDTH) -> tuple[Figure, list[Axes]]:
     """Return a figure of its own: no global state, so reports can be made in any thread."""
-    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0])
 
@@ -198,9 +198,7 @@ def confusion(matrix: ArrayLike, classes: Sequence[str]) -> Figure:
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     with style():
         side = min(_WIDTH, max(3.2, 0.34 * number + 1.2))
-        figure = Figure(figsize=(side, side), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.subplots()
+        figure, (axes,) = axes_of(side, width=side)
         strength = shares**0.6  # so that one confusion in fifty is still seen
         colours = np.dstack([np.broadcast_to(to_rgb(SERIES[0]), (number, number, 3)), strength])
         if number <= 40:
@@ -286,10 +284,8 @@ def heat_map(values: ArrayLike, rows: Sequence[str], columns: Sequence[str], axe
     known = matrix[np.isfinite(matrix)]
     low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
     with style():
-        size = (min(11.0, max(3.6, 0.75 * len(columns) + 2.2)), max(2.4, 0.42 * len(rows) + 1.6))
-        figure = Figure(figsize=size, layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.subplots()
+        width = min(11.0, max(3.6, 0.75 * len(columns) + 2.2))
+        figure, (axes,) = axes_of(max(2.4, 0.42 * len(rows) + 1.6), width=width)
         for row, column in np.ndindex(matrix.shape):
             value = matrix[row, column]
             corner = (column - 0.5, row - 0.5)
@@ -386,6 +382,69 @@ def failures(series: Sequence[Series]) -> Figure:
         axes.yaxis.set_major_locator(whole_numbers())
         round_axis(axes)
         legend(figure, axes)
+    return figure
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One upright line of :func:`parallel_coordinates`."""
+
+    label: str
+    ticks: Sequence[tuple[float, str]]
+    """Places, 0 at the foot to 1 at the top, and what stands there."""
+
+
+def parallel_coordinates(
+    lines: ArrayLike, strength: ArrayLike, axes_: Sequence[Axis], dashed: Sequence[bool], unit: str
+) -> Figure:
+    """Draw a line for each of several things across an upright axis for each of its numbers; the best is drawn strongest.
+
+    Args:
+        lines: [things, axes]: places on the axes, 0 to 1.
+        strength: [things]: 0 for the worst, 1 for the best, which is drawn last and in another colour.
+        axes_: from left to right.
+        dashed: which lines are dashed.
+        unit: what the strength is of.
+    """
+    places, strengths = np.asarray(lines, np.float64), np.asarray(strength, np.float64)
+    with style():
+        figure, (axes,) = axes_of(3.6)
+        x = np.arange(len(axes_))
+        best = int(np.argmax(strengths)) if len(strengths) else -1
+        for index in np.argsort(strengths, kind="stable"):
+            colour, width = (SERIES[1], 2.0) if index == best else (SERIES[0], 1.0)
+            alpha = 1.0 if index == best else 0.15 + 0.7 * strengths[index]
+            dash = "--" if dashed[index] else "-"
+            axes.plot(x, places[index], color=colour, alpha=alpha, linewidth=width, linestyle=dash)
+        for place, axis in zip(x, axes_, strict=True):
+            axes.axvline(float(place), color=INK, linewidth=0.8)
+            for height, text in axis.ticks:
+                axes.text(place + 0.03, height, text, fontsize=7, va="center", ha="left")
+        axes.set_xticks(x, [axis.label for axis in axes_], rotation=20, ha="right", rotation_mode="anchor")
+        axes.set_yticks([])
+        axes.set_ylim(-0.05, 1.05)
+        axes.set_xlim(-0.2, len(axes_) - 0.5)
+        axes.grid(visible=False)
+        axes.spines["left"].set_visible(False)
+        axes.set_ylabel(unit)
+    return figure
+
+
+def shares(values: Mapping[str, float], unit: str) -> Figure:
+    """Shares as lying bars, the largest at the top.
+
+    Args:
+        values: 0 to 1, by name.
+        unit: label of the x axis.
+    """
+    ordered = sorted(values.items(), key=lambda item: item[1])
+    with style():
+        figure, (axes,) = axes_of(0.9 + 0.3 * len(ordered))
+        axes.barh([name for name, _ in ordered], [100 * share for _, share in ordered], color=SERIES[0], height=0.7)
+        axes.grid(visible=True, axis="x")
+        axes.grid(visible=False, axis="y")
+        axes.set_xlim(left=0)
+        axes.set_xlabel(unit)
     return figure
 
 

@@ -20,10 +20,10 @@ def about_models(run: RunRecord) -> tuple[list[str], list[str]]:
     There are no sentences without run.json or a commit, and no commands before the first round.
     """
     commit = _last_commit(run.folder)
-    models = run.about.get("models")
-    if commit is None or not isinstance(models, Mapping):
+    if commit is None:
         return [], []
-    kinds = {str(name): described for name, value in models.items() if (described := _kinds(value))}
+    known = {name: [kind for kind in kinds if "shared" in kind] for name, kinds in run.architectures.items()}
+    kinds = {name: described for name, described in known.items() if described}
     return [_explain(run, commit, name, described) for name, described in kinds.items()], _commands(run, commit, kinds)
 
 
@@ -75,16 +75,9 @@ def _where(folder: Path) -> str:
     return f": {', '.join(f'{file.name}, {size(file.stat().st_size)}' for file in files)}"
 
 
-def _kinds(value: Any) -> list[Mapping[str, Any]]:
-    """Return a model's architectures as run.json describes them."""
-    return [kind for kind in (value if isinstance(value, list) else [value]) if isinstance(kind, Mapping)]
-
-
 def _last_commit(folder: Path) -> Commit | None:
     """Return the newest commit, or ``None`` where there is none or it cannot be read: a page is about what there is."""
-    store = RunStore(folder)
     try:
-        name = store.latest()
-        return None if name is None else store.load(name)
+        return RunStore(folder).newest()
     except RunDirectoryError:
         return None

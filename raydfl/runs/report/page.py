@@ -30,7 +30,6 @@ UNITS = {
     "attack_success": "attack success (%)",
     "loss": "loss (nats)",
 }
-DERIVED = ("_client_mean", "_client_std", "_worst_decile")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from raydfl.core.metrics import HIGHER_IS_BETTER, base_name, model_name, worst_decile
+from raydfl.core.metrics import HIGHER_IS_BETTER, OF_CLIENTS, base_name, model_name, worst_decile
 from raydfl.core.nested import flatten, get_path
 from raydfl.runs.progress import duration, size
 from raydfl.runs.report import figures as plots
@@ -14,7 +14,6 @@ from raydfl.runs.report.data import SPLITS, Key, RunRecord, place
 from raydfl.runs.report.figures import Series
 from raydfl.runs.report.models import about_models
 from raydfl.runs.report.page import (
-    DERIVED,
     SCORES,
     UNITS,
     Picture,
@@ -105,7 +104,7 @@ def _result_row(run: RunRecord, key: Key) -> dict[str, str]:
     base, curve = base_name(metric), run.curves[key]
     ranking = np.where(np.isfinite(curve.values), curve.values if HIGHER_IS_BETTER[base] else -curve.values, -np.inf)
     best = int(ranking.argmax())
-    mean, deviation, worst = (run.curves.get((split, metric + end)) for end in DERIVED)
+    mean, deviation, worst = (run.curves.get((split, metric + end)) for end in OF_CLIENTS)
     clients = "-"
     if mean is not None and deviation is not None:
         clients = f"{score_text(base, mean.last)} ± {score_text(base, deviation.last)}"
@@ -135,15 +134,13 @@ def _skipped(run: RunRecord) -> list[tuple[str, str]]:
 
 def _model_rows(run: RunRecord) -> list[dict[str, str]]:
     """Return a row for each architecture of each model, from run.json."""
-    models = run.about.get("models")
     rows = []
-    for name, value in models.items() if isinstance(models, Mapping) else []:
-        for item in value if isinstance(value, list) else [value]:
-            about = dict(item) if isinstance(item, Mapping) else {"architecture": item}
+    for name, kinds in run.architectures.items():
+        for about in map(dict, kinds):
             shared, parameters = about.pop("shared", None), about.pop("parameters", None)
             rows.append(
                 {
-                    "name": str(name),
+                    "name": name,
                     "architecture": value_text(about.pop("architecture", "")),
                     "parameters": f"{parameters:,}" if isinstance(parameters, int) else "",
                     "shared": "" if shared is None else ("sent and averaged" if shared else "stays with the client"),
@@ -177,7 +174,7 @@ def _single_series(run: RunRecord, key: Key) -> Series:
     split, metric = key
     label, colour, dash = _look(run, key)
     curve, low, high = run.curves[key], None, None
-    mean, deviation = (run.curves.get((split, metric + end)) for end in ("_client_mean", "_client_std"))
+    mean, deviation = (run.curves.get((split, metric + end)) for end in OF_CLIENTS[:2])
     if mean is not None and deviation is not None and split != "train":
         curve, low, high = mean, mean.values - deviation.values, mean.values + deviation.values
         if base_name(metric) != "loss":

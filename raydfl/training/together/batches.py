@@ -167,3 +167,8 @@ class StackedBatches:
             own.copy(index, row[: len(index)])
             row[len(index) :] = 0.0
         return torch.from_numpy(x)
+
+
+def batch_of_first(batch: Batch) -> Batch:
+    """Return the first client's batch, which has no padding."""
+    return Batch.of({name: tensor[0] for name, tensor in batch.tensors().items()})

@@ -33,7 +33,7 @@ from raydfl.training.precision import GradientScale, computing_in
 from raydfl.training.randomness import fit_seed, generator_states, preserved, seed_of_step, set_generator_states
 from raydfl.training.step import Loss, Step
 from raydfl.training.together import signature as alike
-from raydfl.training.together.batches import StackedBatches
+from raydfl.training.together.batches import StackedBatches, batch_of_first
 from raydfl.training.together.handles import Source, UnlikeError
 from raydfl.training.together.lockstep import NotBatchableError
 from raydfl.training.together.stack import MoreSourcesError, StackedClients
@@ -150,7 +150,7 @@ def predict_together(steps: Sequence[Step], model: str, examples: Sequence[Examp
         for number in range(len(batches)):
             batch, sizes = batches.batch(number), batches.sizes[number].tolist()
             if shared:
-                batch, sizes = _of_first_client(batch), sizes * len(steps)
+                batch, sizes = batch_of_first(batch), sizes * len(steps)
             else:
                 group.keep(batches.clients(number))
             with computing_in(steps[0].training.precision, steps[0].device):
@@ -164,10 +164,6 @@ def predict_together(steps: Sequence[Step], model: str, examples: Sequence[Examp
     for position, logits in zip(order, stacked, strict=True):
         found[position] = logits
     return found
-
-
-def _of_first_client(batch: Batch) -> Batch:
-    return Batch.of({name: tensor[0] for name, tensor in batch.tensors().items() if name != "weight"})
 
 
 def _kind(step: Step) -> Hashable:

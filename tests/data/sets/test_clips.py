@@ -11,7 +11,7 @@ import soundfile
 
 from raydfl.core.errors import DataError
 from raydfl.data.audio import audio_seconds, read_audio
-from raydfl.data.manifest import make_manifest, read_manifest, write_manifest
+from raydfl.data.manifest import make_manifest
 
 WriteAudio = Callable[..., Path]
 STANDARD = ["clip", "path", "label", "group", "split", "seconds"]
@@ -73,20 +73,6 @@ def test_what_is_no_manifest_is_refused(rows: list[dict[str, object]], message: 
 def test_columns_of_unequal_length_are_refused() -> None:
     with pytest.raises(DataError, match="here: the manifest's values do not form columns"):
         make_manifest({"clip": ["a", "b"], "path": ["a"], "label": ["x", "y"]}, "here")
-
-
-def test_a_manifest_survives_its_file(tmp_path: Path) -> None:
-    manifest = make_manifest([row("a", split="train", take=3), row("b", split="test", take=4)], "here")
-    write_manifest(manifest, tmp_path / "m.parquet")
-    assert read_manifest(tmp_path / "m.parquet").equals(manifest)
-
-
-def test_a_manifest_file_that_is_missing_or_something_else_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"none\.parquet: there is no such manifest file"):
-        read_manifest(tmp_path / "none.parquet")
-    (tmp_path / "text.parquet").write_text("clip,path,label\n")
-    with pytest.raises(DataError, match=r"text\.parquet: cannot be read as Parquet"):
-        read_manifest(tmp_path / "text.parquet")
 
 
 # Audio

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from space_files import SearchFile
+from studies import StudyFile
 
 from raydfl.core.errors import RunDirectoryError
 from raydfl.experiments.search.controller import SearchController
@@ -71,7 +71,7 @@ def _halved(search: Search, grace: int, factor: float) -> list[tuple[int, int, s
     return decided
 
 
-def test_asha_is_the_published_rule(search_file: SearchFile, tmp_path: Path) -> None:
+def test_asha_is_the_published_rule(search_file: StudyFile, tmp_path: Path) -> None:
     search = load_search(search_file(samples=12, rounds=9, scheduler={"name": "asha", "grace": 2, "factor": 2}))
     decided = _go_on(_open(search, tmp_path / "journal"))
     assert decided == _halved(search, 2, 2)
@@ -91,7 +91,7 @@ SEARCHES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("changes", SEARCHES, ids=str)
 @pytest.mark.parametrize("events", [1, 7, 13])
 def test_an_interrupted_search_decides_as_an_undisturbed_one(
-    search_file: SearchFile, tmp_path: Path, changes: dict[str, Any], events: int
+    search_file: StudyFile, tmp_path: Path, changes: dict[str, Any], events: int
 ) -> None:
     search = load_search(search_file(**{"samples": 14, "rounds": 8, **changes}))
     undisturbed = _open(search, tmp_path / "a")
@@ -108,7 +108,7 @@ def test_an_interrupted_search_decides_as_an_undisturbed_one(
     assert all(record.over for record in again.journal.trials.values())
 
 
-def test_optuna_learns_from_scores(search_file: SearchFile, tmp_path: Path) -> None:
+def test_optuna_learns_from_scores(search_file: StudyFile, tmp_path: Path) -> None:
     """TPE comes nearer to the best value than it began; with other scores it makes other suggestions."""
     space = {"method.mu": {"uniform": [0.0, 1.0]}}
     search = load_search(search_file(searcher="optuna", samples=40, rounds=2, space=space))
@@ -125,7 +125,7 @@ def test_optuna_learns_from_scores(search_file: SearchFile, tmp_path: Path) -> N
     assert abs(np.median(high[20:]) - 0.8) < 0.1
 
 
-def test_median_stops_what_is_worse_than_the_others(search_file: SearchFile, tmp_path: Path) -> None:
+def test_median_stops_what_is_worse_than_the_others(search_file: StudyFile, tmp_path: Path) -> None:
     search = load_search(search_file(samples=4, rounds=5, scheduler={"name": "median", "grace": 2, "trials": 3}))
     decided = _go_on(_open(search, tmp_path / "journal"), lambda number, _: [0.1, 0.2, 0.3, 0.9][number])
     assert [entry for entry in decided if entry[2] == "STOP"] == [(3, 2, "STOP")]
@@ -134,7 +134,7 @@ def test_median_stops_what_is_worse_than_the_others(search_file: SearchFile, tmp
     assert [entry for entry in decided if entry[2] == "STOP"] == [(3, 4, "STOP")]
 
 
-def test_patience_counts_evaluations_without_progress(search_file: SearchFile, tmp_path: Path) -> None:
+def test_patience_counts_evaluations_without_progress(search_file: StudyFile, tmp_path: Path) -> None:
     search = load_search(search_file(samples=1, rounds=9, patience=2))
     losses = {1: 0.9, 2: 0.8, 3: 0.85, 4: 0.7, 5: 0.7, 6: math.nan, 7: 0.1}
     judge = _open(search, tmp_path / "journal")
@@ -143,14 +143,14 @@ def test_patience_counts_evaluations_without_progress(search_file: SearchFile, t
     assert judge.journal.trials[0].reason == "patience"
 
 
-def test_a_score_that_is_no_number_is_the_worst(search_file: SearchFile, tmp_path: Path) -> None:
+def test_a_score_that_is_no_number_is_the_worst(search_file: StudyFile, tmp_path: Path) -> None:
     search = load_search(search_file(samples=3, rounds=4, scheduler={"name": "asha", "grace": 1, "factor": 2}))
     decided = _go_on(_open(search, tmp_path / "journal"), lambda number, _: math.nan if number == 1 else 0.5)
     assert (1, 1, "STOP") in decided
     assert not any(number in (0, 2) and decision == "STOP" for number, _, decision in decided)
 
 
-def test_what_is_reported_twice_counts_once(search_file: SearchFile, tmp_path: Path) -> None:
+def test_what_is_reported_twice_counts_once(search_file: StudyFile, tmp_path: Path) -> None:
     judge = _open(load_search(search_file()), tmp_path / "journal")
     trial = judge.suggest()
     assert trial is not None
@@ -160,7 +160,7 @@ def test_what_is_reported_twice_counts_once(search_file: SearchFile, tmp_path: P
     assert (judge.journal.trials[0].rounds, judge.journal.trials[0].scores) == ([2], [0.5])
 
 
-def test_a_failed_trial_is_tried_again_and_others_are_not(search_file: SearchFile, tmp_path: Path) -> None:
+def test_a_failed_trial_is_tried_again_and_others_are_not(search_file: StudyFile, tmp_path: Path) -> None:
     judge = _open(load_search(search_file(samples=2)), tmp_path / "journal")
     for status in ("failed", "finished"):
         trial = judge.suggest()
@@ -175,7 +175,7 @@ def test_a_failed_trial_is_tried_again_and_others_are_not(search_file: SearchFil
     assert again.suggest() is None
 
 
-def test_a_crash_between_decision_and_end_stops_the_trial(search_file: SearchFile, tmp_path: Path) -> None:
+def test_a_crash_between_decision_and_end_stops_the_trial(search_file: StudyFile, tmp_path: Path) -> None:
     search = load_search(search_file(patience=1, rounds=9))
     judge = _open(search, tmp_path / "journal")
     trial = judge.suggest()
@@ -187,7 +187,7 @@ def test_a_crash_between_decision_and_end_stops_the_trial(search_file: SearchFil
     assert again.journal.trials[0].reason == "patience"
 
 
-def test_a_damaged_journal_is_refused(search_file: SearchFile, tmp_path: Path) -> None:
+def test_a_damaged_journal_is_refused(search_file: StudyFile, tmp_path: Path) -> None:
     (tmp_path / "journal").write_text('{"event": "trial", "trial": 0, "values": {}}\nnonsense\n')
     with pytest.raises(RunDirectoryError, match=r"journal is damaged in line 2; restore it from a copy"):
         Journal(tmp_path / "journal")
@@ -205,7 +205,7 @@ def _turn(judge: SearchController, turn: int, score: Callable[[int], float]) -> 
     return trials
 
 
-def test_the_worst_members_become_changed_copies_of_the_best(search_file: SearchFile, tmp_path: Path) -> None:
+def test_the_worst_members_become_changed_copies_of_the_best(search_file: StudyFile, tmp_path: Path) -> None:
     settings = {"samples": 8, "rounds": 7, "scheduler": {"name": "pbt", "interval": 3, "share": 0.25, "resample": 0.0}}
     search = load_search(search_file(**settings))
     assert search.turns == [3, 6, 7]
@@ -232,7 +232,7 @@ def test_the_worst_members_become_changed_copies_of_the_best(search_file: Search
     assert _turn(other, 1, lambda number: 0.5)[2].values != second[2].values
 
 
-def test_a_turn_begins_only_after_all_of_the_last(search_file: SearchFile, tmp_path: Path) -> None:
+def test_a_turn_begins_only_after_all_of_the_last(search_file: StudyFile, tmp_path: Path) -> None:
     search = load_search(search_file(samples=2, scheduler={"name": "pbt", "interval": 2}))
     judge = SearchController(search, Journal(tmp_path / "journal"))
     assert judge.open_turn(0)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from commands import Raydfl
-from space_files import SearchFile
+from studies import StudyFile
 
-from raydfl.cli.search import do_search
+from raydfl.cli.experiments import do_search
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError, RunDirectoryError
 from raydfl.core.yaml import parse_yaml
@@ -20,7 +20,7 @@ from raydfl.runs.progress import Progress
 TUNE = Path(__file__).resolve().parents[3] / "tune"
 
 
-def test_trials_are_the_seeds_and_do_not_depend_on_other_settings(search_file: SearchFile) -> None:
+def test_trials_are_the_seeds_and_do_not_depend_on_other_settings(search_file: StudyFile) -> None:
     first, again = load_search(search_file()), load_search(search_file())
     drawn = [first.drawn(number) for number in range(4)]
     assert drawn == [again.drawn(number) for number in range(4)]
@@ -31,7 +31,7 @@ def test_trials_are_the_seeds_and_do_not_depend_on_other_settings(search_file: S
     assert fewer.drawn(2)["method.mu"] == drawn[2]["method.mu"]
 
 
-def test_a_trial_is_the_base_with_its_values(search_file: SearchFile, tmp_path: Path) -> None:
+def test_a_trial_is_the_base_with_its_values(search_file: StudyFile, tmp_path: Path) -> None:
     search = load_search(search_file(settings={"train.cohort": 2}), ["train.batch_size=4", "samples=7"])
     trial = search.trial(3, {"method.mu": 0.5, "train.optimiser.lr": 0.2})
     config = trial.config
@@ -43,7 +43,7 @@ def test_a_trial_is_the_base_with_its_values(search_file: SearchFile, tmp_path: 
     assert search.samples == 7
 
 
-def test_grid_is_every_combination(search_file: SearchFile) -> None:
+def test_grid_is_every_combination(search_file: StudyFile) -> None:
     space = {"method.mu": {"grid": [0.1, 1.0]}, "train.batch_size": {"choice": [4, 8, 16]}}
     search = load_search(search_file(searcher="grid", space=space, samples=None))
     assert search.trials == 6
@@ -51,7 +51,7 @@ def test_grid_is_every_combination(search_file: SearchFile) -> None:
     assert drawn == [(mu, size) for mu in (0.1, 1.0) for size in (4, 8, 16)]
 
 
-def test_all_corners_are_looked_at(search_file: SearchFile) -> None:
+def test_all_corners_are_looked_at(search_file: StudyFile) -> None:
     settings = load_search(search_file()).settings
     assert len(list(corners(settings))) == 4
     many = {f"s{place}": {"uniform": [0.0, 1.0]} for place in range(9)}
@@ -102,24 +102,24 @@ WRONG = [
     ("changes", "message"), WRONG, ids=[str(next(iter(changes.items())))[:40] for changes, _ in WRONG]
 )
 def test_what_cannot_be_run_is_refused(
-    search_file: SearchFile, raydfl: Raydfl, changes: dict[str, Any], message: str, tmp_path: Path
+    search_file: StudyFile, raydfl: Raydfl, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     raydfl("search", search_file(**changes)).refuses(message)
     assert not (tmp_path / "search").exists()
 
 
-def test_a_setting_of_the_command_line_takes_none_of_the_spaces(search_file: SearchFile) -> None:
+def test_a_setting_of_the_command_line_takes_none_of_the_spaces(search_file: StudyFile) -> None:
     with pytest.raises(ConfigError, match=r"method.mu is set on the command line; take it out of the space"):
         load_search(search_file(), ["method.mu=0.1"])
 
 
-def test_data_at_sites_are_refused(search_file: SearchFile) -> None:
+def test_data_at_sites_are_refused(search_file: StudyFile) -> None:
     """Copies of one trial would remove each other's private state there."""
     with pytest.raises(ConfigError, match=r"data\.sites: trials of a search .* compare settings with raydfl sweep"):
         load_search(search_file(), ["data.sites={north: {folder: /x}}"])
 
 
-def test_a_folder_that_would_be_lost_is_refused(search_file: SearchFile, tmp_path: Path) -> None:
+def test_a_folder_that_would_be_lost_is_refused(search_file: StudyFile, tmp_path: Path) -> None:
     temporary = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
     with pytest.raises(ConfigError, match="dir: .* temporary folder of this Ray job"):
         claim(load_search(search_file(), [f"dir={temporary}"]))
@@ -127,7 +127,7 @@ def test_a_folder_that_would_be_lost_is_refused(search_file: SearchFile, tmp_pat
         load_search(search_file(), ["run.dir=s3://bucket/runs"])
 
 
-def test_a_folder_holds_one_search(search_file: SearchFile) -> None:
+def test_a_folder_holds_one_search(search_file: StudyFile) -> None:
     claim(load_search(search_file()))
     claim(load_search(search_file(samples=40, parallel=2, title="Another title")))  # these decide nothing that was done
     with pytest.raises(RunDirectoryError, match=r"holds another search \(seed: 1 there, 2 here\)"):
@@ -139,7 +139,7 @@ def test_a_folder_holds_one_search(search_file: SearchFile) -> None:
         claim(load_search(search_file()))
 
 
-def test_check_describes(search_file: SearchFile, raydfl: Raydfl) -> None:
+def test_check_describes(search_file: StudyFile, raydfl: Raydfl) -> None:
     said = raydfl("search", search_file(scheduler={"name": "pbt", "interval": 2}), "--check")
     assert said.code == 0
     assert "method.mu: loguniform" in said.out
@@ -161,7 +161,7 @@ NOT_SEARCHED = {
 def test_every_method_has_a_space_of_all_its_fields(name: str) -> None:
     search = load_search(TUNE / f"{name}.yaml")
     assert search.first.method["name"] == name
-    fields = {item.name for item in dataclasses.fields(search.first.build_method())}
+    fields = {item.name for item in dataclasses.fields(search.first.parts.method)}
     searched = {key.partition(".")[2] for key in search.settings.space if key.startswith("method.")}
     assert searched == fields - set(NOT_SEARCHED)
 
@@ -187,30 +187,30 @@ def test_every_file_in_tune_is_a_valid_search() -> None:
         ("scheduler={name: asha, grase: 2}", r"scheduler\.grase: there is no such setting"),
     ],
 )
-def test_what_could_only_fail_later_is_refused_at_once(search_file: SearchFile, override: str, message: str) -> None:
+def test_what_could_only_fail_later_is_refused_at_once(search_file: StudyFile, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_search(search_file(), [override])
 
 
-def test_scores_of_clients_can_be_searched_for(search_file: SearchFile) -> None:
+def test_scores_of_clients_can_be_searched_for(search_file: StudyFile) -> None:
     assert load_search(search_file(), ["metric.score=accuracy_worst_decile"]).settings.metric.best == "max"
 
 
-def test_the_folder_of_a_run_is_none_of_a_search(search_file: SearchFile, tmp_path: Path) -> None:
+def test_the_folder_of_a_run_is_none_of_a_search(search_file: StudyFile, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")
     with pytest.raises(RunDirectoryError, match="is the folder of a run"):
         claim(load_search(search_file(), [f"dir={tmp_path / 'run'}"]))
 
 
-def test_there_is_no_table_of_a_search_that_never_began(search_file: SearchFile, tmp_path: Path) -> None:
+def test_there_is_no_table_of_a_search_that_never_began(search_file: StudyFile, tmp_path: Path) -> None:
     search = load_search(search_file(), [f"dir={tmp_path / 'nothing'}"])
     with pytest.raises(RunDirectoryError, match="there is no search in"):
         do_search(search, Progress("quiet"), table_only=True)
     assert not (tmp_path / "nothing").exists()
 
 
-def test_the_folder_may_be_among_the_settings(search_file: SearchFile, tmp_path: Path) -> None:
+def test_the_folder_may_be_among_the_settings(search_file: StudyFile, tmp_path: Path) -> None:
     settings = {"run.dir": str(tmp_path / "set")}
     assert load_search(search_file(dir=None, settings=settings)).folder == tmp_path / "set"
     assert load_search(search_file(settings=settings)).folder == tmp_path / "search"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pyarrow.csv
 import pyarrow.parquet
 import pytest
-from space_files import SearchFile
+from studies import StudyFile
 
-from raydfl.cluster.trial_resources import bundles_of, fits
+from raydfl.cluster.resources import bundles_of
 from raydfl.engine.config import load_config
 from raydfl.experiments.search.importance import FEWEST, importances
 from raydfl.experiments.search.journal import Journal, TrialRecord
@@ -38,7 +38,7 @@ def _journal(search: Search, rows: list[tuple[float, str, int]]) -> Journal:
 ROWS = [(0.5, "finished", 4), (0.2, "stopped", 2), (0.3, "finished", 4), (math.nan, "failed", 1), (0.6, "running", 3)]
 
 
-def test_the_best_is_the_best_of_those_that_did_all_rounds(search_file: SearchFile) -> None:
+def test_the_best_is_the_best_of_those_that_did_all_rounds(search_file: StudyFile) -> None:
     search = load_search(search_file(samples=6))
     results = collect(search, _journal(search, ROWS))
     assert [record.number for record in results.ranked] == [2, 0, 1, 4]
@@ -54,7 +54,7 @@ def test_the_best_is_the_best_of_those_that_did_all_rounds(search_file: SearchFi
     ]
 
 
-def test_a_diverged_trial_is_never_the_best(search_file: SearchFile) -> None:
+def test_a_diverged_trial_is_never_the_best(search_file: StudyFile) -> None:
     search = load_search(search_file(samples=6))
     journal = _journal(search, ROWS)
     journal.add("trial", 5, values=search.drawn(5))
@@ -65,7 +65,7 @@ def test_a_diverged_trial_is_never_the_best(search_file: SearchFile) -> None:
     assert "the training diverged: ..." in write_page(results).read_text()
 
 
-def test_tables_and_the_best_configuration_read_back(search_file: SearchFile) -> None:
+def test_tables_and_the_best_configuration_read_back(search_file: StudyFile) -> None:
     search = load_search(search_file(samples=6), ["train.batch_size=4"])
     results = collect(search, _journal(search, ROWS))
     assert {path.name for path in write_tables(results)} == {"trials.csv", "trials.parquet", "best.yaml"}
@@ -80,7 +80,7 @@ def test_tables_and_the_best_configuration_read_back(search_file: SearchFile) ->
     assert best_command(results) == f"raydfl run {search.output('best.yaml')}"
 
 
-def test_importance_finds_what_matters(search_file: SearchFile) -> None:
+def test_importance_finds_what_matters(search_file: StudyFile) -> None:
     search = load_search(search_file(samples=60))
     records = []
     for number in range(60):
@@ -96,7 +96,7 @@ def test_importance_finds_what_matters(search_file: SearchFile) -> None:
     assert importances(search, alike) == {}
 
 
-def test_the_page_shows_it(search_file: SearchFile) -> None:
+def test_the_page_shows_it(search_file: StudyFile) -> None:
     search = load_search(search_file(samples=10, note="A <note>"))
     journal = _journal(search, ROWS * 2)
     (search.folder / "trial-002").mkdir()
@@ -114,13 +114,13 @@ def test_the_page_shows_it(search_file: SearchFile) -> None:
     assert "chosen on the test data" in write_page(collect(on_test, journal)).read_text()
 
 
-def test_a_page_of_nothing(search_file: SearchFile) -> None:
+def test_a_page_of_nothing(search_file: StudyFile) -> None:
     search = load_search(search_file())
     page = write_page(collect(search, Journal(search.output("journal.jsonl")))).read_text()
     assert "No trial has a score yet." in page
 
 
-def test_a_trials_bundles(search_file: SearchFile, tmp_path: Path) -> None:
+def test_a_trials_bundles(search_file: StudyFile, tmp_path: Path) -> None:
     alone = load_search(search_file()).first
     assert bundles_of(alone, 1.0, 6) == [{"CPU": 1.0}]
     three = load_search(search_file(), ["ray.actors=3", "ray.cpus=0.5", "ray.gpus=0.25"]).first
@@ -128,6 +128,3 @@ def test_a_trials_bundles(search_file: SearchFile, tmp_path: Path) -> None:
     assert bundles_of(three, 2.0, 6) == [{"CPU": 2.0}, client, client, client]
     each = load_search(search_file(), ["ray.actors=per_client", "ray.cpus=0"]).first
     assert bundles_of(each, 1.0, 6) == [{"CPU": 1.0}]  # actors that ask for nothing
-    assert fits([{"CPU": 1.0}, {"CPU": 1.0}], [{"CPU": 1.0}, {"CPU": 1.5}])
-    assert not fits([{"CPU": 1.0}, {"CPU": 1.0}], [{"CPU": 1.9}])
-    assert not fits([{"CPU": 1.0, "GPU": 1.0}], [{"CPU": 4.0}])

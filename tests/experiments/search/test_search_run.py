@@ -13,22 +13,17 @@ from typing import Any
 
 import pytest
 from helpers import finish, same, truth
-from space_files import SearchFile
+from studies import StudyFile
 
-from raydfl.cli.search import do_search
+from raydfl.cli.experiments import do_search
 from raydfl.core.errors import ResourcesError, RunDirectoryError
 from raydfl.engine.config import Config
 from raydfl.experiments.search.journal import Journal
 from raydfl.experiments.search.plan import Search, load_search
-from raydfl.experiments.search.run import SearchOutcome, opened, run_search
+from raydfl.experiments.search.run import opened, run_search
 from raydfl.runs.progress import Progress
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("ray_session")]
-
-
-def _do(search: Search) -> SearchOutcome:
-    with opened(search) as journal:
-        return run_search(search, journal)
 
 
 def _events(search: Search) -> list[dict[str, Any]]:
@@ -56,43 +51,42 @@ def interrupting() -> Iterator[Any]:
 
 
 def test_an_interrupted_search_ends_as_an_undisturbed_one(
-    search_file: SearchFile, tmp_path: Path, interrupting: Any
+    search_file: StudyFile, tmp_path: Path, interrupting: Any
 ) -> None:
     """The same trials, scores and decisions, line by line, and the same bits in every trial."""
     asha = {"scheduler": {"name": "asha", "grace": 1, "factor": 2}, "samples": 4, "rounds": 6}
     undisturbed = load_search(search_file("a", **asha, dir=str(tmp_path / "a")))
-    assert _do(undisturbed).complete
+    assert run_search(undisturbed).complete
     search = load_search(search_file("b", **asha, dir=str(tmp_path / "b")))
     interrupting(search, 3)
-    outcome = _do(search)
+    outcome = run_search(search)
     assert not outcome.complete
     assert outcome.open >= 3
     stand = len(_events(search))
-    assert _do(search).complete
+    assert run_search(search).complete
     assert stand < len(_events(search))
     assert _events(search) == _events(undisturbed)
     assert any(event.get("decision") == "STOP" for event in _events(search))
     for number in range(4):
         name = f"trial-{number:03d}"
         same(truth(tmp_path / "b" / name), truth(tmp_path / "a" / name))
-    assert not (tmp_path / "b" / "tune").exists()
+    assert not list((tmp_path / "b").glob(".tune*"))
     # nothing is left to do: nothing is started
-    assert _do(search).complete
+    assert run_search(search).complete
     assert _events(search) == _events(undisturbed)
 
 
 def test_failures_do_not_stop_the_others_and_are_tried_again(
-    search_file: SearchFile, capsys: pytest.CaptureFixture[str]
+    search_file: StudyFile, capsys: pytest.CaptureFixture[str]
 ) -> None:
     space = {"method.mu": {"grid": [0.1, 0.2]}}
     search = load_search(search_file(searcher="grid", samples=None, space=space, parallel=2))
-    with opened(search) as journal:
-        folder = search.folder / "trial-000"
-        folder.mkdir()
-        (folder / "run.json").write_text("{")  # no run directory any more
-        outcome = run_search(search, journal)
-        assert outcome.finished == [1]
-        assert "run.json is missing or damaged" in outcome.failed[0]
+    folder = search.folder / "trial-000"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text("{")  # no run directory any more
+    results = run_search(search)
+    assert [record.number for record in results.records if record.status == "finished"] == [1]
+    assert "run.json is missing or damaged" in results.failed["trial-000"]
     assert (search.folder / "logs" / "trial-000.log").exists()
     (folder / "run.json").unlink()
     with Progress("quiet") as progress:
@@ -100,16 +94,16 @@ def test_failures_do_not_stop_the_others_and_are_tried_again(
     assert Journal(search.output("journal.jsonl")).trials[0].status == "finished"
 
 
-def test_a_trial_that_cannot_fit_is_refused(search_file: SearchFile) -> None:
+def test_a_trial_that_cannot_fit_is_refused(search_file: StudyFile) -> None:
     search = load_search(search_file(), ["ray.actors=5", "ray.cpus=1"])
     with pytest.raises(
         ResourcesError, match=r"a trial needs 6 CPU \(its own process and 5 client actors\), .* has 4 CPU"
     ):
-        _do(search)
+        run_search(search)
     assert _events(search) == []
 
 
-def test_what_others_hold_is_waited_for_and_then_said(search_file: SearchFile) -> None:
+def test_what_others_hold_is_waited_for_and_then_said(search_file: StudyFile) -> None:
     import ray
 
     held = ray.util.placement_group([{"CPU": 4}])
@@ -119,16 +113,16 @@ def test_what_others_hold_is_waited_for_and_then_said(search_file: SearchFile) -
         with pytest.raises(
             ResourcesError, match=r"no trial could begin within 3 s .* free are 0 CPU and 1 GPU; wait until"
         ):
-            _do(search)
+            run_search(search)
     finally:
         ray.util.remove_placement_group(held)
-    assert _do(search).complete  # the same command goes on
+    assert run_search(search).complete  # the same command goes on
 
 
-def test_client_actors_live_in_the_trials_placement_group(search_file: SearchFile, tiny: Any) -> None:
+def test_client_actors_live_in_the_trials_placement_group(search_file: StudyFile, tiny: Any) -> None:
     """Two trials at a time fill the cluster, to the bits of trials without actors."""
     search = load_search(search_file(samples=2, parallel=2, rounds=2), ["ray.actors=1", "ray.cpus=1"])
-    assert _do(search).complete
+    assert run_search(search).complete
     for number in range(2):
         config: Config = search.trial(number, search.drawn(number)).config
         alone = config.model_copy(
@@ -140,7 +134,7 @@ def test_client_actors_live_in_the_trials_placement_group(search_file: SearchFil
         same(truth(search.folder / f"trial-{number:03d}"), finish(alone))
 
 
-def test_a_search_and_its_trials_are_nested_in_mlflow(search_file: SearchFile, tmp_path: Path) -> None:
+def test_a_search_and_its_trials_are_nested_in_mlflow(search_file: StudyFile, tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
     asha = {"scheduler": {"name": "asha", "grace": 1, "factor": 2}}
@@ -164,15 +158,15 @@ def test_a_search_and_its_trials_are_nested_in_mlflow(search_file: SearchFile, t
     assert {item.path for item in client.list_artifacts(ids["search"])} >= {"search.html", "trials.csv", "best.yaml"}
 
 
-def test_a_population_is_its_schedule(search_file: SearchFile, tmp_path: Path, interrupting: Any) -> None:
+def test_a_population_is_its_schedule(search_file: StudyFile, tmp_path: Path, interrupting: Any) -> None:
     """Interrupted or not, whatever the number of trials at a time; and a copy is what goes on by hand from its parent's commit."""
     pbt = {"scheduler": {"name": "pbt", "interval": 2}, "samples": 3, "rounds": 4}
     undisturbed = load_search(search_file("a", **pbt, dir=str(tmp_path / "a"), parallel=3))
-    assert _do(undisturbed).complete
+    assert run_search(undisturbed).complete
     search = load_search(search_file("b", **pbt, dir=str(tmp_path / "b")))
     interrupting(search, 7)
-    assert not _do(search).complete
-    assert _do(search).complete
+    assert not run_search(search).complete
+    assert run_search(search).complete
     a, b = (Journal(each.output("journal.jsonl")).trials for each in (undisturbed, search))
     assert {n: (r.values, r.parent, r.rounds, r.scores) for n, r in a.items()} == {
         n: (r.values, r.parent, r.rounds, r.scores) for n, r in b.items()
@@ -187,7 +181,7 @@ def test_a_population_is_its_schedule(search_file: SearchFile, tmp_path: Path, i
     assert [each["round"] for each in before] == [2]
 
 
-def test_two_processes_cannot_do_one_search(search_file: SearchFile) -> None:
+def test_two_processes_cannot_do_one_search(search_file: StudyFile) -> None:
     search = load_search(search_file())
     with opened(search), pytest.raises(RunDirectoryError, match="is in use by process"), opened(search):
         pass

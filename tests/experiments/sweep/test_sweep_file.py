@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from commands import Raydfl
-from synthetic import Grid, leave
+from studies import StudyFile, leave
 
 from raydfl.core.errors import ConfigError
 from raydfl.experiments.metric import MetricSettings
@@ -15,7 +15,7 @@ from raydfl.experiments.sweep.grid import load_sweep
 from raydfl.experiments.sweep.settings import CellSettings, PaperSettings, SweepSettings
 
 
-def test_a_grid_has_the_product_of_its_axes_times_its_repeats(grid: Grid, tmp_path: Path) -> None:
+def test_a_grid_has_the_product_of_its_axes_times_its_repeats(grid: StudyFile, tmp_path: Path) -> None:
     sweep = load_sweep(grid())
     assert len(sweep.cells) == 2 * 3
     assert len(sweep.runs) == len(sweep.distinct) == 2 * 3 * 2
@@ -31,7 +31,7 @@ def test_a_grid_has_the_product_of_its_axes_times_its_repeats(grid: Grid, tmp_pa
     assert len({run.identity for run in sweep.runs}) == 12
 
 
-def test_a_list_of_values_is_an_axis_and_cells_may_have_their_own_repeats(grid: Grid) -> None:
+def test_a_list_of_values_is_an_axis_and_cells_may_have_their_own_repeats(grid: StudyFile) -> None:
     axes: dict[str, Any] = {
         "train.cohort": [0.5, 1.0],
         "data": {"small": {}, "folds": {"repeat": {"data.speakers": [4, 5, 6]}, "metric": {"score": "macro_f1"}}},
@@ -45,7 +45,7 @@ def test_a_list_of_values_is_an_axis_and_cells_may_have_their_own_repeats(grid: 
     assert all(run.config.train.cohort == 1.0 for run in folds)
 
 
-def test_overrides_are_laid_over_every_cell_and_only_leaves_cells_out(grid: Grid, tmp_path: Path) -> None:
+def test_overrides_are_laid_over_every_cell_and_only_leaves_cells_out(grid: StudyFile, tmp_path: Path) -> None:
     file = grid()
     sweep = load_sweep(file, ["train.rounds=7", f"run.dir={tmp_path / 'elsewhere'}"], ["method=FedAvg,fast"])
     assert len(sweep.runs) == 2 * 2 * 2
@@ -54,7 +54,7 @@ def test_overrides_are_laid_over_every_cell_and_only_leaves_cells_out(grid: Grid
     assert sweep.output(".csv") == tmp_path / "elsewhere" / "grid.csv"
 
 
-def test_the_folder_may_be_among_the_settings(grid: Grid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_may_be_among_the_settings(grid: StudyFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command line goes before ``dir``, and that before what all runs have."""
     monkeypatch.chdir(tmp_path)
     settings = {"run.dir": str(tmp_path / "set")}
@@ -70,14 +70,14 @@ def test_the_folder_may_be_among_the_settings(grid: Grid, tmp_path: Path, monkey
         load_sweep(grid(dir=None, settings={"run.dir": "s3://bucket/runs"}))
 
 
-def test_equal_configurations_are_one_run_whatever_they_are_called(grid: Grid) -> None:
+def test_equal_configurations_are_one_run_whatever_they_are_called(grid: StudyFile) -> None:
     same = {"method": {"a": {"method": "fedavg"}, "b": {"method": {"name": "fedavg"}}}}
     sweep = load_sweep(grid(axes=same))
     assert len(sweep.runs) == 4
     assert [run.labels for run in sweep.distinct] == [("a",), ("a",)]
 
 
-def test_a_renamed_cell_keeps_its_run_and_a_changed_one_is_a_new_run(grid: Grid) -> None:
+def test_a_renamed_cell_keeps_its_run_and_a_changed_one_is_a_new_run(grid: StudyFile) -> None:
     first = load_sweep(grid(axes={"method": {"old name": {"method": "fedavg"}}})).runs[0]
     leave(first, {})
     renamed = load_sweep(grid(axes={"method": {"new name": {"method": "fedavg"}}})).runs[0]
@@ -113,7 +113,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message[:30] for _, message in WRONG])
-def test_a_wrong_file_is_explained(grid: Grid, changes: dict[str, Any], message: str) -> None:
+def test_a_wrong_file_is_explained(grid: StudyFile, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_sweep(grid(**changes))
 
@@ -126,12 +126,12 @@ def test_a_wrong_file_is_explained(grid: Grid, changes: dict[str, Any], message:
         ("method=FedAvgg", r"axis 'method' has no label 'FedAvgg'; did you mean 'FedAvg'\?"),
     ],
 )
-def test_a_wrong_choice_is_explained(grid: Grid, only: str, message: str) -> None:
+def test_a_wrong_choice_is_explained(grid: StudyFile, only: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_sweep(grid(), only=[only])
 
 
-def test_every_faulty_cell_is_named_before_anything_starts(grid: Grid, raydfl: Raydfl, tmp_path: Path) -> None:
+def test_every_faulty_cell_is_named_before_anything_starts(grid: StudyFile, raydfl: Raydfl, tmp_path: Path) -> None:
     axes = {
         "rate": {"low": {"train.optimiser.lr": 0.1}, "none": {"train.optimiser.lr": 0}},
         "method": {"FedAvg": {"method": "fedavg"}, "FedBvg": {"method": "fedbvg"}},
@@ -146,7 +146,7 @@ def test_every_faulty_cell_is_named_before_anything_starts(grid: Grid, raydfl: R
     assert not (tmp_path / "runs").exists()
 
 
-def test_check_says_what_there_is_and_looks_at_no_recording(grid: Grid, raydfl: Raydfl) -> None:
+def test_check_says_what_there_is_and_looks_at_no_recording(grid: StudyFile, raydfl: Raydfl) -> None:
     data = {"data": {"gone": {"data": {"name": "fsdd", "root": "/nowhere"}}}}
     said = raydfl("sweep", grid(axes=data), "--check")
     assert said.code == 0

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from commands import Raydfl
-from synthetic import Grid, leave
+from studies import StudyFile, leave
 
 from raydfl.engine.storage.record import MetricRow, rows_path, write_rows
 from raydfl.experiments.metric import MetricSettings
@@ -38,7 +38,7 @@ PAPER = {
 }
 
 
-def _sweep(grid: Grid, **changes: Any) -> Sweep:
+def _sweep(grid: StudyFile, **changes: Any) -> Sweep:
     given: dict[str, Any] = {"settings": {"train.rounds": ROUNDS}, "reference": {"condition": "clean"}, "paper": PAPER}
     given |= {
         "also": [{"score": "loss"}, {"score": "accuracy", "split": "validation"}],
@@ -63,7 +63,7 @@ def _scores(sweep: Sweep) -> dict[str, dict[str, list[float]]]:
 
 
 @pytest.fixture
-def results(grid: Grid) -> tuple[Results, dict[str, dict[str, list[float]]]]:
+def results(grid: StudyFile) -> tuple[Results, dict[str, dict[str, list[float]]]]:
     """All runs but those of the last cell, of which one is finished, one begun and one missing."""
     sweep = _sweep(grid)
     scores = _scores(sweep)
@@ -118,7 +118,7 @@ def test_missing_runs_are_shown_as_such(results: tuple[Results, dict[str, dict[s
     assert np.isnan(cell.score("last").std)
 
 
-def test_a_diverged_run_is_named_in_every_table(grid: Grid, raydfl: Raydfl) -> None:
+def test_a_diverged_run_is_named_in_every_table(grid: StudyFile, raydfl: Raydfl) -> None:
     """It counts in its cell like the others: leaving it out without a word would make a bad setting look better."""
     sweep = _sweep(grid, also=[], repeat={"run.seed": [1, 2]})
     scores = _scores(sweep)
@@ -145,7 +145,7 @@ def test_a_diverged_run_is_named_in_every_table(grid: Grid, raydfl: Raydfl) -> N
     assert f"worthless: {diverged.run_dir.name}: the training diverged: the loss on the test data is 1e+20" in said.out
 
 
-def test_a_sweep_without_any_run_is_a_table_of_missing_cells(grid: Grid) -> None:
+def test_a_sweep_without_any_run_is_a_table_of_missing_cells(grid: StudyFile) -> None:
     table = collect(_sweep(grid))
     assert {cell.state for cell in table.cells} == {"missing"}
     assert all(line[columns(table).index("runs")] == "missing" for line in lines(table))
@@ -201,7 +201,7 @@ def test_the_page_has_tables_figures_and_links(results: tuple[Results, dict[str,
     assert not re.search(r'href="https?:', text)
 
 
-def test_a_grid_with_other_headlines_names_them(grid: Grid) -> None:
+def test_a_grid_with_other_headlines_names_them(grid: StudyFile) -> None:
     axes = {"data": {"a": {}, "b": {"metric": {"score": "loss"}}}}
     sweep = _sweep(grid, axes=axes, reference={}, paper=None)
     for run in sweep.runs:
@@ -211,7 +211,7 @@ def test_a_grid_with_other_headlines_names_them(grid: Grid) -> None:
     assert [line[1:3] for line in lines(table)] == [["accuracy", "50.00 ± 0.00"], ["loss", "2.00 ± 0.00"]]
 
 
-def test_a_private_models_number_is_found_by_its_name(grid: Grid) -> None:
+def test_a_private_models_number_is_found_by_its_name(grid: StudyFile) -> None:
     axes = {"method": {"own": {"method": "fedmlac", "models": {}}}}
     sweep = _sweep(grid, axes=axes, reference={}, paper=None, also=[{"score": "accuracy", "model": "local"}])
     for run in sweep.runs:
@@ -251,7 +251,7 @@ def test_figures_of_a_sweep() -> None:
     assert "<svg" in to_svg(figure, "map", "a heat map")
 
 
-def test_table_only_writes_what_is_there(grid: Grid, raydfl: Raydfl, tmp_path: Path) -> None:
+def test_table_only_writes_what_is_there(grid: StudyFile, raydfl: Raydfl, tmp_path: Path) -> None:
     file = grid(axes={"method": {"FedAvg": {"method": "fedavg"}}})
     sweep = load_sweep(file)
     leave(sweep.runs[0], {"test model/accuracy": [0.5] * 3})

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from raydfl.core import ops, registry
 from raydfl.core.types import Batch, Client, State, Update
 from raydfl.methods._method import Method
+from raydfl.methods._server_optimiser import ServerOptimiser
 from raydfl.methods.fedadagrad import FedAdagrad
 from raydfl.methods.fedadam import FedAdam
 from raydfl.methods.fedavg import FedAvg
@@ -67,6 +68,10 @@ METHODS: dict[str, list[Method]] = {
 }
 
 
+AT_CLIENTS = {name: methods for name, methods in METHODS.items() if not isinstance(methods[0], ServerOptimiser)}
+"""Without those that only step at the server: their clients do what FedAvg's do."""
+
+
 def networks(method: Method, family: str = "mlp") -> Callable[[], dict[str, nn.Module]]:
     names = ("plugin", "local") if isinstance(method, FedMLAC) else ("model",)
     return lambda: {name: FAMILIES[family]() for name in names}
@@ -76,9 +81,17 @@ def test_every_method_is_here() -> None:
     assert sorted(METHODS) == registry.names("raydfl.methods")
 
 
+def test_an_optimiser_at_the_server_leaves_the_clients_work_as_it_is() -> None:
+    only_at_the_server = {name: methods[0] for name, methods in METHODS.items() if name not in AT_CLIENTS}
+    assert only_at_the_server
+    for method in only_at_the_server.values():
+        for part in ("build", "shared", "loss", "local", "evaluate"):
+            assert getattr(type(method), part) is getattr(FedAvg, part)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lengths", [False, True], ids=["fixed", "lengths"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", AT_CLIENTS)
 def test_every_method_and_family(name: str, family: str, lengths: bool) -> None:
     for method in METHODS[name]:
         both(method, networks(method, family), lengths=lengths)

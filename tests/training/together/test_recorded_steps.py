@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from helpers import finish, stop_after
 from helpers import same as same_bytes
 from several_clients import BANDS, CLASSES, Networks, make_steps
-from test_law_8 import FAMILIES, METHODS, Heads, Tied, networks
+from test_law_8 import AT_CLIENTS, FAMILIES, METHODS, Heads, Tied, networks
 from torch import Tensor, nn
 
 from raydfl.core import registry
@@ -126,7 +126,7 @@ def test_every_built_in_method_is_declared_and_nobody_inherits_it() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lengths", [False, True], ids=["fixed", "lengths"])
-@pytest.mark.parametrize("method", [m for methods in METHODS.values() for m in methods], ids=repr)
+@pytest.mark.parametrize("method", [m for methods in AT_CLIENTS.values() for m in methods], ids=repr)
 def test_every_method_and_family(method: Method, lengths: bool, family: str) -> None:
     # Of fixed length there are batches of 4 and of 1 (of 1 and more frames, with lengths: those of some shapes come too seldom).
     assert_same_bits(method, networks(method, family), lengths=lengths, sizes=(8, 5, 4))

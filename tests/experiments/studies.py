@@ -1,4 +1,4 @@
-"""Runs of a sweep as they would be left behind, with known numbers."""
+"""What tests of sweeps and searches share: files, and runs as they would be left behind, with known numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from raydfl.engine.storage.folder import write_config
 from raydfl.engine.storage.record import MetricRow, rows_path, write_rows
 from raydfl.experiments.sweep.grid import CellRun
 
-Grid = Callable[..., Path]
+StudyFile = Callable[..., Path]
+"""Writes a file of a sweep or a search, with other keys as keywords: ``search_file(samples=3)``."""
 
 
 def leave(run: CellRun, scores: Mapping[str, Sequence[float]], finished: bool = True, done: int | None = None) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from helpers import finish, same, truth
 
 from raydfl.engine.config import Config
 from raydfl.experiments.metric import MetricSettings, keys_of
+from raydfl.experiments.plan import rounds_done
 from raydfl.experiments.trial import RunThread, Said, TrialOrder, branch, recorded
 
 
@@ -24,6 +27,7 @@ def _order(config: Config, tmp_path: Path, reported: int = 0, **changes: Any) ->
     keys = tuple(keys_of(config, MetricSettings(score="loss", split="validation")))
     values: dict[str, Any] = {
         "number": 0,
+        "name": "trial-000",
         "config": config.model_dump(mode="json"),
         "keys": keys,
         "stop": str(tmp_path / "stop"),
@@ -56,6 +60,33 @@ def test_each_evaluated_round_is_told_once_with_the_records_score(tiny: Callable
     assert [each.round for each in said] == [2, 4, 5]
     assert dict(_rounds(said)) == scores
     assert said[-1].status == "finished"
+
+
+def test_a_trial_that_is_not_judged_has_one_result_and_stops_after_its_round(
+    tiny: Callable[..., Config], tmp_path: Path
+) -> None:
+    """As a sweep's cell: to the bits of a run alone, however often it was stopped."""
+    config = tiny("train.rounds=40", "evaluate.every=20", "evaluate.clients=none")
+    order = _order(config, tmp_path, judged=False, keys=())
+    (tmp_path / "stop").touch()
+    assert RunThread(order).next().status == "interrupted"
+    assert not order.folder.exists()
+    (tmp_path / "stop").unlink()
+
+    def stop_soon() -> None:
+        while rounds_done(order.folder) < 2:
+            time.sleep(0.005)
+        (tmp_path / "stop").touch()
+
+    threading.Thread(target=stop_soon, daemon=True).start()
+    assert RunThread(order).next().status == "interrupted"
+    assert 2 <= rounds_done(order.folder) < 40
+    (tmp_path / "stop").unlink()
+    assert [said.status for said in _all(RunThread(order))] == ["finished"]
+    same(truth(order.folder), finish(tiny("train.rounds=40", "evaluate.clients=none", "run.name=undisturbed")))
+    (order.folder / "report.html").unlink()  # killed between the last round and its page
+    assert [said.status for said in _all(RunThread(order))] == ["finished"]
+    assert (order.folder / "report.html").exists()
 
 
 def test_a_diverged_trial_is_finished_and_says_so(tiny: Callable[..., Config], tmp_path: Path) -> None:

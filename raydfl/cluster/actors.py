@@ -1,0 +1,402 @@
+"""ActorPool: the client actors of one site, which come and go, and the orders that they work on or that wait for one."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayTaskError
+
+from raydfl.cluster.client import ClientActor
+from raydfl.cluster.faults import LOST, StragglerPolicy, leave_out, task_cause, why_ended
+from raydfl.cluster.resources import ActorKind, actor_kinds, alive_nodes
+from raydfl.cluster.scheduling import Lane, schedule
+from raydfl.core.errors import ResourcesError
+from raydfl.core.tensors import FlatTensors
+from raydfl.engine import SERVER, Order, RaySettings, Result, in_groups, with_spans
+from raydfl.engine.storage import PrivateRef
+
+logger = logging.getLogger(__name__)
+
+StartActor = Callable[[ActorKind], ActorHandle[ClientActor]]
+"""Starts one more client actor of a kind."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A place for an actor: the actor that has it now, and what it was given."""
+
+    kind: ActorKind
+    actor: ActorHandle[ClientActor]
+    ready: Any
+    deadline: float
+    """When to give up waiting for ``ready``; infinite once it has answered."""
+    node: str = ""
+    """Id of the actor's node, once it has answered."""
+    load: int = 0
+    """Calls that it has not answered."""
+    work: float = 0.0
+    """Cost of the orders in those calls."""
+    free_at: float = 0.0
+    """When it will have answered them all, as far as can be foreseen (time.monotonic)."""
+    limit: float = math.inf
+    """Seconds that it has for its one call, where there is a deadline."""
+    due: float = math.inf
+    """When they are over (time.monotonic)."""
+
+    @property
+    def starting(self) -> bool:
+        """Return whether the actor, or its node, is not there yet."""
+        return self.deadline < math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Orders that an actor was given together."""
+
+    orders: list[Order]
+    key: Any
+    """Of the place whose actor it was."""
+    slot: _Slot
+    sent: float
+    """When it went out (time.perf_counter)."""
+
+
+class ActorPool:
+    """Client actors, each carrying out many clients' orders; a :class:`~raydfl.cluster.pool.RayPool` waits for their answers.
+
+    The longest orders go out first, to the actor that will be free first; each is given its next orders while it works, so that it
+    never waits for the server. Orders of a lost actor go to others, and a new actor takes its place; that work is done twice
+    changes nothing, because a client's work depends on its order alone. Where there is a deadline, each actor has the work of one
+    client (or one group) at a time, so that it is known who does not answer.
+    """
+
+    def __init__(
+        self, start_actor: StartActor, settings: RaySettings, patience: StragglerPolicy, number: Callable[[], int]
+    ) -> None:
+        """Ask for all actors, and wait for none.
+
+        Args:
+            start_actor: starts one more.
+            settings: number of actors and their resources.
+            patience: with clients whose actor is lost or does not answer.
+            number: a new number for a place, at its first answer.
+        """
+        self._start_actor = start_actor
+        self._settings = settings
+        self._patience = patience
+        self._slots: dict[Any, _Slot] = {}
+        self._numbers: defaultdict[Any, int] = defaultdict(number)
+        """Of places for actors, by key."""
+        self._pace: dict[tuple[ActorKind, bool], float] = {}
+        """Seconds for a unit of cost, lately, by kind of actor: of training (True), and of evaluation."""
+        self._failed_starts = 0
+        """Actors that ended while they started, since one last has started."""
+        self._references: Mapping[str, Any] = {}
+        self._waiting: list[list[Order]] = []
+        """Groups of orders, taken from the end."""
+        self._calls: dict[Any, _Call] = {}
+        """Calls under way, by the reference to their answer."""
+        self._losses: Counter[int] = Counter()
+        """Lost calls that count against an order, by its position."""
+        self._again: Counter[int] = Counter()
+        """All lost calls of an order, by its position."""
+        if settings.actors != "per_client":
+            for key, kind in enumerate(actor_kinds(settings, 0)):
+                self._open(key, kind)
+
+    # -- actors
+
+    def _open(self, key: Any, kind: ActorKind) -> _Slot:
+        actor = self._start_actor(kind)
+        slot = _Slot(kind, actor, actor.ready.remote(), time.monotonic() + self._settings.ready_timeout)
+        self._slots[key] = slot
+        return slot
+
+    def _close(self, key: Any) -> None:
+        ray.kill(self._slots.pop(key).actor)
+
+    def _replace(self, key: Any) -> None:
+        """End the actor, if it has not ended yet, and ask for another one in its place."""
+        kind = self._slots[key].kind
+        self._close(key)
+        self._open(key, kind)
+
+    def _replace_gone(self, node: str) -> bool:
+        """Ask for others in the places of all actors of a node, if it is gone; actors without work do not tell of their end."""
+        if not node or node in alive_nodes():
+            return False
+        for key, slot in list(self._slots.items()):
+            if slot.node == node:
+                self._replace(key)
+        return True
+
+    @property
+    def kinds(self) -> list[ActorKind]:
+        """Return the kinds of the actors that are there or asked for."""
+        return [slot.kind for slot in self._slots.values()]
+
+    def _there(self) -> list[_Slot]:
+        return [slot for slot in self._slots.values() if not slot.starting]
+
+    def places(self) -> int:
+        """Return the number of actors that are there."""
+        return len(self._there())
+
+    def _starting(self) -> list[Any]:
+        return [slot.ready for slot in self._slots.values() if slot.starting]
+
+    def note_started(self) -> None:
+        """Take note of actors that have started, and ask for others in the places of those that ended while they did.
+
+        Raises:
+            ResourcesError: they end again and again.
+        """
+        starting = self._starting()
+        if not starting:
+            return
+        done = set(ray.wait(starting, num_returns=len(starting), timeout=0)[0])
+        for key, slot in list(self._slots.items()):
+            if slot.ready not in done:
+                continue
+            try:
+                slot.node = ray.get(slot.ready)
+            except RayTaskError as error:
+                raise task_cause(error) from error
+            except LOST as error:
+                self._failed_starts += 1
+                if getattr(error, "actor_init_failed", False) or self._failed_starts > self._settings.retries:
+                    raise ResourcesError(f"a client actor ended while it started: {why_ended(error)}") from error
+                self._replace(key)
+            else:
+                slot.deadline = math.inf
+                slot.due = time.monotonic() + slot.limit
+                self._failed_starts = 0
+
+    def late(self) -> list[Any]:
+        """Return the keys of places whose actors should have started by now."""
+        now = time.monotonic()
+        return [key for key, slot in self._slots.items() if now > slot.deadline]
+
+    def give_up_late(self) -> None:
+        """Do without actors that do not start; the others take over their orders. One place stays."""
+        for key in self.late():
+            if len(self._slots) > 1:
+                logger.warning("a client actor could not be started again; going on with %d", len(self._slots) - 1)
+                self._close(key)
+
+    def close(self) -> None:
+        """End the actors."""
+        for key in list(self._slots):
+            self._close(key)
+
+    # -- orders
+
+    def begin(self, orders: Sequence[Order], references: Mapping[str, Any]) -> None:
+        """Hand out the first of some orders; those of a run that did not end are forgotten.
+
+        Args:
+            orders: to be carried out.
+            references: to the server's tensors in the object store, by key.
+        """
+        self._references = references
+        self._waiting = sorted(in_groups(orders), key=lambda group: (_cost(group), -group[0].position))
+        self._calls, self._losses, self._again = {}, Counter(), Counter()
+        self.hand_out()
+
+    @property
+    def busy(self) -> bool:
+        """Return whether orders are waiting or under way."""
+        return bool(self._waiting or self._calls)
+
+    def awaited(self) -> list[Any]:
+        """Return references to the answers that are to come, to calls and of actors that start."""
+        return [*self._calls, *self._starting()]
+
+    @property
+    def due(self) -> float:
+        """Return when the first answer will be overdue (time.monotonic)."""
+        return min((slot.due for slot in self._slots.values()), default=math.inf)
+
+    def hand_out(self) -> None:
+        """Give waiting groups to actors. One that was in a lost call goes alone: it may be what ended the actor."""
+        if self._settings.actors == "per_client":
+            while self._waiting:
+                group = self._waiting.pop()
+                key = group[0].task.client_id
+                self._call(key, self._slots.get(key) or self._open(key, actor_kinds(self._settings, 1)[0]), group)
+        if not self._waiting:
+            return
+        groups = self._waiting[::-1]
+        now, training = time.monotonic(), groups[0][0].measure is None
+        calls = schedule(
+            [_cost(group) for group in groups],
+            [
+                self._patience.deadline is not None or any(order.position in self._losses for order in group)
+                for group in groups
+            ],
+            [
+                Lane(key, slot.load, slot.free_at, self._pace_of(slot.kind, training))
+                for key, slot in self._slots.items()
+                if not slot.starting
+            ],
+            now,
+        )
+        for key, chosen in calls:
+            self._call(key, self._slots[key], [order for position in chosen for order in groups[position]])
+        gone = {position for _, chosen in calls for position in chosen}
+        self._waiting = [group for position, group in enumerate(groups) if position not in gone][::-1]
+
+    def _call(self, key: Any, slot: _Slot, orders: list[Order]) -> None:
+        receive = sorted({name for order in orders for name in order.task.receive})
+        sent = time.perf_counter()
+        reference: Any = slot.actor.carry_out.remote(orders, receive, *[self._references[name] for name in receive])
+        self._calls[reference] = _Call(orders, key, slot, sent)
+        slot.load, slot.work = slot.load + 1, slot.work + _cost(orders)
+        training = orders[0].measure is None
+        slot.free_at = max(slot.free_at, time.monotonic()) + _cost(orders) * self._pace_of(slot.kind, training)
+        if training:
+            slot.limit = self._patience.limit(len(orders))
+            slot.due = time.monotonic() + slot.limit
+
+    def results(self, reference: Any) -> list[Result]:
+        """Take the answer to a call, if it is one of this pool's; return the results that it brings.
+
+        Raises:
+            ClientError: a method's code failed.
+            ResourcesError: an order's actor was lost more often than ``ray.retries``.
+        """
+        call = self._calls.pop(reference, None)
+        if call is None:
+            return []
+        slot = call.slot
+        slot.load -= 1
+        slot.work -= _cost(call.orders)
+        slot.limit = slot.due = math.inf
+        try:
+            results = ray.get(reference)
+        except LOST as error:
+            return self._lost(call, error)
+        except RayTaskError as error:
+            raise task_cause(error) from error
+        self._learn(call, results)
+        return with_spans(results, self._numbers[call.key], call.sent, time.perf_counter(), self._again)
+
+    def _lost(self, call: _Call, error: Exception) -> list[Result]:
+        """Let the orders of a lost call wait. One lost too often is tried alone, and then its client is left out.
+
+        Raises:
+            ResourcesError: an order was lost too often, and clients are not to be left out.
+        """
+        self._again.update(order.position for order in call.orders)
+        if self._slots.get(call.key) is call.slot:  # else another call of its has already told of its end
+            self._replace(call.key)
+        if self._replace_gone(call.slot.node):
+            self._waiting += in_groups(call.orders)  # it left with its node: no client's doing
+            return []
+        left_out: list[Result] = []
+        for group in in_groups(call.orders):
+            self._losses.update(order.position for order in group)
+            first, times = group[0], self._losses[group[0].position]
+            if times <= self._patience.tries(self._settings.retries):
+                self._waiting.append(group)
+            elif not self._patience.drop_lost or first.task.client_id == SERVER:
+                raise ResourcesError(
+                    f"the actor of client {first.task.client_id!r} was lost {times} times in round {first.round_index + 1}: "
+                    f"{type(error).__name__}: {why_ended(error)}; check memory (an out-of-memory kill ends an actor), lower "
+                    f"ray.actors or raise ray.retries, then resume the run"
+                ) from error
+            else:
+                reason = f"lost: its actor was lost {times} times: {type(error).__name__}: {why_ended(error)}"
+                left_out += leave_out(group, self._waiting, reason, self._again[first.position] - 1)
+        return left_out
+
+    def end_silent(self, done: Collection[Any]) -> list[Result]:
+        """End the actors whose answers are overdue, and put new ones in their places; return who is left out for it.
+
+        Args:
+            done: references whose answers have come.
+        """
+        left_out: list[Result] = []
+        for reference, call in list(self._calls.items()):
+            slot = call.slot
+            if slot.due > time.monotonic() or reference in done:
+                continue
+            if slot.starting:  # it has not begun
+                slot.due = time.monotonic() + slot.limit
+                continue
+            del self._calls[reference]
+            self._replace(call.key)
+            reason = f"late: no answer after {slot.limit:g} s (train.deadline and ray.grace)"
+            left_out += leave_out(call.orders, self._waiting, reason)
+        return left_out
+
+    def _learn(self, call: _Call, results: Sequence[Result]) -> None:
+        """Foresee from what a call took when the actor will be free."""
+        slot, training, cost = call.slot, call.orders[0].measure is None, _cost(call.orders)
+        if cost > 0:
+            pace = sum(result.seconds for result in results) / cost
+            before = self._pace.get((slot.kind, training), pace)
+            self._pace[slot.kind, training] = 0.7 * before + 0.3 * pace
+        slot.free_at = time.monotonic() + slot.work * self._pace_of(slot.kind, training)
+
+    def _pace_of(self, kind: ActorKind, training: bool) -> float:
+        """Return seconds for a unit of cost; of a kind not known yet, as the slowest known; 0: nothing is known."""
+        known = [pace for (_, what), pace in self._pace.items() if what == training]
+        return self._pace.get((kind, training), max(known, default=0.0))
+
+    # -- what any one of the actors can do
+
+    def width(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> int:
+        """Do Worker.width on an actor, with a GPU if there is one; 1 where every client has an actor of its own."""
+        if not self._slots:
+            return 1
+        slot = max(self._there(), key=lambda slot: slot.kind.gpus)
+        keys = sorted(broadcast)
+        try:
+            width: int = ray.get(cast(Any, slot.actor.width.remote(orders, keys, *[broadcast[k] for k in keys])))
+        except RayTaskError as error:
+            raise task_cause(error) from error
+        except LOST as error:
+            raise ResourcesError(
+                f"a client actor was lost while it was measured how many clients to train together: {why_ended(error)}; "
+                f"check memory, or set train.together to a number"
+            ) from error
+        return width
+
+    def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
+        """Do PrivateStore.compact on an actor: private state never passes through the server."""
+        # Where it is lost, nothing else is: it is tried again after a later commit.
+        moved: dict[int, PrivateRef] | None = self._ask_any("compact", round_index, refs)
+        return moved or {}
+
+    def remove(self, segments: Collection[str]) -> None:
+        """Do PrivateStore.remove on an actor, and do not wait: what is left is removed when the run is next opened."""
+        for slot in self._there()[:1]:
+            slot.actor.remove.remote(list(segments))
+
+    def retain(self, segments: Collection[str]) -> None:
+        """Do PrivateStore.retain on an actor; where it is lost, the segments only take room."""
+        self._ask_any("retain", segments)
+
+    def _ask_any(self, method: str, *arguments: Any) -> Any:
+        """Return an actor's answer; ``None``: there is no actor, or it was lost."""
+        for slot in self._there()[:1]:
+            try:
+                return ray.get(getattr(slot.actor, method).remote(*arguments))
+            except RayTaskError as error:
+                raise task_cause(error) from error
+            except LOST:
+                break
+        return None
+
+
+def _cost(orders: Sequence[Order]) -> float:
+    return sum(order.cost for order in orders)

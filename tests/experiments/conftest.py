@@ -1,0 +1,66 @@
+"""Files of sweeps and searches on the tiny federation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Raydfl
+from studies import StudyFile
+
+from raydfl.core.yaml import to_yaml
+from raydfl.engine.config import Config
+
+
+def _writer(folder: Path, base: Config, name: str, values: dict[str, Any]) -> StudyFile:
+    (folder / f"base_of_{name}.yaml").write_text(to_yaml(base.model_dump(mode="json"), flow=False))
+
+    def write(name: str = name, **changes: Any) -> Path:
+        path = folder / f"{name}.yaml"
+        kept = {key: value for key, value in (values | changes).items() if value is not None}
+        path.write_text(to_yaml(kept, flow=False))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def grid(tmp_path: Path, tiny: Callable[..., Config]) -> StudyFile:
+    """Two conditions x three methods x two seeds of the tiny federation; other keys as keywords, ``None`` leaves one out."""
+    methods = {
+        "FedAvg": {"method": "fedavg"},
+        "FedProx": {"method": {"name": "fedprox", "mu": 0.5}},
+        "fast": {"train.optimiser.lr": 0.3},
+    }
+    values = {
+        "title": "A grid",
+        "base": "base_of_grid.yaml",
+        "axes": {"condition": {"clean": {}, "wrong": {"data.corrupt.labels": {"rate": 0.5}}}, "method": methods},
+        "repeat": {"run.seed": [1, 2]},
+        "dir": str(tmp_path / "runs"),
+    }
+    return _writer(tmp_path, tiny("run.name=null"), "grid", values)
+
+
+@pytest.fixture
+def search_file(tmp_path: Path, tiny: Callable[..., Config]) -> StudyFile:
+    """Two settings of FedProx on the tiny federation; other keys of the file as keywords, ``None`` leaves one out."""
+    values = {
+        "title": "A search",
+        "base": "base_of_few.yaml",
+        "space": {"method.mu": {"loguniform": [0.001, 1.0]}, "train.optimiser.lr": {"uniform": [0.05, 0.3]}},
+        "metric": {"score": "loss"},
+        "samples": 4,
+        "rounds": 4,
+        "parallel": 1,
+        "dir": str(tmp_path / "search"),
+    }
+    return _writer(tmp_path, tiny("run.name=null", method="fedprox"), "few", values)
+
+
+@pytest.fixture
+def raydfl(capfd: pytest.CaptureFixture[str]) -> Raydfl:
+    """The command line."""
+    return Raydfl(capfd)
