@@ -383,12 +383,14 @@ def methods_command(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="NAME", help="these methods, rules, attacks or architectures; default: all", show_default=False
+            metavar="NAME",
+            help="these methods, rules, attacks, objectives or architectures; default: all",
+            show_default=False,
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """All methods, aggregation rules, attacks and architectures, with options, ranges and defaults."""
+    """All methods, aggregation rules, attacks, objectives and architectures, with options, ranges and defaults."""
     from raydfl.cli.explain import explain_methods, methods_as_data
 
     if as_json:

@@ -44,7 +44,7 @@ class ModelSpec:
     inputs: int
     """Feature bands of a frame."""
     classes: int
-    """Output classes."""
+    """Outputs: of a classifier the number of classes."""
     options: tuple[tuple[str, Any], ...] = ()
     """Keyword arguments of the architecture, sorted by name."""
 

@@ -24,10 +24,11 @@ class Clients(Sequence[Client]):
         self._population = population
         self._specs: list[list[ModelSpec]] = []
         self._drawn: list[np.ndarray | None] = []
+        outputs = config.parts.method.objective.outputs(len(population.classes))
         for name, choices in config.parts.models.items():
             self._specs.append(
                 [
-                    ModelSpec(name, architecture, population.bands, len(population.classes), _frozen(options))
+                    ModelSpec(name, architecture, population.bands, outputs, _frozen(options))
                     for architecture, options in choices
                 ]
             )

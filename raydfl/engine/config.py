@@ -36,12 +36,14 @@ from raydfl.engine.assembly import ModelChoice, Parts, assemble
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
 from raydfl.methods import Method
 from raydfl.models import check_model, model_paths
+from raydfl.objectives import Objective
 from raydfl.rules import rule_class
 from raydfl.training.precision import check_device
 from raydfl.training.settings import TrainSettings
 
 _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("attack",): None,
+    ("objective",): {"name": "classify"},
     ("data", "sites"): [],
     ("data", "leave_out"): [],
     ("data", "ungrouped"): "keep",
@@ -60,6 +62,10 @@ class Config(Settings):
         default_factory=dict,
         description="architecture of each model of the method: a name, {name, options ...}, or a list that clients draw from",
     )
+    objective: dict[str, Any] = Field(
+        default_factory=lambda: {"name": "classify"},
+        description="what is learnt: name (classify ...), and the objective's own options",
+    )
     data: DataSettings
     attack: dict[str, Any] | None = Field(
         None, description="simulated attackers: name, and the attack's own options; null: every client is honest"
@@ -70,7 +76,7 @@ class Config(Settings):
     run: RunSettings = RunSettings()
     track: TrackSettings = TrackSettings()
 
-    @field_validator("method", "attack", mode="before")
+    @field_validator("method", "objective", "attack", mode="before")
     @classmethod
     def _by_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
@@ -111,7 +117,7 @@ class Config(Settings):
         Raises:
             ConfigError: in a process that got a configuration from another one: it cannot load a user's file.
         """
-        return assemble(self.method, self.models, self.attack)
+        return assemble(self.method, self.models, self.attack, self.objective)
 
     def __getstate__(self) -> dict[Any, Any]:
         # A description travels; each process loads users' files and builds for itself.
@@ -122,7 +128,7 @@ class Config(Settings):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy with some groups replaced by checked ones."""
         copied = super().model_copy(update=update, deep=deep)
-        if not {"method", "models", "attack"}.isdisjoint(update or {}):
+        if not {"method", "models", "attack", "objective"}.isdisjoint(update or {}):
             copied.__dict__.pop("parts", None)  # built of what was replaced
         return copied
 
@@ -135,12 +141,15 @@ class Config(Settings):
         return self.parts.attack
 
     def files(self) -> dict[str, tuple[str, str]]:
-        """Return the files that options of method, rule, models and attack name: by their place, path and digest of the content.
+        """Return the files that options name: by the option's place, path and digest of the content.
 
-        What data and features name is not among them: the population and the features that come of it are kept with the run.
+        Options of method, rule, objective, models and attack. What data and features name is not among them: the
+        population and the features that come of it are kept with the run.
         """
         method, rule, attack = self.parts.method, self.parts.rule, self.parts.attack
         named = {f"method.{key}": getattr(method, key) for key in path_options(type(method))}
+        objective = method.objective
+        named |= {f"objective.{key}": getattr(objective, key) for key in path_options(type(objective))}
         if attack is not None:
             named |= {f"attack.{key}": getattr(attack, key) for key in path_options(type(attack))}
         if isinstance(method.rule, dict):
@@ -165,6 +174,7 @@ class Config(Settings):
         # With the options that were not given, so that writing a default down changes nothing.
         parts["method"] = {"name": self.method["name"], **plain(self.parts.method)}
         parts["models"] = self.parts.models
+        parts["objective"] = {"name": self.objective["name"], **plain(self.parts.method.objective)}
         attack = self.parts.attack
         if attack is not None:
             parts["attack"] = {"name": (self.attack or {})["name"], **plain(attack)}
@@ -225,7 +235,7 @@ def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> dict[st
     return result
 
 
-_NAMED = ("method", "method.rule", "data", "attack")
+_NAMED = ("method", "method.rule", "objective", "data", "attack")
 """Groups that may be given by their name alone."""
 
 
@@ -288,7 +298,7 @@ def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(run, dict):
         run.setdefault("dir", "runs")
         _resolve(run, ["dir"])
-    for group in ("method", "models", "data", "attack"):
+    for group in ("method", "models", "objective", "data", "attack"):
         if group in result:
             result[group] = _references_resolved(result[group])
     method = result.get("method")
@@ -301,6 +311,9 @@ def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
         for choice in choices if isinstance(choices, list) else [choices]:
             if isinstance(choice, dict) and isinstance(choice.get("name"), str):
                 _resolve(choice, model_paths(choice["name"], f"models.{name}"))
+    objective = result.get("objective")
+    if isinstance(objective, dict) and isinstance(objective.get("name"), str):
+        _resolve(objective, path_options(registry.find("raydfl.objectives", objective["name"], Objective, "objective")))
     attack = result.get("attack")
     if isinstance(attack, dict) and isinstance(attack.get("name"), str):
         _resolve(attack, path_options(registry.find("raydfl.attacks", attack["name"], Attack, "attack")))

@@ -27,9 +27,11 @@ def try_models(config: Config, population: Population) -> None:
     """Build each combination of architectures once more, compute a batch in evaluation mode, and look at what comes out.
 
     Raises:
-        ConfigError: a network cannot be built or fails, or gives something else than a finite number for each example and class.
+        ConfigError: the objective does not fit the data; a network cannot be built or fails, or gives something else than a finite
+            number for each example and output.
     """
     method = config.parts.method
+    method.objective.check(population.classes, population.length)
     batch, real = _batch(population)
     with preserved(), torch.no_grad():
         for specs in Clients(population, config).variants():

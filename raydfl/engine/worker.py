@@ -92,7 +92,13 @@ def build_models(method: Method, models: Sequence[ModelSpec], run_seed: int) -> 
     """Freshly initialised models; equal architectures start from equal weights at every client."""
     with torch.random.fork_rng(devices=[]):
         seed_torch(seeds.seed_for(run_seed, 0, "", "init"), torch.device("cpu"))
-        return method.build(models)
+        built = method.build(models)
+        for spec in models:
+            if isinstance(built, dict) and isinstance(
+                built.get(spec.name), nn.Module
+            ):  # else try_models says what is wrong
+                method.objective.extend(built[spec.name], spec)
+        return built
 
 
 class Worker:
@@ -281,7 +287,7 @@ class Worker:
             round_index=order.round_index,
             options=task.options,
             shared=self.method.shared,
-            recordings=built.recordings if type(self.method).pure else None,
+            recordings=built.recordings if type(self.method).pure and type(self.method.objective).pure else None,
             clock=Clock()
             if order.measure is not None
             else Clock(training.deadline, training.late == "partial", self.device),
