@@ -481,7 +481,9 @@ def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, 
 
             stack.enter_context(connected(config.ray.address, quiet=True))
             run_chunks = on_the_cluster
-        population = build_population(config.data, config.run.seed, progress, run_chunks, config.parts.attack)
+        population = build_population(
+            config.data, config.run.seed, progress, run_chunks, config.parts.attack, labels_needed=config.labels_needed
+        )
         for message in population.messages:
             progress.message(message)
         progress.message(
@@ -505,7 +507,7 @@ def data_plot(
     if out.suffix not in (".png", ".svg", ".pdf"):
         raise InputError(f"--out {out}: the name must end in .png, .svg or .pdf")
     with _progress(quiet=False, as_json=False) as progress:
-        population = build_population(config.data, config.run.seed, progress)
+        population = build_population(config.data, config.run.seed, progress, labels_needed=config.labels_needed)
     with _writing(out):
         plot_partition(population, out)
     print(out)  # noqa: T201

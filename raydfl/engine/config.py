@@ -46,6 +46,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("objective",): {"name": "classify"},
     ("data", "sites"): [],
     ("data", "leave_out"): [],
+    ("data", "labels"): None,
     ("data", "ungrouped"): "keep",
     ("train", "precision"): "float32",
     ("train", "deadline"): None,
@@ -95,6 +96,7 @@ class Config(Settings):
             )
         if isinstance(self.data.features, FileFeatures) and attack is not None and attack.alters:
             raise needs_waves(f"attack {str((self.attack or {})['name'])!r}")
+        self._objective_fits(method.objective, attack)
         declared = type(method).models
         for name in self.models:
             if name not in declared:
@@ -109,6 +111,28 @@ class Config(Settings):
                     f"train.optimiser.models: {self.method['name']} has no model {name!r}; {nearest(name, declared)}"
                 )
         return self
+
+    def _objective_fits(self, objective: Objective, attack: Attack | None) -> None:
+        """Refuse data and attacks that an objective cannot take."""
+        name = self.objective["name"]
+        if objective.labels == "one" and self.data.labels is not None:
+            raise ConfigError(
+                f"objective: {name!r} needs one label for each clip, but data.labels makes sets of classes of them; take "
+                f"objective=multi_label, or set data.labels to null"
+            )
+        if objective.labels == "sets" and self.data.labels is None:
+            raise ConfigError(
+                f"objective: {name!r} learns sets of classes, but here a label is one class; say what stands between a label's "
+                f"classes with data.labels.separator, or take objective=classify"
+            )
+        aims = attack is not None and (
+            type(attack).labels is not Attack.labels or type(attack).target_class is not Attack.target_class
+        )
+        if aims and objective.labels != "one":
+            raise ConfigError(
+                f"attack {str((self.attack or {})['name'])!r} changes what class clips are of, which objective {name!r} does not "
+                f"learn; take an attack on updates (sign_flip, gaussian_noise ...), or objective=classify"
+            )
 
     @functools.cached_property
     def parts(self) -> Parts:
@@ -139,6 +163,11 @@ class Config(Settings):
     def build_attack(self) -> Attack | None:
         """The attack with its options, ``None`` when every client is honest: ``parts.attack``."""
         return self.parts.attack
+
+    @property
+    def labels_needed(self) -> bool:
+        """Whether the objective learns from labels, so that each class has to have training clips."""
+        return self.parts.method.objective.labels != "any"
 
     def files(self) -> dict[str, tuple[str, str]]:
         """Return the files that options name: by the option's place, path and digest of the content.

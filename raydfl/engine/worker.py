@@ -24,7 +24,7 @@ from raydfl.attacks import Attack
 from raydfl.core import seeds
 from raydfl.core.errors import ClientError, RaydflError
 from raydfl.core.files import default_cache
-from raydfl.core.metrics import attack_success
+from raydfl.core.metrics import attack_success, reduced
 from raydfl.core.tensors import FlatTensors, OwnTensors
 from raydfl.core.types import Client, Metrics, ModelSpec
 from raydfl.core.users_code import place_of
@@ -321,7 +321,7 @@ class Worker:
         update = self.method.local(step) if attack is None else attack.local(self.method, step)
         with _malformed(order):
             check_form(update, _subject(order))
-            metrics = checked_metrics(update.metrics, _subject(order))
+            metrics = reduced(checked_metrics(update.metrics, _subject(order)))
         hidden = [name for name in update.tensors if not self.method.shared(name)]
         if hidden:
             raise ClientError(
@@ -374,6 +374,8 @@ class Worker:
                 found = self.method.evaluate(step, examples, self.config.evaluate.batch_size)
                 with _malformed(order):
                     metrics = checked_metrics(found, _subject(order))
+                if order.task.client_id != SERVER:
+                    metrics = reduced(metrics)
                 if measurement.split == TRIGGERED and self.attack is not None:
                     metrics = attack_success(metrics, self.attack.target_class(self.population.classes))
                 measured[measurement.split] = metrics

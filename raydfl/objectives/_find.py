@@ -27,7 +27,7 @@ def find_objective(setting: Mapping[str, Any]) -> Objective:
     if not isinstance(name, str):
         raise ConfigError(f"objective: a name is missing; known: {', '.join(registry.names(_PACKAGE))}")
     cls = registry.find(_PACKAGE, name, Objective, "objective")
-    for part in ("loss", "metrics"):
-        if getattr(cls, part) is getattr(Objective, part):
-            raise ConfigError(f"objective: {name!r} has no {part}(); write it in the class {cls.__name__}")
+    if cls.loss is Objective.loss or (cls.metrics is Objective.metrics and cls.evaluate is Objective.evaluate):
+        missing = "loss" if cls.loss is Objective.loss else "metrics"
+        raise ConfigError(f"objective: {name!r} has no {missing}(); write it in the class {cls.__name__}")
     return registry.build(cls, options, "objective")

@@ -60,7 +60,7 @@ class Objective:
         It becomes a part of the network, ``network.objective``; its tensors travel and are kept as the network's own.
 
         Args:
-            spec: of the network: ``inputs`` features of a frame, ``classes`` outputs.
+            spec: of the network: ``inputs`` features of a frame, ``classes`` of the data, ``width`` outputs.
         """
         return None
 

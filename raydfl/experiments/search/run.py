@@ -166,7 +166,11 @@ class _Session:
         config = self._search.first
         if config.ray.actors != "per_client":
             return 0
-        return len(build_population(config.data, config.run.seed, Progress("quiet"), run_chunks))
+        return len(
+            build_population(
+                config.data, config.run.seed, Progress("quiet"), run_chunks, labels_needed=config.labels_needed
+            )
+        )
 
     def _tune(self, bundles: list[Bundle]) -> None:
         """The trials that the judge has left, by Ray Tune."""
