@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import logging
 import operator
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
@@ -90,7 +91,13 @@ def record(computation: Callable[[], Sequence[Tensor | None]], known: Mapping[in
     recorder = _Recorder(known)
     with recorder:
         outputs = computation()
-    return recorder.tape(outputs)
+    tape = recorder.tape(outputs)
+    del outputs
+    if recorder.still_used():
+        raise TapeError(
+            "it keeps what it computed, in a list or elsewhere; let it report a sum and a count (docs/objectives.md)"
+        )
+    return tape
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -150,6 +157,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._keep(item, self._graph.call_function(operator.getitem, (node, place)))
         elif found is not None:
             raise TapeError("it looks at the value of a tensor")
+
+    def still_used(self) -> bool:
+        """Forget all tensors, and return whether somebody else still has one that was computed."""
+        computed = [weakref.ref(tensor) for key, (_, tensor) in self._nodes.items() if key not in self._known]
+        self._nodes.clear()
+        return any(tensor() is not None for tensor in computed)
 
     def tape(self, outputs: Sequence[Tensor | None]) -> Tape:
         """Return what was recorded, ending in these outputs."""
