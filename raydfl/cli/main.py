@@ -281,7 +281,7 @@ def predict_command(
     as_json: Json = False,
     trust: Trust = False,
 ) -> None:
-    """Classify recordings with a model of the run in DIR.
+    """Classify recordings with a model of the run in DIR, or say of them what else the run's objective answers.
 
     They go through the run's own front end: wav, flac, ogg, opus, mp3, aiff and others, any rate and number of channels. Those that
     cannot be read are named at the end, with exit code 2; all others are classified.
@@ -294,7 +294,14 @@ def predict_command(
         raise InputError("--csv and --json: choose one")
     loaded = load_model(directory, model, client, trust)
     form: Form = "csv" if as_csv else "json" if as_json else "table"
-    show(predictions(loaded, files), min(top, len(loaded.classes)), form, loaded.description)
+    show(
+        predictions(loaded, files),
+        min(top, len(loaded.classes)),
+        form,
+        loaded.description,
+        None,
+        loaded.objective.answers,
+    )
 
 
 @app.command("export")
@@ -316,7 +323,7 @@ def export_command(
     exported = export_model(directory, out, model=model, client=client, trust=trust)
     print(exported.path)  # noqa: T201
     print(exported.description_path)  # noqa: T201
-    print(f"largest difference to PyTorch: {exported.difference:.1e} (logits)")  # noqa: T201
+    print(f"largest difference to PyTorch: {exported.difference:.1e} ({exported.output})")  # noqa: T201
 
 
 @app.command("sweep", cls=_TakesSettings)

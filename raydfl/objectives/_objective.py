@@ -109,6 +109,10 @@ class Objective:
         """
         return outputs
 
+    def chosen(self, answer: np.ndarray) -> np.ndarray:
+        """Return which classes a clip has: bool [classes], of its answer float64 [classes]; asked where ``answers`` is "set"."""
+        return answer >= 0.5
+
     def names(self, classes: Sequence[str]) -> tuple[str, ...]:
         """Return what the predictor's outputs are called: by default the classes' names."""
         return tuple(classes)

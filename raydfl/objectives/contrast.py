@@ -53,6 +53,10 @@ class Contrast(Objective):
         """Return ``size``."""
         return self.size
 
+    def names(self, classes: Sequence[str]) -> tuple[str, ...]:
+        """Return a number for each output: they have no meaning one by one."""
+        return tuple(str(number) for number in range(self.size))
+
     def extension(self, spec: ModelSpec) -> nn.Module:
         """Return the similarity of two crops."""
         return _Similarity(self.size)

@@ -47,6 +47,10 @@ class MultiLabel(Objective):
         """Probabilities: the sigmoid of each output."""
         return outputs.sigmoid()
 
+    def chosen(self, answer: np.ndarray) -> np.ndarray:
+        """Return the classes whose probability reaches the threshold."""
+        return answer >= self.threshold
+
     def metrics(self, outputs: Tensor, examples: Examples) -> Metrics:
         """Measure ``loss`` and ``scores`` of the mean probabilities of each clip."""
         probabilities, first = mean_over_clips(self.answer(outputs.double()), examples)
