@@ -26,6 +26,7 @@ from raydfl.engine.storage import influences as influences
 from raydfl.engine.storage import read_rows as read_rows
 from raydfl.experiments import trainable as trainable
 from raydfl.methods import Method as Method
+from raydfl.objectives import Objective as Objective
 from raydfl.rules import CollectingRule as CollectingRule
 from raydfl.rules import Rule as Rule
 from raydfl.runs import Outcome as Outcome

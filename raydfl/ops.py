@@ -9,7 +9,8 @@ from raydfl.core.ops import (
     gru,
     mean_over_time,
     random_state,
+    uniform,
     use,
 )
 
-__all__ = ["GRU", "Conv1d", "Dropout", "compiled", "conv1d", "gru", "mean_over_time", "random_state", "use"]
+__all__ = ["GRU", "Conv1d", "Dropout", "compiled", "conv1d", "gru", "mean_over_time", "random_state", "uniform", "use"]

@@ -17,6 +17,7 @@ from raydfl.data import DataSettings
 from raydfl.engine import Config
 from raydfl.methods import Method
 from raydfl.models import architectures, model_options
+from raydfl.objectives import Objective
 from raydfl.rules import RULES
 
 _WIDTH = 110
@@ -35,6 +36,11 @@ def explain_config(config: Config) -> str:
             lines += _comment(str(field.description), 0)
             lines += ["method:", *_comment("which method; `raydfl methods` lists them", 1)]
             lines += [f"  name: {to_yaml(config.method['name'])}", *_options(options_of(type(built)), plain(built), 1)]
+        elif name == "objective":
+            objective = config.parts.method.objective
+            lines += _comment(f"{field.description}; `raydfl methods` lists the objectives", 0)
+            lines += ["objective:", f"  name: {to_yaml(config.objective['name'])}"]
+            lines += _options(options_of(type(objective)), plain(objective), 1)
         elif name == "attack":
             attack = config.parts.attack
             lines += _comment(f"{field.description}; `raydfl methods` lists the attacks", 0)
@@ -98,7 +104,7 @@ def _comment(text: str, depth: int) -> list[str]:
 
 
 def methods_as_data(only: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the built-in methods, rules, attacks and networks with their options, as plain data.
+    """Return the built-in methods, rules, attacks, objectives and networks with their options, as plain data.
 
     Args:
         only: names; empty: all.
@@ -113,13 +119,16 @@ def methods_as_data(only: Sequence[str] = ()) -> dict[str, Any]:
         },
         "rules": {name: _about(cls) for name, cls in RULES.items()},
         "attacks": {name: _about(cls) for name, cls in _classes_of("raydfl.attacks", Attack, "attack").items()},
+        "objectives": {
+            name: _about(cls) for name, cls in _classes_of("raydfl.objectives", Objective, "objective").items()
+        },
         "models": {name: {"options": plain(model_options(name))} for name in architectures()},
     }
     known = {name for kind in everything.values() for name in kind}
     for name in only:
         if name not in known:
             hint = nearest(name, known)
-            raise ConfigError(f"no method, rule, attack or architecture {name!r} is built in; {hint}")
+            raise ConfigError(f"no method, rule, attack, objective or architecture {name!r} is built in; {hint}")
     return {
         kind: {name: about for name, about in entries.items() if not only or name in only}
         for kind, entries in everything.items()
@@ -142,6 +151,7 @@ _TITLES = {
     "methods": "Methods (method: {name: ...})",
     "rules": "Aggregation rules (method.rule)",
     "attacks": "Attacks (attack: {name: ...}), simulated",
+    "objectives": "Objectives (objective: {name: ...})",
     "models": "Architectures (models)",
 }
 

@@ -280,7 +280,7 @@ def predict_command(
     as_json: Json = False,
     trust: Trust = False,
 ) -> None:
-    """Classify recordings with a model of the run in DIR.
+    """Classify recordings with a model of the run in DIR, or say of them what else the run's objective answers.
 
     They go through the run's own front end: wav, flac, ogg, opus, mp3, aiff and others, any rate and number of channels. Those that
     cannot be read are named at the end, with exit code 2; all others are classified.
@@ -292,7 +292,14 @@ def predict_command(
         raise InputError("--csv and --json: choose one")
     loaded = load_model(directory, model, client, trust)
     form: Form = "csv" if as_csv else "json" if as_json else "table"
-    show(predictions(loaded, files), min(top, len(loaded.classes)), form, loaded.description)
+    show(
+        predictions(loaded, files),
+        min(top, len(loaded.classes)),
+        form,
+        loaded.description,
+        None,
+        loaded.objective.answers,
+    )
 
 
 @app.command("export")
@@ -314,7 +321,7 @@ def export_command(
     exported = export_model(directory, out, model=model, client=client, trust=trust)
     print(exported.path)  # noqa: T201
     print(exported.description_path)  # noqa: T201
-    print(f"largest difference to PyTorch: {exported.difference:.1e} (logits)")  # noqa: T201
+    print(f"largest difference to PyTorch: {exported.difference:.1e} ({exported.output})")  # noqa: T201
 
 
 @app.command("sweep", cls=_TakesSettings)
@@ -381,12 +388,14 @@ def methods_command(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="NAME", help="these methods, rules, attacks or architectures; default: all", show_default=False
+            metavar="NAME",
+            help="these methods, rules, attacks, objectives or architectures; default: all",
+            show_default=False,
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List all methods, aggregation rules, attacks and architectures, with options, ranges and defaults."""
+    """List all methods, aggregation rules, attacks, objectives and architectures, with options, ranges and defaults."""
     from raydfl.cli.explain import explain_methods, methods_as_data
 
     if as_json:
@@ -476,7 +485,9 @@ def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, 
 
             stack.enter_context(connected(config.ray.address, quiet=True))
             run_chunks = on_the_cluster
-        population = build_population(config.data, config.run.seed, progress, run_chunks, config.parts.attack)
+        population = build_population(
+            config.data, config.run.seed, progress, run_chunks, config.parts.attack, labels_needed=config.labels_needed
+        )
         for message in population.messages:
             progress.message(message)
         progress.message(
@@ -500,7 +511,7 @@ def data_plot(
     if out.suffix not in (".png", ".svg", ".pdf"):
         raise InputError(f"--out {out}: the name must end in .png, .svg or .pdf")
     with _progress(quiet=False, as_json=False) as progress:
-        population = build_population(config.data, config.run.seed, progress)
+        population = build_population(config.data, config.run.seed, progress, labels_needed=config.labels_needed)
     with _writing(out):
         plot_partition(population, out)
     print(out)  # noqa: T201

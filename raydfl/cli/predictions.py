@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TextIO
 
 from rich.console import Console
@@ -24,7 +24,9 @@ _LISTED = 10
 """Recordings that could not be classified, named in the error."""
 
 
-def show(found: Iterable[Prediction], top: int, form: Form, heading: str, out: TextIO | None = None) -> None:
+def show(
+    found: Iterable[Prediction], top: int, form: Form, heading: str, out: TextIO | None = None, answers: str = "class"
+) -> None:
     """Print predictions: JSON and CSV as they come, a table at the end.
 
     Args:
@@ -33,6 +35,7 @@ def show(found: Iterable[Prediction], top: int, form: Form, heading: str, out: T
         form: what is printed.
         heading: above a table.
         out: where to; standard output by default.
+        answers: what the predictions say: "class", "set" or "score".
 
     Raises:
         InputError: some of the recordings could not be classified; all others have been printed.
@@ -40,7 +43,12 @@ def show(found: Iterable[Prediction], top: int, form: Form, heading: str, out: T
     out = out or sys.stdout
     failed: list[Prediction] = []
     total = 0
-    write = {"json": _write_json, "csv": _write_csv, "table": _write_table}[form]
+    writers: dict[str, Callable[[Iterable[Prediction], int, str, TextIO], None]]
+    writers = {"json": _write_json, "csv": _write_csv, "table": _write_table}
+    if answers == "score":
+        writers |= {"csv": _write_score_csv, "table": _write_score_table}
+    elif answers == "set":
+        writers |= {"csv": _write_set_csv, "table": _write_set_table}
 
     def counted() -> Iterable[Prediction]:
         nonlocal total
@@ -50,7 +58,7 @@ def show(found: Iterable[Prediction], top: int, form: Form, heading: str, out: T
                 failed.append(prediction)
             yield prediction
 
-    write(counted(), top, heading, out)
+    writers[form](counted(), top, heading, out)
     out.flush()
     if failed:
         shown = [f"  {shown_name(prediction.file)}: {prediction.error}" for prediction in failed[:_LISTED]]
@@ -59,13 +67,20 @@ def show(found: Iterable[Prediction], top: int, form: Form, heading: str, out: T
 
 
 def as_data(prediction: Prediction, top: int) -> dict[str, Any]:
-    """Return a prediction as one JSON object: ``file``, ``label``, ``probability``, ``top``; or ``file`` and ``error``."""
+    """Return a prediction as one JSON object: ``file``, ``label``, ``probability``, ``top``; or ``file`` and ``error``.
+
+    Of a set of classes ``labels`` takes the place of ``label`` and ``probability``; of a score, ``score`` that of all.
+    """
     if prediction.error:
         return {"file": shown_name(prediction.file), "error": prediction.error}
+    if prediction.answers == "score":
+        return {"file": shown_name(prediction.file), "score": prediction.score}
+    own: dict[str, Any] = {"label": prediction.label, "probability": prediction.probability}
+    if prediction.answers == "set":
+        own = {"labels": list(prediction.labels)}
     return {
         "file": shown_name(prediction.file),
-        "label": prediction.label,
-        "probability": prediction.probability,
+        **own,
         "top": [{"label": label, "probability": probability} for label, probability in prediction.top(top)],
     }
 
@@ -84,6 +99,42 @@ def _write_csv(found: Iterable[Prediction], top: int, _: str, out: TextIO) -> No
         writer.writerow([shown_name(prediction.file), *cells, *[""] * (2 * top - len(cells)), prediction.error])
 
 
+def _write_score_csv(found: Iterable[Prediction], _: int, __: str, out: TextIO) -> None:
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["file", "score", "error"])
+    for prediction in found:
+        score = "" if prediction.error else prediction.score
+        writer.writerow([shown_name(prediction.file), score, prediction.error])
+
+
+def _write_score_table(found: Iterable[Prediction], _: int, heading: str, out: TextIO) -> None:
+    table = Table("file", "score", box=None, pad_edge=False)
+    table.columns[0].overflow = "fold"
+    for prediction in found:
+        score = "-" if prediction.error else f"{prediction.score:.4g}"
+        table.add_row(Text(shown_name(prediction.file)), Text(score))
+    _print(table, heading, out)
+
+
+def _write_set_csv(found: Iterable[Prediction], top: int, _: str, out: TextIO) -> None:
+    """A column for the classes that it has, then ``label`` and ``probability`` for each rank, then ``error``."""
+    writer = csv.writer(out, lineterminator="\n")
+    ranks = [""] + [f"_{rank}" for rank in range(2, top + 1)]
+    writer.writerow(["file", "labels", *(name + rank for rank in ranks for name in ("label", "probability")), "error"])
+    for prediction in found:
+        cells = [cell for pair in _ranked(prediction, top) for cell in pair] or [""] * 2 * top
+        writer.writerow([shown_name(prediction.file), "|".join(prediction.labels), *cells, prediction.error])
+
+
+def _write_set_table(found: Iterable[Prediction], top: int, heading: str, out: TextIO) -> None:
+    table = Table("file", "labels", "most probable", box=None, pad_edge=False)
+    table.columns[0].overflow = "fold"
+    for prediction in found:
+        ranks = ", ".join(f"{label} {probability:.3f}" for label, probability in _ranked(prediction, top))
+        table.add_row(*map(Text, (shown_name(prediction.file), ", ".join(prediction.labels) or "-", ranks)))
+    _print(table, heading, out)
+
+
 def _ranked(prediction: Prediction, top: int) -> Sequence[tuple[str, float]]:
     return [] if prediction.error else prediction.top(top)
 
@@ -99,6 +150,10 @@ def _write_table(found: Iterable[Prediction], top: int, heading: str, out: TextI
         table.add_row(
             Text(shown_name(prediction.file)), *map(Text, first), *([Text(", ".join(cells))] if top > 1 else [])
         )
+    _print(table, heading, out)
+
+
+def _print(table: Table, heading: str, out: TextIO) -> None:
     # Long names are folded on a terminal only: elsewhere a line is a recording.
     console = Console(file=out, highlight=False, width=None if out.isatty() else _UNFOLDED)
     console.print(heading, markup=False, soft_wrap=True)

@@ -72,8 +72,14 @@ class SiteReport:
         return dataclasses.asdict(self)
 
 
-def join(reports: Sequence[SiteReport], classes: Sequence[str]) -> Population:
-    """Return the population of all sites, in the order given: ids ``site/number``, numbers of examples, and no data."""
+def join(reports: Sequence[SiteReport], classes: Sequence[str], separator: str | None = None) -> Population:
+    """Return the population of all sites, in the order given: ids ``site/number``, numbers of examples, and no data.
+
+    Args:
+        reports: of the sites.
+        classes: the labels of all sites' clips.
+        separator: as for :class:`Population`.
+    """
     sites: list[Site] = []
     for report in reports:
         first = sites[-1].stop if sites else 0
@@ -96,7 +102,9 @@ def join(reports: Sequence[SiteReport], classes: Sequence[str]) -> Population:
         + (f", {report.left_out} clips cannot be read and are left out" if report.left_out else "")
         for report in reports
     ]
-    return Population(classes, length, (), arrays, messages=messages, bands=reports[0].bands, sites=sites)
+    return Population(
+        classes, length, (), arrays, messages=messages, bands=reports[0].bands, sites=sites, separator=separator
+    )
 
 
 SHARE = 0.001
@@ -223,7 +231,8 @@ def prepare_sites(config: Config, key: str, run_dir: Path, progress: Progress) -
     classes = kept_labels(labels, config.data.leave_out)
     reports: list[SiteReport] = _everywhere(config, prepare_at, [(name, key, classes) for name in names], progress)
     trained = {label for report in reports for label in report.trained}
-    for label in classes:
+    population = join(reports, classes, None if config.data.labels is None else config.data.labels.separator)
+    for label in population.classes if config.labels_needed else ():
         if label not in trained:
             raise DataError(
                 f"no client of any site has a training clip of label {label!r}; choose data.split or data.partition "
@@ -231,7 +240,7 @@ def prepare_sites(config: Config, key: str, run_dir: Path, progress: Progress) -
             )
     told = {"classes": classes, "sites": [report.as_dict() for report in reports]}
     write_durably(run_dir / "sites.json", json.dumps(told, indent=2).encode())
-    return join(reports, classes)
+    return population
 
 
 def _everywhere(

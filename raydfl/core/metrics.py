@@ -7,7 +7,9 @@ what was pooled.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,22 +17,50 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from raydfl.core.errors import DataError
-from raydfl.core.types import Metrics, Ratio
+from raydfl.core.types import Metric, Metrics, Ratio, Scores
 
-HIGHER_IS_BETTER: Mapping[str, bool] = {
-    "accuracy": True,
-    "macro_f1": True,
-    "average_recall": True,
-    "attack_success": False,
-    "loss": False,
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What is known of a score by its name: how it is shown and compared."""
+
+    title: str
+    """What reports call it."""
+    higher_is_better: bool = True
+    share: bool = True
+    """Whether it goes from 0 to 1 and is shown in per cent; else it is shown as it is, in ``unit``."""
+    headline: bool = False
+    """Whether it is the first thing to look at in a run that has it."""
+    drawn: bool = True
+    """Whether reports draw it over the rounds."""
+    unit: str = "%"
+
+
+SCORES: Mapping[str, Score] = {
+    "accuracy": Score("accuracy", headline=True),
+    "map": Score("mean average precision", headline=True),
+    "auc": Score("AUC", headline=True),
+    "pauc": Score("partial AUC"),
+    "eer": Score("equal error rate", higher_is_better=False),
+    "f1": Score("F1"),
+    "macro_f1": Score("macro F1"),
+    "average_recall": Score("average recall", drawn=False),
+    "attack_success": Score("attack success", higher_is_better=False),
+    "loss": Score("loss", higher_is_better=False, share=False, unit="nats"),
 }
 """The scores that are compared between clients and runs, by the last part of their names, in the order in which they are shown."""
+
+HIGHER_IS_BETTER: Mapping[str, bool] = {name: score.higher_is_better for name, score in SCORES.items()}
+"""Whether the larger of two values of a score is the better one."""
 
 OF_CLIENTS = ("_client_mean", "_client_std", "_worst_decile")
 """What is appended to a score's name for its summaries over clients."""
 
-SHOWN = ("accuracy", "attack_success")
+SHOWN = (*(name for name, score in SCORES.items() if score.headline), "attack_success")
 """The scores of a progress line, by the last part of their names."""
+
+MAX_FALSE_POSITIVES = 0.1
+"""The rate of false positives up to which the partial AUC is taken (DCASE's p)."""
 
 
 def base_name(metric: str) -> str:
@@ -129,33 +159,51 @@ def _mean_over_clips(
     return mean - np.log(segments)[:, None], truth
 
 
-def pool(parts: Iterable[Metrics]) -> dict[str, Ratio | np.ndarray]:
-    """Add up the metrics of several clients or batches, name by name; a name need not be in all of them.
+def pool(parts: Iterable[Metrics]) -> dict[str, Metric]:
+    """Add up the metrics of several clients or batches, name by name, and join scores; a name need not be in all of them.
 
     Raises:
         ValueError: one name is a ratio here and an array there, or arrays of different shapes.
     """
-    pooled: dict[str, Ratio | np.ndarray] = {}
+    pooled: dict[str, Metric] = {}
+    joined: dict[str, list[Scores]] = {}
     for part in parts:
         for name, value in part.items():
             so_far = pooled.get(name)
             if so_far is None:
                 pooled[name] = value
+            elif (
+                isinstance(so_far, Scores)
+                and isinstance(value, Scores)
+                and kind_of_metric(so_far) == kind_of_metric(value)
+            ):
+                joined.setdefault(name, [so_far]).append(value)
             elif (isinstance(so_far, Ratio) and isinstance(value, Ratio)) or (
                 isinstance(so_far, np.ndarray) and isinstance(value, np.ndarray) and so_far.shape == value.shape
             ):
                 pooled[name] = so_far + value
             else:
-                raise ValueError(f"metric {name!r} cannot be pooled: {_kind(so_far)} here, {_kind(value)} there")
-    return pooled
+                raise ValueError(
+                    f"metric {name!r} cannot be pooled: {kind_of_metric(so_far)} here, {kind_of_metric(value)} there"
+                )
+    return pooled | {name: _joined(several) for name, several in joined.items()}
 
 
-def _kind(value: Ratio | np.ndarray) -> str:
-    return f"array {list(value.shape)}" if isinstance(value, np.ndarray) else "a ratio"
+def _joined(parts: Sequence[Scores]) -> Scores:
+    """Join scores of one kind, all at once."""
+    values, truth = np.concatenate([part.values for part in parts]), np.concatenate([part.truth for part in parts])
+    return dataclasses.replace(parts[0], values=values, truth=truth)
+
+
+def kind_of_metric(value: Metric) -> str:
+    """Return what has to be equal about two metrics for them to be pooled, in words."""
+    if isinstance(value, Scores):
+        return f"scores of clips {list(value.values.shape[1:])} with the threshold {value.threshold}"
+    return f"an array {list(value.shape)}" if isinstance(value, np.ndarray) else "a ratio"
 
 
 def summarise(metrics: Metrics) -> dict[str, Ratio]:
-    """Return the ratios in ``metrics`` and those that its arrays give.
+    """Return the ratios in ``metrics`` and those that its arrays and scores give.
 
     From ``<model>/confusion`` (int [classes, classes], row: truth) come
 
@@ -165,15 +213,70 @@ def summarise(metrics: Metrics) -> dict[str, Ratio]:
 
     Both are ratios of a sum over classes and the number of these classes: right for the data that the confusion matrix
     is of, and not to be added up over clients (:func:`pool` the confusion matrices instead).
+
+    From :class:`Scores` ``<model>/scores`` come those of :func:`ranking_metrics`, as ``<model>/auc`` and so on.
     """
     summary: dict[str, Ratio] = {}
     for name, value in metrics.items():
         if isinstance(value, Ratio):
             summary[name] = value
+        elif isinstance(value, Scores):
+            prefix = name.removesuffix(base_name(name))
+            summary |= {prefix + score: ratio for score, ratio in ranking_metrics(value).items()}
         elif base_name(name) == "confusion":
             prefix = name.removesuffix("confusion")
             summary[f"{prefix}macro_f1"], summary[f"{prefix}average_recall"] = _from_confusion(value)
     return summary
+
+
+def reduced(metrics: Metrics) -> dict[str, Metric]:
+    """Return metrics with what their scores give in the place of the scores: what a client reports."""
+    kept = {name: value for name, value in metrics.items() if not isinstance(value, Scores)}
+    return {**kept, **summarise({name: value for name, value in metrics.items() if isinstance(value, Scores)})}
+
+
+def ranking_metrics(scores: Scores) -> dict[str, Ratio]:
+    """Return what scikit-learn's functions say of scores, each a ratio that counts the clips.
+
+    Of values [clips]: ``auc``; ``pauc``, up to a false positive rate of 0.1, standardised (McClish); ``eer``, where the
+    false positive rate equals the false negative rate; and with a threshold ``f1``. Of values [clips, classes]: ``map`` and
+    ``auc``, the mean over the classes of average precision and AUC; and with a threshold ``macro_f1``. Classes of which all or
+    no clips are true are left out of the mean. Where nothing can be said, because all clips or none are true, the count is 0;
+    with a value that is not finite the score is NaN.
+    """
+    from sklearn import metrics as sklearn_metrics  # a second that most runs need not spend
+
+    values, truth = scores.values, scores.truth.astype(bool)
+    clips = len(values)
+    columns = values.reshape(clips, -1).shape[1]
+    some = [column for column in range(columns) if 0 < np.count_nonzero(truth.reshape(clips, -1)[:, column]) < clips]
+    several = values.ndim > 1
+    names = ["map", "auc"] if several else ["auc", "pauc", "eer"]
+    names += [] if scores.threshold is None else ["macro_f1" if several else "f1"]
+    if not some or not np.isfinite(values).all():
+        return {name: Ratio(float("nan") if some else 0.0, clips if some else 0) for name in names}
+    found: dict[str, float] = {}
+    if several:
+        found["map"] = sklearn_metrics.average_precision_score(truth[:, some], values[:, some], average="macro")
+        found["auc"] = sklearn_metrics.roc_auc_score(truth[:, some], values[:, some], average="macro")
+        if scores.threshold is not None:
+            guess = values[:, some] >= scores.threshold
+            found["macro_f1"] = sklearn_metrics.f1_score(truth[:, some], guess, average="macro", zero_division=0)
+    else:
+        found["auc"] = sklearn_metrics.roc_auc_score(truth, values)
+        found["pauc"] = sklearn_metrics.roc_auc_score(truth, values, max_fpr=MAX_FALSE_POSITIVES)
+        found["eer"] = _equal_error_rate(*sklearn_metrics.roc_curve(truth, values, drop_intermediate=False)[:2])
+        if scores.threshold is not None:
+            found["f1"] = sklearn_metrics.f1_score(truth, values >= scores.threshold, zero_division=0)
+    return {name: Ratio(float(value) * clips, clips) for name, value in found.items()}
+
+
+def _equal_error_rate(false_positives: NDArray[np.float64], true_positives: NDArray[np.float64]) -> float:
+    """Return the rate where the line through the points of a ROC curve meets false positives = false negatives."""
+    above = false_positives - (1 - true_positives)  # rises from -1 to 1
+    stop = int(np.argmax(above >= 0))
+    share = -above[stop - 1] / (above[stop] - above[stop - 1])
+    return float(false_positives[stop - 1] + share * (false_positives[stop] - false_positives[stop - 1]))
 
 
 def _from_confusion(confusion: NDArray[Any]) -> tuple[Ratio, Ratio]:

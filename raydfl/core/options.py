@@ -37,9 +37,11 @@ def options_of(cls: type) -> list[Option]:
     """Return the options of a dataclass or of a group of settings, in their order."""
     schema = _schema(cls)
     required = schema.get("required", ())
+    given = {item.name for item in dataclasses.fields(cls) if not item.init} if dataclasses.is_dataclass(cls) else set()
     return [
         Option(name, about.get("default"), name in required, describe_field(about))
         for name, about in schema.get("properties", {}).items()
+        if name not in given
     ]
 
 

@@ -29,8 +29,30 @@ class Ratio:
         return Ratio(self.total + other.total, self.count + other.count)
 
 
-Metrics = Mapping[str, "Ratio | np.ndarray"]
-"""Metrics by name. A :class:`Ratio` pools by adding sums and counts, an array (a confusion matrix, say) by adding."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """A metric of single clips, which must be joined before it can be reduced: AUC, mean average precision ...
+
+    A client's never leave it: what it reports is reduced there.
+    """
+
+    values: np.ndarray
+    """float64 [clips], the higher the more likely; or [clips, classes], a column for each class."""
+    truth: np.ndarray
+    """bool, of the shape of ``values``."""
+    threshold: float | None = None
+    """The value from which on a clip is taken for true; ``None``: there is none, and F1 is not told."""
+
+    def __add__(self, other: Scores) -> Scores:
+        return Scores(
+            np.concatenate([self.values, other.values]), np.concatenate([self.truth, other.truth]), self.threshold
+        )
+
+
+Metric = Ratio | np.ndarray | Scores
+Metrics = Mapping[str, Metric]
+"""Metrics by name. A :class:`Ratio` pools by adding sums and counts, an array (a confusion matrix, say) by adding,
+:class:`Scores` by joining."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +66,16 @@ class ModelSpec:
     inputs: int
     """Feature bands of a frame."""
     classes: int
-    """Output classes."""
+    """Classes of the data."""
     options: tuple[tuple[str, Any], ...] = ()
     """Keyword arguments of the architecture, sorted by name."""
+    outputs: int | None = None
+    """Numbers that it gives for an example; ``None``: one for each class."""
+
+    @property
+    def width(self) -> int:
+        """Numbers that it gives for an example."""
+        return self.classes if self.outputs is None else self.outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +138,7 @@ class Batch:
     x: Tensor
     """float32 [batch, frames, bands]; frames beyond an example's length are 0."""
     y: Tensor
-    """int64 [batch]: class indices."""
+    """int64 [batch]: class indices; where a clip has a set of classes float32 [batch, classes], 1 for each that it has."""
     lengths: Tensor | None = None
     """int64 [batch]: valid frames of each example; ``None`` when all frames count."""
     weight: Tensor | None = None

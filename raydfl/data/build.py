@@ -37,6 +37,7 @@ def build_population(
     run_chunks: RunChunks | None = None,
     attack: Poisoner | None = None,
     classes: Sequence[str] | None = None,
+    labels_needed: bool = True,
 ) -> Population:
     """List the clips, divides them, and makes sure that their features are in the cache.
 
@@ -47,6 +48,7 @@ def build_population(
         run_chunks: executes chunks of that work, on a cluster for example; local processes when ``None``.
         attack: what attackers do to their recordings and labels, if there are any.
         classes: of the whole federation, where these clips are a part of it and need not show them all.
+        labels_needed: whether each class has to be learnt, so that one without training clips is a mistake.
 
     Raises:
         ConfigError: options that the data set does not take, or an attack that does not fit the data.
@@ -56,7 +58,9 @@ def build_population(
     complete = classes is None
     manifest, own = list_clips(data, seed, progress, complete)
     classes = own if classes is None else classes
-    division = divide(manifest, classes, data, seed, complete)  # before the long work: what cannot be done fails now
+    division = divide(
+        manifest, classes, data, seed, complete and labels_needed
+    )  # before the long work: what cannot be done fails now
     if attack is not None:
         attack.check(classes, data.features)
         attack.candidates(Names.of(division.partition.ids), seed)
@@ -74,7 +78,7 @@ def build_population(
             raise DataError(
                 f"none of {manifest.num_rows} clips can be read, the first {skipped[0][0]}: {skipped[0][1]}"
             )
-        division = _divide(manifest, usable, classes, data, seed, complete)
+        division = _divide(manifest, usable, classes, data, seed, complete and labels_needed)
     dropped = len(division.split.train) - len(division.partition.rows)
     if dropped:
         messages.append(
@@ -163,7 +167,7 @@ def _divide(
     partition = Partition(
         partition.ids, usable[partition.rows], partition.offsets, partition.groups, partition.group_of
     )
-    if complete:
+    if complete and data.labels is None:
         _check_classes(classes, labels, usable, split, partition)
     held_out = np.zeros(len(partition.rows), bool)
     if data.split.validation:
@@ -284,7 +288,8 @@ def _assemble(
                 f"{strange} of {len(np.unique(group[used]))} groups have no training clip: theirs are normalised with the "
                 "statistics of all training clips",
             ]
-    return Population(classes, _common_length(arrays), stores, arrays, skipped, messages)
+    separator = None if data.labels is None else data.labels.separator
+    return Population(classes, _common_length(arrays), stores, arrays, skipped, messages, separator=separator)
 
 
 def _statistics(store: FeatureStore, group: np.ndarray, client: np.ndarray, clients: int) -> dict[str, np.ndarray]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -22,13 +22,17 @@ class Examples:
     counts: np.ndarray
     """int [examples]: frames of each example."""
     labels: np.ndarray
-    """int64 [examples]: class indices."""
+    """int64 [examples]: class indices; with :attr:`sets` indices of its rows."""
     clips: np.ndarray
     """int64 [examples]: number of the clip; segments of one clip have the same."""
     length: int | None
     """Frames of every example when all of the population have the same number, else ``None``."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     """int64 [examples] each, by name: what batches carry as :attr:`Batch.columns`."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes."""
+    sets: np.ndarray | None = None
+    """bool [labels, classes]: the classes of each label, where a label is a set of them; ``None``: a label is one class."""
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -36,15 +40,18 @@ class Examples:
     def take(self, indices: np.ndarray) -> Examples:
         """Return the examples at these positions (int [n]), in that order."""
         indices = np.asarray(indices, np.int64)
-        return Examples(
-            self.store,
-            self.starts[indices],
-            self.counts[indices],
-            self.labels[indices],
-            self.clips[indices],
-            self.length,
-            {name: column[indices] for name, column in self.columns.items()},
+        return replace(
+            self,
+            starts=self.starts[indices],
+            counts=self.counts[indices],
+            labels=self.labels[indices],
+            clips=self.clips[indices],
+            columns={name: column[indices] for name, column in self.columns.items()},
         )
+
+    def targets(self, labels: np.ndarray) -> np.ndarray:
+        """Return labels (int [n]) as batches have them: int64 [n], or float32 [n, classes] where a label is a set of classes."""
+        return labels.astype(np.int64) if self.sets is None else self.sets[labels].astype(np.float32)
 
     @classmethod
     def joined(cls, parts: Sequence[Examples], column: str) -> Examples:
@@ -59,14 +66,13 @@ class Examples:
             return np.concatenate([getattr(part, name) for part in parts])
 
         columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns}
-        return cls(
-            first.store,
-            end_to_end("starts"),
-            end_to_end("counts"),
-            end_to_end("labels"),
-            end_to_end("clips"),
-            first.length,
-            {**columns, column: number},
+        return replace(
+            first,
+            starts=end_to_end("starts"),
+            counts=end_to_end("counts"),
+            labels=end_to_end("labels"),
+            clips=end_to_end("clips"),
+            columns={**columns, column: number},
         )
 
     def batch(self, index: np.ndarray, device: torch.device | str = "cpu") -> Batch:
@@ -84,7 +90,7 @@ class Examples:
             lengths = torch.tensor(counts, dtype=torch.int64, device=device)
         return Batch(
             x=torch.from_numpy(x).to(device),
-            y=torch.from_numpy(self.labels[index].astype(np.int64)).to(device),
+            y=torch.from_numpy(self.targets(self.labels[index])).to(device),
             lengths=lengths,
             columns={name: torch.from_numpy(column[index]).to(device) for name, column in self.columns.items()},
         )

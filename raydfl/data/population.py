@@ -21,6 +21,7 @@ from raydfl.core.errors import DataError, RunDirectoryError, nearest
 from raydfl.core.files import RESUME, write_atomically, writing
 from raydfl.data.examples import ClientData, Examples
 from raydfl.data.features.cache import FeatureStore, open_store
+from raydfl.data.labels import sets_of
 from raydfl.data.names import Names
 
 FORMAT = 1
@@ -64,7 +65,7 @@ class Population:
     """Clients and held-out data. Made by raydfl.data.build, raydfl.cluster.sites, or :meth:`load`.
 
     Args:
-        classes: names of the classes; a label is an index into it.
+        classes: the labels that clips have; an example's label is an index into it.
         length: frames of every example, ``None`` when they differ.
         stores: the clean features, and the noisy ones if some clients have them.
         arrays: for each of the parts train, validation (both by client), server_validation and test the columns ``starts``,
@@ -78,6 +79,7 @@ class Population:
         messages: what the user should know about how this population came about.
         bands: features of a frame; ``None``: those of the stores.
         sites: where the data lie, if not here: there are no stores then, and no examples.
+        separator: what stands between the classes that a label names; ``None``: a label is one class.
     """
 
     def __init__(
@@ -90,8 +92,16 @@ class Population:
         messages: Sequence[str] = (),
         bands: int | None = None,
         sites: Sequence[Site] = (),
+        separator: str | None = None,
     ) -> None:
-        self.classes: tuple[str, ...] = tuple(classes)
+        self._labels, self._separator = tuple(classes), separator
+        self.classes: tuple[str, ...] = self._labels
+        """Names of the classes."""
+        self.sets: np.ndarray | None = None
+        """bool [labels, classes]: the classes of each label, where a label is a set of them."""
+        if separator is not None:
+            names, self.sets = sets_of(self._labels, separator)
+            self.classes = tuple(names)
         self.length = length
         self.stores = tuple(stores)
         self.skipped: tuple[tuple[str, str], ...] = tuple((clip, reason) for clip, reason in skipped)
@@ -211,16 +221,16 @@ class Population:
         return values[:, -1 if client is None else int(self._arrays["statistics/of"][client])]
 
     def label_counts(self) -> np.ndarray:
-        """Return int64 [clients, classes]: training clips of each client by label, wrong labels as they are."""
+        """Return int64 [clients, classes]: training clips of each client by class, wrong labels as they are."""
         offsets = self._arrays["train/offsets"]
         client = np.repeat(np.arange(len(self)), np.diff(offsets))
         clips = self._arrays["train/clips"]
         # The segments of a clip follow one another: only the first of each counts.
         first = np.ones(len(clips), bool)
         first[1:] = (clips[1:] != clips[:-1]) | (client[1:] != client[:-1])
-        cell = client[first] * len(self.classes) + self._arrays["train/labels"][first]
-        counts = np.bincount(cell, minlength=len(self) * len(self.classes))
-        return counts.reshape(len(self), len(self.classes))
+        cell = client[first] * len(self._labels) + self._arrays["train/labels"][first]
+        counts = np.bincount(cell, minlength=len(self) * len(self._labels)).reshape(len(self), len(self._labels))
+        return counts if self.sets is None else counts @ self.sets.astype(np.int64)
 
     def save(self, folder: Path) -> None:
         """Write everything but the features, which stay in the cache, to the file ``population.safetensors`` in ``folder``.
@@ -231,7 +241,8 @@ class Population:
         arrays = {name: np.ascontiguousarray(array) for name, array in sorted(self._arrays.items())}
         facts = {
             "format": FORMAT,
-            "classes": self.classes,
+            "classes": self._labels,
+            **({} if self._separator is None else {"separator": self._separator}),
             "length": self.length,
             "stores": [str(store.folder) for store in self.stores],
             "skipped": self.skipped,
@@ -250,7 +261,7 @@ class Population:
         facts = json.loads(metadata["raydfl"])
         keys = [store.folder.name for store in self.stores]
         saved = facts["digest"], list(facts["classes"]), [Path(store).name for store in facts["stores"]]
-        return saved == (_digest(self._arrays), list(self.classes), keys)
+        return saved == (_digest(self._arrays), list(self._labels), keys)
 
     @classmethod
     def load(
@@ -289,6 +300,7 @@ class Population:
                 facts["messages"],
                 bands,
                 sites,
+                facts.get("separator"),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
@@ -305,7 +317,14 @@ class Population:
             self._arrays[f"{part}/{column}"][where] for column in ("starts", "counts", "labels", "clips")
         )
         return Examples(
-            self.stores[store], starts, counts, labels.astype(np.int64), clips.astype(np.int64), self.length
+            self.stores[store],
+            starts,
+            counts,
+            labels.astype(np.int64),
+            clips.astype(np.int64),
+            self.length,
+            classes=self.classes,
+            sets=self.sets,
         )
 
 

@@ -11,6 +11,7 @@ from raydfl.core import registry
 from raydfl.core.errors import ConfigError
 from raydfl.methods import Method
 from raydfl.models import find_architecture
+from raydfl.objectives import Objective, find_objective
 from raydfl.rules import Rule
 
 T = TypeVar("T")
@@ -23,6 +24,7 @@ class Parts:
     """The objects that a configuration describes. It may hold classes of users' files, so it never travels between processes."""
 
     method: Method
+    """With its objective."""
     rule: Rule
     """With which the method aggregates."""
     attack: Attack | None
@@ -32,17 +34,43 @@ class Parts:
 
 
 def assemble(
-    method: Mapping[str, Any], models: Mapping[str, ModelChoice], attack: Mapping[str, Any] | None = None
+    method: Mapping[str, Any],
+    models: Mapping[str, ModelChoice],
+    attack: Mapping[str, Any] | None = None,
+    objective: Mapping[str, Any] | None = None,
 ) -> Parts:
     """Build what the groups of a configuration describe; every class that they name is loaded.
 
+    Args:
+        method: name and options, like the others.
+        models: architectures by model.
+        attack: ``None``: every client is honest.
+        objective: ``None``: classification.
+
     Raises:
-        ConfigError: an unknown name, an option that is unknown, of the wrong type or out of range, or a user's file that cannot be
-            loaded in this process.
+        ConfigError: an objective that the method is not defined for, an unknown name, an option that is unknown, of the wrong type
+            or out of range, or a user's file that cannot be loaded in this process.
     """
     built = _build("raydfl.methods", Method, method, "method")
+    chosen = {"name": "classify"} if objective is None else objective
+    _give(built, str(method["name"]), find_objective(chosen), str(chosen["name"]))
     attackers = None if attack is None else _build("raydfl.attacks", Attack, attack, "attack")
     return Parts(built, built.built_rule, attackers, _models(type(built).models, models))
+
+
+def _give(method: Method, name: str, objective: Objective, chosen: str) -> None:
+    """Give a method its objective.
+
+    Raises:
+        ConfigError: it is not defined for that.
+    """
+    accepted = type(method).objectives
+    if accepted is not None and chosen not in accepted:
+        raise ConfigError(
+            f"objective: method {name!r} is defined for {', '.join(accepted)} only, not for {chosen!r}; take one of these, or a "
+            f"method that takes any objective (fedavg, fedprox, scaffold ...)"
+        )
+    object.__setattr__(method, "objective", objective)  # the run's, and no option of the frozen method's own
 
 
 def _build(package: str, base: type[T], setting: Mapping[str, Any], what: str) -> T:

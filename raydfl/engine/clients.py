@@ -24,10 +24,13 @@ class Clients(Sequence[Client]):
         self._population = population
         self._specs: list[list[ModelSpec]] = []
         self._drawn: list[np.ndarray | None] = []
+        classes = len(population.classes)
+        outputs = config.parts.method.objective.outputs(classes)
+        width = None if outputs == classes else outputs
         for name, choices in config.parts.models.items():
             self._specs.append(
                 [
-                    ModelSpec(name, architecture, population.bands, len(population.classes), _frozen(options))
+                    ModelSpec(name, architecture, population.bands, classes, _frozen(options), width)
                     for architecture, options in choices
                 ]
             )

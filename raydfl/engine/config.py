@@ -34,13 +34,16 @@ from raydfl.engine.assembly import ModelChoice, Parts, assemble
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
 from raydfl.methods import Method
 from raydfl.models import check_model, model_paths
+from raydfl.objectives import Objective
 from raydfl.rules import rule_class
 from raydfl.training import TrainSettings, check_device
 
 _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("attack",): None,
+    ("objective",): {"name": "classify"},
     ("data", "sites"): [],
     ("data", "leave_out"): [],
+    ("data", "labels"): None,
     ("data", "ungrouped"): "keep",
     ("train", "precision"): "float32",
     ("train", "deadline"): None,
@@ -57,6 +60,10 @@ class Config(Settings):
         default_factory=dict,
         description="architecture of each model of the method: a name, {name, options ...}, or a list that clients draw from",
     )
+    objective: dict[str, Any] = Field(
+        default_factory=lambda: {"name": "classify"},
+        description="what is learnt: name (classify ...), and the objective's own options",
+    )
     data: DataSettings
     attack: dict[str, Any] | None = Field(
         None, description="simulated attackers: name, and the attack's own options; null: every client is honest"
@@ -67,7 +74,7 @@ class Config(Settings):
     run: RunSettings = RunSettings()
     track: TrackSettings = TrackSettings()
 
-    @field_validator("method", "attack", mode="before")
+    @field_validator("method", "objective", "attack", mode="before")
     @classmethod
     def _by_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
@@ -86,6 +93,7 @@ class Config(Settings):
             )
         if isinstance(self.data.features, FileFeatures) and attack is not None and attack.alters:
             raise needs_waves(f"attack {str((self.attack or {})['name'])!r}")
+        self._objective_fits(method.objective, attack)
         declared = type(method).models
         for name in self.models:
             if name not in declared:
@@ -101,6 +109,28 @@ class Config(Settings):
                 )
         return self
 
+    def _objective_fits(self, objective: Objective, attack: Attack | None) -> None:
+        """Refuse data and attacks that an objective cannot take."""
+        name = self.objective["name"]
+        if objective.labels == "one" and self.data.labels is not None:
+            raise ConfigError(
+                f"objective: {name!r} needs one label for each clip, but data.labels makes sets of classes of them; take "
+                f"objective=multi_label, or set data.labels to null"
+            )
+        if objective.labels == "sets" and self.data.labels is None:
+            raise ConfigError(
+                f"objective: {name!r} learns sets of classes, but here a label is one class; say what stands between a label's "
+                f"classes with data.labels.separator, or take objective=classify"
+            )
+        aims = attack is not None and (
+            type(attack).labels is not Attack.labels or type(attack).target_class is not Attack.target_class
+        )
+        if aims and objective.labels != "one":
+            raise ConfigError(
+                f"attack {str((self.attack or {})['name'])!r} changes what class clips are of, which objective {name!r} does not "
+                f"learn; take an attack on updates (sign_flip, gaussian_noise ...), or objective=classify"
+            )
+
     @functools.cached_property
     def parts(self) -> Parts:
         """The objects that this configuration describes, built once in each process.
@@ -108,7 +138,7 @@ class Config(Settings):
         Raises:
             ConfigError: in a process that got a configuration from another one: it cannot load a user's file.
         """
-        return assemble(self.method, self.models, self.attack)
+        return assemble(self.method, self.models, self.attack, self.objective)
 
     def __getstate__(self) -> dict[Any, Any]:
         # A description travels; each process loads users' files and builds for itself.
@@ -119,17 +149,25 @@ class Config(Settings):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy with some groups replaced by checked ones."""
         copied = super().model_copy(update=update, deep=deep)
-        if not {"method", "models", "attack"}.isdisjoint(update or {}):
+        if not {"method", "models", "attack", "objective"}.isdisjoint(update or {}):
             copied.__dict__.pop("parts", None)  # built of what was replaced
         return copied
 
-    def files(self) -> dict[str, tuple[str, str]]:
-        """Return the files that options of method, rule, models and attack name: by their place, path and digest of the content.
+    @property
+    def labels_needed(self) -> bool:
+        """Whether the objective learns from labels, so that each class has to have training clips."""
+        return self.parts.method.objective.labels != "any"
 
-        What data and features name is not among them: the population and the features that come of it are kept with the run.
+    def files(self) -> dict[str, tuple[str, str]]:
+        """Return the files that options name: by the option's place, path and digest of the content.
+
+        Options of method, rule, objective, models and attack. What data and features name is not among them: the
+        population and the features that come of it are kept with the run.
         """
         method, rule, attack = self.parts.method, self.parts.rule, self.parts.attack
         named = {f"method.{key}": getattr(method, key) for key in path_options(type(method))}
+        objective = method.objective
+        named |= {f"objective.{key}": getattr(objective, key) for key in path_options(type(objective))}
         if attack is not None:
             named |= {f"attack.{key}": getattr(attack, key) for key in path_options(type(attack))}
         if isinstance(method.rule, dict):
@@ -154,6 +192,7 @@ class Config(Settings):
         # With the options that were not given, so that writing a default down changes nothing.
         parts["method"] = {"name": self.method["name"], **plain(self.parts.method)}
         parts["models"] = self.parts.models
+        parts["objective"] = {"name": self.objective["name"], **plain(self.parts.method.objective)}
         attack = self.parts.attack
         if attack is not None:
             parts["attack"] = {"name": (self.attack or {})["name"], **plain(attack)}
@@ -214,7 +253,7 @@ def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> dict[st
     return result
 
 
-_NAMED = ("method", "method.rule", "data", "attack")
+_NAMED = ("method", "method.rule", "objective", "data", "attack")
 """Groups that may be given by their name alone."""
 
 
@@ -277,7 +316,7 @@ def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(run, dict):
         run.setdefault("dir", "runs")
         _resolve(run, ["dir"])
-    for group in ("method", "models", "data", "attack"):
+    for group in ("method", "models", "objective", "data", "attack"):
         if group in result:
             result[group] = _references_resolved(result[group])
     method = result.get("method")
@@ -290,6 +329,9 @@ def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
         for choice in choices if isinstance(choices, list) else [choices]:
             if isinstance(choice, dict) and isinstance(choice.get("name"), str):
                 _resolve(choice, model_paths(choice["name"], f"models.{name}"))
+    objective = result.get("objective")
+    if isinstance(objective, dict) and isinstance(objective.get("name"), str):
+        _resolve(objective, path_options(registry.find("raydfl.objectives", objective["name"], Objective, "objective")))
     attack = result.get("attack")
     if isinstance(attack, dict) and isinstance(attack.get("name"), str):
         _resolve(attack, path_options(registry.find("raydfl.attacks", attack["name"], Attack, "attack")))

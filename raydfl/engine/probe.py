@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from raydfl.core.errors import ConfigError, RaydflError
+from raydfl.core.errors import ConfigError, DataError, RaydflError
 from raydfl.core.types import Batch, ModelSpec
 from raydfl.core.users_code import place_of
 from raydfl.data import Population
@@ -31,9 +32,12 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
         shared.
 
     Raises:
-        ConfigError: a network cannot be built or fails, or gives something else than a finite number for each example and class.
+        ConfigError: the objective does not fit the data; a network cannot be built or fails, or gives something else than a finite
+            number for each example and output.
     """
     method = config.parts.method
+    method.objective.check(population.classes, population.length)
+    _check_classes(config, population)
     batch, real = _batch(population)
     described: dict[str, dict[ModelSpec, dict[str, Any]]] = {}
     with preserved(), torch.no_grad():
@@ -49,6 +53,17 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
                     "shared": all(method.shared(f"{name}/{key}") for key in model.state_dict()),
                 }
     return {name: list(kinds.values()) for name, kinds in described.items()}
+
+
+def _check_classes(config: Config, population: Population) -> None:
+    """Refuse sets of classes of which one has no training clip; without sets the data know better what became of its clips."""
+    if population.sets is None or population.sites[0].name or not config.labels_needed:
+        return
+    for number in np.flatnonzero(population.label_counts().sum(axis=0) == 0):
+        raise DataError(
+            f"no client has a clip of class {population.classes[int(number)]!r}; choose data.split or data.partition differently, "
+            f"or leave the labels with it out of the data (data.leave_out)"
+        )
 
 
 def _batch(population: Population) -> tuple[Batch, bool]:
@@ -77,7 +92,8 @@ def _built(method: Method, specs: Sequence[ModelSpec], seed: int) -> Mapping[str
 def _try(
     method: Method, models: Mapping[str, nn.Module], name: str, specs: Sequence[ModelSpec], batch: Batch, real: bool
 ) -> None:
-    network, classes = models[name], specs[0].classes
+    network = models[name]
+    width = next((spec.width for spec in specs if spec.name == name), specs[0].width)
     what = next((spec.architecture for spec in specs if spec.name == name), type(network).__name__)
     where = f"models.{name}: {what}"
     defined = getattr(type(network).forward, "__code__", type(method).build.__code__)
@@ -99,11 +115,12 @@ def _try(
         ) from error
     if logits is None:
         return
-    if not isinstance(logits, Tensor) or logits.shape != (len(batch.y), classes):
+    if not isinstance(logits, Tensor) or logits.shape != (len(batch.y), width):
+        output = "class" if method.objective.answers == "class" else "output of the objective"
         given = f"a tensor of shape {list(logits.shape)}" if isinstance(logits, Tensor) else _what(logits)
         raise ConfigError(
             f"{where}: forward() returns {given} for {len(batch.y)} examples ({place}); it must be logits, "
-            f"[{len(batch.y)}, {classes}] here: one number for each example and class. Where this network is only a part of one, "
+            f"[{len(batch.y)}, {width}] here: one number for each example and {output}. Where this network is only a part of one, "
             f"say in the method's logits() what is to be looked at"
         )
     if real and not bool(torch.isfinite(logits).all()):

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from raydfl.core.errors import ClientError, RaydflError, printable
-from raydfl.core.metrics import base_name
+from raydfl.core.metrics import base_name, kind_of_metric
 from raydfl.core.tensors import Layout
-from raydfl.core.types import Metrics, Ratio, Tensors, Update
+from raydfl.core.types import Metric, Metrics, Ratio, Scores, Tensors, Update
 from raydfl.rules import weight_of
 
 _REASON = 500
@@ -87,13 +87,13 @@ def checked_metrics(metrics: Any, who: str) -> Metrics:
         who: the client, for the message.
 
     Raises:
-        RaydflError: one is neither a ratio nor an array of numbers, or a confusion matrix is not square.
+        RaydflError: one is neither a ratio nor an array of numbers nor scores, or a confusion matrix is not square.
     """
     if not isinstance(metrics, Mapping):
         raise RaydflError(
             f"{who}: the metrics are a {type(metrics).__name__}; give a dict of raydfl.Ratio(total, count)"
         )
-    found: dict[str, Ratio | np.ndarray] = {}
+    found: dict[str, Metric] = {}
     for name, value in metrics.items():
         if isinstance(value, Ratio):
             try:
@@ -106,6 +106,9 @@ def checked_metrics(metrics: Any, who: str) -> Metrics:
                 raise RaydflError(
                     f"{who}: metric {name!r} is an array {list(value.shape)}; a confusion matrix is square"
                 )
+            found[name] = value
+            continue
+        elif isinstance(value, Scores) and value.values.ndim in (1, 2) and value.values.shape == value.truth.shape:
             found[name] = value
             continue
         raise RaydflError(
@@ -142,10 +145,7 @@ class Kinds:
 
 def kinds_of(metrics: Metrics, prefix: str = "") -> dict[str, str]:
     """Return what kind each metric is of; those of one kind can be added up."""
-    return {
-        f"metric {prefix + name!r}": f"an array {list(value.shape)}" if isinstance(value, np.ndarray) else "a ratio"
-        for name, value in metrics.items()
-    }
+    return {f"metric {prefix + name!r}": kind_of_metric(value) for name, value in metrics.items()}
 
 
 class UpdateChecker:

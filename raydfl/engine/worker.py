@@ -24,7 +24,7 @@ from raydfl.attacks import Attack
 from raydfl.core import seeds
 from raydfl.core.errors import ClientError, RaydflError
 from raydfl.core.files import default_cache
-from raydfl.core.metrics import attack_success
+from raydfl.core.metrics import attack_success, reduced
 from raydfl.core.tensors import FlatTensors, OwnTensors
 from raydfl.core.types import Client, Metrics, ModelSpec
 from raydfl.core.users_code import place_of
@@ -83,7 +83,13 @@ def build_models(method: Method, models: Sequence[ModelSpec], run_seed: int) -> 
     """Freshly initialised models; equal architectures start from equal weights at every client."""
     with torch.random.fork_rng(devices=[]):
         seed_torch(seeds.seed_for(run_seed, 0, "", "init"), torch.device("cpu"))
-        return method.build(models)
+        built = method.build(models)
+        for spec in models:
+            if isinstance(built, dict) and isinstance(
+                built.get(spec.name), nn.Module
+            ):  # else try_models says what is wrong
+                method.objective.extend(built[spec.name], spec)
+        return built
 
 
 class Worker:
@@ -274,7 +280,7 @@ class Worker:
             round_index=order.round_index,
             options=task.options,
             shared=self.method.shared,
-            recordings=built.recordings if type(self.method).pure else None,
+            recordings=built.recordings if type(self.method).pure and type(self.method.objective).pure else None,
             clock=Clock()
             if order.measure is not None
             else Clock(training.deadline, training.late == "partial", self.device),
@@ -308,7 +314,7 @@ class Worker:
         update = self.method.local(step) if attack is None else attack.local(self.method, step)
         with _malformed(order):
             check_form(update, _subject(order))
-            metrics = checked_metrics(update.metrics, _subject(order))
+            metrics = reduced(checked_metrics(update.metrics, _subject(order)))
         hidden = [name for name in update.tensors if not self.method.shared(name)]
         if hidden:
             raise ClientError(
@@ -361,6 +367,8 @@ class Worker:
                 found = self.method.evaluate(step, examples, self.config.evaluate.batch_size)
                 with _malformed(order):
                     metrics = checked_metrics(found, _subject(order))
+                if order.task.client_id != SERVER:
+                    metrics = reduced(metrics)
                 if measurement.split == TRIGGERED and self.attack is not None:
                     metrics = attack_success(metrics, self.attack.target_class(self.population.classes))
                 measured[measurement.split] = metrics

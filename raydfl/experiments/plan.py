@@ -208,7 +208,10 @@ def prepare(runs: Sequence[Planned], progress: Progress, run_chunks: RunChunks |
         key = json.dumps([each.config.data.model_dump(mode="json"), each.config.run.seed], sort_keys=True)
         try:
             if key not in known:
-                known[key] = len(build_population(each.config.data, each.config.run.seed, progress, run_chunks))
+                settings, needed = each.config, each.config.labels_needed
+                known[key] = len(
+                    build_population(settings.data, settings.run.seed, progress, run_chunks, labels_needed=needed)
+                )
             each.config.train.cohort_size(known[key])
         except ResourcesError:
             raise

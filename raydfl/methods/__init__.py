@@ -1,7 +1,7 @@
 """Federated methods. One file a paper; its name is the method's name in a configuration.
 
-Imports training, rules, models, data and core, never engine. Begin with fedavg.py, fedprox.py (another loss) and scaffold.py (state
-on both sides). A method of your own is a subclass of :class:`Method`.
+Imports objectives, training, rules, models, data and core, never engine. Begin with fedavg.py, fedprox.py (another loss) and
+scaffold.py (state on both sides). A method of your own is a subclass of :class:`Method`.
 """
 
 from raydfl.methods._method import Method

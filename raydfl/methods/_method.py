@@ -16,18 +16,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
-import torch.nn.functional as F
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
-from raydfl.core.metrics import classification_metrics
-from raydfl.core.types import Batch, Client, Metrics, ModelSpec, Ratio, State, Task, Tensors, Update
+from raydfl.core.types import Batch, Client, Metrics, ModelSpec, State, Task, Tensors, Update
 from raydfl.data import Examples
 from raydfl.models import build_model
+from raydfl.objectives import Classify, Objective
 from raydfl.rules import Rule, WeightedMean, find_rule
-from raydfl.training import Step, TrainSettings, fit, predict
+from raydfl.training import Step, TrainSettings, fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +37,12 @@ class Method:
         str | dict[str, Any] | None,
         Field(description="aggregation rule by name, or {name, options ...}; null: the method's own"),
     ] = None
+
+    objective: Objective = dataclasses.field(default=Classify(), init=False)
+    """What is learnt: the run's ``objective``, no option of the method. :meth:`loss` and :meth:`evaluate` ask it by default."""
+
+    objectives: ClassVar[tuple[str, ...] | None] = None
+    """Names of the objectives that the method is defined for; ``None``: any, because it asks :attr:`objective` and nothing else."""
 
     models: ClassVar[Mapping[str, str]] = {"model": "crnn_base"}
     """Names of the models that a client has, in building order, with the architecture to use when none is configured."""
@@ -81,9 +86,9 @@ class Method:
         return {spec.name: build_model(spec) for spec in models}
 
     def logits(self, models: Mapping[str, nn.Module], name: str, batch: Batch) -> Tensor | None:
-        """Return what is checked before the first round to see that a model can be used: its logits [batch, classes].
+        """Return what is checked before the first round to see that a model can be used: its outputs [batch, outputs].
 
-        Override it where a model is not a classifier by itself: compute what it is a part of, or return ``None``.
+        Override it where a model does not learn the objective by itself: compute what it is a part of, or return ``None``.
 
         Args:
             models: freshly built, in evaluation mode.
@@ -143,9 +148,8 @@ class Method:
         return [Task(clients[int(index)].id) for index in chosen]
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
-        """Return the training loss of a batch, a scalar; by default the mean cross-entropy of the method's first model."""
-        logits = step.forward(next(iter(step.models)), batch)
-        return batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
+        """Return the training loss of a batch, a scalar; by default the objective's, of the method's first model."""
+        return self.objective.loss(step, next(iter(step.models)), batch)
 
     def local(self, step: Step) -> Update:
         """Do the client's work for one task; by default train on its data with :meth:`loss`."""
@@ -179,15 +183,12 @@ class Method:
         return [Task(client.id, phase="evaluate") for client in clients]
 
     def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
-        """Measure on some examples: for every model in ``step.models`` ``<model>/loss``, ``/accuracy``, ``/confusion``."""
-        measured: dict[str, Ratio | np.ndarray] = {}
-        for name in step.models:
-            logits = predict(step, name, examples, batch_size)
-            labels, clips = examples.labels, examples.clips
-            classes = logits.shape[1]
-            for metric, value in classification_metrics(logits, labels, clips, classes).items():
-                measured[f"{name}/{metric}"] = value
-        return measured
+        """Measure on some examples what the objective measures, for every model in ``step.models``: ``<model>/loss`` ..."""
+        return {
+            f"{name}/{metric}": value
+            for name in step.models
+            for metric, value in self.objective.evaluate(step, name, examples, batch_size).items()
+        }
 
 
 def merge(tensors: Mapping[str, Tensors], changed: Mapping[str, Tensors]) -> dict[str, Tensors]:

@@ -59,6 +59,8 @@ class FedKAD(Method):
 
     pure: ClassVar[bool] = True
 
+    objectives: ClassVar[tuple[str, ...] | None] = ("classify",)
+
     lam: Annotated[
         float, Field(ge=0, description="weight of the distance to the class means; 0: every client trains for itself")
     ] = 1.0

@@ -56,6 +56,8 @@ class FedMLAC(Method):
 
     pure: ClassVar[bool] = True
 
+    objectives: ClassVar[tuple[str, ...] | None] = ("classify",)
+
     models: ClassVar[Mapping[str, str]] = {"plugin": "crnn_lite", "local": "crnn_base"}
 
     alpha: Annotated[

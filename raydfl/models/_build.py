@@ -39,7 +39,7 @@ def build_model(spec: ModelSpec) -> nn.Module:
     cls, preset = find_architecture(spec.architecture, where)
     options = _checked(cls, {**preset, **dict(spec.options)}, f"{where}: {spec.architecture}")
     try:
-        return cls(spec.inputs, spec.classes, **options)
+        return cls(spec.inputs, spec.width, **options)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     except Exception as error:  # whatever a user's constructor does

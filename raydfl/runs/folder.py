@@ -49,7 +49,9 @@ def ensure_features(run_dir: Path, config: Config, progress: Progress) -> None:
         lost = str(error).partition("; ")[0]
     progress.message(f"{lost}: they are made again")
     try:
-        population = build_population(config.data, config.run.seed, progress, attack=config.parts.attack)
+        population = build_population(
+            config.data, config.run.seed, progress, attack=config.parts.attack, labels_needed=config.labels_needed
+        )
     except DataError as error:
         raise DataError(f"{lost}, and they cannot be made again: {error}") from error
     if not population.is_saved_in(folder):
@@ -152,7 +154,9 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
     if config.data.sites:
         population = prepare_sites(config, site_key, run_dir, progress)
     else:
-        population = build_population(config.data, config.run.seed, progress, attack=config.parts.attack)
+        population = build_population(
+            config.data, config.run.seed, progress, attack=config.parts.attack, labels_needed=config.labels_needed
+        )
     config.train.cohort_size(len(population))
     models = try_models(config, population)
     for message in population.messages:

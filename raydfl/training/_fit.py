@@ -21,7 +21,7 @@ from raydfl.training.optimiser import Optimiser, torch_optimiser
 from raydfl.training.plan import Plan, order_of
 from raydfl.training.precision import GradientScale, computing_in
 from raydfl.training.randomness import fit_seed, seed_of_step, step_randomness
-from raydfl.training.step import Loss, Step
+from raydfl.training.step import Loss, Step, computed
 from raydfl.training.tape import recorded
 from raydfl.training.together import lockstep as together
 from raydfl.training.together import signature as alike
@@ -49,15 +49,16 @@ def fit(
     parameter that a loss does not depend on does not move.
 
     Args:
-        losses: functions of (step, batch) that return a scalar, normally ending in ``batch.mean(...)``. They may be called for
-            several clients at once: raydfl/training/together/executor.py has the rules under which that is possible.
+        losses: functions of (step, batch) that return a scalar, normally ending in ``batch.mean(...)``; or that and a mapping of
+            reports, ``{"accepted": (sum, count)}``, numbers or scalar tensors. They may be called for several clients at once:
+            raydfl/training/together/executor.py has the rules under which that is possible.
         models: names of the models to train; all by default.
         epochs: passes over the data; ``train.local_epochs`` by default.
         batches: which examples of which pools each batch has; by default ``train.batch_size`` of ``step.data.train``.
 
     Returns:
         ``loss``: the mean per example over all batches (the sum over losses, if there are several); ``steps``: optimiser steps,
-        fewer than asked for where ``train.deadline`` ended the training.
+        fewer than asked for where ``train.deadline`` ended the training; and what the losses reported, added up over all batches.
 
     Raises:
         DeadlineExceededError: this client is left out of the round for its deadline; let it pass.
@@ -173,15 +174,16 @@ class _Fit:
             model.train()
         seed = torch.tensor(fit_seed(step)).to(step.device)
 
-        def by_code(number: int, batch: Batch) -> Tensor:
+        def by_code(number: int, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
             with step_randomness(seed_of_step(seed, number)), computing_in(precision, step.device):
-                value = losses[number % len(losses)](step, batch)
+                value, reports = computed(losses[number % len(losses)], step, batch)
             (value if scale is None else value * scale.scale).backward()  # type: ignore[no-untyped-call]
-            return value.detach()
+            return value.detach(), reports
 
         compute = recorded(step, losses, trained, seed, by_code)
         values: list[Tensor] = []  # read at the end only: on a GPU reading one would wait for it
         sizes: list[int] = []
+        sums: dict[str, Tensor] = {}
         epochs = step.training.local_epochs if self.epochs is None else self.epochs
         data = self.data()
         for batch in itertools.chain.from_iterable(_batches(step, data, self.plan) for _ in range(epochs)):
@@ -190,7 +192,9 @@ class _Fit:
                 break
             for _ in losses:
                 optimiser.forget_gradients()
-                value = compute(len(values), batch)
+                value, reports = compute(len(values), batch)
+                for name, report in reports.items():
+                    sums[name] = sums[name] + report if name in sums else report.double()
                 if scale is None:
                     clip()
                     optimiser.advance()
@@ -203,7 +207,8 @@ class _Fit:
         if not values:
             return {"loss": Ratio(0.0, 0), "steps": Ratio(0, 1)}
         total = sum(value * size for value, size in zip(torch.stack(values).tolist(), sizes, strict=True))
-        return {"loss": Ratio(total, sum(sizes) / len(losses)), "steps": Ratio(len(values), 1)}
+        reported = {name: Ratio(*report.tolist()) for name, report in sums.items()}
+        return {"loss": Ratio(total, sum(sizes) / len(losses)), "steps": Ratio(len(values), 1), **reported}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -249,5 +254,5 @@ class _Predict:
         with computing_in(step.training.precision, step.device):
             parts = [step.forward(self.model, batch).cpu() for batch in batches]
         if not parts:
-            return torch.zeros((0, next(spec.classes for spec in step.client.models if spec.name == self.model)))
+            return torch.zeros((0, next(spec.width for spec in step.client.models if spec.name == self.model)))
         return torch.cat(parts)

@@ -121,4 +121,36 @@ class Step:
         return Update(tensors=tensors, weight=weight, metrics=metrics or {}, key=key, client_id=self.client.id)
 
 
-Loss = Callable[[Step, Batch], Tensor]
+Reported = Mapping[str, tuple[Tensor | float, Tensor | float]]
+"""What a loss reports of a batch: by name a sum and the count of what was summed up."""
+
+Loss = Callable[[Step, Batch], Tensor | tuple[Tensor, Reported]]
+"""The loss of a batch, a scalar; or that and what it reports besides."""
+
+_OWN = ("loss", "steps")
+"""What ``fit`` reports by itself."""
+
+
+def computed(loss: Loss, step: Step, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a loss's value, and its reports by name as float32 [2]: sum and count.
+
+    Raises:
+        ValueError: a report has a name that ``fit`` uses itself, or is not a sum and a count.
+    """
+    found = loss(step, batch)
+    if not isinstance(found, tuple):
+        return found, {}
+    value, reported = found
+    reports: dict[str, Tensor] = {}
+    for name, pair in reported.items():
+        if name in _OWN or not isinstance(pair, tuple) or len(pair) != 2:
+            raise ValueError(
+                f"a loss reports {name!r}: {type(pair).__name__}; give a pair (sum, count), under another name than loss and steps"
+            )
+        plain = value.detach().float()
+        numbers = [
+            number.detach().float().reshape(()) if isinstance(number, Tensor) else plain.new_full((), number)
+            for number in pair
+        ]
+        reports[name] = torch.stack(numbers)
+    return value, reports

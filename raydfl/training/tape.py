@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import logging
 import operator
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
@@ -32,7 +33,7 @@ from raydfl.core.types import Batch
 from raydfl.core.users_code import is_users
 from raydfl.training.precision import computing_in
 from raydfl.training.randomness import generator_states, seed_of_step, set_generator_states, step_randomness
-from raydfl.training.step import Loss, Step
+from raydfl.training.step import Loss, Step, computed
 from raydfl.training.together import signature as alike
 from raydfl.training.together.handles import Unavailable
 
@@ -90,7 +91,13 @@ def record(computation: Callable[[], Sequence[Tensor | None]], known: Mapping[in
     recorder = _Recorder(known)
     with recorder:
         outputs = computation()
-    return recorder.tape(outputs)
+    tape = recorder.tape(outputs)
+    del outputs
+    if recorder.still_used():
+        raise TapeError(
+            "it keeps what it computed, in a list or elsewhere; let it report a sum and a count (docs/objectives.md)"
+        )
+    return tape
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -151,6 +158,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif found is not None:
             raise TapeError("it looks at the value of a tensor")
 
+    def still_used(self) -> bool:
+        """Forget all tensors, and return whether somebody else still has one that was computed."""
+        computed = [weakref.ref(tensor) for key, (_, tensor) in self._nodes.items() if key not in self._known]
+        self._nodes.clear()
+        return any(tensor() is not None for tensor in computed)
+
     def tape(self, outputs: Sequence[Tensor | None]) -> Tape:
         """Return what was recorded, ending in these outputs."""
         taken = {tensor.untyped_storage().data_ptr() for tensor in self._inputs.values()}
@@ -173,8 +186,10 @@ def _indexed_by_positions(function: Any, args: Sequence[Any]) -> bool:
     return function is torch.ops.aten.index.Tensor and all(i is None or i.dtype not in masks for i in args[1])
 
 
-Compute = Callable[[int, Batch], Tensor]
-"""The value of a loss, detached, by the number of the fit's step and its batch. It sets gradients, which were all ``None``."""
+Compute = Callable[[int, Batch], tuple[Tensor, dict[str, Tensor]]]
+"""The value of a loss, detached, and its reports, by the number of the fit's step and its batch.
+
+It sets gradients, which were all ``None``."""
 
 
 def recorded(step: Step, losses: Sequence[Loss], parameters: Sequence[Tensor], seed: Tensor, code: Compute) -> Compute:
@@ -227,6 +242,7 @@ class Recording:
     by_code: int = 0
     played: int = 0
     tried: bool = False  # recorded, with or without success
+    reports: tuple[str, ...] = ()  # names of what the loss reports
     tape: Tape | None = None
 
 
@@ -243,7 +259,7 @@ class _Player:
     recordings: dict[Hashable, Recording]
     inputs: dict[Recording, list[Tensor | str] | None] = dataclasses.field(default_factory=dict)  # see _find
 
-    def compute(self, number: int, batch: Batch) -> Tensor:
+    def compute(self, number: int, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """See Compute."""
         key = (number % len(self.losses), *[(n, t.shape, t.stride()) for n, t in batch.tensors().items()])
         recording = self.recordings.get(key)
@@ -257,35 +273,36 @@ class _Player:
             inputs = self.inputs[recording]
             if inputs is not None:
                 recording.played += 1
-                value, *gradients = self._play(recording.tape, inputs, number, batch)
-                self._set_gradients(gradients)
-                return cast(Tensor, value)
+                value, *rest = self._play(recording.tape, inputs, number, batch)
+                reports = dict(zip(recording.reports, cast("list[Tensor]", rest), strict=False))
+                self._set_gradients(rest[len(reports) :])
+                return cast(Tensor, value), reports
         recording.by_code += 1
         if recording.tried or recording.by_code <= FIRST + sum(r.tried for r in self.recordings.values()) ** 2:
             return self.code(number, batch)
         return self._record(recording, number, batch)
 
-    def _record(self, recording: Recording, number: int, batch: Batch) -> Tensor:
+    def _record(self, recording: Recording, number: int, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute it by the loss's code, and record it besides; whatever comes of that, the client does not notice."""
         recording.tried = True
         before = self._values()
-        value = self.code(number, batch)
+        value, reports = self.code(number, batch)
         gradients, after = [parameter.grad for parameter in self.parameters], self._values()
         try:
             self._put_back(before)
             tape = self._taped(number, batch)
             self._put_back(before)
             played = self._play(tape, self._find(tape) or (), number, batch)
-            if not _equal((*played, *self._values()), (value, *gradients, *after)):
+            if not _equal((*played, *self._values()), (value, *reports.values(), *gradients, *after)):
                 raise TapeError("it does not give the same bits again")
-            recording.tape = tape
+            recording.tape, recording.reports = tape, tuple(reports)
         except Exception as error:  # noqa: BLE001 - the loss goes on as it is, without a tape
             name = getattr(self.losses[number % len(self.losses)], "__qualname__", "the loss")
             logger.info("train.tape: %s runs by its code in every step: %s: %s", name, type(error).__name__, error)
         finally:
             self._put_back(after)
             self._set_gradients(gradients)
-        return value
+        return value, reports
 
     def _taped(self, number: int, batch: Batch) -> Tape:
         step, seed = self.step, seed_of_step(self.seed, number)
@@ -296,8 +313,12 @@ class _Player:
 
         def computation() -> list[Tensor | None]:
             with step_randomness(seed), computing_in(step.training.precision, step.device):
-                value = self.losses[number % len(self.losses)](shown, batch)
-            return [value.detach(), *torch.autograd.grad(value, list(self.parameters), allow_unused=True)]
+                value, reports = computed(self.losses[number % len(self.losses)], shown, batch)
+            return [
+                value.detach(),
+                *reports.values(),
+                *torch.autograd.grad(value, list(self.parameters), allow_unused=True),
+            ]
 
         return record(computation, known)
 

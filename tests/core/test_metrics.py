@@ -111,7 +111,7 @@ def test_pool_does_not_change_what_it_is_given() -> None:
 
 @pytest.mark.parametrize("other", [Ratio(1, 1), np.zeros((3, 3))])
 def test_pool_refuses_what_does_not_fit(other: Ratio | np.ndarray) -> None:
-    with pytest.raises(ValueError, match=r"metric 'x' cannot be pooled: array \[2, 2\] here"):
+    with pytest.raises(ValueError, match=r"metric 'x' cannot be pooled: an array \[2, 2\] here"):
         pool([{"x": np.zeros((2, 2))}, {"x": other}])
 
 

@@ -6,7 +6,7 @@
 - each is one call forward and one backward, in C++ on a CPU (``compiled()``) and in PyTorch operations otherwise;
 - under ``torch.func.vmap`` over clients each is still one call, for all clients; a client's result is what it is alone;
 - inside of torch.autocast they compute in its type on a GPU and in float32 on a CPU;
-- ``lengths`` leaves padding out; ``Dropout`` draws from a client's own seed (``random_state``).
+- ``lengths`` leaves padding out; ``Dropout`` and ``uniform`` draw from a client's own seed (``random_state``).
 
 They cannot be differentiated twice.
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from raydfl.core.ops._backend import compiled, use
 from raydfl.core.ops.conv import Conv1d, conv1d
-from raydfl.core.ops.dropout import Dropout, random_state
+from raydfl.core.ops.dropout import Dropout, random_state, uniform
 from raydfl.core.ops.gru import GRU, gru
 from raydfl.core.ops.mean import mean_over_time
 from raydfl.core.ops.sums import ClientVectors, Parts, Weight, sums_are_compiled
@@ -35,5 +35,6 @@ __all__ = [
     "mean_over_time",
     "random_state",
     "sums_are_compiled",
+    "uniform",
     "use",
 ]

@@ -210,6 +210,26 @@ def _scrambled(bits: Tensor, shift: int, factor: int) -> Tensor:
     return product
 
 
+def random_bits(seed: Tensor, call: int, rows: int, columns: int) -> Tensor:
+    """Return 32 random bits, as int64, for each of ``rows`` times ``columns`` places: [rows, columns].
+
+    Args:
+        seed: int64 scalar or [clients]; then the result has the dimension of clients in front.
+        call: number of the call that draws from this seed.
+    """
+    bits = seed + _signed((call + 1) * 0x9E3779B97F4A7C15 % 2**64)
+    bits = _scrambled(_scrambled(bits, 30, 0xBF58476D1CE4E5B9), 27, 0x94D049BB133111EB)
+    bits = bits ^ ((bits >> 31) & (2**33 - 1))
+    first, second = (part.reshape(*seed.shape, 1, 1) for part in (bits & _32_BITS, (bits >> 32) & _32_BITS))
+    numbers = torch.arange(rows, device=seed.device).unsqueeze(1) * 0x9E3779B1 + torch.arange(
+        columns, device=seed.device
+    )
+    bits = (numbers & _32_BITS) ^ first
+    bits = ((bits ^ (bits >> 16)) * 0x7FEB352D & _32_BITS) ^ second
+    bits = (bits ^ (bits >> 15)) * 0x846CA68B & _32_BITS
+    return bits ^ (bits >> 16)
+
+
 def drop(x: Tensor, seed: Tensor, call: int, threshold: int, scale: float) -> Tensor:
     """Return ``x`` [batch, ...] times ``scale`` where its element's 32 random bits are at least ``threshold``, and 0 elsewhere.
 
@@ -218,15 +238,6 @@ def drop(x: Tensor, seed: Tensor, call: int, threshold: int, scale: float) -> Te
         seed: int64 scalar or [clients].
         call: number of the call that draws from this seed.
     """
-    bits = seed + _signed((call + 1) * 0x9E3779B97F4A7C15 % 2**64)
-    bits = _scrambled(_scrambled(bits, 30, 0xBF58476D1CE4E5B9), 27, 0x94D049BB133111EB)
-    bits = bits ^ ((bits >> 31) & (2**33 - 1))
-    first, second = (part.reshape(*seed.shape, 1, 1) for part in (bits & _32_BITS, (bits >> 32) & _32_BITS))
     shape = x.shape[seed.dim() :]
-    rows, columns = shape[0], shape[1:].numel()
-    numbers = torch.arange(rows, device=x.device).unsqueeze(1) * 0x9E3779B1 + torch.arange(columns, device=x.device)
-    bits = (numbers & _32_BITS) ^ first
-    bits = ((bits ^ (bits >> 16)) * 0x7FEB352D & _32_BITS) ^ second
-    bits = (bits ^ (bits >> 15)) * 0x846CA68B & _32_BITS
-    kept = (bits ^ (bits >> 16)) >= threshold
+    kept = random_bits(seed, call, shape[0], shape[1:].numel()) >= threshold
     return torch.where(kept.view(x.shape), x * scale, 0.0)

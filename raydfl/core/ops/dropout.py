@@ -64,6 +64,18 @@ class Dropout(nn.Dropout):
         return output
 
 
+def uniform(rows: int, device: torch.device) -> Tensor:
+    """Return random numbers float32 [rows], from 0 to below 1; within :func:`random_state` from its seed, one call of it.
+
+    A row's number is the same whoever else is computed, and however many rows of padding stand after it.
+    """
+    state = _STATE.get()
+    if state is None:
+        return torch.rand(rows, device=device)
+    call, state.calls = state.calls, state.calls + 1
+    return (_torch.random_bits(state.seed, call, rows, 1).squeeze(-1) >> 8).float() / 2**24
+
+
 class _Drop(torch.autograd.Function):
     forward = staticmethod(_torch.drop)
 

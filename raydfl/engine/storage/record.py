@@ -78,12 +78,12 @@ class MetricRow:
 
 
 def rows_from_metrics(round_index: int, phase: str, client: str, split: str, metrics: Metrics) -> list[MetricRow]:
-    """Return a row for every ratio; arrays become rows for the server only (``client=""``): a client's add up to the pooled one."""
+    """Return a row for every ratio; arrays for the server only (``client=""``): a client's add up to the pooled one."""
     rows = []
     for name, value in metrics.items():
         if isinstance(value, Ratio):
             rows.append(MetricRow(round_index, phase, client, split, name, value.value, value.count))
-        elif not client:
+        elif isinstance(value, np.ndarray) and not client:
             array = np.asarray(value, np.float64)
             rows.append(MetricRow(round_index, phase, client, split, name, float("nan"), float(array.sum()), array))
     return rows

@@ -101,7 +101,10 @@ def _do(
         prepare([search.trial(0, each) for each in values], progress, executor.run_chunks)
         clients = 0
         if config.ray.actors == "per_client":
-            clients = len(build_population(config.data, config.run.seed, Progress("quiet"), executor.run_chunks))
+            quiet, needed = Progress("quiet"), config.labels_needed
+            clients = len(
+                build_population(config.data, config.run.seed, quiet, executor.run_chunks, labels_needed=needed)
+            )
         bundles = bundles_of(config, settings.cpus, clients)
         executor.room(bundles, search.trials)
         executor.run(_Trials(search, controller, tracker, executor, tuple(bundles), progress))

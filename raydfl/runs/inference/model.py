@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ from raydfl.data import DataSettings, Population
 from raydfl.engine import KEPT_MODEL, Clients, Config, build_models
 from raydfl.engine.storage import Commit, PrivateStore, RunStore, local_run, stored_about, stored_config
 from raydfl.methods import Method
+from raydfl.objectives import Classify, Objective
 from raydfl.training import Replica
 
 Specs = tuple[ModelSpec, ...]
@@ -42,7 +43,7 @@ class RunModel:
     round: int
     """Completed rounds that it was trained for."""
     network: nn.Module
-    """On the CPU, in evaluation mode; see :meth:`logits`."""
+    """On the CPU, in evaluation mode; what the objective asks about recordings; see :meth:`logits`."""
     spec: ModelSpec
     classes: tuple[str, ...]
     """Names of the outputs."""
@@ -52,6 +53,8 @@ class RunModel:
     """Frames that every example of the run has; ``None`` when they differ, and the network is told the lengths."""
     statistics: np.ndarray | None = None
     """With ``normalise: group``: mean and deviation float64 [2, bands] that a recording is normalised with. ``None``: not known."""
+    objective: Objective = field(default_factory=Classify)
+    """What it was trained for: it says what the outputs mean."""
 
     @property
     def description(self) -> str:
@@ -60,14 +63,14 @@ class RunModel:
         return f"{self.name} ({self.spec.architecture}) of {self.run_dir}, round {self.round}, {whose}"
 
     def logits(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """Return the network's output float32 [batch, classes].
+        """Return the network's outputs float32 [batch, outputs]: those of a classifier, or what the objective makes of them.
 
         Args:
             x: float32 [batch, frames, bands].
             lengths: int64 [batch]: frames that count; ``None``: all.
 
         Raises:
-            InputError: what comes out is not one number for each class.
+            InputError: what comes out is not one number for each of :attr:`classes`.
         """
         with torch.no_grad():
             logits: Tensor = self.network(x, lengths)
@@ -189,12 +192,13 @@ class _Run:
             label,
             client_id,
             self.commit.state.round_index,
-            network.eval(),
+            self.method.objective.predictor(network).eval(),
             next((spec for spec in specs if spec.name == name), unnamed),
-            self.classes,
+            self.method.objective.names(self.classes),
             self.config.data,
             self.population.length,
             self.population.statistics(self.clients.index_of(client_id) if client_id else None),
+            self.method.objective,
         )
 
     def _who_has_models(self) -> str:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from raydfl.core.errors import InputError
 from raydfl.core.ops import Conv1d, use
+from raydfl.objectives import Objective
 from raydfl.runs.inference.model import RunModel
 
 OPSET = 18
@@ -43,11 +44,11 @@ class Graph:
     lengths: bool
     """Whether it has the input ``lengths``."""
     difference: float
-    """Largest difference to PyTorch of a logit."""
+    """Largest difference to PyTorch of an output."""
 
 
 def to_onnx(model: RunModel) -> Graph:
-    """Return the network with inputs ``x`` and (where lengths differ) ``lengths``, and outputs ``logits`` and ``probabilities``.
+    """Return the network with the inputs ``x`` and (where lengths differ) ``lengths`` and the outputs of :func:`output_names`.
 
     Raises:
         InputError: the network contains what cannot be exported, or the graph gives other results than the network.
@@ -57,7 +58,7 @@ def to_onnx(model: RunModel) -> Graph:
     # With a fixed number of frames only where all recordings have it.
     for frames in (None, model.length)[: 1 if with_lengths else 2]:
         try:
-            network = _Outputs(_replaced(model.network)).eval()
+            network = _Outputs(_replaced(model.network), model.objective).eval()
             content = _traced(network, model, frames, with_lengths)
             return Graph(content, frames, with_lengths, _checked(content, model, frames, with_lengths))
         except InputError:
@@ -71,16 +72,22 @@ def to_onnx(model: RunModel) -> Graph:
     )
 
 
-class _Outputs(nn.Module):
-    """Logits and their softmax."""
+def output_names(objective: Objective) -> tuple[str, ...]:
+    """Return what the outputs of a graph are called: logits and probabilities, or the score, or plain outputs."""
+    return {"score": ("score",), "none": ("outputs",)}.get(objective.answers, ("logits", "probabilities"))
 
-    def __init__(self, network: nn.Module) -> None:
+
+class _Outputs(nn.Module):
+    """The outputs, and where these are logits the probabilities."""
+
+    def __init__(self, network: nn.Module, objective: Objective) -> None:
         super().__init__()
         self.network = network
+        self.objective = objective
 
-    def forward(self, x: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        logits = self.network(x, lengths)
-        return logits, logits.softmax(dim=1)
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, ...]:
+        outputs = self.network(x, lengths)
+        return (outputs, self.objective.answer(outputs)) if len(output_names(self.objective)) == 2 else (outputs,)
 
 
 class _Convolution(nn.Module):
@@ -180,7 +187,7 @@ def _traced(network: nn.Module, model: RunModel, frames: int | None, with_length
             dynamo=True,
             dynamic_shapes=sizes,
             input_names=["x", "lengths"][: len(sizes)],
-            output_names=["logits", "probabilities"],
+            output_names=[*output_names(model.objective)],
             opset_version=OPSET,
             verbose=False,
         )
@@ -214,15 +221,14 @@ def _checked(content: bytes, model: RunModel, frames: int | None, with_lengths: 
         x, lengths = _example(model, batch, length, with_lengths)
         expected = model.logits(x, lengths).numpy()
         given = {"x": x.numpy()} if lengths is None else {"x": x.numpy(), "lengths": lengths.numpy()}
-        found, probabilities = session.run(["logits", "probabilities"], given)
+        found, *answers = session.run([*output_names(model.objective)], given)
         difference = float(np.abs(found - expected).max())
         limit = TOLERANCE * max(1.0, float(np.abs(expected).max()))
-        shares = np.exp(expected - expected.max(axis=1, keepdims=True))
-        shares /= shares.sum(axis=1, keepdims=True)
-        if not difference <= limit or not np.abs(probabilities - shares).max() <= limit:
+        said = model.objective.answer(torch.from_numpy(expected)).numpy()
+        if not difference <= limit or not all(np.abs(answer - said).max() <= limit for answer in answers):
             raise InputError(
-                f"the ONNX graph of model {model.name!r} ({model.spec.architecture}) differs from PyTorch by {difference:.1e} in a "
-                f"logit (batch {batch}, {length} frames); nothing was written: use the model with raydfl predict"
+                f"the ONNX graph of model {model.name!r} ({model.spec.architecture}) differs from PyTorch by {difference:.1e} in "
+                f"an output (batch {batch}, {length} frames); nothing was written: use the model with raydfl predict"
             )
         worst = max(worst, difference)
     return worst

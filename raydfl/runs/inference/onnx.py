@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,17 @@ from raydfl.runs.inference.recordings import LEAST_FRAMES
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
+_MEANINGS: Mapping[tuple[str, str], Mapping[str, str]] = {
+    ("class", "logits"): {},
+    ("class", "probabilities"): {"what": "softmax of the logits"},
+    ("set", "logits"): {},
+    ("set", "probabilities"): {"what": "sigmoid of the logits, each class by itself"},
+    ("score", "score"): {"what": "the higher the stranger; of a recording in segments the mean over them"},
+    ("none", "outputs"): {"what": "what the network gives for a recording; they have no meaning one by one"},
+}
+"""What the outputs of a graph are, by what the objective answers."""
+
+
 @dataclass(frozen=True, slots=True)
 class Exported:
     """The files that an export has written."""
@@ -31,7 +43,9 @@ class Exported:
     description: dict[str, Any]
     """Its content."""
     difference: float
-    """Largest difference of a logit between ONNX Runtime and PyTorch."""
+    """Largest difference of an output between ONNX Runtime and PyTorch."""
+    output: str = "logits"
+    """Name of the first output, of which that is told."""
 
 
 def export_model(
@@ -74,7 +88,8 @@ def export_model(
     beside = path.with_suffix(".json")
     write_durably(path, _with_description(graph.content, text), "make room or name another file with --out")
     write_durably(beside, text.encode(), "make room or name another file with --out")
-    return Exported(path, beside, json.loads(text), graph.difference)
+    output = next(iter(json.loads(text)["onnx"]["outputs"]))
+    return Exported(path, beside, json.loads(text), graph.difference, output)
 
 
 def _default_path(model: RunModel) -> Path:
@@ -83,6 +98,8 @@ def _default_path(model: RunModel) -> Path:
 
 
 def _describe(model: RunModel, graph: Graph, file: str) -> dict[str, Any]:
+    from raydfl.runs.inference.network import output_names
+
     bands, classes = model.spec.inputs, len(model.classes)
     frames: int | str = "any" if graph.frames is None else graph.frames
     inputs: dict[str, Any] = {"x": {"dtype": "float32", "shape": ["batch", frames, bands], "what": "features"}}
@@ -106,8 +123,8 @@ def _describe(model: RunModel, graph: Graph, file: str) -> dict[str, Any]:
             "file": file,
             "inputs": inputs,
             "outputs": {
-                "logits": {"dtype": "float32", "shape": ["batch", classes]},
-                "probabilities": {"dtype": "float32", "shape": ["batch", classes], "what": "softmax of the logits"},
+                name: {"dtype": "float32", "shape": ["batch", classes], **_MEANINGS[model.objective.answers, name]}
+                for name in output_names(model.objective)
             },
             "largest_difference_to_pytorch": graph.difference,
         },

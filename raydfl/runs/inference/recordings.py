@@ -1,4 +1,4 @@
-"""Classifying recordings with a model of a run: the run's own front end, one label with a probability for each recording.
+"""What a model of a run says of recordings, by the run's own front end: a label with a probability, or what its objective answers.
 
 A recording goes the way of a test clip: choose the channel, resample, log-mel or the run's own model, normalise, pad
 (raydfl.data.features), cut into segments if the run does (raydfl.data.segment), softmax, mean over the segments. What differs:
@@ -42,9 +42,18 @@ class Prediction:
     file: Path
     classes: tuple[str, ...]
     probabilities: np.ndarray
-    """float64 [classes], adding up to 1; empty when the recording cannot be classified."""
+    """float64 [classes], of one class adding up to 1, or the one score; empty when nothing can be said of the recording."""
     error: str = ""
     """Why it cannot."""
+    answers: str = "class"
+    """What the run's objective says of a recording: its "class", its "set" of classes, or a "score"."""
+    labels: tuple[str, ...] = ()
+    """The classes that it has; where it is one class empty, see :attr:`label`."""
+
+    @property
+    def score(self) -> float:
+        """How strange it is, where the objective says that; NaN when there is no score."""
+        return float(self.probabilities[0]) if self.answers == "score" and not self.error else float("nan")
 
     @property
     def label(self) -> str:
@@ -93,6 +102,11 @@ def predictions(model: RunModel, files: Sequence[Path]) -> Iterator[Prediction]:
 
     With ``normalise: group`` and no statistics known, folder by folder.
     """
+    if model.objective.answers == "none":
+        raise InputError(
+            f"model {model.name!r} of {model.run_dir} was trained for an objective that says nothing of a recording; use what it "
+            f"has learnt as the beginning of another model, or take its outputs with raydfl.load_model or raydfl export"
+        )
     front_end = _FrontEnd(model)
     listed, failures = recordings(files)
     for file, reason in failures.items():
@@ -111,7 +125,10 @@ def predictions(model: RunModel, files: Sequence[Path]) -> Iterator[Prediction]:
             if isinstance(found, str):
                 yield Prediction(file, model.classes, np.zeros(0), found)
             else:
-                yield Prediction(file, model.classes, found)
+                classes, objective = model.classes, model.objective
+                chosen = objective.chosen(found) if objective.answers == "set" else np.zeros(len(classes), bool)
+                labels = tuple(name for name, has in zip(classes, chosen, strict=True) if has)
+                yield Prediction(file, classes, found, answers=objective.answers, labels=labels)
 
 
 def recordings(files: Iterable[Path]) -> tuple[list[Path], dict[Path, str]]:
@@ -170,7 +187,7 @@ class _FrontEnd:
         }
 
     def probabilities(self, matrix: np.ndarray) -> np.ndarray:
-        """Return float64 [classes]: the mean over the segments of the softmax."""
+        """Return float64 [classes]: the mean over the segments of what the objective answers: probabilities, or the score."""
         examples = self._examples(matrix)
         parts = []
         for batch in examples.batches(_BATCH, None):
@@ -178,7 +195,7 @@ class _FrontEnd:
             if batch.lengths is not None and x.shape[1] < LEAST_FRAMES:
                 x = torch.nn.functional.pad(x, (0, 0, 0, LEAST_FRAMES - x.shape[1]))
             parts.append(self._model.logits(x, batch.lengths).double())
-        found: np.ndarray = torch.cat(parts).softmax(dim=1).mean(dim=0).numpy()
+        found: np.ndarray = self._model.objective.answer(torch.cat(parts)).mean(dim=0).numpy()
         if not np.isfinite(found).all():
             raise RaydflError("the model's output is not finite: its training diverged")
         return found

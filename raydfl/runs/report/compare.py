@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from raydfl.core.metrics import base_name, model_name
+from raydfl.core.metrics import SCORES, base_name, model_name
 from raydfl.core.nested import flatten, get_path
 from raydfl.runs.progress import duration, size
 from raydfl.runs.report import figures as plots
 from raydfl.runs.report.data import SPLITS, Key, RunRecord, place
 from raydfl.runs.report.figures import Series
 from raydfl.runs.report.page import (
-    SCORES,
     UNITS,
     Picture,
     Pictures,
@@ -47,16 +46,20 @@ def comparison_page(runs: Sequence[RunRecord]) -> str:
     notes = [f"{run.id}: {unfinished(run)}" for run in runs if unfinished(run)]
     notes += [f"{run.id}: {note}" for run in runs for note in (*problem_notes(run), *run.missing)]
     keys = _ordered_keys(runs)
+    headlines = {run.headline for run in runs}
     attacked = any(base_name(metric) == "attack_success" for _, metric in keys)
-    bases = [base for base in UNITS if attacked or base != "attack_success"]
+    measured = {base_name(metric) for _, metric in keys}
+    always = () if headlines - {"accuracy", "loss"} else ("accuracy", "macro_f1", "loss")
+    bases = [base for base in UNITS if base in always or base in measured or (attacked and base == "attack_success")]
     return render(
         "compare.html.j2",
         title=f"{len(runs)} runs of {len(groups)} configuration{'s' if len(groups) > 1 else ''}",
         subtitle=" · ".join(group.label for group in groups),
         notes=notes,
         learning=_compared_curves(groups, keys, pictures),
-        scores=[SCORES[base] for base in bases],
-        results=[row for key in keys if base_name(key[1]) == "accuracy" for row in _compared_rows(groups, key, bases)],
+        headline=", ".join(SCORES[name].title for name in SCORES if name in headlines),
+        scores=[SCORES[base].title for base in bases],
+        results=[row for key in keys if base_name(key[1]) in headlines for row in _compared_rows(groups, key, bases)],
         groups=[group.label for group in groups],
         differences=_differences(groups),
         runs=[_run_row(group, run) for group in groups for run in group.runs],
@@ -116,8 +119,8 @@ def _compared_curves(groups: Sequence[_Group], keys: Sequence[Key], pictures: Pi
                     series += [item] if item is not None else []
             if series:
                 caption = "Mean over seeds, with the range." if any(item.low is not None for item in series) else ""
-                title = f"{SCORES[base]}, {split_name(split)}"
-                made.append(pictures.add(title, caption, plots.curves(series, unit, percent=base != "loss")))
+                title = f"{SCORES[base].title}, {split_name(split)}"
+                made.append(pictures.add(title, caption, plots.curves(series, unit, percent=SCORES[base].share)))
     return made
 
 
@@ -137,6 +140,7 @@ def _pooled_series(group: _Group, key: Key, label: str, look: int) -> Series | N
 def _compared_rows(groups: Sequence[_Group], key: Key, bases: Sequence[str]) -> Iterable[dict[str, str | list[str]]]:
     """Return the final scores of one model on one split, a row for each group that has it."""
     split, metric = key
+    headline = base_name(metric)
     for group in groups:
         runs = [run for run in group.runs if key in run.curves]
         if runs:
@@ -144,7 +148,7 @@ def _compared_rows(groups: Sequence[_Group], key: Key, bases: Sequence[str]) -> 
             for base in bases:
                 # A backdoor's success belongs to the test data, of which it is measured on copies.
                 source = "triggered" if (split, base) == ("test", "attack_success") else split
-                score = (source, metric.removesuffix("accuracy") + base)
+                score = (source, metric.removesuffix(headline) + base)
                 values = [shown_curve(run, score).last for run in runs if score in run.curves]
                 scores.append(mean_and_range(base, values) if values else "-")
             tails = [shown_curve(run, key).tail for run in runs]
@@ -159,8 +163,8 @@ def _compared_rows(groups: Sequence[_Group], key: Key, bases: Sequence[str]) -> 
                 "data": split_name(split),
                 "runs": str(len(runs)),
                 "scores": scores,
-                "tail": mean_and_range("accuracy", tails),
-                "worst": mean_and_range("accuracy", [curve.last for curve in worst]) if worst else "-",
+                "tail": mean_and_range(headline, tails),
+                "worst": mean_and_range(headline, [curve.last for curve in worst]) if worst else "-",
             }
 
 

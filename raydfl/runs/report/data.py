@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from raydfl.core.errors import ConfigError, RunDirectoryError
-from raydfl.core.metrics import HIGHER_IS_BETTER, base_name, model_name
+from raydfl.core.metrics import SCORES, base_name, model_name
 from raydfl.core.nested import flatten, get_path
 from raydfl.core.yaml import parse_yaml
 from raydfl.engine import TIMELINE
@@ -77,7 +77,7 @@ class RunRecord:
     confusions: Mapping[Key, tuple[int, NDArray[np.float64]]]
     """The last confusion matrix of each model and split, with its round."""
     clients: Mapping[Key, tuple[int, NDArray[np.float64]]]
-    """Each client's accuracy at the last measurement, with its round."""
+    """Each client's value of a headline at the last measurement, with its round."""
     timelines: Mapping[int, NDArray[np.float64]] = field(default_factory=dict)
     """Of the last rounds: Watch.timeline of raydfl.engine.telemetry, float64 [clients, 4]."""
     missing: Sequence[str] = field(default_factory=list)
@@ -129,13 +129,19 @@ class RunRecord:
             for name, value in (models.items() if isinstance(models, Mapping) else ())
         }
 
+    @property
+    def headline(self) -> str:
+        """The score to look at first: the first headline of raydfl.core.metrics.SCORES that was measured, else the loss."""
+        measured = {base_name(metric) for _, metric in self.curves}
+        return next((name for name, score in SCORES.items() if score.headline and name in measured), "loss")
+
     def scores(self, *bases: str) -> list[Key]:
         """(split, metric) of the scores that were measured; all of them, or those of the given base names."""
-        return [key for key in self.curves if base_name(key[1]) in (bases or HIGHER_IS_BETTER)]
+        return [key for key in self.curves if base_name(key[1]) in (bases or SCORES)]
 
     def ordered(self, *bases: str) -> list[Key]:
         """Return :meth:`scores` as a page shows them: by data, then model, then score."""
-        splits, scores, models = list(SPLITS), list(HIGHER_IS_BETTER), self.models
+        splits, scores, models = list(SPLITS), list(SCORES), self.models
         return sorted(
             self.scores(*bases),
             key=lambda key: (place(key[0], splits), models.index(model_name(key[1])), scores.index(base_name(key[1]))),
@@ -225,8 +231,9 @@ def _curve(points: Mapping[int, tuple[float, float]]) -> Curve:
 def _client_scores(
     folder: Path, until: int | None, curves: Mapping[Key, Curve]
 ) -> dict[Key, tuple[int, NDArray[np.float64]]]:
-    """Return each client's accuracy at the last measurement of each model and split; only those rows are read."""
-    last = {key: int(curve.rounds[-1]) for key, curve in curves.items() if base_name(key[1]) == "accuracy"}
+    """Return each client's headline at the last measurement of each model and split; only those rows are read."""
+    headlines = {name for name, score in SCORES.items() if score.headline}
+    last = {key: int(curve.rounds[-1]) for key, curve in curves.items() if base_name(key[1]) in headlines}
     if not last:
         return {}
     where = (

@@ -1,7 +1,7 @@
 """Problems of a run whose rounds are done, judged by its record alone, old runs' too. The one place of these rules.
 
 **Diverged**: every model that was measured at the end (on the test data or on clients' own hold-out; cross-entropy and confusion
-matrix are on a known scale, which a method's own training loss need not be) has
+matrix are on a known scale, which a method's own training loss need not be, nor that of an objective other than classify) has
 
 - a loss that is not finite or beyond :data:`FAR` times that of guessing, which is ``ln(classes)``; and
 - no accuracy above that of always naming the most frequent class, by :data:`DEVIATIONS` standard deviations of that share;
@@ -19,6 +19,7 @@ nothing was evaluated, a training loss that is as large, and no smaller than in 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,14 +70,22 @@ def _diverged(run: RunRecord, classes: int) -> list[Problem]:
             said = f"the loss on the {SPLITS.get(split, split)} is {loss:.3g}, and that of guessing {guessing:.3g}"
         worthless = not run.config.get("attack")
     else:
-        if training is None or not _senseless(training.last, guessing) or training.last < training.values[0]:
+        if training is None or (not _classifies(run) and math.isfinite(training.last)):
+            return []  # what a loss of another objective should be is not known
+        if not _senseless(training.last, guessing) or training.last < training.values[0]:
             return []
-        said = f"the training loss is {training.last:.3g}, and that of guessing {guessing:.3g}; nothing was evaluated"
+        said = f"the training loss is {training.last:.3g}"
+        said += f", and that of guessing {guessing:.3g}; nothing was evaluated" if _classifies(run) else ""
         worthless = False
     if not said:
         return []
     attacked = "" if not run.config.get("attack") else "; the configured attack may have done it"
     return [Problem("diverged", f"the training diverged: {said}{attacked}; {_ADVICE}", worthless)]
+
+
+def _classifies(run: RunRecord) -> bool:
+    objective = run.config.get("objective", "classify")
+    return (objective.get("name") if isinstance(objective, Mapping) else objective) == "classify"
 
 
 def _senseless(loss: float, guessing: float) -> bool:

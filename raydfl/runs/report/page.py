@@ -11,25 +11,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from raydfl.core.metrics import model_name
+from raydfl.core.metrics import SCORES, model_name
 from raydfl.engine import without_password
 from raydfl.runs.report import figures as plots
 from raydfl.runs.report.data import SPLITS, Curve, Key, RunRecord
 from raydfl.runs.report.diagnosis import problems_of
 
-SCORES = {
-    "accuracy": "accuracy",
-    "macro_f1": "macro F1",
-    "average_recall": "average recall",
-    "attack_success": "attack success",
-    "loss": "loss",
-}
-UNITS = {
-    "accuracy": "accuracy (%)",
-    "macro_f1": "macro F1 (%)",
-    "attack_success": "attack success (%)",
-    "loss": "loss (nats)",
-}
+UNITS = {name: f"{score.title} ({score.unit})" for name, score in SCORES.items() if score.drawn}
+"""The scores that are drawn over the rounds, with the titles of their axes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +71,7 @@ def score_text(base: str, value: float | None) -> str:
     """Return a score as a page shows it: shares in per cent, losses as they are."""
     if value is None or not np.isfinite(value):
         return "-" if value is None else str(value)
-    if base == "loss":
+    if not SCORES[base].share:
         return f"{value:.3f}" if abs(value) < 1e6 else f"{value:.4g}"
     return f"{100 * value:.1f} %"
 

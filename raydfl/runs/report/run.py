@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from raydfl.core.metrics import HIGHER_IS_BETTER, OF_CLIENTS, base_name, model_name, worst_decile
+from raydfl.core.metrics import OF_CLIENTS, SCORES, base_name, model_name, worst_decile
 from raydfl.core.nested import flatten, get_path
 from raydfl.runs.progress import duration, size
 from raydfl.runs.report import figures as plots
@@ -14,7 +14,6 @@ from raydfl.runs.report.data import SPLITS, Key, RunRecord, place
 from raydfl.runs.report.figures import Series
 from raydfl.runs.report.models import about_models
 from raydfl.runs.report.page import (
-    SCORES,
     UNITS,
     Picture,
     Pictures,
@@ -72,8 +71,11 @@ def _subtitle(run: RunRecord) -> str:
 def _tiles(run: RunRecord) -> list[tuple[str, str]]:
     """(number, meaning): what one looks for first."""
     tiles = [
-        (score_text("accuracy", shown_curve(run, key).last), f"accuracy of {model_label(key[1])}, {split_name(key[0])}")
-        for key in run.ordered("accuracy")
+        (
+            score_text(run.headline, shown_curve(run, key).last),
+            f"{SCORES[run.headline].title} of {model_label(key[1])}, {split_name(key[0])}",
+        )
+        for key in run.ordered(run.headline)
         if key[0] != "train"
     ][:4]
     tiles += [
@@ -102,7 +104,9 @@ def _tiles(run: RunRecord) -> list[tuple[str, str]]:
 def _result_row(run: RunRecord, key: Key) -> dict[str, str]:
     split, metric = key
     base, curve = base_name(metric), run.curves[key]
-    ranking = np.where(np.isfinite(curve.values), curve.values if HIGHER_IS_BETTER[base] else -curve.values, -np.inf)
+    ranking = np.where(
+        np.isfinite(curve.values), curve.values if SCORES[base].higher_is_better else -curve.values, -np.inf
+    )
     best = int(ranking.argmax())
     mean, deviation, worst = (run.curves.get((split, metric + end)) for end in OF_CLIENTS)
     clients = "-"
@@ -111,7 +115,7 @@ def _result_row(run: RunRecord, key: Key) -> dict[str, str]:
     return {
         "model": model_label(metric),
         "data": split_name(split),
-        "score": SCORES[base],
+        "score": SCORES[base].title,
         "last": f"{score_text(base, curve.last)} (round {curve.rounds[-1]:.0f})",
         "tail": score_text(base, curve.tail),
         "best": f"{score_text(base, float(curve.values[best]))} (round {curve.rounds[best]:.0f})",
@@ -158,7 +162,9 @@ def _learning_curves(run: RunRecord, pictures: Pictures) -> list[Picture]:
         if series:
             bands = any(item.low is not None for item in series)
             caption = "Bands: mean of the clients plus and minus their standard deviation." if bands else ""
-            made.append(pictures.add(SCORES[base], caption, plots.curves(series, unit, percent=base != "loss")))
+            made.append(
+                pictures.add(SCORES[base].title, caption, plots.curves(series, unit, percent=SCORES[base].share))
+            )
     return made
 
 
@@ -177,7 +183,7 @@ def _single_series(run: RunRecord, key: Key) -> Series:
     mean, deviation = (run.curves.get((split, metric + end)) for end in OF_CLIENTS[:2])
     if mean is not None and deviation is not None and split != "train":
         curve, low, high = mean, mean.values - deviation.values, mean.values + deviation.values
-        if base_name(metric) != "loss":
+        if SCORES[base_name(metric)].share:
             low, high = np.clip(low, 0, 1), np.clip(high, 0, 1)
         label += " (mean of clients)"
     return Series(label, curve.rounds, curve.values, low, high, colour, dash)
@@ -185,18 +191,25 @@ def _single_series(run: RunRecord, key: Key) -> Series:
 
 def _spread_pictures(run: RunRecord, pictures: Pictures) -> list[Picture]:
     series, captions = [], []
-    keys = [key for key in run.ordered("accuracy") if key in run.clients and len(run.clients[key][1])]
+    score, title = run.headline, SCORES[run.headline].title
+    keys = [key for key in run.ordered(score) if key in run.clients and len(run.clients[key][1])]
     for key in keys:
         round_index, values = run.clients[key]
         label, colour, dash = _look(run, key)
         series.append(Series(label, np.arange(len(values), dtype=np.float64), values, colour=colour, dash=dash))
         captions.append(
-            f"{label} (round {round_index}): {len(values)} clients, mean {score_text('accuracy', values.mean())}, "
-            f"worst tenth {score_text('accuracy', worst_decile(values))}."
+            f"{label} (round {round_index}): {len(values)} clients, mean {score_text(score, values.mean())}, "
+            f"worst tenth {score_text(score, worst_decile(values, SCORES[score].higher_is_better))}."
         )
     if not series:
         return []
-    return [pictures.add("accuracy of each client", " ".join(captions), plots.client_spread(series, "accuracy (%)"))]
+    return [
+        pictures.add(
+            f"{title} of each client",
+            " ".join(captions),
+            plots.client_spread(series, UNITS[score]),
+        )
+    ]
 
 
 def _confusion_pictures(run: RunRecord, pictures: Pictures) -> list[Picture]:

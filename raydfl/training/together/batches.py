@@ -125,7 +125,7 @@ class StackedBatches:
         fixed = self.fixed_length
         self.longest = frames.max(axis=(1, 2), initial=1) if fixed is None else np.full(steps, fixed)
         """int64 [steps]: frames of a batch."""
-        self._labels = torch.from_numpy(labels).to(device)
+        self._labels = torch.from_numpy(examples[0].targets(labels)).to(device)
         self._frames = torch.from_numpy(frames).to(device) if self.fixed_length is None else None
         self._columns = {name: torch.from_numpy(column).to(device) for name, column in columns.items()}
         real = np.arange(widest) < self.sizes[:, :, None]
@@ -140,7 +140,7 @@ class StackedBatches:
         return int(np.count_nonzero(self.sizes[step]))
 
     def batch(self, step: int) -> Batch:
-        """Return the clients' batches of one step: x [clients, batch, frames, bands], everything else [clients, batch].
+        """Return the clients' batches of one step: x [clients, batch, frames, bands], everything else [clients, batch, ...].
 
         ``lengths`` is ``None`` where all examples of the population have one length, ``weight`` where there is no padding.
         """

@@ -18,6 +18,7 @@ Rules for a loss that can be computed so (one that breaks them is computed loope
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, cast
 
@@ -31,7 +32,7 @@ from raydfl.training.optimiser import Optimiser
 from raydfl.training.plan import Plan, order_of
 from raydfl.training.precision import GradientScale, computing_in
 from raydfl.training.randomness import fit_seed, generator_states, preserved, seed_of_step, set_generator_states
-from raydfl.training.step import Loss, Step
+from raydfl.training.step import Loss, Step, computed
 from raydfl.training.together import signature as alike
 from raydfl.training.together.batches import StackedBatches, batch_of_first
 from raydfl.training.together.handles import Source, UnlikeError
@@ -104,15 +105,18 @@ def fit_together(
                 with _failures(kind, remember=True), preserved():
                     _try(group, losses, batches.batch(0), seed)
                 _sources[kind] = group.sources
-            values, done = _complete(group, kind, lambda: _train(group, losses, batches, seed))
+            values, done, reports = _complete(group, kind, lambda: _train(group, losses, batches, seed))
             group.write_back()
     except BaseException:
         for step, state in zip(steps, draws, strict=True):
             step.rng.bit_generator.state = state
         raise
     found: list[Metrics] = [{}] * len(steps)
-    for position, metrics in zip(order, _metrics(values, batches.sizes[:done], len(losses)), strict=True):
-        found[position] = metrics
+    reported = {name: report.tolist() for name, report in reports.items()}
+    for place, (position, metrics) in enumerate(
+        zip(order, _metrics(values, batches.sizes[:done], len(losses)), strict=True)
+    ):
+        found[position] = {**metrics, **{name: Ratio(*report[place]) for name, report in reported.items()}}
         steps[position].clock.steps += int(cast(Ratio, metrics["steps"]).total)
     for position in order[: batches.clients(done) if done < len(batches) else 0]:
         steps[position].clock.cut = True
@@ -204,8 +208,12 @@ def _complete(group: StackedClients, kind: Hashable, computation: Callable[[], A
 
 def _train(
     group: StackedClients, losses: Sequence[Loss], batches: StackedBatches, seeds: Tensor
-) -> tuple[list[Tensor], int]:
-    """Everybody's steps: each step's losses [active clients], and the number of batches until all are done or one's time is over.
+) -> tuple[list[Tensor], int, dict[str, Tensor]]:
+    """Do everybody's steps.
+
+    Returns:
+        Each step's losses [active clients], the number of batches until all are done or one's time is over, and what the losses
+        reported, added up: by name float64 [clients, 2].
 
     Raises:
         NotBatchableError: somebody's time was over before the first batch.
@@ -223,12 +231,13 @@ def _train(
             _clip(optimiser, settings.clip_norm)
 
     values: list[Tensor] = []
+    sums: dict[str, Tensor] = {}
     for number in range(len(batches)):
         clients = batches.clients(number)
         if any(step.clock.expired for step in group.steps[:clients]):
             if number == 0:
                 raise NotBatchableError("the deadline of one of the clients was over before they began")
-            return values, number
+            return values, number, sums
         if clients < group.active:
             group.keep(clients)
             _follow(optimiser, group)
@@ -239,18 +248,25 @@ def _train(
         for position, loss in enumerate(losses):
             optimiser.forget_gradients()
             with computing_in(precision, first.device):
-                value = group.compute(loss, batch, seed_of_step(seeds, number * len(losses) + position))
+                value, reports = group.compute(
+                    functools.partial(computed, loss), batch, seed_of_step(seeds, number * len(losses) + position)
+                )
             if value.shape != (clients,):
                 raise NotBatchableError(f"the loss is not a scalar but {tuple(value.shape[1:])}")
             if scale is None:
-                value.sum().backward()  # type: ignore[no-untyped-call]
+                value.sum().backward()
                 clip()
                 optimiser.advance()
             else:
-                (value * scale.scale).sum().backward()  # type: ignore[no-untyped-call]
+                (value * scale.scale).sum().backward()
                 scale.advance(optimiser, clip)
             values.append(value.detach())
-    return values, len(batches)
+            for name, report in reports.items():
+                so_far = sums.setdefault(
+                    name, torch.zeros(len(group.steps), 2, dtype=torch.float64, device=report.device)
+                )
+                so_far[:clients] += report.detach()
+    return values, len(batches), sums
 
 
 def _follow(optimiser: Optimiser, group: StackedClients) -> None:
@@ -343,13 +359,14 @@ def _at_random_place(
         if states is not None:
             set_generator_states(states)
         try:
-            value = group.compute(loss, batch, seeds)
+            value, _ = group.compute(functools.partial(computed, loss), batch, seeds)
         except MoreSourcesError:
             continue
         if value.shape != (group.active,):
             raise NotBatchableError(f"the loss is not a scalar but {tuple(value.shape[1:])}")
-        value.sum().backward()  # type: ignore[no-untyped-call]
-        return value.detach()
+        value.sum().backward()
+        losses: Tensor = value.detach()
+        return losses
 
 
 def _padded(batch: Batch, shift: float) -> Batch:

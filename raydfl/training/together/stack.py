@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from raydfl.core.types import Batch
 from raydfl.training.randomness import step_randomness
-from raydfl.training.step import Loss, Step
+from raydfl.training.step import Step
 from raydfl.training.together.handles import Source, TensorHandle, Unavailable, UnlikeError
 from raydfl.training.together.lockstep import NotBatchableError
 
@@ -158,10 +158,13 @@ class StackedClients:
         for name, value in self.live.items():
             self.live[name] = value.detach()[:clients].requires_grad_(value.requires_grad)
 
-    def compute(self, loss: Loss, batch: Batch, seeds: Tensor | None, shared_batch: bool = False) -> Tensor:
-        """``loss`` of every active client: [clients, ...].
+    def compute(
+        self, function: Callable[[Step, Batch], Any], batch: Batch, seeds: Tensor | None, shared_batch: bool = False
+    ) -> Any:
+        """What a function gives for every active client: tensors [clients, ...], one or several in a tuple or mapping.
 
         Args:
+            function: of a step and a batch: a forward pass, or a loss with its reports.
             batch: every tensor with a leading dimension of clients, unless ``shared_batch``.
             seeds: int64 [clients], of this step.
             shared_batch: it has none: all clients compute the same examples.
@@ -178,7 +181,7 @@ class StackedClients:
         if seeds is not None:
             arguments.append(seeds)
 
-        def one(*tensors: Tensor) -> Tensor:
+        def one(*tensors: Tensor) -> Any:
             given = iter(tensors)
             installed = {name: next(given) for name in self.live}
             self._given.clear()
@@ -186,11 +189,11 @@ class StackedClients:
             self._given.update((source, next(given)) for source in own_sources)
             own = Batch.of({**fields, **{name: next(given) for name in own_fields}})
             with step_randomness(next(given, None)), self.tensors[0].replaced(installed):
-                return loss(self._shown, own)
+                return function(self._shown, own)
 
         given = [*self._same.values(), *own_sources.values(), *fields.values()]
         versions = [tensor._version for tensor in given]
-        value: Tensor = torch.vmap(one, randomness="different")(*arguments)
+        value = torch.vmap(one, randomness="different")(*arguments)
         if versions != [tensor._version for tensor in given]:
             raise NotBatchableError("the loss writes into a tensor of its step or batch")
         if self._wanted:

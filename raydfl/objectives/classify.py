@@ -1,0 +1,38 @@
+"""Classify: every clip is of one class. Cross-entropy; accuracy and the confusion matrix are measured."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch.nn.functional as F
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from raydfl.core.metrics import classification_metrics
+from raydfl.core.types import Batch, Metrics
+from raydfl.data import Examples
+from raydfl.objectives._objective import Objective
+from raydfl.training import Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classify(Objective):
+    """One class for each clip, learnt by cross-entropy."""
+
+    labels: ClassVar[Literal["one", "sets", "any"]] = "one"
+    headline: ClassVar[str] = "accuracy"
+    answers: ClassVar[Literal["class", "set", "score", "none"]] = "class"
+    pure: ClassVar[bool] = True
+
+    def loss(self, step: Step, name: str, batch: Batch) -> Tensor:
+        """Mean cross-entropy."""
+        logits = step.forward(name, batch)
+        return batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
+
+    def answer(self, outputs: Tensor) -> Tensor:
+        """Probabilities: the softmax."""
+        return outputs.softmax(dim=1)
+
+    def metrics(self, outputs: Tensor, examples: Examples) -> Metrics:
+        """Measure ``loss``, ``accuracy`` and ``confusion`` of the mean probabilities of each clip."""
+        return classification_metrics(outputs, examples.labels, examples.clips, outputs.shape[1])

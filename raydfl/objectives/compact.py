@@ -1,0 +1,108 @@
+"""Compact: clips are brought near each other, and what then lies far from them is strange (one-class learning).
+
+    z_i   what the network gives for clip i, scaled to length 1
+    m_c   the mean of z over the batch's clips of class c, or over all of the batch
+    loss  mean over the batch of ||z_i - m||^2
+
+after L. Ruff and others, Deep One-Class Classification, ICML 2018, with the batch's mean in the place of a fixed centre. What is
+far is told by a running mean of the centres, which is a part of the network (``model/objective.sums`` and ``.counts``, decayed by
+``momentum`` at each step), so that it travels and is averaged as the network is, each client counting as it does there. A
+recording's score is the squared distance to the nearest centre of a class that some client has.
+
+Brought near enough to each other, all clips are one point: train for few rounds, and watch the AUC.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from raydfl.core.types import Batch, ModelSpec
+from raydfl.objectives._anomaly import AnomalyObjective
+from raydfl.training import Step
+
+_NONE = 1e-6
+"""Clips in the running count of a class from which on it is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compact(AnomalyObjective):
+    """Clips near each other; a recording's score is its distance to where they are."""
+
+    pure: ClassVar[bool] = True
+
+    size: Annotated[int, Field(ge=2, description="numbers that the network gives for a clip")] = 32
+    by: Annotated[
+        Literal["all", "class"], Field(description="one centre for all training clips, or one for each class")
+    ] = "all"
+    momentum: Annotated[
+        float,
+        Field(ge=0, lt=1, description="what is kept of the running centres at each step; 0: those of the last batch"),
+    ] = 0.9
+
+    def outputs(self, classes: int) -> int:
+        """Return ``size``."""
+        return self.size
+
+    def extension(self, spec: ModelSpec) -> nn.Module:
+        """Return the running centres."""
+        return _Centres(spec.classes if self.by == "class" else 1, self.size)
+
+    def loss(self, step: Step, name: str, batch: Batch) -> Tensor:
+        """Mean squared distance to the batch's own centres; the running ones follow."""
+        centres = cast(Any, step.models[name]).objective
+        z = F.normalize(step.forward(name, batch), dim=1)
+        member = self._membership(batch, centres.counts)
+        mass = member if batch.weight is None else member * batch.weight.unsqueeze(1)
+        counts = mass.sum(dim=0)
+        means = (mass.T @ z) / counts.clamp_min(_NONE).unsqueeze(1)
+        with torch.no_grad():
+            centres.sums.mul_(self.momentum).add_(mass.T @ z)
+            centres.counts.mul_(self.momentum).add_(counts)
+        return batch.mean((z - member @ means).square().sum(dim=1))
+
+    def _membership(self, batch: Batch, counts: Tensor) -> Tensor:
+        """Which centre each example belongs to, float32 [batch, centres]; to the mean of several of a set of classes."""
+        if self.by == "all":
+            return torch.ones_like(batch.x[:, :1, 0])
+        if batch.y.is_floating_point():
+            return batch.y / batch.y.sum(dim=1, keepdim=True).clamp_min(1)
+        return (batch.y.unsqueeze(1) == torch.arange(len(counts), device=batch.y.device)).float()
+
+    def predictor(self, network: nn.Module) -> nn.Module:
+        """Return the network with the distance to its nearest centre."""
+        return _Distance(network)
+
+
+class _Centres(nn.Module):
+    """Sums and counts of what the network gave, decayed step by step; their quotients are the centres."""
+
+    sums: Tensor
+    counts: Tensor
+
+    def __init__(self, centres: int, size: int) -> None:
+        super().__init__()
+        self.register_buffer("sums", torch.zeros(centres, size))
+        self.register_buffer("counts", torch.zeros(centres))
+
+
+class _Distance(nn.Module):
+    """From features to the squared distance to the nearest known centre: float32 [batch, 1]."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        centres = cast(Any, self.network).objective
+        z = F.normalize(self.network(x, lengths).float(), dim=1)
+        places = centres.sums / centres.counts.clamp_min(_NONE).unsqueeze(1)
+        away = (z.unsqueeze(1) - places).square().sum(dim=2)
+        unknown = torch.where(centres.counts > _NONE, 0.0, 1e3)  # farther than any two points of length 1
+        nearest: Tensor = (away + unknown).amin(dim=1, keepdim=True)
+        return nearest

@@ -1,0 +1,201 @@
+"""What objectives compute, against closed forms, NumPy and PyTorch's own functions."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raydfl.core.errors import ConfigError
+from raydfl.core.metrics import summarise
+from raydfl.core.ops import random_state, uniform
+from raydfl.core.types import Batch, ModelSpec, Ratio, Scores
+from raydfl.data.labels import sets_of
+from raydfl.models.dense import MeanLinear
+from raydfl.objectives import Objective, find_objective
+from raydfl.objectives.reconstruct import in_bins
+
+BATCH, FRAMES, BANDS, CLASSES = 6, 8, 5, 3
+
+
+def made(name: str, **options: Any) -> tuple[Objective, nn.Module, Any]:
+    torch.manual_seed(0)
+    objective = find_objective({"name": name, **options})
+    spec = ModelSpec("model", "linear", BANDS, CLASSES, outputs=objective.outputs(CLASSES))
+    network = MeanLinear(BANDS, spec.width)
+    objective.extend(network, spec)
+    step = SimpleNamespace(models={"model": network}, forward=lambda name, batch: network(batch.x, batch.lengths))
+    return objective, network, step
+
+
+def batch(**fields: Any) -> Batch:
+    torch.manual_seed(1)
+    return Batch(**{"x": torch.randn(BATCH, FRAMES, BANDS), "y": torch.tensor([0, 1, 1, 0, 2, 1]), **fields})
+
+
+WEIGHT = torch.tensor([1.0, 1, 1, 1, 1, 0])
+REAL = slice(0, 5)
+
+
+def test_multi_label_is_binary_cross_entropy() -> None:
+    objective, network, step = made("multi_label")
+    y = (torch.arange(BATCH * CLASSES).view(BATCH, CLASSES) % 2).float()
+    given = batch(y=y, weight=WEIGHT)
+    expected = F.binary_cross_entropy_with_logits(network(given.x)[REAL], y[REAL])
+    assert float(objective.loss(step, "model", given).detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+
+
+def test_compact_is_the_variance_about_the_batchs_mean() -> None:
+    objective, network, step = made("compact", size=4, momentum=0.5)
+    given = batch(weight=WEIGHT)
+    z = F.normalize(network(given.x), dim=1)[REAL]
+    value = objective.loss(step, "model", given)
+    assert float(value) == pytest.approx(float((z - z.mean(dim=0)).square().sum(dim=1).mean()), rel=1e-5)
+    centres = cast(Any, network).objective
+    torch.testing.assert_close(centres.sums[0], z.sum(dim=0).detach())
+    assert float(centres.counts) == 5
+    objective.loss(step, "model", given)
+    assert float(centres.counts) == 7.5  # half of what was, and the batch's
+    score = objective.predictor(network)(given.x)
+    torch.testing.assert_close(score[REAL, 0], (z - z.mean(dim=0)).square().sum(dim=1))
+
+
+def test_compact_by_class_takes_the_nearest_known_centre() -> None:
+    objective, network, step = made("compact", size=4, by="class")
+    given = batch(weight=torch.tensor([1.0, 1, 1, 1, 0, 1]))  # nobody of class 2
+    z = F.normalize(network(given.x), dim=1)
+    own = [z[[0, 3]].mean(dim=0), z[[1, 2, 5]].mean(dim=0)]
+    expected = sum((z[i] - own[c]).square().sum() for i, c in ((0, 0), (3, 0), (1, 1), (2, 1), (5, 1))) / 5
+    assert float(objective.loss(step, "model", given).detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    score = objective.predictor(network)(given.x)[:, 0]
+    away = torch.stack([(z - centre).square().sum(dim=1) for centre in own])
+    torch.testing.assert_close(score, away.amin(dim=0))
+
+
+@pytest.mark.parametrize("frames", [8, 6])
+def test_bins_are_means_of_equal_parts(frames: int) -> None:
+    x = torch.randn(2, 8, BANDS)
+    x[1, frames:] = 1e6  # what lies beyond an example's length does not count
+    lengths = torch.tensor([8, frames])
+    found = in_bins(x, lengths, 2)
+    torch.testing.assert_close(found[1], x[1, :frames].view(2, frames // 2, BANDS).mean(dim=1))
+    # Three parts of eight frames: the frame on an edge counts by its share.
+    third = in_bins(x, lengths, 3)[0, 0]
+    torch.testing.assert_close(third, (x[0, 0] + x[0, 1] + x[0, 2] * 2 / 3) / (8 / 3))
+    torch.testing.assert_close(in_bins(x[:1], None, 8)[0], x[0])
+
+
+def test_reconstruct_is_the_decoders_error() -> None:
+    objective, network, step = made("reconstruct", size=4, bins=2)
+    given = batch(weight=WEIGHT)
+    decoded = cast(Any, network).objective(network(given.x)).view(BATCH, 2, BANDS)
+    target = given.x.view(BATCH, 2, FRAMES // 2, BANDS).mean(dim=2)
+    error = (decoded - target).square().mean(dim=(1, 2))
+    assert float(objective.loss(step, "model", given).detach()) == pytest.approx(float(error[REAL].mean()), rel=1e-5)
+    torch.testing.assert_close(objective.predictor(network)(given.x)[:, 0], error)
+
+
+def test_contrast_is_cross_entropy_over_the_batch() -> None:
+    objective, network, step = made("contrast", size=4, frames=3)
+    given = batch(weight=WEIGHT)
+    crops: list[Tensor] = []
+
+    def forward(_: str, cut: Batch) -> Tensor:
+        crops.append(cut.x)
+        return cast(Tensor, network(cut.x))
+
+    step.forward = forward
+    with random_state(torch.tensor(5)):
+        value = objective.loss(step, "model", given)
+    with random_state(torch.tensor(5)):
+        starts = [(uniform(BATCH, torch.device("cpu")) * (FRAMES - 3 + 1)).floor().long() for _ in range(2)]
+    for crop, begin in zip(crops, starts, strict=True):
+        expected = torch.stack([clip[start : start + 3] for clip, start in zip(given.x, begin.tolist(), strict=True)])
+        torch.testing.assert_close(crop, expected)
+    part = cast(Any, network).objective
+    first, second = (part.norm(network(crop[REAL])).tanh() for crop in crops)
+    expected_value = F.cross_entropy(first @ part.weight @ second.T, torch.arange(5))
+    assert float(value) == pytest.approx(float(expected_value), rel=1e-5)
+
+
+def test_random_numbers_are_uniform_and_a_row_is_its_own() -> None:
+    with random_state(torch.tensor(3)):
+        many, again = uniform(20_000, torch.device("cpu")), uniform(20_000, torch.device("cpu"))
+    with random_state(torch.tensor(3)):
+        few = uniform(7, torch.device("cpu"))
+    assert torch.equal(few, many[:7])  # rows of padding after it change nothing
+    assert float(many.min()) >= 0
+    assert float(many.max()) < 1
+    edges = torch.histc(many, 10, 0, 1) / len(many)
+    assert float((edges - 0.1).abs().max()) < 0.01
+    assert abs(float(torch.corrcoef(torch.stack([many, again]))[0, 1])) < 0.03
+
+
+def examples(labels: list[int], clips: list[int], names: tuple[str, ...], sets: np.ndarray | None = None) -> Any:
+    found = SimpleNamespace(labels=np.array(labels), clips=np.array(clips), classes=names, sets=sets)
+    found.targets = lambda some: sets[some].astype(np.float32)
+    return found
+
+
+def test_a_clips_anomaly_score_is_the_mean_over_its_segments() -> None:
+    objective = find_objective({"name": "reconstruct", "normal": ["a", "c"]})
+    outputs = torch.tensor([[1.0], [3.0], [10.0], [4.0]])
+    found = objective.metrics(outputs, examples([0, 0, 1, 2], [7, 7, 3, 9], ("a", "b", "c")))
+    scores = cast(Scores, found["scores"])
+    assert scores.values.tolist() == [10, 2, 4]  # in the order of the clips' numbers
+    assert scores.truth.tolist() == [True, False, False]
+    assert found["loss"] == Ratio(6.0, 2)  # of the normal clips
+    unknown = find_objective({"name": "reconstruct"}).metrics(
+        outputs, examples([0, 0, 1, 2], [7, 7, 3, 9], ("a", "b", "c"))
+    )
+    assert dict(unknown) == {"loss": Ratio(16.0, 3)}
+
+
+def test_multi_label_measures_clips() -> None:
+    objective = find_objective({"name": "multi_label"})
+    names, sets = sets_of(["dog|rain", "rain", "|"], "|")
+    assert names == ["dog", "rain"]
+    assert sets.tolist() == [[True, True], [False, True], [False, False]]
+    logits = torch.tensor([[2.0, 2.0], [0.0, 2.0], [-1.0, 3.0], [-3.0, -2.0]])
+    found = objective.metrics(logits, examples([0, 0, 1, 2], [0, 0, 1, 2], ("dog", "rain"), sets))
+    p = logits.double().sigmoid().numpy()
+    p = np.stack([p[:2].mean(axis=0), p[2], p[3]])
+    y = np.array([[1, 1], [0, 1], [0, 0]])
+    expected = -(y * np.log(p) + (1 - y) * np.log(1 - p)).mean(axis=1).sum()
+    assert cast(Ratio, found["loss"]).total == pytest.approx(expected)
+    summary = summarise(found)
+    assert summary["map"].value == summary["auc"].value == summary["macro_f1"].value == 1.0  # all ranked right
+
+
+@pytest.mark.parametrize(
+    ("setting", "classes", "length", "match"),
+    [
+        (
+            {"name": "compact", "normal": ["nromal"]},
+            ("normal", "x"),
+            9,
+            r"objective.normal: there is no class 'nromal'; did you mean 'normal'",
+        ),
+        ({"name": "reconstruct", "normal": ["a", "b"]}, ("a", "b"), 9, "names every class of the data"),
+        ({"name": "contrast", "frames": 9}, ("a",), 9, r"objective.frames is 9, but clips have 9 frames"),
+    ],
+)
+def test_options_that_do_not_fit_the_data_are_refused(
+    setting: dict[str, Any], classes: tuple[str, ...], length: int, match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        find_objective(setting).check(classes, length)
+
+
+def test_a_network_that_uses_the_name_itself_is_refused() -> None:
+    objective, network, _ = made("compact", size=4)
+    with pytest.raises(ConfigError, match="has an attribute 'objective'"):
+        objective.extend(copy.deepcopy(network), ModelSpec("model", "x", BANDS, CLASSES, outputs=4))
+    assert dataclasses.is_dataclass(objective)

@@ -1,0 +1,313 @@
+"""Runs with every objective: which methods take which, what is recorded, predicted and exported, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow.compute as pc
+import pytest
+import soundfile
+import torch
+from commands import Raydfl, written
+from helpers import same, start, stop_after, truth
+from machines import RATE, hum
+from sklearn.metrics import average_precision_score, roc_auc_score
+
+from raydfl import load_model, read_rows, run
+from raydfl.core import registry
+from raydfl.core.errors import ConfigError
+from raydfl.data import population as population_module
+from raydfl.data.population import Population
+from raydfl.engine.config import Config
+from raydfl.methods import Method
+from raydfl.runs.report.data import read_run
+
+HERE = Path(__file__).parent
+MACHINES, CHORDS = (f"data.name={HERE / 'machines.py'}:{name}" for name in ("Machines", "Chords"))
+LOUDNESS = "data.features.normalise=group"
+"""Each band is compared with the training clips: normalised by itself, a clip that is alike all the time says nothing."""
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "classify": (),
+    "multi_label": (CHORDS, "data.labels={}", "objective=multi_label"),
+    "compact": (MACHINES, "objective={name: compact, size: 4, normal: [normal]}"),
+    "reconstruct": (MACHINES, "objective={name: reconstruct, size: 4, bins: 4, hidden: 16, normal: [normal]}"),
+    "contrast": ("objective={name: contrast, frames: 12, size: 8}",),
+}
+HEADLINES = {
+    "classify": "accuracy",
+    "multi_label": "map",
+    "compact": "auc",
+    "reconstruct": "auc",
+    "contrast": "accuracy",
+}
+
+Tiny = Callable[..., Config]
+
+
+def accepts(method: str, objective: str) -> bool:
+    accepted = registry.find("raydfl.methods", method, Method, "method").objectives
+    return accepted is None or objective in accepted
+
+
+@pytest.mark.parametrize("objective", registry.names("raydfl.objectives"))
+@pytest.mark.parametrize("method", registry.names("raydfl.methods"))
+def test_every_method_learns_every_objective_that_it_takes_and_refuses_the_others(
+    tiny: Tiny, method: str, objective: str
+) -> None:
+    given = (*SETTINGS[objective], "train.rounds=2", "evaluate.every=2")
+    if not accepts(method, objective):
+        with pytest.raises(ConfigError, match=f"method '{method}' is defined for classify only, not for '{objective}'"):
+            tiny(*given, method=method)
+        return
+    config = tiny(*given, method=method)
+    server = start(config)
+    for _ in range(2):
+        server.round()
+    server.finish()
+    server.close()
+    rows = read_rows(next(Path(config.run.dir).iterdir())).to_pylist()
+    scores = [row for row in rows if row["metric"].rpartition("/")[2] == HEADLINES[objective] and row["count"]]
+    assert {row["split"] for row in scores} & {"test", "validation"}
+    assert all(np.isfinite(row["value"]) for row in scores)
+    assert all(row["array"] is None for row in rows if row["client"])  # what a client reports holds no clip
+
+
+def test_only_methods_that_need_class_probabilities_refuse() -> None:
+    refusing = {m for m in registry.names("raydfl.methods") if not accepts(m, "compact")}
+    assert refusing == {"fedkad", "fedmlac"}
+
+
+def test_an_anomaly_detector_is_measured_as_scikit_learn_does(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(population_module, "_SHARD", 5)  # several shards, which must not matter
+    config = tiny(
+        *SETTINGS["reconstruct"],
+        LOUDNESS,
+        "train.rounds=8",
+        "train.optimiser={name: adam, lr: 0.01}",
+        "evaluate.every=8",
+    )
+    folder = run(config).run_dir
+    test = Population.load(folder / "population").test
+    model = load_model(folder)
+    batch = test.batch(np.arange(len(test)))
+    scores = model.logits(batch.x, batch.lengths)[:, 0].numpy()
+    truth = np.array(test.classes)[test.labels] == "anomalous"
+    record = read_run(folder)
+    expected = roc_auc_score(truth, scores)
+    assert record.headline == "auc"
+    assert record.curves["test", "model/auc"].last == pytest.approx(expected, abs=1e-9)
+    assert record.curves["test", "model/pauc"].last == pytest.approx(
+        roc_auc_score(truth, scores, max_fpr=0.1), abs=1e-9
+    )
+    assert record.curves["test", "model/loss"].last == pytest.approx(scores[~truth].mean(), rel=1e-5)
+    assert expected > 0.9  # a whine is not to be missed
+    page = (folder / "report.html").read_text()
+    assert "AUC of model, test data" in page
+    assert "equal error rate" in page
+
+
+def test_sets_of_classes_are_learnt_and_measured_as_scikit_learn_does(tiny: Tiny, tmp_path: Path) -> None:
+    config = tiny(
+        *SETTINGS["multi_label"],
+        LOUDNESS,
+        "train.rounds=15",
+        "train.optimiser={name: adam, lr: 0.03}",
+        "evaluate.every=15",
+    )
+    folder = run(config).run_dir
+    population = Population.load(folder / "population")
+    assert population.classes == ("high", "low", "middle")
+    # Each of four players: two of three clips of six chords trained on, or one of them held out.
+    clips = sum(population.label_counts()[:, population.classes.index("low")])
+    batch = population.test.batch(np.arange(len(population.test)))
+    assert batch.y.shape == (24, 3)
+    probabilities = load_model(folder).logits(batch.x, batch.lengths).sigmoid().numpy()
+    expected = average_precision_score(batch.y.numpy(), probabilities, average="macro")
+    record = read_run(folder)
+    assert record.curves["test", "model/map"].last == pytest.approx(expected, abs=1e-9)
+    assert expected > 0.9
+    assert 0 < clips <= 4 * 3 * 3
+
+
+@pytest.mark.parametrize("objective", ["compact", "contrast", "multi_label"])
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tiny: Tiny, objective: str) -> None:
+    whole, parts = (tiny(*SETTINGS[objective], "train.rounds=4", f"run.name={name}") for name in ("whole", "parts"))
+    first = start(whole)
+    for _ in range(4):
+        first.round()
+    first.finish()
+    first.close()
+    stop_after(parts, 2)
+    second = start(parts)
+    for _ in range(2):
+        second.round()
+    second.finish()
+    second.close()
+    same(truth(Path(whole.run.dir) / "whole"), truth(Path(parts.run.dir) / "parts"))
+
+
+def test_classification_is_not_in_the_digest_and_other_objectives_are(tiny: Tiny) -> None:
+    assert tiny().digest() == tiny("objective=classify").digest()
+    others = [
+        tiny(setting).digest()
+        for setting in ("objective={name: contrast, frames: 12}", "objective={name: contrast, frames: 13}")
+    ]
+    assert len({tiny().digest(), *others}) == 3
+
+
+# -- predict and export ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recordings(tmp_path: Path) -> list[Path]:
+    files = []
+    for name, strange in (("normal", False), ("strange", True)):
+        files.append(tmp_path / f"{name}.wav")
+        soundfile.write(files[-1], hum(name, strange), RATE)
+    return files
+
+
+def test_predict_prints_scores(tiny: Tiny, recordings: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny(
+        *SETTINGS["reconstruct"],
+        LOUDNESS,
+        "train.rounds=8",
+        "train.optimiser={name: adam, lr: 0.01}",
+        "evaluate.every=8",
+    )
+    folder = run(config).run_dir
+    raydfl = Raydfl(capsys)
+    said = raydfl("predict", folder, *recordings, "--json").events
+    assert [set(item) for item in said] == [{"file", "score"}] * 2
+    assert said[1]["score"] > 2 * said[0]["score"]
+    rows = list(csv.DictReader(io.StringIO(raydfl("predict", folder, *recordings, "--csv").out)))
+    assert [float(row["score"]) for row in rows] == [item["score"] for item in said]
+    assert f"{said[0]['score']:.4g}" in raydfl("predict", folder, *recordings).out
+    if importlib.util.find_spec("onnxruntime") is None:
+        return
+    import onnxruntime
+
+    exported = raydfl("export", folder)
+    assert exported.code == 0, exported.err
+    path = Path(exported.out.splitlines()[0])
+    about = json.loads(path.with_suffix(".json").read_text())
+    assert set(about["onnx"]["outputs"]) == {"score"}
+    model = load_model(folder)
+    x = torch.randn(3, model.length or 9, model.spec.inputs)
+    found = onnxruntime.InferenceSession(path).run(["score"], {"x": x.numpy()})[0]
+    np.testing.assert_allclose(found, model.logits(x, None).numpy(), rtol=1e-4)
+
+
+def test_predict_prints_sets(tiny: Tiny, recordings: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny(*SETTINGS["multi_label"], "train.rounds=1", "objective={name: multi_label, threshold: 0.01}")
+    folder = run(config).run_dir
+    raydfl = Raydfl(capsys)
+    said = raydfl("predict", folder, *recordings, "--json", "--top", 2).events
+    assert [item["labels"] for item in said] == [["high", "low", "middle"]] * 2  # all above such a threshold
+    assert all(len(item["top"]) == 2 for item in said)
+    rows = list(csv.DictReader(io.StringIO(raydfl("predict", folder, *recordings, "--csv").out)))
+    assert [row["labels"] for row in rows] == ["high|low|middle"] * 2
+    assert "high, low, middle" in raydfl("predict", folder, *recordings).out
+
+
+def test_predict_refuses_what_answers_nothing(
+    tiny: Tiny, recordings: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run(tiny(*SETTINGS["contrast"], "train.rounds=1")).run_dir
+    Raydfl(capsys)("predict", folder, *recordings).refuses("objective that says nothing of a recording")
+
+
+# -- a user's own ------------------------------------------------------------------------------------------------------
+
+OWN = """
+import torch
+from pydantic.dataclasses import dataclass
+from raydfl import Objective, Ratio
+
+
+@dataclass(frozen=True, kw_only=True)
+class Margin(Objective):
+    labels = "one"
+    headline = "accuracy"
+    answers = "class"
+    margin: float = 1.0
+
+    def loss(self, step, name, batch):
+        return batch.mean(torch.nn.functional.multi_margin_loss(
+            step.forward(name, batch), batch.y, margin=self.margin, reduction="none"))
+
+    def metrics(self, outputs, examples):
+        right = float((outputs.argmax(1).numpy() == examples.labels).sum())
+        return {"accuracy": Ratio(right, len(examples))}
+
+
+class Nothing(Objective):
+    pass
+"""
+
+
+def test_an_objective_of_ones_own_is_a_class_in_a_file(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    config = tiny(f"objective={{name: '{tmp_path}/mine.py:Margin', margin: 0.5}}", "train.rounds=2")
+    folder = run(config).run_dir
+    rows = read_rows(folder, where=pc.field("metric") == "model/accuracy").to_pylist()
+    assert {row["split"] for row in rows} >= {"test", "validation"}
+    assert config.digest() != tiny().digest()
+    with pytest.raises(ConfigError, match="method 'fedkad' is defined for classify only"):
+        tiny(f"objective={tmp_path}/mine.py:Margin", method="fedkad")
+    with pytest.raises(ConfigError, match=r"mine.py:Nothing' has no loss\(\); write it in the class Nothing"):
+        tiny(f"objective={tmp_path}/mine.py:Nothing")
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+BAD: dict[str, tuple[tuple[str, ...], str]] = {
+    "unknown": (("objective=clasify",), "unknown objective 'clasify'; did you mean 'classify'"),
+    "option": (("objective={name: contrast, frame: 3}",), "unknown key 'frame' for Contrast; did you mean 'frames'"),
+    "range": (("objective={name: compact, momentum: 1}",), "objective.momentum is 1; it must be below 1"),
+    "no name": (("objective={frames: 3}",), "objective: a name is missing; known: classify, compact"),
+    "sets for classes": (("data.labels={}",), "needs one label for each clip, but data.labels makes sets"),
+    "classes for sets": (("objective=multi_label",), "learns sets of classes, but here a label is one class"),
+    "wrong labels of sets": (
+        (CHORDS, "data.labels={}", "objective=multi_label", "data.corrupt.labels={clients: 0.5, rate: 0.5}"),
+        "data.corrupt.labels puts one class in another's place",
+    ),
+    "attack": (
+        (*SETTINGS["compact"], "attack={name: label_flip}"),
+        "attack 'label_flip' changes what class clips are of, which objective 'compact' does not learn",
+    ),
+    "normal": (
+        (MACHINES, "objective={name: compact, normal: [nromal]}"),
+        "there is no class 'nromal'; did you mean 'normal'",
+    ),
+    "all normal": (
+        (MACHINES, "objective={name: compact, normal: [normal, anomalous]}"),
+        "names every class of the data",
+    ),
+    "long crop": (("objective=contrast",), "objective.frames is 96, but clips have 26 frames"),
+    "untrained label": ((MACHINES,), "no client has a clip of label 'anomalous'"),
+    "untrained class": (
+        (*SETTINGS["multi_label"], "data.late=true"),
+        "no client has a clip of class 'top'; choose data.split",
+    ),
+    "no class": (
+        (*SETTINGS["multi_label"], "data.leave_out=[low, high, middle|low, 'low|high', high|middle]"),
+        "data.labels: no label names a class; the separator is '|'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_before_the_first_round(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    overrides, message = BAD[case]
+    file = written(tiny("run.name=bad"), tmp_path)
+    Raydfl(capsys)("run", file, *overrides).refuses(message)
+    assert not list(tmp_path.glob("runs/bad/commits/*"))
