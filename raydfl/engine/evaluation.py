@@ -19,6 +19,7 @@ from raydfl.engine.settings import EvaluateSettings
 from raydfl.engine.storage import record
 from raydfl.engine.validation import Kinds, kinds_of, left_out, shown_reason
 from raydfl.methods import Method
+from raydfl.training.fates import fixed_tensors
 
 
 class Evaluation:
@@ -173,17 +174,21 @@ def _prefix(key: str) -> str:
 def _shared_models(
     method: Method, variants: Sequence[tuple[Sequence[ModelSpec], Mapping[str, nn.Module]]]
 ) -> dict[ModelSpec, dict[str, torch.Size]]:
-    """Return the models that the server can evaluate, because every floating tensor of theirs is shared, with the tensors' shapes.
+    """Return the models that the server can evaluate, because every floating tensor of theirs is shared or fixed.
 
-    One architecture for each name: the first; a model with several architectures cannot be shared as a whole.
+    With each the shapes of its shared tensors; a model that is fixed as a whole has none. One architecture for each name: the
+    first; a model with several architectures cannot be shared as a whole.
     """
     found: dict[str, tuple[ModelSpec, dict[str, torch.Size]]] = {}
     for specs, models in variants:
+        fixed = fixed_tensors(models, method.fixed)
         for spec in specs:
             if spec.name in models and spec.name not in found:
                 state = models[spec.name].state_dict()
                 shapes = {
-                    f"{spec.name}/{key}": value.shape for key, value in state.items() if value.is_floating_point()
+                    f"{spec.name}/{key}": value.shape
+                    for key, value in state.items()
+                    if value.is_floating_point() and f"{spec.name}/{key}" not in fixed
                 }
                 if all(method.shared(name) for name in shapes):
                     found[spec.name] = (spec, shapes)
@@ -191,5 +196,5 @@ def _shared_models(
 
 
 def _holds(tensors: Tensors, shapes: Mapping[str, torch.Size]) -> bool:
-    """Return whether an entry of the state has tensors of all these names and shapes."""
-    return all(name in tensors and tensors[name].shape == shape for name, shape in shapes.items())
+    """Return whether an entry of the state has tensors of all these names and shapes, and there are some."""
+    return bool(shapes) and all(name in tensors and tensors[name].shape == shape for name, shape in shapes.items())

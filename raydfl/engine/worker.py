@@ -37,6 +37,7 @@ from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Result, 
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
 from raydfl.engine.validation import check_form, check_weights, checked_metrics, reason_of
 from raydfl.methods import Method
+from raydfl.training import fates
 from raydfl.training.clock import Clock, DeadlineExceededError
 from raydfl.training.precision import check_device
 from raydfl.training.replica import Replica
@@ -281,6 +282,7 @@ class Worker:
             round_index=order.round_index,
             options=task.options,
             shared=self.method.shared,
+            fixed=built.fixed,
             recordings=built.recordings if type(self.method).pure else None,
             clock=Clock()
             if order.measure is not None
@@ -302,7 +304,7 @@ class Worker:
             models = build_models(self.method, specs, self.config.run.seed)
             for model in models.values():
                 model.to(self.device)
-            built = self._built[key] = Replica(models)
+            built = self._built[key] = Replica(models, fates.fixed_tensors(models, self.method.fixed))
         return built
 
     def _train(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Result:
@@ -321,6 +323,13 @@ class Worker:
             raise ClientError(
                 f"client {step.client.id!r}, round {order.round_index + 1}: the update holds tensors that the method's shared() "
                 f"keeps private: {', '.join(hidden[:5])}; leave them out of step.update(tensors=...)"
+            )
+        still = [name for name in update.tensors if name in step.fixed]
+        if still:
+            raise ClientError(
+                f"client {step.client.id!r}, round {order.round_index + 1}: the update holds tensors that are fixed, because they do "
+                f"not train: {', '.join(still[:5])}; leave them out of step.update(tensors=...), or let the method's fixed() say "
+                f"that they are not fixed"
             )
         flat = FlatTensors.of(update.tensors)
         update = dataclasses.replace(update, tensors=flat, client_id=step.client.id, metrics={})

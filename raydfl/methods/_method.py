@@ -27,6 +27,7 @@ from raydfl.core.types import Batch, Client, Metrics, ModelSpec, Ratio, State, T
 from raydfl.data.examples import Examples
 from raydfl.models import build_model
 from raydfl.rules import Rule, WeightedMean, find_rule
+from raydfl.training.fates import fixed_tensors
 from raydfl.training.fit import fit, predict
 from raydfl.training.settings import TrainSettings
 from raydfl.training.step import Step
@@ -99,6 +100,18 @@ class Method:
         """Return whether the tensor of that flat name may leave the client. What may not is kept for the client between rounds."""
         return True
 
+    def fixed(self, name: str, trains: bool) -> bool:
+        """Return whether a parameter is fixed: known to all from the run's seed or a file, so that it need not be sent or kept.
+
+        A fixed parameter does not train, whatever :meth:`shared` says of it. Buffers beside fixed parameters alone are fixed too
+        (raydfl.training.fates).
+
+        Args:
+            name: flat.
+            trains: whether it requires gradients as it was built. By default those that do not are fixed.
+        """
+        return not trains
+
     def may_send(self, key: str, name: str) -> bool:
         """Return whether clients may send a tensor of that flat name under that key of the state where the server has none.
 
@@ -117,17 +130,18 @@ class Method:
             rng: seeded by the run seed.
 
         Returns:
-            By default one key, ``"global"``, with every shared tensor of any client's models.
+            By default one key, ``"global"``, with every shared tensor of any client's models that is not fixed.
 
         Raises:
             ConfigError: clients have different architectures for a shared model.
         """
         tensors: dict[str, Tensor] = {}
         for built in models:
+            fixed = fixed_tensors(built, self.fixed)
             for model_name, model in built.items():
                 for key, value in model.state_dict().items():
                     name = f"{model_name}/{key}"
-                    if value.is_floating_point() and self.shared(name):
+                    if value.is_floating_point() and name not in fixed and self.shared(name):
                         if name in tensors and tensors[name].shape != value.shape:
                             raise ConfigError(
                                 f"models.{model_name} is shared between the clients, so all must have one architecture, but "

@@ -11,6 +11,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from raydfl.cluster.job import check_kept, in_a_job
 from raydfl.cluster.sites import prepare_sites
 from raydfl.core.errors import DataError, RunDirectoryError
@@ -30,6 +33,7 @@ from raydfl.engine.storage.store import RunStore
 from raydfl.engine.storage.trust import code_of, remember_code
 from raydfl.engine.worker import build_models
 from raydfl.runs.progress import Progress
+from raydfl.training.fates import fixed_tensors
 
 
 def ensure_features(run_dir: Path, config: Config, progress: Progress) -> None:
@@ -224,15 +228,34 @@ def _describe_models(config: Config, clients: Clients) -> dict[str, list[dict[st
     method = config.parts.method
     described: dict[str, dict[ModelSpec, dict[str, Any]]] = {}
     for specs in clients.variants():
-        for name, model in build_models(method, specs, config.run.seed).items():
+        models = build_models(method, specs, config.run.seed)
+        fixed = fixed_tensors(models, method.fixed)
+        for name, model in models.items():
             spec = next(spec for spec in specs if spec.name == name)
             described.setdefault(name, {})[spec] = {
                 "architecture": spec.architecture,
                 **dict(spec.options),
                 "parameters": sum(parameter.numel() for parameter in model.parameters()),
-                "shared": all(method.shared(f"{name}/{key}") for key in model.state_dict()),
+                "shared": all(f"{name}/{key}" in fixed or method.shared(f"{name}/{key}") for key in model.state_dict()),
             }
     return {name: list(kinds.values()) for name, kinds in described.items()}
+
+
+def _fixed_tensors(run_dir: Path, config: Config) -> dict[str, Tensor]:
+    """Return the fixed tensors of the models, as they are built; of a model that clients build differently none."""
+    population = Population.load(run_dir / "population", bands=config.data.features.bands)
+    built = [
+        build_models(config.parts.method, specs, config.run.seed) for specs in Clients(population, config).variants()
+    ]
+    found: dict[str, Tensor] = {}
+    unlike: set[str] = set()
+    for models in built:
+        for name in sorted(fixed_tensors(models, config.parts.method.fixed)):
+            model, _, key = name.partition("/")
+            tensor = models[model].state_dict()[key].detach().contiguous()
+            if not torch.equal(found.setdefault(name, tensor), tensor):
+                unlike.add(model)
+    return {name: tensor for name, tensor in found.items() if name.partition("/")[0] not in unlike}
 
 
 def _short(name: str) -> str:
@@ -242,16 +265,20 @@ def _short(name: str) -> str:
 def export(run_dir: Path, config: Config) -> list[Path]:
     """The shared models as safetensors: ``model.safetensors``, or ``model-<key>.safetensors`` for each of several keys.
 
-    Tensor names are ``model/layer.weight``; the metadata says architecture, classes, features and round.
+    Tensor names are ``model/layer.weight``; the metadata says architecture, classes, features and round. What is fixed of a model
+    is in the file of each key that has tensors of the model.
     """
     state = final_state(run_dir)
     about = stored_about(run_dir)
     names = tuple(type(config.parts.method).models)
+    fixed = _fixed_tensors(run_dir, config)
     paths = []
     for key, tensors in state.tensors.items():
         models = {n: t.contiguous() for n, t in tensors.items() if n.partition("/")[0] in names}
         if not models:
             continue
+        there = {n.partition("/")[0] for n in models}
+        models |= {n: t for n, t in fixed.items() if n not in models and n.partition("/")[0] in there}
         path = run_dir / ("model.safetensors" if key == "global" else f"model-{file_name_of(key)}.safetensors")
         metadata = {
             "raydfl": about["raydfl"],

@@ -15,8 +15,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from raydfl.core.errors import ConfigError
 from raydfl.core.types import Batch, Metrics, Ratio
 from raydfl.data.examples import Examples
+from raydfl.training.fates import begin_training
 from raydfl.training.optimiser import Optimiser, torch_optimiser
 from raydfl.training.plan import Plan, order_of
 from raydfl.training.precision import GradientScale, computing_in
@@ -35,9 +37,25 @@ def make_optimiser(step: Step, models: tuple[str, ...] = ()) -> torch.optim.Opti
 
 
 def _trainable(step: Step, models: tuple[str, ...]) -> dict[str, list[Tensor]]:
+    _check_fixed(step, models)
     return {
         name: [p for p in step.models[name].parameters() if p.requires_grad] for name in models or tuple(step.models)
     }
+
+
+def _check_fixed(step: Step, models: tuple[str, ...]) -> None:
+    """Refuse to train what is fixed: the next client would not see it.
+
+    Raises:
+        ConfigError: naming one such parameter.
+    """
+    for name in (models or tuple(step.models)) if step.fixed else ():
+        for key, parameter in step.models[name].named_parameters():
+            if parameter.requires_grad and f"{name}/{key}" in step.fixed:
+                raise ConfigError(
+                    f"{key!r} of model {name!r} is to train, but it did not when the model was built, so it is fixed: neither sent "
+                    f"nor kept; let the method's fixed(name, trains) return False for it"
+                )
 
 
 def fit(
@@ -169,8 +187,7 @@ class _Fit:
             if clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(trained, clip_norm)
 
-        for model in step.models.values():
-            model.train()
+        begin_training(step.models.items(), step.fixed)
         seed = torch.tensor(fit_seed(step)).to(step.device)
 
         def by_code(number: int, batch: Batch) -> Tensor:

@@ -40,6 +40,8 @@ class Step:
     """The task's options."""
     shared: Callable[[str], bool] = lambda name: True
     """The method's ``shared``: which tensors leave the client."""
+    fixed: frozenset[str] = frozenset()
+    """Flat names of the tensors that never change and are neither sent nor kept (raydfl.training.fates)."""
     together: int = 1
     """Set by ``fit``: clients, this one included, whose last training was one batched computation; 1: looped."""
     apart: str = ""
@@ -55,23 +57,24 @@ class Step:
         return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
     def parameters(self, *models: str) -> dict[str, Tensor]:
-        """The trainable parameters of the named models (all by default) as ``"model/layer.weight"`` -> the live tensor."""
+        """The parameters of the named models (all by default) that are not fixed: ``"model/layer.weight"`` -> the live tensor."""
         return {
             f"{name}/{key}": parameter
             for name in (models or self.models)
             for key, parameter in self.models[name].named_parameters()
+            if f"{name}/{key}" not in self.fixed
         }
 
     def floating_state(self, *models: str) -> dict[str, Tensor]:
         """Parameters and floating buffers of the named models (all by default), detached views of the live tensors.
 
-        Integer buffers (counters) are neither sent nor kept.
+        Integer buffers (counters) and fixed tensors are neither sent nor kept, and are not among them.
         """
         return {
             f"{name}/{key}": value
             for name in (models or self.models)
             for key, value in self.models[name].state_dict().items()
-            if value.is_floating_point()
+            if value.is_floating_point() and f"{name}/{key}" not in self.fixed
         }
 
     def reference(self, name: str) -> Tensor:
