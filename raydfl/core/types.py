@@ -47,6 +47,8 @@ class ModelSpec:
     """Output classes."""
     options: tuple[tuple[str, Any], ...] = ()
     """Keyword arguments of the architecture, sorted by name."""
+    init_from: tuple[tuple[str, Any], ...] = ()
+    """Which file its first weights come from (raydfl.models.start), sorted by name; empty: from the run's seed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from raydfl.core import registry
 from raydfl.core.errors import ConfigError
 from raydfl.methods import Method
 from raydfl.models import find_architecture
+from raydfl.models.start import INIT_FROM, read_init_from
 from raydfl.rules import Rule
 
 T = TypeVar("T")
@@ -67,9 +68,12 @@ def _models(
         chosen[name] = []
         for item in items:
             options = {"name": item} if isinstance(item, str) else dict(item)
-            architecture = options.pop("name", None)
+            architecture = options.pop("name", default if INIT_FROM in options else None)
             if not isinstance(architecture, str):
                 raise ConfigError(f"{where}: an architecture's name is missing in {item!r}")
             find_architecture(architecture, where)
+            if INIT_FROM in options:
+                settings = read_init_from(options[INIT_FROM], f"{where}.{INIT_FROM}")
+                options[INIT_FROM] = settings.model_dump(mode="json", exclude_defaults=True)
             chosen[name].append((architecture, options))
     return chosen

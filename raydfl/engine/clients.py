@@ -12,6 +12,7 @@ from raydfl.core import seeds
 from raydfl.core.types import Client, ModelSpec
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
+from raydfl.models.start import INIT_FROM
 
 _REMEMBERED = 4096
 """Clients that are kept once made: those of a round are asked for several times."""
@@ -27,7 +28,14 @@ class Clients(Sequence[Client]):
         for name, choices in config.parts.models.items():
             self._specs.append(
                 [
-                    ModelSpec(name, architecture, population.bands, len(population.classes), _frozen(options))
+                    ModelSpec(
+                        name,
+                        architecture,
+                        population.bands,
+                        len(population.classes),
+                        _frozen({key: value for key, value in options.items() if key != INIT_FROM}),
+                        _frozen(options.get(INIT_FROM, {})),
+                    )
                     for architecture, options in choices
                 ]
             )
@@ -85,5 +93,11 @@ class Clients(Sequence[Client]):
 
 
 def _frozen(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Options as a hashable value: lists become tuples."""
-    return tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in sorted(options.items()))
+    """Options as a hashable value: lists become tuples, mappings pairs."""
+    return tuple((key, _hashable(value)) for key, value in sorted(options.items()))
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return _frozen(value)
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value

@@ -36,6 +36,7 @@ from raydfl.engine.assembly import ModelChoice, Parts, assemble
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
 from raydfl.methods import Method
 from raydfl.models import check_model, model_paths
+from raydfl.models.start import INIT_FROM
 from raydfl.rules import rule_class
 from raydfl.training.precision import check_device
 from raydfl.training.settings import TrainSettings
@@ -96,7 +97,8 @@ class Config(Settings):
         frames = None if self.data.segment is not None else self.data.features.frames
         for name, choices in self.parts.models.items():
             for architecture, options in choices:
-                check_model(architecture, options, self.data.features.bands, frames, f"models.{name}")
+                own = {key: value for key, value in options.items() if key != INIT_FROM}
+                check_model(architecture, own, self.data.features.bands, frames, f"models.{name}")
         for name in self.train.optimiser.models:
             if name not in declared:
                 raise ConfigError(
@@ -150,6 +152,7 @@ class Config(Settings):
                 place = f"models.{name}" if len(choices) == 1 else f"models.{name}.{number}"
                 for key in model_paths(architecture, place):
                     named[f"{place}.{key}"] = options.get(key)
+                named[f"{place}.{INIT_FROM}.file"] = options.get(INIT_FROM, {}).get("file")
         return {
             place: (str(path), content_digest(Path(path)))
             for place, path in named.items()
@@ -301,6 +304,10 @@ def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
         for choice in choices if isinstance(choices, list) else [choices]:
             if isinstance(choice, dict) and isinstance(choice.get("name"), str):
                 _resolve(choice, model_paths(choice["name"], f"models.{name}"))
+            if isinstance(choice, dict) and isinstance(choice.get(INIT_FROM), str):
+                choice[INIT_FROM] = {"file": choice[INIT_FROM]}
+            if isinstance(choice, dict) and isinstance(choice.get(INIT_FROM), dict):
+                _resolve(choice[INIT_FROM], ["file"])
     attack = result.get("attack")
     if isinstance(attack, dict) and isinstance(attack.get("name"), str):
         _resolve(attack, path_options(registry.find("raydfl.attacks", attack["name"], Attack, "attack")))

@@ -37,6 +37,7 @@ from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Result, 
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
 from raydfl.engine.validation import check_form, check_weights, checked_metrics, reason_of
 from raydfl.methods import Method
+from raydfl.models.start import start_from_file
 from raydfl.training import fates
 from raydfl.training.clock import Clock, DeadlineExceededError
 from raydfl.training.precision import check_device
@@ -90,10 +91,14 @@ def seed_torch(seed: int, device: torch.device) -> None:
 
 
 def build_models(method: Method, models: Sequence[ModelSpec], run_seed: int) -> dict[str, nn.Module]:
-    """Freshly initialised models; equal architectures start from equal weights at every client."""
+    """Freshly initialised models; equal architectures start from equal weights at every client: the seed's, or a file's."""
     with torch.random.fork_rng(devices=[]):
         seed_torch(seeds.seed_for(run_seed, 0, "", "init"), torch.device("cpu"))
-        return method.build(models)
+        built = method.build(models)
+        for spec in models:
+            if spec.init_from:
+                start_from_file(built[spec.name], spec)
+        return built
 
 
 class Worker:
@@ -327,9 +332,9 @@ class Worker:
         still = [name for name in update.tensors if name in step.fixed]
         if still:
             raise ClientError(
-                f"client {step.client.id!r}, round {order.round_index + 1}: the update holds tensors that are fixed, because they do "
-                f"not train: {', '.join(still[:5])}; leave them out of step.update(tensors=...), or let the method's fixed() say "
-                f"that they are not fixed"
+                f"client {step.client.id!r}, round {order.round_index + 1}: the update holds tensors that are fixed, because they "
+                f"do not train: {', '.join(still[:5])}; leave them out of step.update(tensors=...), or let the method's fixed() "
+                f"say that they are not fixed"
             )
         flat = FlatTensors.of(update.tensors)
         update = dataclasses.replace(update, tensors=flat, client_id=step.client.id, metrics={})
