@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -15,6 +16,7 @@ from raydfl.data.examples import ClientData
 from raydfl.training.clock import Clock
 from raydfl.training.replica import check_shape
 from raydfl.training.settings import TrainSettings
+from raydfl.training.substitute import computing_with
 
 
 @dataclass(slots=True)
@@ -51,9 +53,21 @@ class Step:
     clock: Clock = field(default_factory=Clock)
     """How long this client has trained; ``fit`` stops at its deadline."""
 
-    def forward(self, model: str, batch: Batch) -> Tensor:
-        """Logits float32 [batch, classes] of the named model, whatever train.precision it computes in."""
-        logits = cast(Tensor, self.models[model](batch.x, batch.lengths))
+    def forward(self, model: str, batch: Batch, tensors: Tensors | None = None) -> Tensor:
+        """Logits float32 [batch, classes] of the named model, whatever train.precision it computes in.
+
+        Args:
+            model: its name.
+            batch: of examples.
+            tensors: by flat name; the model computes with them in place of its own of these names (``step.received["teacher"]``,
+                say). Those of other models are not looked at.
+
+        Raises:
+            ConfigError: none of ``tensors`` is of this model, or one has another shape.
+        """
+        network = self.models[model]
+        with contextlib.nullcontext() if tensors is None else computing_with(model, network, tensors):
+            logits = cast(Tensor, network(batch.x, batch.lengths))
         return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
     def parameters(self, *models: str) -> dict[str, Tensor]:
