@@ -48,6 +48,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "ungrouped"): "keep",
     ("train", "precision"): "float32",
     ("train", "deadline"): None,
+    ("train", "optimiser", "keep"): False,
 }
 """Settings that earlier versions did not have, with the value at which a run is what it was without them. The digest leaves that
 out, and so stays what it was."""

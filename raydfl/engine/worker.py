@@ -45,8 +45,8 @@ from raydfl.training.replica import Replica
 from raydfl.training.step import Step
 from raydfl.training.together import lockstep as together
 
-KEPT_MODEL, KEPT_STATE = "model:", "state:"
-"""Prefixes in a private record: tensors of models that are not shared, and what the method keeps in step.state."""
+KEPT_MODEL, KEPT_STATE, KEPT_MOMENTS = "model:", "state:", "moments:"
+"""Prefixes in a private record: tensors of models that are not shared, what the method keeps in step.state, and the optimiser's."""
 
 
 def _without(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -280,6 +280,7 @@ class Worker:
             received={key: OwnTensors(tensors, self.device) for key, tensors in sent.items()},
             data=data,
             state={name: tensor.to(self.device) for name, tensor in _without(KEPT_STATE, kept).items()},
+            moments={name: tensor.to(self.device) for name, tensor in _without(KEPT_MOMENTS, kept).items()},
             rng=seeds.generator(self.config.run.seed, order.round_index, client.id, purpose),
             device=self.device,
             training=training,
@@ -366,9 +367,10 @@ class Worker:
         )
 
     def _keep(self, order: Order, step: Step) -> PrivateRef | None:
-        """Write what stays with the client: private tensors of its models, and the method's state."""
+        """Write what stays with the client: private tensors of its models, the method's state, and the optimiser's moments."""
         kept = {KEPT_MODEL + n: t for n, t in step.floating_state().items() if not self.method.shared(n)}
         kept.update({KEPT_STATE + n: t for n, t in step.state.items()})
+        kept.update({KEPT_MOMENTS + n: t for n, t in step.moments.items()})
         return self.private.append(order.round_index + 1, kept) if kept else None
 
     def _evaluate(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Result:

@@ -44,6 +44,8 @@ class Step:
     """The method's ``shared``: which tensors leave the client."""
     fixed: frozenset[str] = frozenset()
     """Flat names of the tensors that never change and are neither sent nor kept (raydfl.training.fates)."""
+    moments: dict[str, Tensor] = field(default_factory=dict)
+    """The optimiser's moments that ``fit`` keeps for this client with ``train.optimiser.keep``. They never leave the client."""
     together: int = 1
     """Set by ``fit``: clients, this one included, whose last training was one batched computation; 1: looped."""
     apart: str = ""

@@ -156,6 +156,7 @@ class StackedClients:
             client=cast(Any, Unavailable("client")),
             data=cast(Any, Unavailable("data")),
             rng=cast(Any, Unavailable("rng")),
+            moments=cast(Any, Unavailable("moments")),
             received=cast(Any, received),
             state=cast(Any, TensorHandle(None, [s.state for s in self.steps], self._given, self._wanted)),
             models={name: first.models[name] for name in self.names},
