@@ -67,7 +67,7 @@ def _models(
             raise ConfigError(f"{where}: the list of architectures is empty")
         chosen[name] = []
         for item in items:
-            options = {"name": item} if isinstance(item, str) else dict(item)
+            options: dict[str, Any] = {"name": item} if isinstance(item, str) else dict(item)
             architecture = options.pop("name", default if INIT_FROM in options else None)
             if not isinstance(architecture, str):
                 raise ConfigError(f"{where}: an architecture's name is missing in {item!r}")

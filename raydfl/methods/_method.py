@@ -181,7 +181,7 @@ class Method:
         return find_rule(self.rule, self.default_rule(), "method.rule")
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
-        """Make the next state from this round's updates, which come one after another in client order.
+        """Make the next state from this round's updates, which come one after another in client order, each with its metrics.
 
         Returns:
             The state (its round is counted by the engine), and what is to be recorded about the aggregation. By default the rule
@@ -191,7 +191,13 @@ class Method:
         return dataclasses.replace(state, tensors=merge(state.tensors, result.tensors)), result.metrics()
 
     def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:
-        """Choose which entries of the state the given clients receive when their models are measured; by default ``"global"``."""
+        """Choose which entries of the state the given clients receive when their models are measured; by default ``"global"``.
+
+        The method may also plan what the server measures, by tasks with the client id ``""``: models load from the entries that
+        such a task receives, and its options may name ``models`` (by default all of which the server has every tensor) and the
+        ``split`` (by default every one). Scores carry the name of the first entry. Without such a task the server measures each
+        entry by itself. It is asked for these with no clients.
+        """
         return [Task(client.id, phase="evaluate") for client in clients]
 
     def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:

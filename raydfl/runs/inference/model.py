@@ -22,6 +22,7 @@ from raydfl.data.population import Population
 from raydfl.data.settings import DataSettings
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
+from raydfl.engine.orders import SERVER
 from raydfl.engine.storage.folder import stored_about, stored_config
 from raydfl.engine.storage.mirror import local_run
 from raydfl.engine.storage.private import PrivateStore
@@ -141,7 +142,7 @@ class _Run:
         client = self.clients.by_id(client_id)
         record = self.commit.private.get(client.index)
         kept = {} if record is None else PrivateStore(self.run_dir / "private").read(record)
-        tasks = self.method.plan_evaluation(self.commit.state, [client])
+        tasks = [task for task in self.method.plan_evaluation(self.commit.state, [client]) if task.client_id != SERVER]
         keys = tasks[0].receive if tasks else tuple(self.commit.state.tensors)
         received = {key: self.commit.state.tensors[key] for key in keys}
         networks, absent = self._load(client.models, received, kept, f"client {client_id!r}")
