@@ -16,7 +16,8 @@ from raydfl.rules import Rule
 
 T = TypeVar("T")
 ModelChoice = str | dict[str, Any] | list[str | dict[str, Any]]
-"""How a configuration says which architecture a model has: a name, a name with options, or several that clients draw from."""
+"""How a configuration says which architecture a model has: a name, a name with options, several that clients draw from, or
+``{by, choices}``: what of a client's profile says which."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,9 @@ class Parts:
     attack: Attack | None
     """``None``: every client is honest."""
     models: Mapping[str, Sequence[tuple[str, Mapping[str, Any]]]]
-    """For every model of the method, in its order: the architectures that clients draw from, with their options."""
+    """For every model of the method, in its order: the architectures that clients have, with their options."""
+    chosen_by: Mapping[str, tuple[str, tuple[str, ...]]]
+    """For models whose architecture a client's profile says and no draw: what of it, and the values in the architectures' order."""
 
 
 def assemble(
@@ -43,7 +46,32 @@ def assemble(
     """
     built = _build("raydfl.methods", Method, method, "method")
     attackers = None if attack is None else _build("raydfl.attacks", Attack, attack, "attack")
-    return Parts(built, built.built_rule, attackers, _models(type(built).models, models))
+    chosen_by, lists = _chosen_by(models)
+    return Parts(built, built.built_rule, attackers, _models(type(built).models, lists), chosen_by)
+
+
+def text_of(value: Any) -> str:
+    """Return a value of a profile as a configuration has it for a key."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _chosen_by(
+    models: Mapping[str, ModelChoice],
+) -> tuple[dict[str, tuple[str, tuple[str, ...]]], dict[str, ModelChoice]]:
+    """Return for models with ``by`` what stands there and the choices' keys, and all models with lists of choices."""
+    chosen: dict[str, tuple[str, tuple[str, ...]]] = {}
+    lists = dict(models)
+    for name, value in models.items():
+        if not (isinstance(value, dict) and ("by" in value or "choices" in value)):
+            continue
+        choices = value.get("choices")
+        if value.keys() != {"by", "choices"} or not isinstance(value["by"], str) or not isinstance(choices, dict):
+            raise ConfigError(
+                f"models.{name}: {value!r:.80}; an architecture by profile is {{by: NAME, choices: {{VALUE: ARCHITECTURE, ...}}}}"
+            )
+        chosen[name] = value["by"], tuple(map(text_of, choices))
+        lists[name] = list(choices.values())
+    return chosen, lists
 
 
 def _build(package: str, base: type[T], setting: Mapping[str, Any], what: str) -> T:

@@ -31,8 +31,9 @@ from raydfl.core.yaml import parse_yaml
 from raydfl.data.dataset import find_dataset
 from raydfl.data.features.file import FileFeatures, needs_waves
 from raydfl.data.features.kinds import kind_of
+from raydfl.data.profile import KNOWN, ProfileSettings
 from raydfl.data.settings import DataSettings
-from raydfl.engine.assembly import ModelChoice, Parts, assemble
+from raydfl.engine.assembly import ModelChoice, Parts, assemble, text_of
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
 from raydfl.methods import Method
 from raydfl.models import check_model, model_paths
@@ -45,6 +46,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("attack",): None,
     ("data", "sites"): [],
     ("data", "leave_out"): [],
+    ("data", "profile"): {},
     ("data", "ungrouped"): "keep",
     ("train", "precision"): "float32",
     ("train", "deadline"): None,
@@ -100,6 +102,8 @@ class Config(Settings):
             for architecture, options in choices:
                 own = {key: value for key, value in options.items() if key != INIT_FROM}
                 check_model(architecture, own, self.data.features.bands, frames, f"models.{name}")
+        for name, (column, keys) in self.parts.chosen_by.items():
+            _check_choices(f"models.{name}", column, keys, self.data.profile)
         for name in self.train.optimiser.models:
             if name not in declared:
                 raise ConfigError(
@@ -169,6 +173,8 @@ class Config(Settings):
         # With the options that were not given, so that writing a default down changes nothing.
         parts["method"] = {"name": self.method["name"], **plain(self.parts.method)}
         parts["models"] = self.parts.models
+        if self.parts.chosen_by:
+            parts["chosen_by"] = self.parts.chosen_by
         attack = self.parts.attack
         if attack is not None:
             parts["attack"] = {"name": (self.attack or {})["name"], **plain(attack)}
@@ -198,6 +204,25 @@ class Config(Settings):
             r'"[^"]*/([^"/]+\.py:\w+)"', r'"\1"', text
         )  # a job's copy of one's own file lies elsewhere each time
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _check_choices(where: str, column: str, keys: Sequence[str], profile: Mapping[str, ProfileSettings]) -> None:
+    """Refuse an architecture chosen by a column that clients do not have, or a value of it without an architecture.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if column not in profile and column not in KNOWN:
+        raise ConfigError(
+            f"{where}.by: clients have no {column!r} in their profile; {nearest(column, [*profile, *KNOWN])}"
+        )
+    values = [text_of(value) for value in profile[column].values] if column in profile else []
+    for value in values:
+        if value not in keys:
+            raise ConfigError(f"{where}.choices: no architecture for {column} {value!r}; {nearest(value, keys)}")
+    for key in keys if values else ():
+        if key not in values:
+            raise ConfigError(f"{where}.choices: no client is dealt {column} {key!r}; {nearest(key, values)}")
 
 
 def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -301,14 +326,8 @@ def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
         rule = method.get("rule")
         if isinstance(rule, dict) and isinstance(rule.get("name"), str):
             _resolve(rule, path_options(rule_class(rule["name"], "method.rule")))
-    for name, choices in result["models"].items() if isinstance(result.get("models"), dict) else ():
-        for choice in choices if isinstance(choices, list) else [choices]:
-            if isinstance(choice, dict) and isinstance(choice.get("name"), str):
-                _resolve(choice, model_paths(choice["name"], f"models.{name}"))
-            if isinstance(choice, dict) and isinstance(choice.get(INIT_FROM), str):
-                choice[INIT_FROM] = {"file": choice[INIT_FROM]}
-            if isinstance(choice, dict) and isinstance(choice.get(INIT_FROM), dict):
-                _resolve(choice[INIT_FROM], ["file"])
+    if isinstance(result.get("models"), dict):
+        _resolve_models(result["models"])
     attack = result.get("attack")
     if isinstance(attack, dict) and isinstance(attack.get("name"), str):
         _resolve(attack, path_options(registry.find("raydfl.attacks", attack["name"], Attack, "attack")))
@@ -318,6 +337,19 @@ def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(data, dict) and isinstance(data.get("features"), dict):
         _resolve(data["features"], path_options(kind_of(data["features"])))
     return result
+
+
+def _resolve_models(models: Mapping[str, Any]) -> None:
+    for name, value in models.items():
+        choices = value["choices"] if isinstance(value, dict) and isinstance(value.get("choices"), dict) else value
+        several = [*choices.values()] if choices is not value else value if isinstance(value, list) else [value]
+        for choice in (each for each in several if isinstance(each, dict)):
+            if isinstance(choice.get("name"), str):
+                _resolve(choice, model_paths(choice["name"], f"models.{name}"))
+            if isinstance(choice.get(INIT_FROM), str):
+                choice[INIT_FROM] = {"file": choice[INIT_FROM]}
+            if isinstance(choice.get(INIT_FROM), dict):
+                _resolve(choice[INIT_FROM], ["file"])
 
 
 def _resolve(group: dict[str, Any], keys: Iterable[str]) -> None:
