@@ -54,16 +54,18 @@ def explain_config(config: Config) -> str:
             lines += _comment(f"{field.description}. Built in: {known}. Your own class: my_file.py:Class", 0)
             lines.append("models:")
             for model, choices in config.parts.models.items():
-                lines.append(f"  {model}: {to_yaml(_as_written(choices))}")
+                lines.append(f"  {model}: {to_yaml(_as_written(choices, config.parts.chosen_by.get(model)))}")
         else:
             lines += _group(name, getattr(config, name), 0)
         lines.append("")
     return "\n".join(lines).rstrip()
 
 
-def _as_written(choices: Sequence[tuple[str, Mapping[str, Any]]]) -> Any:
+def _as_written(choices: Sequence[tuple[str, Mapping[str, Any]]], chosen: tuple[str, Sequence[str]] | None) -> Any:
     """Return the architectures of a model as short as a configuration may have them."""
     items = [{"name": name, **options} if options else name for name, options in choices]
+    if chosen is not None:
+        return {"by": chosen[0], "choices": dict(zip(chosen[1], items, strict=True))}
     return items[0] if len(items) == 1 else items
 
 
@@ -77,6 +79,11 @@ def _group(name: str, settings: Settings, depth: int) -> list[str]:
         if isinstance(value, Settings):
             lines += _group(key, value, depth + 1)
             continue
+        if isinstance(value, Mapping):  # groups by names of the user's
+            value = {
+                name: item.model_dump(mode="json") if isinstance(item, Settings) else item
+                for name, item in value.items()
+            }
         about = describe_field(schema[key])
         inner = [kind for kind in get_args(field.annotation) if isinstance(kind, type) and issubclass(kind, Settings)]
         if inner:

@@ -77,6 +77,9 @@ class ModelSpec:
         """Numbers that it gives for an example."""
         return self.classes if self.outputs is None else self.outputs
 
+    init_from: tuple[tuple[str, Any], ...] = ()
+    """Which file its first weights come from (raydfl.models.start), sorted by name; empty: from the run's seed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Client:

@@ -26,5 +26,8 @@ from raydfl.data.population import POPULATION_FILE as POPULATION_FILE
 from raydfl.data.population import Population as Population
 from raydfl.data.population import Shard as Shard
 from raydfl.data.population import Site as Site
+from raydfl.data.profile import KNOWN as KNOWN
+from raydfl.data.profile import ProfileSettings as ProfileSettings
+from raydfl.data.profile import dealt as dealt
 from raydfl.data.segment import segments as segments
 from raydfl.data.settings import DataSettings as DataSettings

@@ -24,6 +24,7 @@ from raydfl.data.names import Names
 from raydfl.data.partition import Partition, natural_order, partition_clips
 from raydfl.data.poisoning import Poisoner, alterations_for, noise_of_some, poison
 from raydfl.data.population import CLEAN, NOISY, Population
+from raydfl.data.profile import profile_arrays
 from raydfl.data.remote import fetch_recordings
 from raydfl.data.segment import SegmentSettings, segments
 from raydfl.data.settings import DataSettings
@@ -277,6 +278,7 @@ def _assemble(
         "groups_of": partition.group_of.astype(np.int32),
         "noisy": noisy,
         "label_errors": _with_label_errors(ids, data, seed),
+        **profile_arrays(manifest, partition, data.profile),
     }
     if data.features.normalise == "group":
         arrays |= _statistics(stores[CLEAN], group[train], train_of, len(ids))

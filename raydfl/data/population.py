@@ -111,6 +111,8 @@ class Population:
         """Features of a frame."""
         self.ids = self._names("ids")
         self._groups = self._names("groups")
+        columns = [name.split("/")[1] for name in arrays if name.startswith("profile/") and name.endswith("/of")]
+        self._profiles = {name: self._names(f"profile/{name}") for name in columns}
         self._sites = tuple(sites)
         self._site_ends = [site.stop for site in sites]
 
@@ -158,11 +160,16 @@ class Population:
         return int(offsets[index + 1] - offsets[index])
 
     def profile(self, index: int) -> dict[str, Any]:
-        """Return what else is known of a client: ``group`` (where clients are made of groups), ``noisy``, ``label_errors``."""
+        """Return what else is known of a client.
+
+        ``group`` (where clients are made of groups), ``noisy``, ``label_errors``, and the columns of ``data.profile`` by name.
+        """
         facts: dict[str, Any] = {
             "noisy": bool(self._arrays["noisy"][index]),
             "label_errors": bool(self._arrays["label_errors"][index]),
         }
+        for name, values in self._profiles.items():
+            facts[name] = values[int(self._arrays[f"profile/{name}/of"][index])]
         group = int(self._arrays["groups_of"][index])
         return facts if group < 0 else {"group": self._groups[group], **facts}
 

@@ -22,6 +22,7 @@ from raydfl.data.features.kinds import AnyFeatures, kind_of, make_features
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.labels import LabelSettings
 from raydfl.data.partition import PartitionSettings
+from raydfl.data.profile import KNOWN, ProfileSettings
 from raydfl.data.remote import local_copy
 from raydfl.data.segment import SegmentSettings
 from raydfl.data.split import SplitSettings
@@ -81,6 +82,10 @@ class DataSettings(Settings):
     ] = "keep"
     split: Annotated[SplitSettings, Field(description="What is held out for tests and validation.")] = SplitSettings()
     partition: Annotated[PartitionSettings, Field(description="Which client has which clips.")] = PartitionSettings()
+    profile: Annotated[
+        dict[str, ProfileSettings],
+        Field(description="What else is said of clients, by name: dealt values, or a column of the manifest."),
+    ] = Field(default_factory=dict)
     corrupt: Annotated[CorruptSettings, Field(description="Noise and wrong labels in training data.")] = (
         CorruptSettings()
     )
@@ -110,6 +115,16 @@ class DataSettings(Settings):
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise ValueError("write a list of labels, like [_silence_]")
         return sorted({str(label) for label in value})
+
+    @field_validator("profile")
+    @classmethod
+    def _names_of_profile(cls, value: dict[str, ProfileSettings]) -> dict[str, ProfileSettings]:
+        for name in value:
+            if name in KNOWN or not re.fullmatch(r"[A-Za-z_]\w*", name):
+                raise ValueError(
+                    f"{name!r} is no name of its own; taken: {', '.join(KNOWN)}; letters, digits and _ make one"
+                )
+        return value
 
     @field_validator("sites")
     @classmethod
@@ -166,6 +181,11 @@ class DataSettings(Settings):
             )
         for key, uri in self.uris.items():
             check_uri(uri, f"data.{key}")
+        columns = [name for name, profile in self.profile.items() if profile.column is not None]
+        if self.sites and columns:
+            raise ConfigError(
+                f"data.profile.{columns[0]}.column: the lists of clips are at the sites (data.sites); deal values instead"
+            )
         if not self.sites:
             self.source.open()  # the data set checks its own options
         for name in self.sites:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -63,7 +64,7 @@ class Arrivals:
             result = self._result_of(order)
             del self._early[order.position]
             if self._counts(result, checker) and result.update is not None:
-                yield result.update
+                yield dataclasses.replace(result.update, metrics=result.measured["train"])
 
     def _result_of(self, order: Order) -> Result:
         """Wait for the result of an order; others that come meanwhile are kept."""

@@ -10,13 +10,14 @@ from raydfl.attacks import Attack
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError
 from raydfl.methods import Method
-from raydfl.models import find_architecture
+from raydfl.models import INIT_FROM, find_architecture, read_init_from
 from raydfl.objectives import Objective, find_objective
 from raydfl.rules import Rule
 
 T = TypeVar("T")
 ModelChoice = str | dict[str, Any] | list[str | dict[str, Any]]
-"""How a configuration says which architecture a model has: a name, a name with options, or several that clients draw from."""
+"""How a configuration says which architecture a model has: a name, a name with options, several that clients draw from, or
+``{by, choices}``: what of a client's profile says which."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,9 @@ class Parts:
     attack: Attack | None
     """``None``: every client is honest."""
     models: Mapping[str, Sequence[tuple[str, Mapping[str, Any]]]]
-    """For every model of the method, in its order: the architectures that clients draw from, with their options."""
+    """For every model of the method, in its order: the architectures that clients have, with their options."""
+    chosen_by: Mapping[str, tuple[str, tuple[str, ...]]]
+    """For models whose architecture a client's profile says and no draw: what of it, and the values in the architectures' order."""
 
 
 def assemble(
@@ -55,7 +58,32 @@ def assemble(
     chosen = {"name": "classify"} if objective is None else objective
     _give(built, str(method["name"]), find_objective(chosen), str(chosen["name"]))
     attackers = None if attack is None else _build("raydfl.attacks", Attack, attack, "attack")
-    return Parts(built, built.built_rule, attackers, _models(type(built).models, models))
+    chosen_by, lists = _chosen_by(models)
+    return Parts(built, built.built_rule, attackers, _models(type(built).models, lists), chosen_by)
+
+
+def text_of(value: Any) -> str:
+    """Return a value of a profile as a configuration has it for a key."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _chosen_by(
+    models: Mapping[str, ModelChoice],
+) -> tuple[dict[str, tuple[str, tuple[str, ...]]], dict[str, ModelChoice]]:
+    """Return for models with ``by`` what stands there and the choices' keys, and all models with lists of choices."""
+    chosen: dict[str, tuple[str, tuple[str, ...]]] = {}
+    lists = dict(models)
+    for name, value in models.items():
+        if not (isinstance(value, dict) and ("by" in value or "choices" in value)):
+            continue
+        choices = value.get("choices")
+        if value.keys() != {"by", "choices"} or not isinstance(value["by"], str) or not isinstance(choices, dict):
+            raise ConfigError(
+                f"models.{name}: {value!r:.80}; an architecture by profile is {{by: NAME, choices: {{VALUE: ARCHITECTURE, ...}}}}"
+            )
+        chosen[name] = value["by"], tuple(map(text_of, choices))
+        lists[name] = list(choices.values())
+    return chosen, lists
 
 
 def _give(method: Method, name: str, objective: Objective, chosen: str) -> None:
@@ -94,10 +122,13 @@ def _models(
             raise ConfigError(f"{where}: the list of architectures is empty")
         chosen[name] = []
         for item in items:
-            options = {"name": item} if isinstance(item, str) else dict(item)
-            architecture = options.pop("name", None)
+            options: dict[str, Any] = {"name": item} if isinstance(item, str) else dict(item)
+            architecture = options.pop("name", default if INIT_FROM in options else None)
             if not isinstance(architecture, str):
                 raise ConfigError(f"{where}: an architecture's name is missing in {item!r}")
             find_architecture(architecture, where)
+            if INIT_FROM in options:
+                settings = read_init_from(options[INIT_FROM], f"{where}.{INIT_FROM}")
+                options[INIT_FROM] = settings.model_dump(mode="json", exclude_defaults=True)
             chosen[name].append((architecture, options))
     return chosen

@@ -9,19 +9,27 @@ from typing import Any, overload
 import numpy as np
 
 from raydfl.core import seeds
+from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.types import Client, ModelSpec
-from raydfl.data import Population
+from raydfl.data import Population, dealt
+from raydfl.engine.assembly import text_of
 from raydfl.engine.config import Config
+from raydfl.models import INIT_FROM
 
 _REMEMBERED = 4096
 """Clients that are kept once made: those of a round are asked for several times."""
 
 
 class Clients(Sequence[Client]):
-    """Every client of a population with the architectures that were drawn for it (uniformly, by the run seed)."""
+    """Every client of a population with the architectures that its profile says, or that were drawn for it (by the run seed)."""
 
     def __init__(self, population: Population, config: Config) -> None:
         self._population = population
+        self._dealt = {
+            name: (settings.values, dealt(name, settings, len(population), config.run.seed))
+            for name, settings in config.data.profile.items()
+            if settings.values
+        }
         self._specs: list[list[ModelSpec]] = []
         self._drawn: list[np.ndarray | None] = []
         classes = len(population.classes)
@@ -30,10 +38,21 @@ class Clients(Sequence[Client]):
         for name, choices in config.parts.models.items():
             self._specs.append(
                 [
-                    ModelSpec(name, architecture, population.bands, classes, _frozen(options), width)
+                    ModelSpec(
+                        name,
+                        architecture,
+                        population.bands,
+                        classes,
+                        _frozen({key: value for key, value in options.items() if key != INIT_FROM}),
+                        width,
+                        _frozen(options.get(INIT_FROM, {})),
+                    )
                     for architecture, options in choices
                 ]
             )
+            if name in config.parts.chosen_by:
+                self._drawn.append(self._chosen(name, *config.parts.chosen_by[name]))
+                continue
             rng = seeds.generator(config.run.seed, 0, "", f"architecture/{name}")
             drawn = rng.integers(len(choices), size=len(population)) if len(choices) > 1 else None
             self._drawn.append(drawn)
@@ -57,8 +76,30 @@ class Clients(Sequence[Client]):
             index=position,
             num_examples=self._population.num_examples(position),
             models=self._models(position),
-            profile=self._population.profile(position),
+            profile=self._profile(position),
         )
+
+    def _profile(self, position: int) -> dict[str, Any]:
+        own = {name: values[int(of[position])] for name, (values, of) in self._dealt.items()}
+        return {**self._population.profile(position), **own}
+
+    def _chosen(self, model: str, column: str, keys: Sequence[str]) -> np.ndarray:
+        """The position of every client's architecture, by what its profile says.
+
+        Raises:
+            ConfigError: there is no architecture for what it says of a client.
+        """
+        number = {key: place for place, key in enumerate(keys)}
+        places = np.zeros(len(self), np.int64)
+        for position in range(len(self)):
+            value = self._profile(position).get(column)
+            if text_of(value) not in number:
+                raise ConfigError(
+                    f"models.{model}.choices: no architecture for client {self._population.ids[position]!r}, whose {column} is "
+                    f"{value!r}; {nearest(text_of(value), keys)}"
+                )
+            places[position] = number[text_of(value)]
+        return places
 
     def by_id(self, client_id: str) -> Client:
         """Return the client of that id.
@@ -88,5 +129,11 @@ class Clients(Sequence[Client]):
 
 
 def _frozen(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Options as a hashable value: lists become tuples."""
-    return tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in sorted(options.items()))
+    """Options as a hashable value: lists become tuples, mappings pairs."""
+    return tuple((key, _hashable(value)) for key, value in sorted(options.items()))
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return _frozen(value)
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value

@@ -28,12 +28,12 @@ from raydfl.core.options import check_keys, explain, path_options, plain
 from raydfl.core.remote import check_path, is_uri
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import parse_yaml
-from raydfl.data import DataSettings, find_dataset
+from raydfl.data import KNOWN, DataSettings, ProfileSettings, find_dataset
 from raydfl.data.features import FileFeatures, kind_of, needs_waves
-from raydfl.engine.assembly import ModelChoice, Parts, assemble
+from raydfl.engine.assembly import ModelChoice, Parts, assemble, text_of
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
 from raydfl.methods import Method
-from raydfl.models import check_model, model_paths
+from raydfl.models import INIT_FROM, check_model, model_paths
 from raydfl.objectives import Objective
 from raydfl.rules import rule_class
 from raydfl.training import TrainSettings, check_device
@@ -44,9 +44,11 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "sites"): [],
     ("data", "leave_out"): [],
     ("data", "labels"): None,
+    ("data", "profile"): {},
     ("data", "ungrouped"): "keep",
     ("train", "precision"): "float32",
     ("train", "deadline"): None,
+    ("train", "optimiser", "keep"): False,
 }
 """Settings that earlier versions did not have, with the value at which a run is what it was without them. The digest leaves that
 out, and so stays what it was."""
@@ -101,7 +103,10 @@ class Config(Settings):
         frames = None if self.data.segment is not None else self.data.features.frames
         for name, choices in self.parts.models.items():
             for architecture, options in choices:
-                check_model(architecture, options, self.data.features.bands, frames, f"models.{name}")
+                own = {key: value for key, value in options.items() if key != INIT_FROM}
+                check_model(architecture, own, self.data.features.bands, frames, f"models.{name}")
+        for name, (column, keys) in self.parts.chosen_by.items():
+            _check_choices(f"models.{name}", column, keys, self.data.profile)
         for name in self.train.optimiser.models:
             if name not in declared:
                 raise ConfigError(
@@ -177,6 +182,7 @@ class Config(Settings):
                 place = f"models.{name}" if len(choices) == 1 else f"models.{name}.{number}"
                 for key in model_paths(architecture, place):
                     named[f"{place}.{key}"] = options.get(key)
+                named[f"{place}.{INIT_FROM}.file"] = options.get(INIT_FROM, {}).get("file")
         return {
             place: (str(path), content_digest(Path(path)))
             for place, path in named.items()
@@ -193,6 +199,8 @@ class Config(Settings):
         parts["method"] = {"name": self.method["name"], **plain(self.parts.method)}
         parts["models"] = self.parts.models
         parts["objective"] = {"name": self.objective["name"], **plain(self.parts.method.objective)}
+        if self.parts.chosen_by:
+            parts["chosen_by"] = self.parts.chosen_by
         attack = self.parts.attack
         if attack is not None:
             parts["attack"] = {"name": (self.attack or {})["name"], **plain(attack)}
@@ -222,6 +230,25 @@ class Config(Settings):
             r'"[^"]*/([^"/]+\.py:\w+)"', r'"\1"', text
         )  # a job's copy of one's own file lies elsewhere each time
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _check_choices(where: str, column: str, keys: Sequence[str], profile: Mapping[str, ProfileSettings]) -> None:
+    """Refuse an architecture chosen by a column that clients do not have, or a value of it without an architecture.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if column not in profile and column not in KNOWN:
+        raise ConfigError(
+            f"{where}.by: clients have no {column!r} in their profile; {nearest(column, [*profile, *KNOWN])}"
+        )
+    values = [text_of(value) for value in profile[column].values] if column in profile else []
+    for value in values:
+        if value not in keys:
+            raise ConfigError(f"{where}.choices: no architecture for {column} {value!r}; {nearest(value, keys)}")
+    for key in keys if values else ():
+        if key not in values:
+            raise ConfigError(f"{where}.choices: no client is dealt {column} {key!r}; {nearest(key, values)}")
 
 
 def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -325,10 +352,8 @@ def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
         rule = method.get("rule")
         if isinstance(rule, dict) and isinstance(rule.get("name"), str):
             _resolve(rule, path_options(rule_class(rule["name"])))
-    for name, choices in result["models"].items() if isinstance(result.get("models"), dict) else ():
-        for choice in choices if isinstance(choices, list) else [choices]:
-            if isinstance(choice, dict) and isinstance(choice.get("name"), str):
-                _resolve(choice, model_paths(choice["name"], f"models.{name}"))
+    if isinstance(result.get("models"), dict):
+        _resolve_models(result["models"])
     objective = result.get("objective")
     if isinstance(objective, dict) and isinstance(objective.get("name"), str):
         _resolve(objective, path_options(registry.find("raydfl.objectives", objective["name"], Objective, "objective")))
@@ -341,6 +366,19 @@ def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(data, dict) and isinstance(data.get("features"), dict):
         _resolve(data["features"], path_options(kind_of(data["features"])))
     return result
+
+
+def _resolve_models(models: Mapping[str, Any]) -> None:
+    for name, value in models.items():
+        choices = value["choices"] if isinstance(value, dict) and isinstance(value.get("choices"), dict) else value
+        several = [*choices.values()] if choices is not value else value if isinstance(value, list) else [value]
+        for choice in (each for each in several if isinstance(each, dict)):
+            if isinstance(choice.get("name"), str):
+                _resolve(choice, model_paths(choice["name"], f"models.{name}"))
+            if isinstance(choice.get(INIT_FROM), str):
+                choice[INIT_FROM] = {"file": choice[INIT_FROM]}
+            if isinstance(choice.get(INIT_FROM), dict):
+                _resolve(choice[INIT_FROM], ["file"])
 
 
 def _resolve(group: dict[str, Any], keys: Iterable[str]) -> None:

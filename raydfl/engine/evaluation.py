@@ -6,19 +6,20 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from raydfl.core.errors import ClientError
+from raydfl.core.errors import ClientError, ConfigError
 from raydfl.core.metrics import pool as pool_metrics
 from raydfl.core.metrics import summarise
 from raydfl.core.types import Metrics, ModelSpec, State, Task, Tensors
 from raydfl.data import Shard
 from raydfl.engine.clients import Clients
-from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Result
+from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Result, check_server_tasks
 from raydfl.engine.settings import EvaluateSettings
 from raydfl.engine.storage import record
 from raydfl.engine.validation import Kinds, kinds_of, left_out, shown_reason
 from raydfl.methods import Method
+from raydfl.training import fixed_tensors
 
 
 class Evaluation:
@@ -60,20 +61,31 @@ class Evaluation:
         return at_server + self.client_orders(state, cohort, len(at_server))
 
     def server_orders(self, state: State) -> list[Order]:
-        """Return orders for the shared models, under every key that holds them whole, on shards of the server's test data."""
+        """Return orders for the shared models, on shards of the server's data.
+
+        What the method planned for the server; else every entry of the state that holds models whole, on every split.
+
+        Raises:
+            ConfigError: what the method planned cannot be measured.
+        """
         if not self._settings.server:
             return []
+        planned = [task for task in self._method.plan_evaluation(state, []) if task.client_id == SERVER]
+        check_server_tasks(planned, state.tensors, [spec.name for spec in self._fully_shared])
+        entries = [Task(SERVER, phase="evaluate", receive=(key,)) for key in state.tensors]
         orders: list[Order] = []
-        for key, tensors in state.tensors.items():
-            specs = tuple(spec for spec, shapes in self._fully_shared.items() if _holds(tensors, shapes))
+        for task in planned or entries:
+            specs = self._measured_models(task, state)
             if not specs:
                 continue
             for shard in self._shards:
+                if shard.split != task.options.get("split", shard.split):
+                    continue
                 measure = (Measurement(shard.split, tuple(spec.name for spec in specs), shard),)
                 orders.append(
                     Order(
                         len(orders),
-                        Task(SERVER, phase="evaluate", receive=(key,)),
+                        task,
                         state.round_index,
                         float(shard.stop - shard.start),
                         None,
@@ -82,6 +94,27 @@ class Evaluation:
                     )
                 )
         return orders
+
+    def _measured_models(self, task: Task, state: State) -> tuple[ModelSpec, ...]:
+        """Return the models that a task of the server measures.
+
+        Raises:
+            ConfigError: of one that it names, not every tensor is in the entries that the task receives.
+        """
+        tensors: dict[str, Tensor] = {}
+        for key in task.receive:
+            tensors = {**state.tensors[key], **tensors}
+        held = {spec.name: spec for spec, shapes in self._fully_shared.items() if _holds(tensors, shapes)}
+        named = task.options.get("models")
+        if named is None:
+            return tuple(held.values())
+        for name in named:
+            if name not in held:
+                raise ConfigError(
+                    f"plan_evaluation(): the server is to measure the model {name!r} of {', '.join(map(repr, task.receive))}, "
+                    f"where not every tensor of it is"
+                )
+        return tuple(held[name] for name in dict.fromkeys(named))
 
     def client_orders(self, state: State, cohort: Sequence[str], first_position: int = 0) -> list[Order]:
         """Return orders for clients' models on their own hold-out, and for private ones on some of the server's test clips."""
@@ -100,7 +133,8 @@ class Evaluation:
                 for split in ("test", TRIGGERED)
                 if split in there
             ]
-        orders = self._order(self._method.plan_evaluation(state, chosen), tuple(measure))
+        tasks = [task for task in self._method.plan_evaluation(state, chosen) if task.client_id != SERVER]
+        orders = self._order(tasks, tuple(measure))
         return [dataclasses.replace(order, position=first_position + order.position) for order in orders]
 
 
@@ -162,17 +196,21 @@ def _kinds(result: Result, prefix: str = "") -> dict[str, str]:
 def _shared_models(
     method: Method, variants: Sequence[tuple[Sequence[ModelSpec], Mapping[str, nn.Module]]]
 ) -> dict[ModelSpec, dict[str, torch.Size]]:
-    """Return the models that the server can evaluate, because every floating tensor of theirs is shared, with the tensors' shapes.
+    """Return the models that the server can evaluate, because every floating tensor of theirs is shared or fixed.
 
-    One architecture for each name: the first; a model with several architectures cannot be shared as a whole.
+    With each the shapes of its shared tensors; a model that is fixed as a whole has none. One architecture for each name: the
+    first; a model with several architectures cannot be shared as a whole.
     """
     found: dict[str, tuple[ModelSpec, dict[str, torch.Size]]] = {}
     for specs, models in variants:
+        fixed = fixed_tensors(models, method.fixed)
         for spec in specs:
             if spec.name in models and spec.name not in found:
                 state = models[spec.name].state_dict()
                 shapes = {
-                    f"{spec.name}/{key}": value.shape for key, value in state.items() if value.is_floating_point()
+                    f"{spec.name}/{key}": value.shape
+                    for key, value in state.items()
+                    if value.is_floating_point() and f"{spec.name}/{key}" not in fixed
                 }
                 if all(method.shared(name) for name in shapes):
                     found[spec.name] = (spec, shapes)
@@ -180,5 +218,5 @@ def _shared_models(
 
 
 def _holds(tensors: Tensors, shapes: Mapping[str, torch.Size]) -> bool:
-    """Return whether an entry of the state has tensors of all these names and shapes."""
-    return all(name in tensors and tensors[name].shape == shape for name, shape in shapes.items())
+    """Return whether an entry of the state has tensors of all these names and shapes, and there are some."""
+    return bool(shapes) and all(name in tensors and tensors[name].shape == shape for name, shape in shapes.items())

@@ -57,6 +57,9 @@ class Federation:
         commit, self.warnings = store.open_latest()
         if commit is None:
             self.state = self._first_state([models for _, models in variants])
+            self._evaluation.server_orders(
+                self.state
+            )  # a plan that cannot be measured ends the run before its first round
             self._private = PrivateIndex()
             record.discard_rows(store.folder, -1)
             store.together = self._choose_width()

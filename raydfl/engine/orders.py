@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raydfl.core.errors import ConfigError
+from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.types import Metrics, ModelSpec, Task, Update
 from raydfl.data import Shard
 from raydfl.engine.storage.private import PrivateRef
@@ -113,6 +113,49 @@ def check_tasks(tasks: Sequence[Task], keys: Collection[str]) -> None:
                     f"the method planned to send {key!r} to client {task.client_id!r}, but the server's state has only "
                     f"{', '.join(keys)}"
                 )
+
+
+_SERVERS_OPTIONS = ("models", "split")
+
+
+def check_server_tasks(tasks: Sequence[Task], keys: Collection[str], models: Collection[str]) -> None:
+    """Check what a method planned for the server to measure.
+
+    Args:
+        tasks: those with the server's id.
+        keys: of the server's state.
+        models: of which the server has every tensor.
+
+    Raises:
+        ConfigError: an entry, model or option that is not there, or two tasks that would be one in the record.
+    """
+    seen: set[tuple[str, str | None, str]] = set()
+    where = "plan_evaluation(), the server's task:"
+    for task in tasks:
+        if not task.receive:
+            raise ConfigError(
+                f"{where} it receives no entry of the server's state; name one of {', '.join(map(repr, keys))}"
+            )
+        for key in task.receive:
+            if key not in keys:
+                raise ConfigError(f"{where} the server's state has no {key!r}; {nearest(key, keys)}")
+        for name in task.options:
+            if name not in _SERVERS_OPTIONS:
+                raise ConfigError(f"{where} it has the option {name!r}; {nearest(name, _SERVERS_OPTIONS)}")
+        split, named = task.options.get("split"), task.options.get("models", models)
+        if split not in (None, "test", TRIGGERED):
+            raise ConfigError(f"{where} there is no split {split!r}; {nearest(str(split), ('test', TRIGGERED))}")
+        if isinstance(named, str) or not named:
+            raise ConfigError(f"{where} models is {named!r}; give a list of names, of {', '.join(map(repr, models))}")
+        for name in named:
+            if name not in models:
+                raise ConfigError(f"{where} the server has no whole model {name!r}; {nearest(name, models)}")
+            for each in ("test", TRIGGERED) if split is None else (split,):
+                if (task.receive[0], each, name) in seen:
+                    raise ConfigError(
+                        f"{where} {name!r} of {task.receive[0]!r} is measured twice on the split {each!r}"
+                    )
+                seen.add((task.receive[0], each, name))
 
 
 def keys_of(orders: Sequence[Order]) -> set[str]:

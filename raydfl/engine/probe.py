@@ -18,7 +18,7 @@ from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.worker import build_models
 from raydfl.methods import Method
-from raydfl.training import preserved
+from raydfl.training import fixed_tensors, preserved
 
 _FRAMES = 96
 """Frames of the noise that stands for recordings which are not here, where their lengths differ."""
@@ -43,6 +43,7 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
     with preserved(), torch.no_grad():
         for specs in Clients(population, config).variants():
             models = _built(method, specs, config.run.seed)
+            fixed = fixed_tensors(models, method.fixed)
             for name, model in models.items():
                 _try(method, models, name, specs, batch, real)
                 spec = next(spec for spec in specs if spec.name == name)
@@ -50,7 +51,9 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
                     "architecture": spec.architecture,
                     **dict(spec.options),
                     "parameters": sum(parameter.numel() for parameter in model.parameters()),
-                    "shared": all(method.shared(f"{name}/{key}") for key in model.state_dict()),
+                    "shared": all(
+                        f"{name}/{key}" in fixed or method.shared(f"{name}/{key}") for key in model.state_dict()
+                    ),
                 }
     return {name: list(kinds.values()) for name, kinds in described.items()}
 

@@ -36,11 +36,12 @@ from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Result, 
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
 from raydfl.engine.validation import check_form, check_weights, checked_metrics, reason_of
 from raydfl.methods import Method
-from raydfl.training import Clock, DeadlineExceededError, Replica, Step, check_device
+from raydfl.models import start_from_file
+from raydfl.training import Clock, DeadlineExceededError, Replica, Step, check_device, fates
 from raydfl.training.together import run_in_lockstep
 
-KEPT_MODEL, KEPT_STATE = "model:", "state:"
-"""Prefixes in a private record: tensors of models that are not shared, and what the method keeps in step.state."""
+KEPT_MODEL, KEPT_STATE, KEPT_MOMENTS = "model:", "state:", "moments:"
+"""Prefixes in a private record: tensors of models that are not shared, what the method keeps in step.state, and the optimiser's."""
 
 
 def _without(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -80,15 +81,16 @@ def seed_torch(seed: int, device: torch.device) -> None:
 
 
 def build_models(method: Method, models: Sequence[ModelSpec], run_seed: int) -> dict[str, nn.Module]:
-    """Freshly initialised models; equal architectures start from equal weights at every client."""
+    """Build freshly initialised models; equal architectures start from equal weights at every client: the seed's, or a file's."""
     with torch.random.fork_rng(devices=[]):
         seed_torch(seeds.seed_for(run_seed, 0, "", "init"), torch.device("cpu"))
         built = method.build(models)
         for spec in models:
-            if isinstance(built, dict) and isinstance(
-                built.get(spec.name), nn.Module
-            ):  # else try_models says what is wrong
-                method.objective.extend(built[spec.name], spec)
+            if not isinstance(built, dict) or not isinstance(built.get(spec.name), nn.Module):
+                continue  # try_models says what is wrong
+            method.objective.extend(built[spec.name], spec)
+            if spec.init_from:
+                start_from_file(built[spec.name], spec)
         return built
 
 
@@ -273,6 +275,7 @@ class Worker:
             received={key: OwnTensors(tensors, self.device) for key, tensors in sent.items()},
             data=data,
             state={name: tensor.to(self.device) for name, tensor in _without(KEPT_STATE, kept).items()},
+            moments={name: tensor.to(self.device) for name, tensor in _without(KEPT_MOMENTS, kept).items()},
             rng=seeds.generator(self.config.run.seed, order.round_index, client.id, purpose),
             device=self.device,
             training=training,
@@ -280,6 +283,7 @@ class Worker:
             round_index=order.round_index,
             options=task.options,
             shared=self.method.shared,
+            fixed=built.fixed,
             recordings=built.recordings if type(self.method).pure and type(self.method.objective).pure else None,
             clock=Clock()
             if order.measure is not None
@@ -301,7 +305,7 @@ class Worker:
             models = build_models(self.method, specs, self.config.run.seed)
             for model in models.values():
                 model.to(self.device)
-            built = self._built[key] = Replica(models)
+            built = self._built[key] = Replica(models, fates.fixed_tensors(models, self.method.fixed))
         return built
 
     def _train(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Result:
@@ -320,6 +324,13 @@ class Worker:
             raise ClientError(
                 f"client {step.client.id!r}, round {order.round_index + 1}: the update holds tensors that the method's shared() "
                 f"keeps private: {', '.join(hidden[:5])}; leave them out of step.update(tensors=...)"
+            )
+        still = [name for name in update.tensors if name in step.fixed]
+        if still:
+            raise ClientError(
+                f"client {step.client.id!r}, round {order.round_index + 1}: the update holds tensors that are fixed, because they "
+                f"do not train: {', '.join(still[:5])}; leave them out of step.update(tensors=...), or let the method's fixed() "
+                f"say that they are not fixed"
             )
         flat = FlatTensors.of(update.tensors)
         update = dataclasses.replace(update, tensors=flat, client_id=step.client.id, metrics={})
@@ -351,9 +362,10 @@ class Worker:
         )
 
     def _keep(self, order: Order, step: Step) -> PrivateRef | None:
-        """Write what stays with the client: private tensors of its models, and the method's state."""
+        """Write what stays with the client: private tensors of its models, the method's state, and the optimiser's moments."""
         kept = {KEPT_MODEL + n: t for n, t in step.floating_state().items() if not self.method.shared(n)}
         kept.update({KEPT_STATE + n: t for n, t in step.state.items()})
+        kept.update({KEPT_MOMENTS + n: t for n, t in step.moments.items()})
         return self.private.append(order.round_index + 1, kept) if kept else None
 
     def _evaluate(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Result:

@@ -26,7 +26,7 @@ from raydfl.data import Examples
 from raydfl.models import build_model
 from raydfl.objectives import Classify, Objective
 from raydfl.rules import Rule, WeightedMean, find_rule
-from raydfl.training import Step, TrainSettings, fit
+from raydfl.training import Step, TrainSettings, fit, fixed_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +102,18 @@ class Method:
         """Return whether the tensor of that flat name may leave the client. What may not is kept for the client between rounds."""
         return True
 
+    def fixed(self, name: str, trains: bool) -> bool:
+        """Return whether a parameter is fixed: known to all from the run's seed or a file, so that it need not be sent or kept.
+
+        A fixed parameter does not train, whatever :meth:`shared` says of it. Buffers beside fixed parameters alone are fixed too
+        (raydfl.training.fates).
+
+        Args:
+            name: flat.
+            trains: whether it requires gradients as it was built. By default those that do not are fixed.
+        """
+        return not trains
+
     def may_send(self, key: str, name: str) -> bool:
         """Return whether clients may send a tensor of that flat name under that key of the state where the server has none.
 
@@ -120,17 +132,18 @@ class Method:
             rng: seeded by the run seed.
 
         Returns:
-            By default one key, ``"global"``, with every shared tensor of any client's models.
+            By default one key, ``"global"``, with every shared tensor of any client's models that is not fixed.
 
         Raises:
             ConfigError: clients have different architectures for a shared model.
         """
         tensors: dict[str, Tensor] = {}
         for built in models:
+            fixed = fixed_tensors(built, self.fixed)
             for model_name, model in built.items():
                 for key, value in model.state_dict().items():
                     name = f"{model_name}/{key}"
-                    if value.is_floating_point() and self.shared(name):
+                    if value.is_floating_point() and name not in fixed and self.shared(name):
                         if name in tensors and tensors[name].shape != value.shape:
                             raise ConfigError(
                                 f"models.{model_name} is shared between the clients, so all must have one architecture, but "
@@ -169,7 +182,7 @@ class Method:
         return find_rule(self.rule, self.default_rule(), "method.rule")
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
-        """Make the next state from this round's updates, which come one after another in client order.
+        """Make the next state from this round's updates, which come one after another in client order, each with its metrics.
 
         Returns:
             The state (its round is counted by the engine), and what is to be recorded about the aggregation. By default the rule
@@ -179,7 +192,13 @@ class Method:
         return dataclasses.replace(state, tensors=merge(state.tensors, result.tensors)), result.metrics()
 
     def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:
-        """Choose which entries of the state the given clients receive when their models are measured; by default ``"global"``."""
+        """Choose which entries of the state the given clients receive when their models are measured; by default ``"global"``.
+
+        The method may also plan what the server measures, by tasks with the client id ``""``: models load from the entries that
+        such a task receives, and its options may name ``models`` (by default all of which the server has every tensor) and the
+        ``split`` (by default every one). Scores carry the name of the first entry. Without such a task the server measures each
+        entry by itself. It is asked for these with no clients.
+        """
         return [Task(client.id, phase="evaluate") for client in clients]
 
     def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:

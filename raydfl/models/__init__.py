@@ -19,8 +19,19 @@ from pathlib import PurePath
 from typing import Any
 
 from raydfl.models._build import _annotations, architectures, build_model, check_model, find_architecture, model_options
+from raydfl.models.start import INIT_FROM, read_init_from, start_from_file
 
-__all__ = ["architectures", "build_model", "check_model", "find_architecture", "model_options", "model_paths"]
+__all__ = [
+    "INIT_FROM",
+    "architectures",
+    "build_model",
+    "check_model",
+    "find_architecture",
+    "model_options",
+    "model_paths",
+    "read_init_from",
+    "start_from_file",
+]
 
 
 def model_paths(architecture: str, where: str) -> list[str]:

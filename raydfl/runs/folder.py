@@ -11,6 +11,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from raydfl.cluster import check_kept, in_a_job, prepare_sites
 from raydfl.core.errors import DataError, RunDirectoryError
 from raydfl.core.files import default_cache, write_durably
@@ -18,7 +21,7 @@ from raydfl.core.lock import FileLock
 from raydfl.core.tensor_file import to_safetensors
 from raydfl.core.version import __version__
 from raydfl.data import Population, build_population
-from raydfl.engine import Config, try_models
+from raydfl.engine import Clients, Config, build_models, try_models
 from raydfl.engine.storage import (
     RunStore,
     check_same,
@@ -32,6 +35,7 @@ from raydfl.engine.storage import (
     write_config,
 )
 from raydfl.runs.progress import Progress
+from raydfl.training import fixed_tensors
 
 
 def ensure_features(run_dir: Path, config: Config, progress: Progress) -> None:
@@ -226,6 +230,23 @@ def _forget_unbegun(run_dir: Path, config: Config) -> bool:
     return True
 
 
+def _fixed_tensors(run_dir: Path, config: Config) -> dict[str, Tensor]:
+    """Return the fixed tensors of the models, as they are built; of a model that clients build differently none."""
+    population = Population.load(run_dir / "population", bands=config.data.features.bands)
+    built = [
+        build_models(config.parts.method, specs, config.run.seed) for specs in Clients(population, config).variants()
+    ]
+    found: dict[str, Tensor] = {}
+    unlike: set[str] = set()
+    for models in built:
+        for name in sorted(fixed_tensors(models, config.parts.method.fixed)):
+            model, _, key = name.partition("/")
+            tensor = models[model].state_dict()[key].detach().contiguous()
+            if not torch.equal(found.setdefault(name, tensor), tensor):
+                unlike.add(model)
+    return {name: tensor for name, tensor in found.items() if name.partition("/")[0] not in unlike}
+
+
 def _short(name: str) -> str:
     return name.rpartition(":")[2].lower()
 
@@ -233,16 +254,20 @@ def _short(name: str) -> str:
 def export(run_dir: Path, config: Config) -> list[Path]:
     """Return the shared models as safetensors: ``model.safetensors``, or ``model-<key>.safetensors`` for each of several keys.
 
-    Tensor names are ``model/layer.weight``; the metadata says architecture, classes, features and round.
+    Tensor names are ``model/layer.weight``; the metadata says architecture, classes, features and round. What is fixed of a model
+    is in the file of each key that has tensors of the model.
     """
     state = final_state(run_dir)
     about = stored_about(run_dir)
     names = tuple(type(config.parts.method).models)
+    fixed = _fixed_tensors(run_dir, config)
     paths = []
     for key, tensors in state.tensors.items():
         models = {n: t.contiguous() for n, t in tensors.items() if n.partition("/")[0] in names}
         if not models:
             continue
+        there = {n.partition("/")[0] for n in models}
+        models |= {n: t for n, t in fixed.items() if n not in models and n.partition("/")[0] in there}
         path = run_dir / ("model.safetensors" if key == "global" else f"model-{file_name_of(key)}.safetensors")
         metadata = {
             "raydfl": about["raydfl"],

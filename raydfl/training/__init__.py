@@ -5,6 +5,7 @@ Imports data and core. Begin with step.py and _fit.py; together/ trains several 
 
 from raydfl.training._fit import fit, predict
 from raydfl.training.clock import Clock, DeadlineExceededError
+from raydfl.training.fates import fixed_tensors
 from raydfl.training.plan import Plan
 from raydfl.training.precision import check_device, computing_in
 from raydfl.training.randomness import preserved
@@ -22,6 +23,7 @@ __all__ = [
     "check_device",
     "computing_in",
     "fit",
+    "fixed_tensors",
     "predict",
     "preserved",
 ]

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.types import Batch, Metrics, Ratio
 from raydfl.data import Examples
+from raydfl.training.fates import begin_training
+from raydfl.training.moments import begin_with_kept, keep
 from raydfl.training.optimiser import Optimiser, torch_optimiser
 from raydfl.training.plan import Plan, order_of
 from raydfl.training.precision import GradientScale, computing_in
@@ -31,17 +35,42 @@ from raydfl.training.together.executor import fit_together, predict_together
 
 def make_optimiser(step: Step, models: tuple[str, ...] = ()) -> torch.optim.Optimizer:
     """Return the configured optimiser over the named models' parameters (all by default), learning rates decayed to this round."""
-    return torch_optimiser(_trainable(step, models), step.training.optimiser, step.round_index)
+    return torch_optimiser(
+        {n: [*ps.values()] for n, ps in _trainable(step, models).items()}, step.training.optimiser, step.round_index
+    )
 
 
-def _trainable(step: Step, models: tuple[str, ...]) -> dict[str, list[Tensor]]:
+def _trainable(step: Step, models: tuple[str, ...]) -> dict[str, dict[str, Tensor]]:
+    """Return by model the parameters that train, by flat name."""
+    _check_fixed(step, models)
     return {
-        name: [p for p in step.models[name].parameters() if p.requires_grad] for name in models or tuple(step.models)
+        name: {f"{name}/{key}": p for key, p in step.models[name].named_parameters() if p.requires_grad}
+        for name in models or tuple(step.models)
     }
 
 
+def _check_fixed(step: Step, models: tuple[str, ...]) -> None:
+    """Refuse to train what is fixed: the next client would not see it.
+
+    Raises:
+        ConfigError: naming one such parameter.
+    """
+    for name in (models or tuple(step.models)) if step.fixed else ():
+        for key, parameter in step.models[name].named_parameters():
+            if parameter.requires_grad and f"{name}/{key}" in step.fixed:
+                raise ConfigError(
+                    f"{key!r} of model {name!r} is to train, but it did not when the model was built, so it is fixed: neither sent "
+                    f"nor kept; let the method's fixed(name, trains) return False for it"
+                )
+
+
 def fit(
-    step: Step, *losses: Loss, models: tuple[str, ...] = (), epochs: int | None = None, batches: Plan | None = None
+    step: Step,
+    *losses: Loss,
+    models: tuple[str, ...] = (),
+    epochs: int | None = None,
+    batches: Plan | None = None,
+    lr: float | Mapping[str, float] | None = None,
 ) -> Metrics:
     """Train on the client's training data, batch by batch.
 
@@ -55,6 +84,8 @@ def fit(
         models: names of the models to train; all by default.
         epochs: passes over the data; ``train.local_epochs`` by default.
         batches: which examples of which pools each batch has; by default ``train.batch_size`` of ``step.data.train``.
+        lr: this client's learning rate, in place of ``train.optimiser.lr`` and ``.models``; or by name those of some models. It is
+            decayed like these, and may differ between clients.
 
     Returns:
         ``loss``: the mean per example over all batches (the sum over losses, if there are several); ``steps``: optimiser steps,
@@ -62,9 +93,19 @@ def fit(
 
     Raises:
         DeadlineExceededError: this client is left out of the round for its deadline; let it pass.
+        ConfigError: ``lr`` is negative or not finite, or names a model that is not trained.
     """
+    _check_rates(lr, models or tuple(step.models))
     with step.clock.waiting():
-        return cast(Metrics, together.answer(_Fit(step, losses, models, epochs, batches)))
+        return cast(Metrics, together.answer(_Fit(step, losses, models, epochs, batches, lr)))
+
+
+def _check_rates(lr: float | Mapping[str, float] | None, models: Sequence[str]) -> None:
+    for name, rate in lr.items() if isinstance(lr, Mapping) else () if lr is None else ((None, lr),):
+        if name is not None and name not in models:
+            raise ConfigError(f"fit(lr=...): no model {name!r} is trained here; {nearest(name, models)}")
+        if not (isinstance(rate, (int, float)) and math.isfinite(rate) and rate >= 0):
+            raise ConfigError(f"fit(lr={rate!r}): a learning rate is a finite number, and not negative")
 
 
 def predict(step: Step, model: str, examples: Examples, batch_size: int = 64) -> Tensor:
@@ -117,6 +158,15 @@ class _Fit:
     models: tuple[str, ...]
     epochs: int | None
     plan: Plan | None
+    lr: float | Mapping[str, float] | None = None
+
+    def rates(self) -> dict[str, float]:
+        """Return the learning rates of the models that are trained, as far as they are not the configuration's."""
+        if self.lr is None:
+            return {}
+        return (
+            dict(self.lr) if isinstance(self.lr, Mapping) else dict.fromkeys(self.models or self.step.models, self.lr)
+        )
 
     def data(self) -> Examples:
         return self.step.data.train if self.plan is None else self.plan.examples(self.step.data)
@@ -136,6 +186,7 @@ class _Fit:
             self.models,
             self.epochs,
             alike.identity(self.plan),
+            tuple(self.rates()),
             (data.length, data.store.bands, tuple(data.columns)),
         )
 
@@ -144,7 +195,8 @@ class _Fit:
         try:
             with _computing(steps):
                 data = [call.data() for call in (self, *others)]
-                answers = fit_together(steps, self.losses, self.models, self.epochs, self.plan, data)
+                rates = [call.rates() for call in (self, *others)]
+                answers = fit_together(steps, self.losses, self.models, self.epochs, self.plan, data, rates)
         except together.NotBatchableError as error:
             for step in steps:
                 step.looped_because = str(error)
@@ -161,8 +213,11 @@ class _Fit:
         step, losses = self.step, self.losses
         step.together = 1
         parameters = _trainable(step, self.models)
-        trained = [parameter for those in parameters.values() for parameter in those]
-        optimiser = Optimiser(parameters, step.training.optimiser, step.round_index)
+        trained = [parameter for those in parameters.values() for parameter in those.values()]
+        lists = {name: [*those.values()] for name, those in parameters.items()}
+        optimiser = Optimiser(lists, step.training.optimiser, step.round_index, self.rates())
+        named = {name: parameter for those in parameters.values() for name, parameter in those.items()}
+        moments = begin_with_kept(optimiser, named, step) if step.training.optimiser.keep else {}
         clip_norm, precision = step.training.optimiser.clip_norm, step.training.precision
         scale = GradientScale((), step.device) if precision == "float16" else None
 
@@ -170,8 +225,7 @@ class _Fit:
             if clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(trained, clip_norm)
 
-        for model in step.models.values():
-            model.train()
+        begin_training(step.models.items(), step.fixed)
         seed = torch.tensor(fit_seed(step)).to(step.device)
 
         def by_code(number: int, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -204,6 +258,7 @@ class _Fit:
                 sizes.append(len(batch.y))
                 step.clock.steps += 1
         optimiser.forget_gradients()
+        keep(moments, step.moments)
         if not values:
             return {"loss": Ratio(0.0, 0), "steps": Ratio(0, 1)}
         total = sum(value * size for value, size in zip(torch.stack(values).tolist(), sizes, strict=True))

@@ -22,7 +22,11 @@ class Optimiser:
     """Parameters that are trained, and what is kept for each."""
 
     def __init__(
-        self, parameters: Mapping[str, Sequence[Tensor]], settings: OptimiserSettings, round_index: int
+        self,
+        parameters: Mapping[str, Sequence[Tensor]],
+        settings: OptimiserSettings,
+        round_index: int,
+        rates: Mapping[str, float | Tensor] | None = None,
     ) -> None:
         """Begin.
 
@@ -30,9 +34,10 @@ class Optimiser:
             parameters: leaf tensors by the name of their model.
             settings: which one; a model's own learning rate is used where it has one.
             round_index: rounds completed, by which the learning rates are decayed.
+            rates: learning rates by model, in place of the settings'; float32 [clients] where stacked clients have different ones.
         """
         self.settings = settings
-        self.param_groups = _groups(parameters, settings, round_index)
+        self.param_groups = _groups(parameters, settings, round_index, rates)
         """For each model ``params`` and ``lr``."""
         self.state: dict[Tensor, dict[str, Tensor]] = {}
         """By parameter, under the names that torch.optim has for them: moments, and ``step`` with Adam."""
@@ -53,6 +58,10 @@ class Optimiser:
                 gradients = list(torch._foreach_add(gradients, parameters, alpha=settings.weight_decay))
             if settings.momentum:
                 gradients = self._with_momentum(parameters, gradients)
+            if isinstance(group["lr"], Tensor):
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.sub_(gradient * _like(group["lr"], parameter))
+                continue
             torch._foreach_add_(parameters, gradients, alpha=-group["lr"])
 
     def _with_momentum(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -69,7 +78,7 @@ class Optimiser:
             moments.append(moment)
         return moments
 
-    def _adam(self, parameters: list[Tensor], gradients: list[Tensor], lr: float) -> None:
+    def _adam(self, parameters: list[Tensor], gradients: list[Tensor], lr: float | Tensor) -> None:
         for parameter in parameters:
             if parameter not in self.state:
                 self.state[parameter] = {
@@ -81,6 +90,10 @@ class Optimiser:
             [self.state[parameter][name] for parameter in parameters] for name in ("step", "exp_avg", "exp_avg_sq")
         )
         torch._foreach_add_(steps, 1)
+        if isinstance(lr, Tensor) or steps[0].ndim:
+            for each in zip(parameters, gradients, means, squares, steps, strict=True):
+                self._adam_of_each(*each, lr)
+            return
         operation = torch._fused_adam_ if self.settings.name == "adam" else torch._fused_adamw_
         operation(
             parameters,
@@ -97,6 +110,22 @@ class Optimiser:
             amsgrad=False,
             maximize=False,
         )
+
+    def _adam_of_each(
+        self, parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: Tensor, lr: float | Tensor
+    ) -> None:
+        """The same for stacked clients that have different rates or numbers of steps, which the fused operations do not know."""
+        settings, (first, second) = self.settings, self.settings.betas
+        rate = _like(lr, parameter) if isinstance(lr, Tensor) else lr
+        count = (_like(step, parameter) if step.ndim else step).double()  # 1 - 0.999 needs the digits
+        if settings.weight_decay and settings.name == "adam":
+            gradient = gradient + settings.weight_decay * parameter
+        elif settings.weight_decay:
+            parameter.mul_(1 - rate * settings.weight_decay)
+        mean.mul_(first).add_(gradient, alpha=1 - first)
+        square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
+        deviation = square.sqrt() / (1 - second**count).sqrt().float() + settings.eps
+        parameter.sub_((rate / (1 - first**count)).float() * mean / deviation)
 
     def forget_gradients(self) -> None:
         """Set all gradients to ``None``."""
@@ -125,12 +154,17 @@ def torch_optimiser(
     )
 
 
+def _like(of_clients: Tensor, stacked: Tensor) -> Tensor:
+    """One number for each client as something that fits to a stacked parameter."""
+    return of_clients.view(-1, *[1] * (stacked.ndim - 1))
+
+
 def _groups(
-    parameters: Mapping[str, Sequence[Tensor]], settings: OptimiserSettings, round_index: int
+    parameters: Mapping[str, Sequence[Tensor]],
+    settings: OptimiserSettings,
+    round_index: int,
+    rates: Mapping[str, float | Tensor] | None = None,
 ) -> list[dict[str, Any]]:
     decay = settings.decay**round_index
-    return [
-        {"params": list(tensors), "lr": settings.models.get(name, settings.lr) * decay}
-        for name, tensors in parameters.items()
-        if tensors
-    ]
+    known = {name: settings.models.get(name, settings.lr) for name in parameters} | dict(rates or {})
+    return [{"params": list(tensors), "lr": known[name] * decay} for name, tensors in parameters.items() if tensors]

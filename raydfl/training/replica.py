@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from raydfl.core.errors import ConfigError
 from raydfl.core.tensors import FlatTensors, Layout
 
+_Fates = Callable[[str], bool | None]
+"""Whether a tensor of that flat name is shared; ``None``: it is fixed."""
+
 _Source = tuple[str | None, int]
 """Where a stretch of values comes from: the key of what was received, or ``None`` for the initial values; its first element."""
 
@@ -22,9 +25,19 @@ class Replica:
     operations as there are stretches of it, instead of several for each tensor, and what it sends by one (``flatten``).
     """
 
-    def __init__(self, models: dict[str, nn.Module]) -> None:
-        """Take over freshly built networks, which lie on their device."""
+    def __init__(self, models: dict[str, nn.Module], fixed: frozenset[str] = frozenset()) -> None:
+        """Take over freshly built networks, which lie on their device.
+
+        Args:
+            models: by name.
+            fixed: flat names of tensors that stay as they are built.
+        """
         self.models = models
+        self.fixed = fixed
+        for name, model in models.items():
+            for key, parameter in model.named_parameters():
+                if f"{name}/{key}" in fixed:
+                    parameter.requires_grad_(False)
         self._vector = _Vector.of(models)
         self._parts = _Parts(models)
         tensors = self._parts.tensors
@@ -62,9 +75,9 @@ class Replica:
             ConfigError: one of these tensors has another shape than the network's.
         """
         if self._vector is not None:
-            self._vector.load(received, kept, shared, whose)
+            self._vector.load(received, kept, self._fates(shared), whose)
         else:
-            self._load(received, kept, shared, whose)
+            self._load(received, kept, self._fates(shared), whose)
         for tensor, initial in self._others:
             tensor.copy_(initial)
         for leaf, trainable in self._leaves:
@@ -76,8 +89,11 @@ class Replica:
             if not all(module.training for module in model.modules()):
                 model.train()
 
+    def _fates(self, shared: Callable[[str], bool]) -> _Fates:
+        return lambda name: None if name in self.fixed else shared(name)
+
     def _load(
-        self, received: Mapping[str, FlatTensors], kept: Mapping[str, Tensor], shared: Callable[[str], bool], whose: str
+        self, received: Mapping[str, FlatTensors], kept: Mapping[str, Tensor], shared: _Fates, whose: str
     ) -> None:
         state = _state(self.models)
         devices = {value.device for value in state.values()}
@@ -86,8 +102,9 @@ class Replica:
             sent = [tensors.layout.views(tensors.on(*devices)) for tensors in received.values()]
         for name, value in state.items():
             origin: Mapping[str, Tensor] = self._initial
-            if value.is_floating_point():
-                origin = next((tensors for tensors in (sent if shared(name) else [kept]) if name in tensors), origin)
+            fate = shared(name)
+            if value.is_floating_point() and fate is not None:
+                origin = next((tensors for tensors in (sent if fate else [kept]) if name in tensors), origin)
             check_shape(name, origin[name].shape, value.shape, whose)
             value.copy_(origin[name])
 
@@ -228,21 +245,17 @@ class _Vector:
             return None
         return cls({name: tensors[name] for name in state})
 
-    def load(
-        self, received: Mapping[str, FlatTensors], kept: Mapping[str, Tensor], shared: Callable[[str], bool], whose: str
-    ) -> None:
+    def load(self, received: Mapping[str, FlatTensors], kept: Mapping[str, Tensor], shared: _Fates, whose: str) -> None:
         """See Built.start."""
         for stretch, (key, start) in self._plan(received, shared, whose):
             source = self._initial if key is None else received[key].on(self._values.device)
             self._values[stretch].copy_(source[start : start + stretch.stop - stretch.start])
         for name, value in kept.items():
-            if name in self._layout.positions and not shared(name):
+            if name in self._layout.positions and shared(name) is False:
                 check_shape(name, value.shape, self._layout.shapes[self._layout.positions[name]], whose)
                 self._values[self._layout.columns(name)].copy_(value.flatten())
 
-    def _plan(
-        self, received: Mapping[str, FlatTensors], shared: Callable[[str], bool], whose: str
-    ) -> list[tuple[slice, _Source]]:
+    def _plan(self, received: Mapping[str, FlatTensors], shared: _Fates, whose: str) -> list[tuple[slice, _Source]]:
         """Plan where each stretch of the vector comes from, private tensors from the initial values; neighbours are joined."""
         layouts = [(key, tensors.layout) for key, tensors in received.items()]
         known = tuple((key, id(layout)) for key, layout in layouts)

@@ -13,7 +13,7 @@ Precision = Literal["float32", "bfloat16", "float16"]
 
 
 class OptimiserSettings(Settings):
-    """The clients' optimiser; it starts afresh at every participation."""
+    """The clients' optimiser; it starts afresh at every participation, unless its moments are kept."""
 
     name: Literal["sgd", "adam", "adamw"] = Field("sgd", description="which optimiser")
     lr: float = Field(0.1, gt=0, description="learning rate of all models")
@@ -27,6 +27,10 @@ class OptimiserSettings(Settings):
         (0.9, 0.999), description="decay rates of both moments (adam, adamw), each in [0, 1)"
     )
     eps: float = Field(1e-8, gt=0, description="denominator offset (adam, adamw)")
+    keep: bool = Field(
+        False,
+        description="keep each client's moments for its next participation, as private state (sgd without momentum has none)",
+    )
     clip_norm: float | None = Field(None, gt=0, description="largest gradient norm over all models; null: no clipping")
 
     @field_validator("betas")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -15,6 +16,7 @@ from raydfl.data import ClientData
 from raydfl.training.clock import Clock
 from raydfl.training.replica import check_shape
 from raydfl.training.settings import TrainSettings
+from raydfl.training.substitute import computing_with
 
 
 @dataclass(slots=True)
@@ -40,6 +42,10 @@ class Step:
     """The task's options."""
     shared: Callable[[str], bool] = lambda name: True
     """The method's ``shared``: which tensors leave the client."""
+    fixed: frozenset[str] = frozenset()
+    """Flat names of the tensors that never change and are neither sent nor kept (raydfl.training.fates)."""
+    moments: dict[str, Tensor] = field(default_factory=dict)
+    """The optimiser's moments that ``fit`` keeps for this client with ``train.optimiser.keep``. They never leave the client."""
     together: int = 1
     """Set by ``fit``: clients, this one included, whose last training was one batched computation; 1: looped."""
     looped_because: str = ""
@@ -49,29 +55,42 @@ class Step:
     clock: Clock = field(default_factory=Clock)
     """How long this client has trained; ``fit`` stops at its deadline."""
 
-    def forward(self, model: str, batch: Batch) -> Tensor:
-        """Return logits float32 [batch, classes] of the named model, whatever train.precision it computes in."""
-        logits = cast(Tensor, self.models[model](batch.x, batch.lengths))
+    def forward(self, model: str, batch: Batch, tensors: Tensors | None = None) -> Tensor:
+        """Return logits float32 [batch, classes] of the named model, whatever train.precision it computes in.
+
+        Args:
+            model: its name.
+            batch: of examples.
+            tensors: by flat name; the model computes with them in place of its own of these names (``step.received["teacher"]``,
+                say). Those of other models are not looked at.
+
+        Raises:
+            ConfigError: none of ``tensors`` is of this model, or one has another shape.
+        """
+        network = self.models[model]
+        with contextlib.nullcontext() if tensors is None else computing_with(model, network, tensors):
+            logits = cast(Tensor, network(batch.x, batch.lengths))
         return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
     def parameters(self, *models: str) -> dict[str, Tensor]:
-        """Return the trainable parameters of the named models (all by default) as ``"model/layer.weight"`` -> the live tensor."""
+        """Return the named models' parameters (all by default) but fixed ones: ``"model/layer.weight"`` -> the live tensor."""
         return {
             f"{name}/{key}": parameter
             for name in (models or self.models)
             for key, parameter in self.models[name].named_parameters()
+            if f"{name}/{key}" not in self.fixed
         }
 
     def floating_state(self, *models: str) -> dict[str, Tensor]:
         """Return the parameters and floating buffers of the named models (all by default), detached views of the live tensors.
 
-        Integer buffers (counters) are neither sent nor kept.
+        Integer buffers (counters) and fixed tensors are neither sent nor kept, and are not among them.
         """
         return {
             f"{name}/{key}": value
             for name in (models or self.models)
             for key, value in self.models[name].state_dict().items()
-            if value.is_floating_point()
+            if value.is_floating_point() and f"{name}/{key}" not in self.fixed
         }
 
     def reference(self, name: str) -> Tensor:

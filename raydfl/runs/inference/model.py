@@ -19,11 +19,11 @@ from raydfl.core.errors import InputError, RunDirectoryError, nearest
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import ModelSpec, Tensors
 from raydfl.data import DataSettings, Population
-from raydfl.engine import KEPT_MODEL, Clients, Config, build_models
+from raydfl.engine import KEPT_MODEL, SERVER, Clients, Config, build_models
 from raydfl.engine.storage import Commit, PrivateStore, RunStore, local_run, stored_about, stored_config
 from raydfl.methods import Method
 from raydfl.objectives import Classify, Objective
-from raydfl.training import Replica
+from raydfl.training import Replica, fixed_tensors
 
 Specs = tuple[ModelSpec, ...]
 
@@ -137,13 +137,16 @@ class _Run:
         client = self.clients.by_id(client_id)
         record = self.commit.private.get(client.index)
         kept = {} if record is None else PrivateStore(self.run_dir / "private").read(record)
-        tasks = self.method.plan_evaluation(self.commit.state, [client])
+        tasks = [task for task in self.method.plan_evaluation(self.commit.state, [client]) if task.client_id != SERVER]
         keys = tasks[0].receive if tasks else tuple(self.commit.state.tensors)
         received = {key: self.commit.state.tensors[key] for key in keys}
         networks, absent = self._load(client.models, received, kept, f"client {client_id!r}")
         if model is None:
+            fixed = fixed_tensors(networks, self.method.fixed)
             own = [
-                name for name in networks if any(not self.method.shared(tensor) for tensor in _names(networks, name))
+                name
+                for name in networks
+                if any(tensor not in fixed and not self.method.shared(tensor) for tensor in _names(networks, name))
             ]
             model = (own or list(networks))[0]
         if model not in networks:
@@ -167,7 +170,8 @@ class _Run:
         return found
 
     def _is_whole(self, networks: Mapping[str, nn.Module], name: str, tensors: Tensors) -> bool:
-        own = _names(networks, name)
+        fixed = fixed_tensors(networks, self.method.fixed)
+        own = {tensor: value for tensor, value in _names(networks, name).items() if tensor not in fixed}
         return bool(own) and all(
             self.method.shared(tensor) and tensor in tensors and tensors[tensor].shape == value.shape
             for tensor, value in own.items()
@@ -180,9 +184,10 @@ class _Run:
         networks = build_models(self.method, specs, self.config.run.seed)
         own = {name.removeprefix(KEPT_MODEL): value for name, value in kept.items() if name.startswith(KEPT_MODEL)}
         flat = {key: FlatTensors.of(tensors) for key, tensors in received.items()}
-        Replica(networks).start(flat, own, self.method.shared, f"{self.run_dir}, {whose}")
+        fixed = fixed_tensors(networks, self.method.fixed)
+        Replica(networks, fixed).start(flat, own, self.method.shared, f"{self.run_dir}, {whose}")
         there = {name for tensors in flat.values() for name in tensors}
-        names = {tensor for name in networks for tensor in _names(networks, name)}
+        names = {tensor for name in networks for tensor in _names(networks, name)} - fixed
         return networks, {name for name in names if name not in (there if self.method.shared(name) else own)}
 
     def _made(self, label: str, client_id: str, specs: Specs, name: str, network: nn.Module) -> RunModel:

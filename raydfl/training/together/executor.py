@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from raydfl.core.types import Batch, Metrics, Ratio
 from raydfl.data import Examples
+from raydfl.training.moments import Moments, begin_with_all_kept, keep
 from raydfl.training.optimiser import Optimiser
 from raydfl.training.plan import Plan, order_of
 from raydfl.training.precision import GradientScale, computing_in
@@ -56,6 +57,7 @@ def fit_together(
     epochs: int | None = None,
     plan: Plan | None = None,
     data: Sequence[Examples] | None = None,
+    rates: Sequence[Mapping[str, float]] | None = None,
 ) -> list[Metrics]:
     """Do :func:`raydfl.fit` for several clients; every client ends as it would have alone, to float tolerance.
 
@@ -66,6 +68,7 @@ def fit_together(
         epochs: as for ``fit``.
         plan: of the batches, as for ``fit``.
         data: each client's examples that the plan draws from; by default ``step.data.train``.
+        rates: each client's learning rates by model, in place of the configuration's.
 
     Returns:
         What ``fit`` returns, for each client.
@@ -105,8 +108,13 @@ def fit_together(
                 with _failures(kind, remember=True), preserved():
                     _try(group, losses, batches.batch(0), seed)
                 _sources[kind] = group.sources
-            values, done, reports = _complete(group, kind, lambda: _train(group, losses, batches, seed))
+            ordered = [rates[i] for i in order] if rates else [{}] * len(order)
+            values, done, reports, moments = _complete(
+                group, kind, lambda: _train(group, losses, batches, seed, ordered)
+            )
             group.write_back()
+            for position, step in enumerate(group.steps):
+                keep(moments, step.moments, position)
     except BaseException:
         for step, state in zip(steps, draws, strict=True):
             step.rng.bit_generator.state = state
@@ -207,13 +215,17 @@ def _complete(group: StackedClients, kind: Hashable, computation: Callable[[], A
 
 
 def _train(
-    group: StackedClients, losses: Sequence[Loss], batches: StackedBatches, seeds: Tensor
-) -> tuple[list[Tensor], int, dict[str, Tensor]]:
+    group: StackedClients,
+    losses: Sequence[Loss],
+    batches: StackedBatches,
+    seeds: Tensor,
+    rates: Sequence[Mapping[str, float]],
+) -> tuple[list[Tensor], int, dict[str, Tensor], Moments]:
     """Do everybody's steps.
 
     Returns:
-        Each step's losses [active clients], the number of batches until all are done or one's time is over, and what the losses
-        reported, added up: by name float64 [clients, 2].
+        Each step's losses [active clients], the number of batches until all are done or one's time is over, what the losses
+        reported, added up: by name float64 [clients, 2], and the moments to keep.
 
     Raises:
         NotBatchableError: somebody's time was over before the first batch.
@@ -221,8 +233,13 @@ def _train(
     first = group.steps[0]
     settings = first.training.optimiser
     optimiser = Optimiser(
-        {name: list(leaves.values()) for name, leaves in group.leaves.items()}, settings, first.round_index
+        {name: list(leaves.values()) for name, leaves in group.leaves.items()},
+        settings,
+        first.round_index,
+        {name: _rate([own[name] for own in rates], first.device) for name in rates[0]},
     )
+    leaves = {name.replace("/.", "/", 1): leaf for own in group.leaves.values() for name, leaf in own.items()}
+    moments = begin_with_all_kept(optimiser, leaves, group.steps) if settings.keep else {}
     precision = first.training.precision
     scale = GradientScale((group.active,), first.device) if precision == "float16" else None
 
@@ -237,7 +254,7 @@ def _train(
         if any(step.clock.expired for step in group.steps[:clients]):
             if number == 0:
                 raise NotBatchableError("the deadline of one of the clients was over before they began")
-            return values, number, sums
+            return values, number, sums, moments
         if clients < group.active:
             group.keep(clients)
             _follow(optimiser, group)
@@ -266,7 +283,13 @@ def _train(
                     name, torch.zeros(len(group.steps), 2, dtype=torch.float64, device=report.device)
                 )
                 so_far[:clients] += report.detach()
-    return values, len(batches), sums
+    return values, len(batches), sums, moments
+
+
+def _rate(of_clients: Sequence[float], device: torch.device) -> float | Tensor:
+    """Return one learning rate if all clients have the same, else float32 [clients]."""
+    same = all(rate == of_clients[0] for rate in of_clients)
+    return of_clients[0] if same else torch.tensor(of_clients, dtype=torch.float32, device=device)
 
 
 def _follow(optimiser: Optimiser, group: StackedClients) -> None:
@@ -276,8 +299,10 @@ def _follow(optimiser: Optimiser, group: StackedClients) -> None:
         for old, leaf in zip(settings["params"], new, strict=True):
             kept = optimiser.state.pop(old, {})
             if kept:
-                optimiser.state[leaf] = {k: v[: len(leaf)] if v.shape == old.shape else v for k, v in kept.items()}
+                optimiser.state[leaf] = {k: v[: len(leaf)] if v.ndim else v for k, v in kept.items()}
         settings["params"] = new
+        if isinstance(settings["lr"], Tensor):
+            settings["lr"] = settings["lr"][: group.active]
 
 
 def _clip(optimiser: Optimiser, largest: float) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from raydfl.core.types import Batch
+from raydfl.training.fates import begin_training
 from raydfl.training.randomness import step_randomness
 from raydfl.training.step import Step
 from raydfl.training.together.handles import Source, TensorHandle, Unavailable, UnlikeError
@@ -31,9 +32,11 @@ class _Tensors:
     for one call is done here to several for as long as a loss is computed, and without looking for the places every time.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+    def __init__(self, models: Mapping[str, nn.Module], fixed: frozenset[str] = frozenset()) -> None:
         self.own: dict[str, Tensor] = {}
         """Live tensors by name; a parameter's begins with its model's."""
+        self.fixed: dict[str, Tensor] = {}
+        """Those of them that are the same at all clients."""
         self.buffers: list[str] = []
         self.trainable: dict[str, list[str]] = {name: [] for name in models}
         """Names of the parameters that require gradients, by model."""
@@ -53,6 +56,9 @@ class _Tensors:
                         if name in self.own:
                             continue
                         self.own[name] = tensor
+                        if (f"{model}/{path}.{key}" if path else f"{model}/{key}") in fixed:
+                            self.fixed[name] = tensor
+                            continue
                         if holder is layer._buffers:
                             self.buffers.append(name)
                         elif tensor.requires_grad:
@@ -97,18 +103,23 @@ class StackedClients:
         self.steps = steps
         self.names = names
         self.trained = trained
-        self.tensors = [_Tensors({name: step.models[name] for name in names}) for step in steps]
+        self.tensors = [_Tensors({name: step.models[name] for name in names}, step.fixed) for step in steps]
         self.sources: tuple[Source, ...] = ()
         """What the loss reads of its step, as far as it is known; :meth:`start` stacks it."""
         for step in steps:
-            for name in names:
-                step.models[name].train(bool(trained))
+            if trained:
+                begin_training([(name, step.models[name]) for name in names], step.fixed)
+            else:
+                for name in names:
+                    step.models[name].eval()
 
     def start(self) -> None:
         """Stack everything as the clients have it now."""
         self.stacked: dict[str, Tensor] = {}
         """[clients, ...] by name, of parameters and buffers."""
         for name in self.tensors[0].own:
+            if name in self.tensors[0].fixed:
+                continue
             self.stacked[name] = torch.stack([tensors.own[name].detach() for tensors in self.tensors])
         self.live = dict(self.stacked)
         """The part of ``stacked`` that is computed: of the clients that still have steps to do; trained ones are leaves."""
@@ -145,6 +156,7 @@ class StackedClients:
             client=cast(Any, Unavailable("client")),
             data=cast(Any, Unavailable("data")),
             rng=cast(Any, Unavailable("rng")),
+            moments=cast(Any, Unavailable("moments")),
             received=cast(Any, received),
             state=cast(Any, TensorHandle(None, [s.state for s in self.steps], self._given, self._wanted)),
             models={name: first.models[name] for name in self.names},
@@ -183,7 +195,7 @@ class StackedClients:
 
         def one(*tensors: Tensor) -> Any:
             given = iter(tensors)
-            installed = {name: next(given) for name in self.live}
+            installed = {**self.tensors[0].fixed, **{name: next(given) for name in self.live}}
             self._given.clear()
             self._given.update(self._same)
             self._given.update((source, next(given)) for source in own_sources)

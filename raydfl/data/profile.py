@@ -1,0 +1,92 @@
+"""Profile: what else is said of clients, dealt by the configuration or read from a column of the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+from pydantic import Field, model_validator
+
+from raydfl.core.errors import DataError, nearest
+from raydfl.core.seeds import generator
+from raydfl.core.settings import Settings
+from raydfl.data.names import Names
+from raydfl.data.partition import Partition
+
+KNOWN = ("group", "noisy", "label_errors", "part", "site")
+"""Names that a profile has by itself."""
+
+Value = bool | int | float | str
+
+
+class ProfileSettings(Settings):
+    """One thing that is said of every client: one of ``values``, or what a ``column`` of the manifest says of its clips."""
+
+    values: tuple[Value, ...] = Field((), description="what clients are dealt; a value may stand there several times")
+    deal: Literal["turn", "draw"] = Field(
+        "turn", description="turn: in the clients' order, again and again; draw: each client's by the run's seed"
+    )
+    column: str | None = Field(
+        None,
+        description="column of the manifest, in place of values; it must say one thing of all training clips of a client",
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ProfileSettings:
+        if bool(self.values) == (self.column is not None):
+            raise ValueError("give either values to deal, or a column of the manifest")
+        return self
+
+
+def dealt(name: str, settings: ProfileSettings, clients: int, seed: int) -> np.ndarray:
+    """Return int64 [clients]: the position of each client's value among ``settings.values``."""
+    if settings.deal == "turn":
+        return np.arange(clients) % len(settings.values)
+    return generator(seed, 0, "", f"profile/{name}").integers(len(settings.values), size=clients)
+
+
+def profile_arrays(
+    manifest: pa.Table, partition: Partition, profile: Mapping[str, ProfileSettings]
+) -> dict[str, np.ndarray]:
+    """Return what a population keeps of profiles that are columns of the manifest.
+
+    Returns:
+        For each ``profile/NAME/of`` (int32 [clients]) and its values as Names.
+
+    Raises:
+        DataError: there is no such column, or it has nulls, or several values for a client.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    for name, settings in profile.items():
+        if settings.column is None:
+            continue
+        where = f"data.profile.{name}"
+        if settings.column not in manifest.column_names:
+            raise DataError(
+                f"{where}: the data have no column {settings.column!r}; {nearest(settings.column, manifest.column_names)}"
+            )
+        values = manifest.column(settings.column).take(pa.array(partition.rows)).to_pylist()
+        found = [
+            _one_value(values[start:stop], where, settings.column, client)
+            for client, start, stop in zip(partition.ids, partition.offsets, partition.offsets[1:], strict=False)
+        ]
+        names = sorted(set(found))
+        position = {value: number for number, value in enumerate(names)}
+        arrays[f"profile/{name}/of"] = np.array([position[value] for value in found], np.int32)
+        arrays |= {f"profile/{name}/{key}": array for key, array in Names.of(names).arrays.items()}
+    return arrays
+
+
+def _one_value(values: Sequence[object], where: str, column: str, client: str) -> str:
+    different = list(dict.fromkeys(values))
+    if None in different:
+        raise DataError(f"{where}: column {column!r} has no value for a clip of client {client!r}; fill it in")
+    if len(different) != 1:
+        shown = ", ".join(map(repr, different[:2]))
+        raise DataError(
+            f"{where}: column {column!r} says {shown} of clips of client {client!r}; it must be one value for each client, so "
+            f"partition by a column that it follows (data.partition), or take another column"
+        )
+    return str(different[0])

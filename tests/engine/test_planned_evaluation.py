@@ -1,0 +1,132 @@
+"""What a method plans for the server to measure, and the metrics that reach its aggregation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import finish, same, start
+from pydantic.dataclasses import dataclass
+from raydfl.runs.run import run
+
+from raydfl.core.errors import ConfigError
+from raydfl.core.types import Client, Metrics, Ratio, State, Task, Update
+from raydfl.engine.config import Config
+from raydfl.engine.storage import record
+from raydfl.methods import Method
+from raydfl.runs.inference.model import load_model
+
+Tiny = Callable[..., Config]
+HERE = Path(__file__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned(Method):
+    """Two entries of the state that are the same, and a plan of which is measured."""
+
+    receive: tuple[tuple[str, ...], ...] = (("best",),)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def init(self, clients, models, rng):  # type: ignore[no-untyped-def]
+        state = super().init(clients, models, rng)
+        first = state.tensors["global"]
+        head = {name: value for name, value in first.items() if name.startswith("model/output")}
+        trunk = {name: value for name, value in first.items() if name not in head}
+        return dataclasses.replace(state, tensors={"global": first, "best": first, "head": head, "trunk": trunk})
+
+    def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:
+        own = [Task("", phase="evaluate", receive=keys, options=self.options) for keys in self.receive]
+        return own + super().plan_evaluation(state, clients)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByLoss(Method):
+    """A client's weight falls with its loss, which it reports and the server uses."""
+
+    by_loss: bool = True
+
+    def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
+        seen: list[Ratio] = []
+
+        def weighted() -> Iterable[Update]:
+            for update in updates:
+                loss = update.metrics["loss"]
+                assert isinstance(loss, Ratio)
+                seen.append(loss)
+                yield dataclasses.replace(update, weight=1 / loss.value if self.by_loss else 1.0)
+
+        new, report = super().aggregate(state, weighted(), rng)
+        return new, {**report, "losses": Ratio(sum(loss.value for loss in seen), len(seen))}
+
+
+def measured(run_dir: Path, split: str = "test") -> set[str]:
+    rows = record.read_rows(run_dir).to_pandas()
+    names = set(rows.loc[(rows["split"] == split) & (rows["metric"].str.endswith("accuracy")), "metric"])
+    return {name for name in names if "average" not in name}
+
+
+def test_the_server_measures_what_is_planned(tiny: Tiny) -> None:
+    default = run(
+        tiny("run.name=default", f"method.name={HERE}:Planned", "method.receive=[]", "train.rounds=1")
+    ).run_dir
+    assert measured(default) == {"model/accuracy", "best:model/accuracy"}
+    planned = run(tiny("run.name=planned", f"method.name={HERE}:Planned", "train.rounds=1")).run_dir
+    assert measured(planned) == {"best:model/accuracy"}
+    assert measured(planned, "validation") == {"model/accuracy"}  # clients' own are measured as ever
+    load_model(planned, "best:model", client=None)
+    joined = tiny("run.name=joined", f"method.name={HERE}:Planned", "method.receive=[[head, trunk]]", "train.rounds=1")
+    found = run(joined).run_dir
+    assert measured(found) == {"head:model/accuracy"}
+    values = [
+        rows.loc[(rows["split"] == "test") & (rows["metric"] == metric) & (rows["round"] == 1), "value"].tolist()
+        for rows, metric in (
+            (record.read_rows(planned).to_pandas(), "best:model/loss"),
+            (record.read_rows(found).to_pandas(), "head:model/loss"),
+        )
+    ]
+    assert values[0] == values[1]  # both are the model as it began
+    assert values[0]
+    some = tiny("run.name=some", f"method.name={HERE}:Planned", "method.options={split: test, models: [model]}")
+    assert measured(run(some).run_dir) == {"best:model/accuracy"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["method.receive=[[bset]]"], r"the server's state has no 'bset'; did you mean 'best'"),
+        (["method.receive=[[]]"], r"it receives no entry of the server's state"),
+        (["method.options={splt: test}"], r"it has the option 'splt'; did you mean 'split'"),
+        (["method.options={split: tset}"], r"there is no split 'tset'; did you mean 'test'"),
+        (["method.options={models: [modle]}"], r"no whole model 'modle'; did you mean 'model'"),
+        (["method.options={models: model}"], r"models is 'model'; give a list"),
+        (["method.receive=[[best], [best]]"], r"'model' of 'best' is measured twice on the split 'test'"),
+        (
+            ["method.receive=[[head]]", "method.options={models: [model]}"],
+            r"the model 'model' of 'head', where not every tensor",
+        ),
+    ],
+)
+def test_a_plan_that_cannot_be_measured_ends_before_the_first_round(
+    tiny: Tiny, settings: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        start(tiny(f"method.name={HERE}:Planned", *settings))
+
+
+def test_metrics_stay_on_updates_at_the_server(tiny: Tiny) -> None:
+    reference = finish(tiny("run.name=uniform", "method.rule=uniform_mean"))
+    same(reference, finish(tiny("run.name=one", f"method.name={HERE}:ByLoss", "method.by_loss=false")))
+    config = tiny("run.name=loss", f"method.name={HERE}:ByLoss", "train.rounds=2")
+    run_dir = run(config).run_dir
+    rows = record.read_rows(run_dir).to_pandas()
+    of_clients = rows[(rows["metric"] == "loss") & (rows["client"] != "") & (rows["phase"] == "train")]
+    for round_index in (1, 2):
+        losses = of_clients.loc[of_clients["round"] == round_index, "value"]
+        said = rows.loc[(rows["metric"] == "losses") & (rows["round"] == round_index), "value"].item()
+        np.testing.assert_allclose(said, losses.mean())
+    resumed = tiny("run.name=uneven", f"method.name={HERE}:ByLoss")
+    assert reference != finish(resumed)

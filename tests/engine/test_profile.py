@@ -1,0 +1,143 @@
+"""Profiles: values dealt to clients or read from the manifest, and architectures that a client's profile chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from helpers import differ, finish, same, start, stop_after, truth
+from pydantic.dataclasses import dataclass
+from raydfl.runs.run import resume
+from tones import Tones
+
+from raydfl.cli.explain import explain_config
+from raydfl.core.errors import ConfigError, DataError
+from raydfl.core.yaml import parse_yaml
+from raydfl.data.population import Population
+from raydfl.engine.clients import Clients
+from raydfl.engine.config import Config, make_config
+from raydfl.runs.folder import create
+from raydfl.runs.progress import Progress
+
+Tiny = Callable[..., Config]
+HERE = Path(__file__)
+BY_TURN = "data.profile={capability: {values: [low, low, high]}}"
+CHOICES = (
+    "models.local={by: capability, choices: {low: {name: crnn_tiny, hidden: 4, filters: [4]}, "
+    "high: {name: crnn_tiny, hidden: 8, filters: [4]}}}"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rooms(Tones):
+    """Tones with columns: one that is constant within a speaker, one that is not, one with nulls."""
+
+    def manifest(self) -> pa.Table:
+        table = super().manifest()
+        speaker = [int(group[1:]) for group in table.column("group").to_pylist()]
+        table = table.append_column("room", pa.array([("kitchen", "hall")[number % 2] for number in speaker]))
+        table = table.append_column("floor", pa.array([number // 2 for number in speaker]))
+        table = table.append_column("mood", pa.array([str(row % 2) for row in range(len(speaker))]))
+        return table.append_column("holes", pa.array([None if row == 3 else "x" for row in range(len(speaker))]))
+
+
+def clients(config: Config) -> Clients:
+    return Clients(Population.load(create(config, Progress("quiet")) / "population"), config)
+
+
+def test_values_are_dealt_by_turn_or_drawn(tiny: Tiny) -> None:
+    dealt = [client.profile["capability"] for client in clients(tiny(BY_TURN))]
+    assert dealt == ["low", "low", "high", "low", "low", "high"]
+    drawn = "data.profile={size: {values: [1, 2, 3], deal: draw}}"
+    first = [client.profile["size"] for client in clients(tiny(drawn, "run.name=one"))]
+    assert set(first) <= {1, 2, 3}
+    assert first == [client.profile["size"] for client in clients(tiny(drawn, "run.name=two"))]
+    seeds = [tiny(drawn, f"run.name=seed{i}", f"run.seed={i}") for i in range(2, 6)]
+    assert any([client.profile["size"] for client in clients(config)] != first for config in seeds)
+    config = tiny(BY_TURN)
+    assert config.digest() != tiny().digest()
+    assert tiny("data.profile={}").digest() == tiny().digest()
+
+
+def test_a_column_of_the_manifest(tiny: Tiny) -> None:
+    config = tiny(f"data.name={HERE}:Rooms", "data.profile={room: {column: room}, storey: {column: floor}}")
+    found = [(client.profile["group"], client.profile["room"], client.profile["storey"]) for client in clients(config)]
+    expected = [(f"s{number}", ("kitchen", "hall")[number % 2], str(number // 2)) for number in range(6)]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ("rom", r"data.profile.room: the data have no column 'rom'; did you mean 'room'"),
+        ("mood", r"data.profile.room: column 'mood' says '[01]', '[01]' of clips of client 's0'; it must be one value"),
+        ("holes", r"data.profile.room: column 'holes' has no value for a clip of client 's0'"),
+    ],
+)
+def test_bad_columns(tiny: Tiny, column: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        create(tiny(f"data.name={HERE}:Rooms", f"data.profile={{room: {{column: {column}}}}}"), Progress("quiet"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["data.profile={capability: {}}"], r"data.profile.capability: .*either values to deal, or a column"),
+        (["data.profile={capability: {values: [a], column: b}}"], r"either values to deal, or a column"),
+        (["data.profile={group: {values: [a]}}"], r"'group' is no name of its own"),
+        (["data.profile={capability: {values: [a], deal: trun}}"], r"data.profile.capability.deal"),
+        ([CHOICES], r"models.local.by: clients have no 'capability' in their profile"),
+        (
+            [BY_TURN, CHOICES.replace("high:", "hihg:")],
+            r"models.local.choices: no architecture for capability 'high'; did you mean 'hihg'",
+        ),
+        ([BY_TURN.replace("high", "low"), CHOICES], r"models.local.choices: no client is dealt capability 'high'"),
+        ([BY_TURN, "models.local={by: capability}"], r"models.local: .*by profile is \{by: NAME, choices"),
+        ([BY_TURN, CHOICES.replace("crnn_tiny", "crnn_tyni")], r"unknown architecture 'crnn_tyni'"),
+    ],
+)
+def test_bad_settings_end_before_anything_is_done(tiny: Tiny, settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny(*settings, method="fedmlac")
+
+
+def test_an_architecture_chosen_by_profile(tiny: Tiny) -> None:
+    config = tiny(BY_TURN, CHOICES, method="fedmlac")
+    for client in clients(config):
+        spec = next(spec for spec in client.models if spec.name == "local")
+        assert dict(spec.options)["hidden"] == {"low": 4, "high": 8}[client.profile["capability"]]
+    reference = finish(config)
+    half = tiny(BY_TURN, CHOICES, "run.name=half", method="fedmlac")
+    stop_after(half, 1)
+    same(reference, truth(resume(Path(half.run.dir) / "half").run_dir))
+    other = CHOICES.replace("hidden: 4", "hidden: 6")
+    assert differ(reference, finish(tiny(BY_TURN, other, "run.name=other", method="fedmlac")))
+    shown = parse_yaml(explain_config(config), "shown")
+    again: Any = make_config(shown)
+    assert again.digest() == config.digest()
+
+
+def test_chosen_by_what_is_known_besides(tiny: Tiny) -> None:
+    choices = "models.local={by: room, choices: {kitchen: crnn_tiny, hall: crnn_lite}}"
+    config = tiny(f"data.name={HERE}:Rooms", "data.profile={room: {column: room}}", choices, method="fedmlac")
+    named = [next(spec.architecture for spec in client.models if spec.name == "local") for client in clients(config)]
+    assert named == ["crnn_tiny", "crnn_lite"] * 3
+    missing = tiny(
+        f"data.name={HERE}:Rooms",
+        "run.name=missing",
+        "data.profile={room: {column: room}}",
+        "models.local={by: room, choices: {kitchen: crnn_tiny, hal: crnn_lite}}",
+        method="fedmlac",
+    )
+    with pytest.raises(ConfigError, match=r"no architecture for client 's1', whose room is 'hall'; did you mean 'hal'"):
+        create(missing, Progress("quiet"))
+    noisy = tiny("models.local={by: noisy, choices: {false: crnn_tiny, true: crnn_lite}}", method="fedmlac")
+    assert {spec.architecture for client in clients(noisy) for spec in client.models[1:]} == {"crnn_tiny"}
+
+
+def test_a_shared_model_must_have_one_architecture(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError, match=r"models.model is shared between the clients"):
+        start(tiny(BY_TURN, CHOICES.replace("local", "model")))

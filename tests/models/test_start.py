@@ -1,0 +1,229 @@
+"""A network begins from a file: every name is accounted for, shapes are checked, and no code of the file is run."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from helpers import differ, finish, start, stop_after, truth
+from raydfl.runs.run import resume, run
+from torch import Tensor, nn
+
+from raydfl.core.errors import ConfigError, RunDirectoryError
+from raydfl.core.types import ModelSpec
+from raydfl.data.population import Population
+from raydfl.engine.clients import Clients
+from raydfl.engine.config import Config
+from raydfl.engine.storage.folder import final_state
+from raydfl.engine.storage.store import RunStore
+from raydfl.engine.worker import build_models
+from raydfl.models import build_model
+from raydfl.models.start import InitFrom, start_from_file
+
+Tiny = Callable[..., Config]
+NETWORKS = Path(__file__).parent.parent / "networks.py"
+
+
+def spec(**init_from: Any) -> ModelSpec:
+    return ModelSpec("model", "mlp", 5, 3, (), tuple(sorted(init_from.items())))
+
+
+def other() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return build_model(ModelSpec("model", "mlp", 5, 3))
+
+
+def started(**init_from: Any) -> dict[str, Tensor]:
+    network = build_model(ModelSpec("model", "mlp", 5, 3))
+    start_from_file(network, spec(**init_from))
+    return network.state_dict()
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_safetensors_and_checkpoints_of_several_forms(tmp_path: Path) -> None:
+    wanted = other().state_dict()
+    forms: dict[str, Any] = {
+        "plain.pt": wanted,
+        "nested.pt": {"state_dict": wanted, "epoch": 3, "optimiser": {"state": {0: {"mean": torch.ones(2)}}}},
+        "half.pt": {name: value.bfloat16() for name, value in wanted.items()},
+    }
+    for name, content in forms.items():
+        torch.save(content, tmp_path / name)
+    torch.save(wanted, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    safetensors.torch.save_file(wanted, tmp_path / "plain.safetensors")
+    both = {f"{group}/{name}": value for group in ("model", "local") for name, value in wanted.items()}
+    safetensors.torch.save_file({name: value.clone() for name, value in both.items()}, tmp_path / "run.safetensors")
+    equal(started(file=str(tmp_path / "plain.pt")), wanted)
+    equal(started(file=str(tmp_path / "old.pt")), wanted)
+    equal(started(file=str(tmp_path / "nested.pt"), model="state_dict"), wanted)
+    equal(started(file=str(tmp_path / "plain.safetensors")), wanted)
+    equal(started(file=str(tmp_path / "run.safetensors")), wanted)  # of several groups the model's own name
+    equal(started(file=str(tmp_path / "run.safetensors"), model="local"), wanted)
+    equal(started(file=str(tmp_path / "half.pt")), {n: v.bfloat16().float() for n, v in wanted.items()})
+
+
+def test_names_are_mapped_kept_and_ignored(tmp_path: Path) -> None:
+    wanted = other().state_dict()
+    file = tmp_path / "w.pt"
+    torch.save({**{f"module.{n}": v for n, v in wanted.items()}, "extra.bias": torch.ones(2)}, file)
+    equal(started(file=str(file), rename=(("module.", ""),), ignore=("extra.*",)), wanted)
+    torch.manual_seed(3)
+    network = build_model(ModelSpec("model", "mlp", 5, 3))
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    wide = {"module.output.weight": torch.ones(9, 32)}  # a head of other classes is kept, not cut
+    torch.save({**{f"module.{n}": v for n, v in wanted.items()}, **wide}, file)
+    start_from_file(network, spec(file=str(file), rename=(("module.", ""),), keep=("output.*",)))
+    after = network.state_dict()
+    assert torch.equal(after["output.weight"], before["output.weight"])
+    assert torch.equal(after["hidden.weight"], wanted["hidden.weight"])
+
+
+def test_tied_tensors_need_one_of_their_names(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(3, 3)
+            self.two = self.one
+
+    torch.save({"one.weight": torch.ones(3, 3), "one.bias": torch.ones(3)}, tmp_path / "w.pt")
+    network = Tied()
+    start_from_file(network, spec(file=str(tmp_path / "w.pt")))
+    assert torch.equal(network.two.weight, torch.ones(3, 3))
+
+
+class Runs:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (self.path, "w")
+
+
+def test_bad_files_are_refused_and_nothing_is_changed(tmp_path: Path) -> None:
+    good = other().state_dict()
+    whole, safe = tmp_path / "whole.pt", tmp_path / "whole.safetensors"
+    torch.save(good, whole)
+    safetensors.torch.save_file(good, safe)
+    files: dict[str, bytes] = {
+        "half.pt": whole.read_bytes()[: whole.stat().st_size // 2],
+        "half.safetensors": safe.read_bytes()[: safe.stat().st_size // 2],
+        "mislabelled.safetensors": whole.read_bytes(),
+        "mislabelled.pt": safe.read_bytes(),
+        "text.pt": b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n",
+        "empty.pt": b"",
+        "code.pt": pickle.dumps(Runs(str(tmp_path / "ran")), protocol=2),
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    torch.save({"hidden.weight": good["hidden.weight"], "outptu.weight": good["output.weight"]}, tmp_path / "names.pt")
+    torch.save({**good, "output.bias": torch.zeros(4)}, tmp_path / "shape.pt")
+    torch.save({**good, "output.bias": torch.full((3,), torch.nan)}, tmp_path / "nan.pt")
+    torch.save({**good, "output.bias": torch.zeros(3, dtype=torch.int64)}, tmp_path / "type.pt")
+    torch.save({"a": good, "b": good}, tmp_path / "groups.pt")
+    torch.save({"epoch": 3}, tmp_path / "none.pt")
+    torch.save(nn.Linear(2, 2), tmp_path / "module.pt")
+    messages = {
+        "missing.pt": "there is no file .*missing.pt",
+        "half.pt": "damaged checkpoint",
+        "half.safetensors": "damaged safetensors file",
+        "mislabelled.safetensors": r"a checkpoint file under the name of another kind; name it .pt",
+        "mislabelled.pt": r"a safetensors file under the name of another kind; name it .safetensors",
+        "text.pt": "neither safetensors nor a PyTorch checkpoint, but begins with b'version '",
+        "empty.pt": "neither safetensors nor a PyTorch checkpoint",
+        "code.pt": r"would load \S*open and could run code. Save the tensors alone",
+        "module.pt": r"would load torch.nn.modules.linear.Linear and could run code",
+        "names.pt": r"lacks 'hidden.bias', 'output.weight', 'output.bias' of the network \(nearest: 'hidden.weight'\) and has "
+        r"'outptu.weight', which the network has not \(nearest: 'output.weight'\); map",
+        "shape.pt": r"'output.bias' is \[4\], the network has it as \[3\], and no tensor is cut",
+        "nan.pt": "'output.bias' holds numbers that are not finite",
+        "type.pt": "'output.bias' is torch.int64, the network has it as torch.float32",
+        "groups.pt": r"several groups of tensors \('a', 'b'\); say with model",
+        "none.pt": "holds no tensors",
+    }
+    network = build_model(ModelSpec("model", "mlp", 5, 3))
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    for name, message in messages.items():
+        with pytest.raises(ConfigError, match=r"^models\.model\.init_from.*" + message):
+            start_from_file(network, spec(file=str(tmp_path / name)))
+    equal(network.state_dict(), before)
+    assert not (tmp_path / "ran").exists()
+    for settings, message in (
+        ({"model": "c"}, r"has no 'c'"),
+        (
+            {"model": "a", "keep": ("outptu.*",)},
+            r"keep: 'outptu.\*' matches no tensor of the network \(nearest: 'output",
+        ),
+        ({"model": "a", "ignore": ("x*",)}, r"ignore: 'x\*' matches no tensor of the file"),
+        ({"model": "a", "rename": (("module.", ""),)}, r"rename: no name in .* begins with 'module.'"),
+        ({"model": "a", "rename": (("output.weight", "output.bias"),)}, r"two tensors the name 'output.bias'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            start_from_file(network, spec(file=str(tmp_path / "groups.pt"), **settings))
+
+
+def test_a_run_begins_from_what_another_has_exported(tiny: Tiny) -> None:
+    first = run(tiny("run.name=first", "train.rounds=1")).run_dir
+    file = first / "model.safetensors"
+    settings = [f"models.model.init_from={file}", "run.name=second"]
+    config = tiny(*settings)
+    assert config.digest() != tiny("run.name=second").digest()
+    start(config).close()
+    store = RunStore(Path(config.run.dir) / "second")
+    began = store.load(store.commits()[0]).state.tensors["global"]
+    ended = final_state(first).tensors["global"]
+    equal(dict(began), dict(ended))
+
+
+def test_the_digest_is_of_the_content_and_a_changed_file_stops_a_resume(tiny: Tiny, tmp_path: Path) -> None:
+    network = f"models.model={{name: {NETWORKS}:FrozenStem, init_from: {tmp_path / 'a.pt'}}}"
+    moved = f"models.model={{name: {NETWORKS}:FrozenStem, init_from: {tmp_path / 'b.pt'}}}"
+    plain = tiny(f"models.model={NETWORKS}:FrozenStem", "train.rounds=1")
+    finish(plain)
+    population = Population.load(Path(plain.run.dir) / "tiny" / "population")
+    weights = build_models(plain.parts.method, Clients(population, plain).variants()[0], 99)["model"].state_dict()
+    torch.save(weights, tmp_path / "a.pt")
+    shutil.copyfile(tmp_path / "a.pt", tmp_path / "b.pt")
+    config = tiny(network, "run.name=started", "train.rounds=3")
+    assert config.digest() == tiny(moved, "train.rounds=3").digest()
+    reference = finish(tiny(network, "run.name=whole", "train.rounds=3"))
+    assert differ(reference, finish(tiny(f"models.model={NETWORKS}:FrozenStem", "run.name=seed", "train.rounds=3")))
+    stop_after(config, 1)
+    run_dir = Path(config.run.dir) / "started"
+    # The fixed stem is in no commit: it comes from the file again.
+    kept = (tmp_path / "a.pt").read_bytes()
+    weights["stem.0.weight"] += 1
+    torch.save(weights, tmp_path / "a.pt")
+    with pytest.raises(RunDirectoryError, match=r"models.model.init_from.file of .*whose content is not what it was"):
+        resume(run_dir)
+    (tmp_path / "a.pt").write_bytes(kept)
+    assert not differ(reference, truth(resume(run_dir).run_dir))
+
+
+def test_bad_settings_end_before_the_first_round(tiny: Tiny, tmp_path: Path) -> None:
+    torch.save({"x": torch.ones(2)}, tmp_path / "w.pt")
+    for text, message in (
+        ("nowhere.pt", r"models.model.init_from.file: there is no file .*/nowhere.pt"),
+        (f"{{file: {tmp_path / 'w.pt'}, modle: x}}", r"models.model.init_from.modle"),
+        ("{model: x}", r"models.model.init_from.file"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            tiny(f"models.model.init_from={text}")
+    with pytest.raises(ConfigError, match=r"lacks .* of the network.* and has 'x', which the network has not"):
+        run(tiny(f"models.model.init_from={tmp_path / 'w.pt'}"))
+
+
+def test_settings_have_descriptions() -> None:
+    assert all(field.description for field in InitFrom.model_fields.values())

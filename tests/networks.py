@@ -1,0 +1,39 @@
+"""Networks that raydfl does not ship, some parts of which do not train."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+WIDTH = 24
+
+
+class FrozenStem(nn.Module):
+    """An encoder that does not train, with what behaves differently in training: batch normalisation and dropout; and a head."""
+
+    pure = True
+
+    def __init__(self, inputs: int, classes: int, frozen: bool = True, dropout: float = 0.5) -> None:
+        super().__init__()
+        layers = (nn.Linear(inputs, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Dropout(dropout))
+        self.stem = nn.Sequential(*layers).requires_grad_(not frozen)
+        self.output = nn.Linear(WIDTH, classes)
+
+    def embed(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        return self.stem(x.mean(dim=1))  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        return self.output(self.embed(x, lengths))  # type: ignore[no-any-return]
+
+
+class FrozenLinear(nn.Module):
+    """An encoder of one layer, frozen or not."""
+
+    pure = True
+
+    def __init__(self, inputs: int, classes: int, frozen: bool = True) -> None:
+        super().__init__()
+        self.stem = nn.Linear(inputs, WIDTH).requires_grad_(not frozen)
+        self.output = nn.Linear(WIDTH, classes)
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        return self.output(self.stem(x.mean(dim=1)).relu())  # type: ignore[no-any-return]

@@ -1,0 +1,131 @@
+"""step.forward(..., tensors=): what a network with those tensors loaded computes; looped, recorded and stacked alike."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import finish, same
+from pydantic.dataclasses import dataclass
+from raydfl.training.fit import fit
+from several_clients import BANDS, CLASSES, both, make_steps
+from torch import Tensor, nn
+
+from raydfl.core.errors import ConfigError
+from raydfl.core.types import Batch, Update
+from raydfl.engine.config import Config
+from raydfl.methods import Method
+from raydfl.models.crnn import CRNN
+from raydfl.models.dense import MeanMLP
+from raydfl.training.step import Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class NearTheReceived(Method):
+    """Cross-entropy, and the received model's and this client's previous model's answers as teachers."""
+
+    pure: ClassVar[bool] = True
+
+    def loss(self, step: Step, batch: Batch) -> Tensor:
+        value = super().loss(step, batch)
+        student = F.log_softmax(step.forward("model", batch), dim=1)
+        teachers = [step.received["global"]]
+        own = {name: step.state[f"previous/{name}"] for name in step.parameters() if f"previous/{name}" in step.state}
+        for tensors in [*teachers, *([own] if own else [])]:
+            with torch.no_grad():
+                teacher = F.softmax(step.forward("model", batch, tensors=tensors), dim=1)
+            value = value - batch.mean((teacher * student).sum(dim=1))
+        return value
+
+    def local(self, step: Step) -> Update:
+        metrics = fit(step, self.loss)
+        step.state.update({f"previous/{name}": t.detach().clone() for name, t in step.parameters().items()})
+        return step.update(metrics)
+
+
+class Recurrent(nn.Module):
+    """PyTorch's recurrent layer, which holds its parameters in a list besides, and a tied layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(BANDS, BANDS, batch_first=True)
+        self.one = nn.Linear(BANDS, BANDS)
+        self.two = self.one
+        self.norm = nn.BatchNorm1d(BANDS)
+        self.output = nn.Linear(BANDS, CLASSES)
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        return self.output(self.two(self.norm(self.one(self.gru(x)[0].mean(dim=1)))))  # type: ignore[no-any-return]
+
+
+def mlp() -> dict[str, nn.Module]:
+    return {"model": MeanMLP(BANDS, CLASSES)}
+
+
+def crnn() -> dict[str, nn.Module]:
+    return {"model": CRNN(BANDS, CLASSES, filters=(4,), hidden=5, dropout=0.0)}
+
+
+@pytest.mark.parametrize("make", [mlp, crnn, lambda: {"model": Recurrent()}])
+def test_it_computes_what_a_network_with_these_tensors_does(make: Callable[[], dict[str, nn.Module]]) -> None:
+    step = make_steps(Method(), make)[0]
+    other = copy.deepcopy(step.models["model"])
+    with torch.no_grad():
+        for tensor in other.parameters():
+            tensor.add_(torch.randn_like(tensor))
+    for model in (other, step.models["model"]):
+        model.eval()
+    batch = next(step.data.train.batches(4, None))
+    before = step.forward("model", batch)
+    given = {f"model/{name}": value.detach().clone() for name, value in other.state_dict().items()}
+    assert torch.equal(step.forward("model", batch, tensors=given), other(batch.x, batch.lengths))
+    assert torch.equal(step.forward("model", batch), before)  # its own are back
+    part = {"model/output.bias": given["model/output.bias"], "teacher/output.bias": torch.zeros(99)}
+    assert torch.allclose(
+        step.forward("model", batch, tensors=part),
+        before + given["model/output.bias"] - step.models["model"].output.bias,
+    )
+
+
+def test_gradients_reach_the_tensors_that_were_given() -> None:
+    step = make_steps(Method(), mlp)[0]
+    bias = torch.zeros(CLASSES, requires_grad=True)
+    step.forward("model", next(step.data.train.batches(4, None)), tensors={"model/output.bias": bias}).sum().backward()
+    assert bias.grad is not None
+    assert torch.equal(bias.grad, torch.full((CLASSES,), 4.0))
+    assert step.models["model"].output.bias.grad is None
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    step = make_steps(Method(), mlp)[0]
+    batch = next(step.data.train.batches(4, None))
+    with pytest.raises(ConfigError, match=r"none of the tensors is of this model; their names begin with 'model/'"):
+        step.forward("model", batch, tensors={"output.bias": torch.zeros(CLASSES)})
+    with pytest.raises(ConfigError, match=r"'output.bias' of model 'model' comes as \[99\]"):
+        step.forward("model", batch, tensors={"model/output.bias": torch.zeros(99)})
+
+
+@pytest.mark.parametrize("family", [mlp, crnn])
+@pytest.mark.parametrize("old", [False, True])
+def test_stacked_is_looped(family: Callable[[], dict[str, nn.Module]], old: bool) -> None:
+    states = None
+    if old:
+        names = make_steps(Method(), family)[0].parameters()
+        draw = torch.Generator().manual_seed(4)
+        states = [{f"previous/{n}": torch.randn(p.shape, generator=draw) for n, p in names.items()} for _ in range(9)]
+    both(NearTheReceived(), family, states=states)
+
+
+def test_recorded_is_by_code(tiny: Callable[..., Config], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "raydfl.training.tape")
+    settings = [f"method.name={Path(__file__)}:NearTheReceived", "train.rounds=3", "train.cohort=1.0"]
+    settings += ["train.local_epochs=12", "train.batch_size=4"]
+    by_code = finish(tiny(*settings, "run.name=code", "train.tape=false"))
+    same(by_code, finish(tiny(*settings, "run.name=tape")))
+    assert not [line for line in caplog.messages if "runs by its code" in line]

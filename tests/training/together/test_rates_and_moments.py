@@ -1,0 +1,216 @@
+"""Learning rates of a client's own, and moments that it keeps: torch.optim's numbers, looped as stacked, resumed to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import differ, finish, same, stop_after, truth
+from pydantic.dataclasses import dataclass
+from raydfl.runs.run import resume
+from raydfl.training.fit import fit
+from several_clients import BANDS, CLASSES, both, close, jointly, looped, make_steps
+from torch import Tensor, nn
+
+from raydfl.core.errors import ConfigError
+from raydfl.core.types import Update
+from raydfl.engine.config import Config
+from raydfl.methods import Method
+from raydfl.models.dense import MeanMLP
+from raydfl.training.optimiser import Optimiser
+from raydfl.training.settings import OptimiserSettings
+from raydfl.training.step import Step
+
+Tiny = Callable[..., Config]
+OPTIMISERS: list[dict[str, Any]] = [
+    {},
+    {"momentum": 0.9, "weight_decay": 0.1},
+    # With the usual eps Adam turns the rounding of a gradient near 0 into a whole step.
+    {"name": "adam", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-3},
+    {"name": "adamw", "lr": 0.01, "weight_decay": 0.3, "eps": 1e-3, "clip_norm": 0.05},
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnRates(Method):
+    """Every client trains with a rate of its own."""
+
+    pure: ClassVar[bool] = True
+    rates: tuple[float, ...] = (0.1, 0.05, 0.2, 0.0)
+    named: bool = False
+
+    def local(self, step: Step) -> Update:
+        rate = self.rates[step.client.index % len(self.rates)]
+        return step.update(fit(step, self.loss, lr={"model": rate} if self.named else rate))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoFits(Method):
+    """Two trainings in one participation: the second goes on with the first one's moments."""
+
+    pure: ClassVar[bool] = True
+
+    def local(self, step: Step) -> Update:
+        fit(step, self.loss)
+        return step.update(fit(step, self.loss))
+
+
+def mlp() -> dict[str, nn.Module]:
+    return {"model": MeanMLP(BANDS, CLASSES)}
+
+
+class Scalars(nn.Module):
+    """With a parameter of no dimension, and one at the top."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.output = nn.Linear(BANDS, CLASSES)
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        return self.output(x.mean(dim=1)) * self.scale  # type: ignore[no-any-return]
+
+
+def scalars() -> dict[str, nn.Module]:
+    return {"model": Scalars()}
+
+
+@pytest.mark.parametrize("optimiser", OPTIMISERS, ids=str)
+@pytest.mark.parametrize("named", [False, True])
+def test_rates_of_their_own_stacked_and_looped(optimiser: dict[str, Any], named: bool) -> None:
+    both(OwnRates(named=named), mlp, optimiser=optimiser, round_index=2)
+
+
+def test_the_configured_rate_given_is_the_configured_rate() -> None:
+    plain, given = make_steps(Method(), mlp), make_steps(Method(), mlp)
+    expected, found = looped(Method(), plain), looped(OwnRates(rates=(0.1,)), given)
+    assert all(torch.equal(a.tensors[n], b.tensors[n]) for a, b in zip(expected, found, strict=True) for n in a.tensors)
+    still = make_steps(Method(), mlp)
+    before = [{n: t.clone() for n, t in step.floating_state().items()} for step in still]
+    for update, values in zip(looped(OwnRates(rates=(0.0,)), still), before, strict=True):
+        assert all(torch.equal(update.tensors[name], values[name]) for name in values)
+    half = looped(OwnRates(rates=(0.05,)), make_steps(Method(), mlp))
+    configured = looped(Method(), make_steps(Method(), mlp, optimiser={"lr": 0.05}))
+    assert all(
+        torch.equal(a.tensors[n], b.tensors[n]) for a, b in zip(half, configured, strict=True) for n in a.tensors
+    )
+
+
+@pytest.mark.parametrize(
+    ("lr", "message"),
+    [
+        (-0.1, "not negative"),
+        (float("nan"), "finite number"),
+        ({"modle": 0.1}, "no model 'modle' is trained here; did you mean 'model'"),
+        ("fast", "finite number"),
+    ],
+)
+def test_bad_rates(lr: Any, message: str) -> None:
+    step = make_steps(Method(), mlp)[0]
+    with pytest.raises(ConfigError, match=message):
+        fit(step, Method().loss, lr=lr)
+
+
+def by_hand(step: Step, settings: Mapping[str, Any], rounds: int) -> dict[str, Tensor]:
+    """The rounds with one optimiser of torch.optim that never ends, over the batches that fit draws."""
+    model = step.models["model"].train()
+    own = dict(settings)
+    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[own.pop("name", "sgd")]
+    clip = own.pop("clip_norm", None)
+    optimiser = kind(model.parameters(), **{"lr": 0.1, **own})
+    for _ in range(rounds):
+        for _ in range(step.training.local_epochs):
+            for index in step.data.train.order(step.training.batch_size, step.rng):
+                batch = step.data.train.batch(index, step.device)
+                optimiser.zero_grad()
+                F.cross_entropy(model(batch.x, batch.lengths), batch.y).backward()
+                if clip is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), clip)
+                optimiser.step()
+    return {f"model/{name}": value.detach() for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("optimiser", OPTIMISERS, ids=str)
+def test_kept_moments_are_one_optimiser_that_goes_on(optimiser: dict[str, Any]) -> None:
+    kept = make_steps(Method(), mlp, optimiser={**optimiser, "keep": True})[1]
+    afresh = make_steps(Method(), mlp, optimiser=optimiser)[1]
+    for _ in range(3):
+        fit(kept, Method().loss)
+        fit(afresh, Method().loss)
+    expected = by_hand(make_steps(Method(), mlp, optimiser=optimiser)[1], optimiser, 3)
+    close({name: value.detach() for name, value in kept.parameters().items()}, expected)
+    moments = {"adam": 3, "adamw": 3}.get(optimiser.get("name", ""), 1 if optimiser.get("momentum") else 0)
+    assert len(kept.moments) == moments * len(expected)
+    assert not afresh.moments
+    if moments:
+        assert any(
+            not torch.allclose(afresh.parameters()[n].detach(), value, atol=1e-4) for n, value in expected.items()
+        )
+
+
+@pytest.mark.parametrize("optimiser", OPTIMISERS[1:], ids=str)
+@pytest.mark.parametrize("network", [mlp, scalars])
+def test_kept_moments_stacked_and_looped(
+    optimiser: dict[str, Any], network: Callable[[], dict[str, nn.Module]]
+) -> None:
+    """Clients that took part a different number of times, one of them never, in one group."""
+    ready = make_steps(Method(), network, optimiser={**optimiser, "keep": True})
+    for times, step in enumerate(ready):
+        for _ in range(times):
+            fit(step, Method().loss)
+    runs = []
+    for work in (looped, jointly):
+        steps = make_steps(Method(), network, optimiser={**optimiser, "keep": True})
+        for step, before in zip(steps, ready, strict=True):
+            step.moments = {name: value.clone() for name, value in before.moments.items()}
+        updates = work(TwoFits(), steps)
+        runs.append((steps, updates))
+    (alone, expected), (joint, found) = runs
+    assert [step.together for step in joint] == [len(joint)] * len(joint), joint[0].apart
+    for a, b, x, y in zip(alone, joint, expected, found, strict=True):
+        close(dict(x.tensors), dict(y.tensors))
+        close(a.moments, b.moments)
+        assert a.moments
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_adam_of_each_client_is_the_fused_one(name: str) -> None:
+    settings = OptimiserSettings(name=name, lr=0.1, weight_decay=0.2)
+    start = torch.randn(3, 5)
+    stacked = start.clone().requires_grad_()
+    rates = torch.tensor([0.1, 0.3, 0.0])
+    one = Optimiser({"a": [stacked]}, settings, 0, {"a": rates})
+    leaves = [start[i].clone().requires_grad_() for i in range(3)]
+    others = [
+        Optimiser({"a": [leaf]}, settings, 0, {"a": rate}) for leaf, rate in zip(leaves, rates.tolist(), strict=True)
+    ]
+    for _ in range(4):
+        stacked.grad = torch.randn(3, 5)
+        one.advance()
+        for client, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
+            leaf.grad = stacked.grad[client].clone()
+            other.advance()
+    torch.testing.assert_close(stacked.detach(), torch.stack([leaf.detach() for leaf in leaves]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedmlac"])
+def test_kept_moments_resume_to_the_same_bits_and_stay_with_the_client(tiny: Tiny, method: str) -> None:
+    settings = ["train.optimiser.keep=true", "train.optimiser.name=adam", "train.optimiser.lr=0.01", "train.rounds=4"]
+    reference = finish(tiny(*settings, "run.name=whole", method=method))
+    kept = [name for name in reference if " moments:" in name]
+    assert kept
+    assert all(name.startswith("client ") for name in kept)
+    half = tiny(*settings, "run.name=half", method=method)
+    stop_after(half, 2)
+    same(reference, truth(resume(Path(half.run.dir) / "half").run_dir))
+    same(reference, finish(tiny(*settings, "run.name=code", "train.tape=false", method=method)))
+    assert differ(reference, finish(tiny(*settings[1:], "run.name=afresh", method=method)))
+
+
+def test_moments_that_are_not_kept_change_no_digest(tiny: Tiny) -> None:
+    assert tiny("train.optimiser.keep=false").digest() == tiny().digest()
+    assert tiny("train.optimiser.keep=true").digest() != tiny().digest()
