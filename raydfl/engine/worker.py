@@ -37,7 +37,7 @@ from raydfl.engine.storage.private import PrivateRef, PrivateStore
 from raydfl.engine.validation import check_form, check_weights, checked_metrics, reason_of
 from raydfl.methods import Method
 from raydfl.models import start_from_file
-from raydfl.training import Clock, DeadlineExceededError, Replica, Step, check_device, fates
+from raydfl.training import Clock, DeadlineExceededError, Replica, Step, check_device, fixed_tensors
 from raydfl.training.together import run_in_lockstep
 
 KEPT_MODEL, KEPT_STATE, KEPT_MOMENTS = "model:", "state:", "moments:"
@@ -305,7 +305,7 @@ class Worker:
             models = build_models(self.method, specs, self.config.run.seed)
             for model in models.values():
                 model.to(self.device)
-            built = self._built[key] = Replica(models, fates.fixed_tensors(models, self.method.fixed))
+            built = self._built[key] = Replica(models, fixed_tensors(models, self.method.fixed))
         return built
 
     def _train(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Result:

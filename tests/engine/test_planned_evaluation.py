@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from helpers import finish, same, start
 from pydantic.dataclasses import dataclass
-from raydfl.runs.run import run
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.types import Client, Metrics, Ratio, State, Task, Update
 from raydfl.engine.config import Config
 from raydfl.engine.storage import record
 from raydfl.methods import Method
+from raydfl.runs._run import run
 from raydfl.runs.inference.model import load_model
 
 Tiny = Callable[..., Config]

@@ -10,7 +10,6 @@ import pyarrow as pa
 import pytest
 from helpers import differ, finish, same, start, stop_after, truth
 from pydantic.dataclasses import dataclass
-from raydfl.runs.run import resume
 from tones import Tones
 
 from raydfl.cli.explain import explain_config
@@ -19,6 +18,7 @@ from raydfl.core.yaml import parse_yaml
 from raydfl.data.population import Population
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config, make_config
+from raydfl.runs._run import resume
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
 

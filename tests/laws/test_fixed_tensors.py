@@ -12,8 +12,6 @@ import torch
 from helpers import differ, finish, raw, same, start, stop_after, truth
 from networks import FrozenStem
 from pydantic.dataclasses import dataclass
-from raydfl.runs.run import resume, run
-from raydfl.training.fit import fit
 from torch import nn
 
 from raydfl.core.errors import ClientError, ConfigError
@@ -24,7 +22,9 @@ from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
 from raydfl.methods import Method
+from raydfl.runs._run import resume, run
 from raydfl.runs.inference.model import load_model
+from raydfl.training._fit import fit
 from raydfl.training.fates import fixed_tensors
 from raydfl.training.step import Step
 

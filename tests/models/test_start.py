@@ -12,7 +12,6 @@ import pytest
 import safetensors.torch
 import torch
 from helpers import differ, finish, start, stop_after, truth
-from raydfl.runs.run import resume, run
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError, RunDirectoryError
@@ -25,6 +24,7 @@ from raydfl.engine.storage.store import RunStore
 from raydfl.engine.worker import build_models
 from raydfl.models import build_model
 from raydfl.models.start import InitFrom, start_from_file
+from raydfl.runs._run import resume, run
 
 Tiny = Callable[..., Config]
 NETWORKS = Path(__file__).parent.parent / "networks.py"

@@ -11,7 +11,6 @@ import pytest
 import several_clients
 import torch
 import torch.nn.functional as F
-from raydfl.training.fit import fit
 from several_clients import BANDS, CLASSES, both, make_steps
 from test_recorded_steps import assert_same_bits, recorded_early, refused, rounds, taped
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from raydfl.methods.fedavg import FedAvg
 from raydfl.methods.fedprox import FedProx
 from raydfl.models.crnn import CRNN
 from raydfl.objectives import Objective, find_objective
+from raydfl.training._fit import fit
 from raydfl.training.step import Step
 
 assert recorded_early  # a fixture of every test here

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from helpers import finish, same
 from pydantic.dataclasses import dataclass
-from raydfl.training.fit import fit
 from several_clients import BANDS, CLASSES, both, make_steps
 from torch import Tensor, nn
 
@@ -23,6 +22,7 @@ from raydfl.engine.config import Config
 from raydfl.methods import Method
 from raydfl.models.crnn import CRNN
 from raydfl.models.dense import MeanMLP
+from raydfl.training._fit import fit
 from raydfl.training.step import Step
 
 

@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from helpers import differ, finish, same, stop_after, truth
 from pydantic.dataclasses import dataclass
-from raydfl.runs.run import resume
-from raydfl.training.fit import fit
 from several_clients import BANDS, CLASSES, both, close, jointly, looped, make_steps
 from torch import Tensor, nn
 
@@ -21,6 +19,8 @@ from raydfl.core.types import Update
 from raydfl.engine.config import Config
 from raydfl.methods import Method
 from raydfl.models.dense import MeanMLP
+from raydfl.runs._run import resume
+from raydfl.training._fit import fit
 from raydfl.training.optimiser import Optimiser
 from raydfl.training.settings import OptimiserSettings
 from raydfl.training.step import Step
@@ -170,7 +170,7 @@ def test_kept_moments_stacked_and_looped(
         updates = work(TwoFits(), steps)
         runs.append((steps, updates))
     (alone, expected), (joint, found) = runs
-    assert [step.together for step in joint] == [len(joint)] * len(joint), joint[0].apart
+    assert [step.together for step in joint] == [len(joint)] * len(joint), joint[0].looped_because
     for a, b, x, y in zip(alone, joint, expected, found, strict=True):
         close(dict(x.tensors), dict(y.tensors))
         close(a.moments, b.moments)
