@@ -31,6 +31,7 @@ from raydfl.core.yaml import parse_yaml
 from raydfl.data.dataset import find_dataset
 from raydfl.data.features.file import FileFeatures, needs_waves
 from raydfl.data.features.kinds import kind_of
+from raydfl.data.features.log_mel import NEUTRAL
 from raydfl.data.settings import DataSettings
 from raydfl.engine.assembly import ModelChoice, Parts, assemble
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
@@ -45,6 +46,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "sites"): [],
     ("data", "leave_out"): [],
     ("data", "ungrouped"): "keep",
+    **{("data", "features", name): value for name, value in NEUTRAL.items()},
     ("train", "precision"): "float32",
     ("train", "deadline"): None,
 }
@@ -174,7 +176,7 @@ class Config(Settings):
             parts["data"].update(plain(self.data.source.open()) | self.data.uris)
         for (*groups, key), neutral in _CAME_LATER.items():
             group = functools.reduce(operator.getitem, groups, parts)
-            if group[key] == neutral:
+            if key in group and group[key] == neutral:
                 del group[key]
         if self.data.features.normalise == "group":
             parts["data"]["features"]["statistics"] = (

@@ -57,8 +57,28 @@ def described(features: FeatureSettings, segment: SegmentSettings | None = None)
         {**FEATURES, "normalise": "none", "seconds": 0.3, "low_hz": 80, "high_hz": 3000, "channel": "mean"},
         {"sample_rate": 11_025, "bands": 24, "window_ms": 31.7, "hop_ms": 7.3, "fft": 1000, "normalise": "none"},
         {"sample_rate": 16_000, "bands": 128, "window_ms": 64, "fft": 1024, "hop_ms": 10, "normalise": "none"},
+        {
+            "sample_rate": 16_000,
+            "bands": 64,
+            "fft": 1024,
+            "low_hz": 60,
+            "high_hz": 7800,
+            "centred": False,
+            "wave": "unit_norm",
+            "spectrum": "magnitude",
+            "scale": "log",
+            "normalise": "none",
+        },
+        {
+            "sample_rate": 8000,
+            "bands": 30,
+            "mel": "slaney",
+            "spectrum": "magnitude",
+            "floor": 1e-3,
+            "normalise": "none",
+        },
     ],
-    ids=["plain", "cut", "odd", "fedaudio"],
+    ids=["plain", "cut", "odd", "fedaudio", "fedstar", "slaney"],
 )
 def test_the_printed_front_end_is_raydfls(front_end: ModuleType, features: dict[str, Any], seconds: float) -> None:
     settings = FeatureSettings(**features)
