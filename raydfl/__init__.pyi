@@ -18,6 +18,7 @@ from raydfl.data.audio import read_audio as read_audio
 from raydfl.data.dataset import Dataset as Dataset
 from raydfl.data.dataset import find_dataset as find_dataset
 from raydfl.data.manifest import make_manifest as make_manifest
+from raydfl.data.transforms import Transform as Transform
 from raydfl.engine.config import Config as Config
 from raydfl.engine.config import load_config as load_config
 from raydfl.engine.config import make_config as make_config

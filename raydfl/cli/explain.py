@@ -14,6 +14,7 @@ from raydfl.core.options import Option, describe_field, options_of, plain
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import to_yaml
 from raydfl.data.settings import DataSettings
+from raydfl.data.transforms import find_transform
 from raydfl.engine.config import Config
 from raydfl.methods import Method
 from raydfl.models import architectures, model_options
@@ -97,7 +98,7 @@ def _comment(text: str, depth: int) -> list[str]:
 
 
 def methods_as_data(only: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the built-in methods, rules, attacks and networks with their options, as plain data.
+    """Return the built-in methods, rules, attacks, transforms and networks with their options, as plain data.
 
     Args:
         only: names; empty: all.
@@ -111,6 +112,7 @@ def methods_as_data(only: Sequence[str] = ()) -> dict[str, Any]:
     attacks = {
         name: registry.find("raydfl.attacks", name, Attack, "attack") for name in registry.names("raydfl.attacks")
     }
+    transforms = {name: find_transform(name) for name in registry.names("raydfl.data.transforms")}
     everything: dict[str, dict[str, Any]] = {
         "methods": {
             name: {"about": _first_line(cls), "models": dict(cls.models), "options": _options_as_data(cls)}
@@ -122,13 +124,16 @@ def methods_as_data(only: Sequence[str] = ()) -> dict[str, Any]:
         "attacks": {
             name: {"about": _first_line(cls), "options": _options_as_data(cls)} for name, cls in attacks.items()
         },
+        "transforms": {
+            name: {"about": _first_line(cls), "options": _options_as_data(cls)} for name, cls in transforms.items()
+        },
         "models": {name: {"options": _plain_options(model_options(name))} for name in architectures()},
     }
     known = {name for kind in everything.values() for name in kind}
     for name in only:
         if name not in known:
             hint = nearest(name, known)
-            raise ConfigError(f"no method, rule, attack or architecture {name!r} is built in; {hint}")
+            raise ConfigError(f"no method, rule, attack, transform or architecture {name!r} is built in; {hint}")
     return {
         kind: {name: about for name, about in entries.items() if not only or name in only}
         for kind, entries in everything.items()
@@ -154,6 +159,7 @@ _TITLES = {
     "methods": "Methods (method: {name: ...})",
     "rules": "Aggregation rules (method.rule)",
     "attacks": "Attacks (attack: {name: ...}), simulated",
+    "transforms": "Transforms of training examples (data.transforms: [{name: ...}, ...])",
     "models": "Architectures (models)",
 }
 

@@ -23,7 +23,7 @@ from raydfl.data.manifest import remarks_of
 from raydfl.data.names import Names
 from raydfl.data.partition import Partition, natural_order, partition_clips
 from raydfl.data.poisoning import Poisoner, alterations_for, noise_of_some, poison
-from raydfl.data.population import CLEAN, NOISY, Population
+from raydfl.data.population import CLEAN, NOISY, TABLES, Population
 from raydfl.data.remote import fetch_recordings
 from raydfl.data.segment import SegmentSettings, segments
 from raydfl.data.settings import DataSettings
@@ -89,7 +89,7 @@ def _prepare(
     return prepare(
         data.source,
         manifest,
-        data.features,
+        data.stored_features,
         cache=data.cache,
         unreadable=data.unreadable,
         progress=progress,
@@ -230,7 +230,7 @@ def _assemble(
         store = prepare(
             data.source,
             manifest.take(pa.array(clips)),
-            data.features,
+            data.stored_features,
             cache=data.cache,
             noise=None if snr is None or not noisy.any() else noise_of_some(names, noisy, snr, seed),
             alterations=None if alteration is None else alterations_for(names, altered, alteration, seed),
@@ -249,6 +249,7 @@ def _assemble(
             stores.append(features(affected, everything, None, ~everything))
             mine = noisy[train_of]
             train_rows = train_rows.replaced(mine, _Rows.of(stores[NOISY], np.searchsorted(affected, train[mine])))
+    test_segments = data.test_segments
     stride = None if data.segment is None else data.segment.test_stride
     arrays = {
         **_columns("train", train_rows, labels, train, data.segment, None, (train_of, len(ids))),
@@ -257,13 +258,13 @@ def _assemble(
             _Rows.of(store, validation),
             division.labels[validation],
             validation,
-            data.segment,
+            test_segments,
             stride,
             (validation_of, len(ids)),
         ),
     }
     for name, rows in (("server_validation", division.split.validation), ("test", division.split.test)):
-        arrays |= _columns(name, _Rows.of(store, rows), division.labels[rows], rows, data.segment, stride, None)
+        arrays |= _columns(name, _Rows.of(store, rows), division.labels[rows], rows, test_segments, stride, None)
     if attack is not None:
         training = _Training(train, train_of, train_rows, labels, noisy[train_of])
         arrays |= _attacked(attack, training, division, ids, classes, data, seed, stores, features)
@@ -284,7 +285,12 @@ def _assemble(
                 f"{strange} of {len(np.unique(group[used]))} groups have no training clip: theirs are normalised with the "
                 "statistics of all training clips",
             ]
-    return Population(classes, _common_length(arrays), stores, arrays, skipped, messages)
+    pipeline = data.pipeline
+    if len(train_rows.frames):
+        pipeline.check_size(int(train_rows.frames.max()), store.bands, "data.transforms")
+    arrays |= pipeline.make_tables(data.features, seed, TABLES)
+    length = _common_length(arrays, pipeline.cut)
+    return Population(classes, length, stores, arrays, skipped, messages).use(pipeline)
 
 
 def _statistics(store: FeatureStore, group: np.ndarray, client: np.ndarray, clients: int) -> dict[str, np.ndarray]:
@@ -390,7 +396,9 @@ def _attacked(
     }
     if len(triggered):
         stride = None if data.segment is None else data.segment.test_stride
-        columns |= _columns("triggered", sounds, division.labels[triggered], triggered, data.segment, stride, None)
+        columns |= _columns(
+            "triggered", sounds, division.labels[triggered], triggered, data.test_segments, stride, None
+        )
     return columns
 
 
@@ -417,6 +425,8 @@ def _columns(
     return columns
 
 
-def _common_length(arrays: Mapping[str, np.ndarray]) -> int | None:
+def _common_length(arrays: Mapping[str, np.ndarray], cut: int | None) -> int | None:
+    """Return the frames that every example has in a batch, longer ones being ``cut``; ``None`` where they differ."""
     counts = np.concatenate([array for name, array in arrays.items() if name.endswith("/counts")])
+    counts = counts if cut is None else np.minimum(counts, cut)
     return cast(int, counts[0].item()) if np.ptp(counts) == 0 else None

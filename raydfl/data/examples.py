@@ -10,6 +10,7 @@ import torch
 
 from raydfl.core.types import Batch
 from raydfl.data.features.cache import FeatureStore
+from raydfl.data.transforms import PLAIN, Drawn, Pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +27,11 @@ class Examples:
     clips: np.ndarray
     """int64 [examples]: number of the clip; segments of one clip have the same."""
     length: int | None
-    """Frames of every example when all of the population have the same number, else ``None``."""
+    """Frames of every example in a batch when all of the population have the same number there, else ``None``."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     """int64 [examples] each, by name: what batches carry as :attr:`Batch.columns`."""
+    pipeline: Pipeline = PLAIN
+    """What becomes of stored frames on their way into a batch."""
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -44,6 +47,7 @@ class Examples:
             self.clips[indices],
             self.length,
             {name: column[indices] for name, column in self.columns.items()},
+            self.pipeline,
         )
 
     @classmethod
@@ -67,36 +71,71 @@ class Examples:
             end_to_end("clips"),
             first.length,
             {**columns, column: number},
+            first.pipeline,
         )
 
-    def batch(self, index: np.ndarray, device: torch.device | str = "cpu") -> Batch:
+    def batch(self, index: np.ndarray, device: torch.device | str = "cpu", drawn: Drawn | None = None) -> Batch:
         """Return the examples at positions ``index`` (int [n]) as one batch on ``device``.
 
         ``x`` is float32 [n, frames, bands]. When lengths differ, all are padded with zeros to the batch's longest and ``lengths``
         holds their own; in a population whose examples all have one length ``lengths`` is ``None``.
+
+        Args:
+            drawn: what :meth:`draw` gave for these examples; ``None``: nothing random is done to them.
         """
-        counts = self.counts[index].tolist()
-        longest = self.length if self.length is not None else max(counts, default=1)
-        x = np.empty((len(counts), longest, self.store.bands), np.float32)
-        self.copy(index, x)
+        starts, counts = self.window(index, drawn)
+        longest = self.length if self.length is not None else int(counts.max(initial=1))
+        stored = np.empty((len(counts), longest, self.store.bands), np.float32)
+        self.copy(starts, counts, stored)
+        x = torch.from_numpy(stored).to(device)
+        if not self.pipeline.plain:
+            random = None if drawn is None else {name: torch.from_numpy(a).to(device) for name, a in drawn.items()}
+            x = self.pipeline.apply(x, torch.from_numpy(self.sounding(starts, counts)).to(device), random)
         lengths = None
         if self.length is None:
-            lengths = torch.tensor(counts, dtype=torch.int64, device=device)
+            lengths = torch.from_numpy(counts.astype(np.int64)).to(device)
         return Batch(
-            x=torch.from_numpy(x).to(device),
+            x=x,
             y=torch.from_numpy(self.labels[index].astype(np.int64)).to(device),
             lengths=lengths,
             columns={name: torch.from_numpy(column[index]).to(device) for name, column in self.columns.items()},
         )
 
-    def copy(self, index: np.ndarray, out: np.ndarray) -> None:
-        """Write the frames of the examples at positions ``index`` (int [n]) into ``out``.
+    def draw(self, index: np.ndarray, seed: int, number: int) -> dict[str, np.ndarray]:
+        """Draw what the transforms do to the examples at positions ``index`` in one batch of a training.
 
         Args:
+            seed: of the fit.
+            number: of the batch in it.
+        """
+
+        def sounding(drawn: Drawn) -> np.ndarray:
+            return self.sounding(*self.window(index, drawn))
+
+        return self.pipeline.draw(seed, number, self.counts[index], self.store.bands, sounding)
+
+    def window(self, index: np.ndarray, drawn: Drawn | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return first rows in the store and numbers of frames (int [n] each) that a batch has of these examples."""
+        return self.pipeline.window(self.starts[index], self.counts[index], drawn)
+
+    def sounding(self, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Return how many of some frames are no padding in the store: int64, of the shape of ``starts``."""
+        offsets = self.store.offsets
+        clip = np.searchsorted(offsets, starts, side="right") - 1
+        rest = offsets[clip] + self.store.lengths[clip] - starts
+        found: np.ndarray = np.clip(rest, 0, counts).astype(np.int64)
+        return found
+
+    def copy(self, starts: np.ndarray, counts: np.ndarray, out: np.ndarray) -> None:
+        """Write frames of some examples into ``out``.
+
+        Args:
+            starts: int [n]: first row in the store.
+            counts: int [n]: rows.
             out: float32 [n, frames, bands], at least as many frames as the longest of them has; the rest becomes 0.
         """
         frames = self.store.frames.view(np.ndarray)  # cutting the map itself costs twice as much
-        for row, start, count in zip(out, self.starts[index].tolist(), self.counts[index].tolist(), strict=True):
+        for row, start, count in zip(out, starts.tolist(), counts.tolist(), strict=True):
             row[:count] = frames[start : start + count]
             if count < len(row):
                 row[count:] = 0.0

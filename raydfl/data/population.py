@@ -22,9 +22,13 @@ from raydfl.core.files import RESUME, write_atomically, writing
 from raydfl.data.examples import ClientData, Examples
 from raydfl.data.features.cache import FeatureStore, open_store
 from raydfl.data.names import Names
+from raydfl.data.transforms import PLAIN, Pipeline
 
 FORMAT = 1
 POPULATION_FILE = "population.safetensors"
+
+TABLES = "transforms/"
+"""What the names of the tables of transforms begin with."""
 
 CLEAN, NOISY = 0, 1
 """Positions in a population's stores."""
@@ -60,7 +64,8 @@ class Population:
             With an attack also the parts attack (what clients train on when they attack, parallel to train) and triggered (test
             clips that carry the attack's trigger), and ``altered`` (bool [clients]: the features of its attack are in the last
             store). With features normalised by group ``statistics/values`` (float64 [2, groups + 1, bands], those of
-            raydfl.data.features.statistics) and ``statistics/of`` (int32 [clients], the client's place in them).
+            raydfl.data.features.statistics) and ``statistics/of`` (int32 [clients], the client's place in them). What transforms
+            need of the outside world is under ``transforms/``.
         skipped: clips that were left out because they cannot be read, with the reasons.
         messages: what the user should know about how this population came about.
         bands: features of a frame; ``None``: those of the stores.
@@ -86,6 +91,8 @@ class Population:
         self._arrays = dict(arrays)
         self.bands = stores[CLEAN].bands if bands is None else bands
         """Features of a frame."""
+        self.pipeline = PLAIN
+        """What becomes of stored features on their way into a batch: see :meth:`use`."""
         self.ids = self._names("ids")
         self._groups = self._names("groups")
         self._sites = tuple(sites)
@@ -93,6 +100,13 @@ class Population:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def use(self, pipeline: Pipeline) -> Population:
+        """Have batches made by a pipeline, which gets the tables that are kept with the population; return the population."""
+        self.pipeline = pipeline.with_tables(self._arrays, TABLES)
+        for made in ("test", "triggered", "validation"):
+            self.__dict__.pop(made, None)
+        return self
 
     @functools.cached_property
     def sites(self) -> tuple[Site, ...]:
@@ -282,7 +296,13 @@ class Population:
             self._arrays[f"{part}/{column}"][where] for column in ("starts", "counts", "labels", "clips")
         )
         return Examples(
-            self.stores[store], starts, counts, labels.astype(np.int64), clips.astype(np.int64), self.length
+            self.stores[store],
+            starts,
+            counts,
+            labels.astype(np.int64),
+            clips.astype(np.int64),
+            self.length,
+            pipeline=self.pipeline,
         )
 
 
@@ -301,14 +321,14 @@ def shards(clips: np.ndarray, size: int) -> list[tuple[int, int]]:
 def _digest(arrays: Mapping[str, np.ndarray]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, array in sorted(arrays.items()):
-        if name == "statistics/values":
+        if name == "statistics/values" or name.startswith(TABLES):
             continue  # computed from features, whose last bits another machine's processor may round differently
         digest.update(f"{name} {array.dtype} {array.shape};".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()
 
 
-_DTYPES = {"BOOL": np.bool_, "U8": np.uint8, "I32": np.int32, "I64": np.int64, "F64": np.float64}
+_DTYPES = {"BOOL": np.bool_, "U8": np.uint8, "I32": np.int32, "I64": np.int64, "F32": np.float32, "F64": np.float64}
 
 
 def _map_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:

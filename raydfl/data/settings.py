@@ -24,6 +24,7 @@ from raydfl.data.partition import PartitionSettings
 from raydfl.data.remote import local_copy
 from raydfl.data.segment import SegmentSettings
 from raydfl.data.split import SplitSettings
+from raydfl.data.transforms import Pipeline, make_transforms
 
 
 class SiteSettings(Settings):
@@ -65,6 +66,13 @@ class DataSettings(Settings):
     segment: Annotated[
         SegmentSettings | None, Field(description="Cut long clips into segments. null: a clip is one example.")
     ] = None
+    transforms: Annotated[
+        tuple[dict[str, Any], ...],
+        Field(
+            description="What is done to training examples, anew in every batch, in that order: a list of {name, options ...}. "
+            "`raydfl methods` lists them."
+        ),
+    ] = ()
     leave_out: Annotated[
         tuple[str, ...], Field(description="Labels whose clips are left out: they are not read at all.")
     ] = ()
@@ -106,6 +114,14 @@ class DataSettings(Settings):
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise ValueError("write a list of labels, like [_silence_]")
         return sorted({str(label) for label in value})
+
+    @field_validator("transforms", mode="before")
+    @classmethod
+    def _list_of_transforms(cls, value: Any) -> Any:
+        """Accept names alone."""
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise ValueError("write a list of transforms, like [{name: spec_augment}]")
+        return [{"name": each} if isinstance(each, str) else each for each in value]
 
     @field_validator("sites")
     @classmethod
@@ -153,6 +169,9 @@ class DataSettings(Settings):
             raise ConfigError(
                 f"data.segment cuts clips of their own lengths: set data.features.{length} to null, or data.segment to null"
             )
+        crop = self.pipeline.crop
+        if self.segment is not None and crop is not None:
+            raise ConfigError("data.segment and the transform random_crop both cut clips: leave one of them out")
         if isinstance(self.features, FileFeatures) and self.corrupt.noise is not None:
             self.features.noisy_file()
         for key, uri in self.uris.items():
@@ -162,6 +181,29 @@ class DataSettings(Settings):
         for name in self.sites:
             self.at(name)
         return self
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """What becomes of stored features on their way into a batch; built now.
+
+        Raises:
+            ConfigError: transforms that are not known, or do not fit the features.
+        """
+        return make_transforms(self.transforms, self.features, "data.transforms")
+
+    @property
+    def stored_features(self) -> AnyFeatures:
+        """The features as the cache has them: not normalised where a transform comes before that."""
+        late = self.pipeline.late
+        return self.features if late is None else self.features.model_copy(update={"normalise": "none"})
+
+    @property
+    def test_segments(self) -> SegmentSettings | None:
+        """What cuts the clips that are measured on into examples; ``None``: nothing."""
+        crop = self.pipeline.crop
+        if crop is None or crop.test != "segments":
+            return self.segment
+        return SegmentSettings(frames=crop.size, stride=crop.stride or crop.size)
 
     def at(self, site: str) -> DataSettings:
         """Return the settings with which one site prepares its data, in its own folder.

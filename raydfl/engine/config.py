@@ -33,6 +33,7 @@ from raydfl.data.features.file import FileFeatures, needs_waves
 from raydfl.data.features.kinds import kind_of
 from raydfl.data.features.log_mel import NEUTRAL
 from raydfl.data.settings import DataSettings
+from raydfl.data.transforms import find_transform
 from raydfl.engine.assembly import ModelChoice, Parts, assemble
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
 from raydfl.methods import Method
@@ -46,6 +47,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "sites"): [],
     ("data", "leave_out"): [],
     ("data", "ungrouped"): "keep",
+    ("data", "transforms"): [],
     **{("data", "features", name): value for name, value in NEUTRAL.items()},
     ("train", "precision"): "float32",
     ("train", "deadline"): None,
@@ -96,6 +98,8 @@ class Config(Settings):
             if name not in declared:
                 raise ConfigError(f"models: {self.method['name']} has no model {name!r}; {nearest(name, declared)}")
         frames = None if self.data.segment is not None else self.data.features.frames
+        if frames is not None and self.data.pipeline.cut is not None:
+            frames = min(frames, self.data.pipeline.cut)
         for name, choices in self.parts.models.items():
             for architecture, options in choices:
                 check_model(architecture, options, self.data.features.bands, frames, f"models.{name}")
@@ -172,6 +176,10 @@ class Config(Settings):
             parts["attack"] = {"name": (self.attack or {})["name"], **plain(attack)}
         # Of sites in the order given, in which clients are numbered; a site's folder, like the cache, is only where things lie.
         parts["data"]["sites"] = [(name, plain(self.data.at(name).source.open())) for name in self.data.sites]
+        parts["data"]["transforms"] = [
+            {"name": given["name"], **plain(transform)}
+            for given, transform in zip(self.data.transforms, self.data.pipeline.all, strict=True)
+        ]
         if not self.data.sites:
             parts["data"].update(plain(self.data.source.open()) | self.data.uris)
         for (*groups, key), neutral in _CAME_LATER.items():
@@ -309,6 +317,9 @@ def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
     data = result.get("data")
     if isinstance(data, dict) and isinstance(data.get("name"), str):
         _resolve(data, ["cache", *path_options(find_dataset(data["name"]))])
+    for transform in data.get("transforms") or () if isinstance(data, dict) else ():
+        if isinstance(transform, dict) and isinstance(transform.get("name"), str):
+            _resolve(transform, path_options(find_transform(transform["name"])))
     if isinstance(data, dict) and isinstance(data.get("features"), dict):
         _resolve(data["features"], path_options(kind_of(data["features"])))
     return result

@@ -7,7 +7,6 @@ that are alike are computed for all of those clients at once (together/executor.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -84,18 +83,26 @@ def _common(step: Step) -> Hashable:
     )
 
 
-def _batches(step: Step, data: Examples, plan: Plan | None) -> Iterator[Batch]:
-    """Yield the batches of one epoch; on a GPU no batch is waited for."""
-    if not isinstance(data, Examples):  # a user's own
-        yield from data.batches(step.training.batch_size, step.rng, step.device)
-        return
-    order = order_of(step, data, plan)
-    if step.device.type == "cpu" or not order:
-        yield from (data.batch(index, step.device) for index in order)
-        return
-    batches = StackedBatches([data], [order], step.device)
-    for number in range(len(batches)):
-        yield Batch.of({name: tensor[0] for name, tensor in batches.batch(number).tensors().items()})
+def _batches(step: Step, data: Examples, plan: Plan | None, epochs: int, seed: int) -> Iterator[Batch]:
+    """Yield the batches of all epochs; on a GPU no batch is waited for.
+
+    Args:
+        seed: of the fit.
+    """
+    done = 0
+    for _ in range(epochs):
+        if not isinstance(data, Examples):  # a user's own
+            yield from data.batches(step.training.batch_size, step.rng, step.device)
+            continue
+        order = order_of(step, data, plan)
+        if step.device.type == "cpu":
+            for number, index in enumerate(order, done):
+                yield data.batch(index, step.device, data.draw(index, seed, number))
+        elif order:
+            batches = StackedBatches([data], [order], step.device, [seed], done)
+            for number in range(len(batches)):
+                yield Batch.of({name: tensor[0] for name, tensor in batches.batch(number).tensors().items()})
+        done += len(order)
 
 
 @contextlib.contextmanager
@@ -135,7 +142,7 @@ class _Fit:
             self.models,
             self.epochs,
             alike.identity(self.plan),
-            (data.length, data.store.bands, tuple(data.columns)),
+            (data.length, data.store.bands, tuple(data.columns), id(data.pipeline)),
         )
 
     def several(self, others: Sequence[_Fit]) -> list[Metrics]:
@@ -171,7 +178,8 @@ class _Fit:
 
         for model in step.models.values():
             model.train()
-        seed = torch.tensor(fit_seed(step)).to(step.device)
+        seed_of_fit = fit_seed(step)
+        seed = torch.tensor(seed_of_fit).to(step.device)
 
         def by_code(number: int, batch: Batch) -> Tensor:
             with step_randomness(seed_of_step(seed, number)), computing_in(precision, step.device):
@@ -184,7 +192,7 @@ class _Fit:
         sizes: list[int] = []
         epochs = step.training.local_epochs if self.epochs is None else self.epochs
         data = self.data()
-        for batch in itertools.chain.from_iterable(_batches(step, data, self.plan) for _ in range(epochs)):
+        for batch in _batches(step, data, self.plan, epochs, seed_of_fit):
             if step.clock.expired:
                 step.clock.cut = True
                 break
@@ -228,6 +236,7 @@ class _Predict:
             self.batch_size,
             examples.length,
             examples.store.bands,
+            id(examples.pipeline),
         )
 
     def several(self, others: Sequence[_Predict]) -> list[Tensor]:

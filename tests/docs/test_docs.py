@@ -23,7 +23,7 @@ from commands import Raydfl
 from pages import PAGES, RECORDINGS, ROOT, Block, anchor, blocks, headings, links, option_tables, without_blocks
 
 import raydfl as package
-from raydfl import Attack, Config, Method, Step, find_dataset, load_config, make_config
+from raydfl import Attack, Config, Method, Step, Transform, find_dataset, load_config, make_config
 from raydfl.core import registry
 from raydfl.core.options import options_of, plain
 from raydfl.core.settings import Settings
@@ -72,6 +72,7 @@ def test_pages_are_there_and_have_blocks() -> None:
         "search.md",
         "silos.md",
         "sweeps.md",
+        "transforms.md",
         "using.md",
     }
     assert all(any(block.page == page for block in RUNNABLE) for page in PAGES)
@@ -246,6 +247,14 @@ def test_tables_of_attacks_are_complete_and_right() -> None:
     _same(common, Attack)
     for name in registry.names("raydfl.attacks"):
         _same(tables[name], registry.find("raydfl.attacks", name, Attack, "attack"), leave_out=set(common))
+
+
+def test_tables_of_transforms_are_complete_and_right() -> None:
+    tables = option_tables(_page("transforms.md"))
+    names = registry.names("raydfl.data.transforms")
+    assert set(names) == set(tables)
+    for name in names:
+        _same(tables[name], registry.find("raydfl.data.transforms", name, Transform, "transform"))
 
 
 def test_every_architecture_is_described_with_its_options() -> None:

@@ -118,20 +118,26 @@ def _log_mel(settings: FeatureSettings) -> dict[str, Any]:
 
 
 def _end(data: DataSettings, statistics: np.ndarray | None) -> dict[str, Any]:
-    settings, segment = data.features, data.segment
+    settings, segment, pipeline = data.features, data.test_segments, data.pipeline
     mean, deviation = (None, None) if statistics is None else statistics.tolist()
+    middle = pipeline.cut if pipeline.crop is not None and pipeline.crop.test == "centre" else None
     return {
         "normalise": {
-            "over": settings.normalise,
+            "over": "example" if pipeline.late is not None and pipeline.late.z_score else settings.normalise,
             "formula": "(x - mean) / (deviation + epsilon) in each band; deviation is the population's",
             "epsilon": EPSILON,
             "mean": mean,
             "deviation": deviation,
             "note": "clip: over the frames of the recording; group: with the training clips' mean and deviation, as given here "
-            "(null: over all frames of the speaker's recordings); none: not done",
+            "(null: over all frames of the speaker's recordings); example: over the frames of a crop or segment, once it is cut "
+            "(frames of zeros are left out); none: not done",
         },
         "pad": {"frames": settings.frames, "note": "frames of zeros after it up to there; null: none"},
         "dtype": settings.dtype,
+        "crop": {
+            "frames": middle,
+            "note": "of longer recordings the middle, from frame (T - frames) // 2 of T, zeros counted; null: all",
+        },
         "segments": None
         if segment is None
         else {

@@ -154,8 +154,10 @@ class _FrontEnd:
                 f"{model.run_dir} was trained on features from a file ({model.data.features.path.name}): nothing in it can make "
                 "features of recordings; use raydfl export, and give the network features that were made in the same way"
             )
-        self._settings = model.data.features
-        self._extractor = FeatureExtractor(self._settings)
+        settings = model.data.stored_features
+        assert not isinstance(settings, FileFeatures)  # noqa: S101 - see above
+        self._settings = settings
+        self._extractor = FeatureExtractor(settings)
 
     def matrix(self, file: Path) -> np.ndarray:
         """Features float32 [frames, bands], not padded; normalised unless that takes the group."""
@@ -191,21 +193,22 @@ class _FrontEnd:
 
     def _examples(self, matrix: np.ndarray) -> Examples:
         """The recording's segments, stored and padded as those of the run's test clips are."""
-        settings, segment = self._settings, self._model.data.segment
+        settings, segment = self._settings, self._model.data.test_segments
         padded = matrix
         if settings.frames is not None:
             padded = np.zeros((settings.frames, matrix.shape[1]), np.float32)
             padded[: len(matrix)] = matrix
         frames = padded.astype(settings.dtype)
+        pipeline = self._model.data.pipeline
         stride = None if segment is None else segment.test_stride
         _, starts, counts = segments(np.array([len(frames)]), segment, stride)
         length = self._model.length
-        if length is not None and (counts != length).any():
+        if length is not None and (pipeline.window(starts, counts)[1] != length).any():
             length = None  # the run's clips all had that many frames, this one has not
         offsets, lengths = np.array([0, len(frames)]), np.array([len(matrix)], np.int32)
         store = FeatureStore(self._model.run_dir, frames, offsets, lengths, settings.frames, {})
         nothing = np.zeros(len(starts), np.int64)
-        return Examples(store, starts, counts, nothing, nothing, length)
+        return Examples(store, starts, counts, nothing, nothing, length, pipeline=pipeline)
 
 
 def _attempt(function: Callable[[Given], np.ndarray], given: Given, file: Path) -> np.ndarray | str:

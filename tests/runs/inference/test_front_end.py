@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import soundfile
+import torch
 from used_runs import FEATURES, RATE, Finished, wave
 
 from raydfl import classify, export_model
@@ -138,6 +139,28 @@ def test_segments(front_end: ModuleType, frames: int, keep_last: bool) -> None:
     said = described(FeatureSettings(**FEATURES), settings)
     parts = front_end.segments(np.arange(frames), said)
     assert [(int(part[0]), len(part)) for part in parts] == list(zip(starts.tolist(), counts.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("test", ["centre", "segments"])
+def test_a_crop_and_normalisation_after_it(front_end: ModuleType, test: str) -> None:
+    transforms = [{"name": "random_crop", "size": 20, "test": test}, {"name": "noise"}]
+    data = DataSettings.model_validate(
+        {"name": "spoken_words", "features": {**FEATURES, "seconds": 0.6}, "transforms": transforms}
+    )
+    said = describe_front_end(data)
+    tone = wave(0, "high", 1, 0.35)
+    parts = front_end.segments(front_end.features(tone, said), said)
+    extractor = FeatureExtractor(data.stored_features)  # type: ignore[arg-type]
+    matrix = np.zeros((61, data.features.bands), np.float32)
+    matrix[:36] = extractor(tone, RATE)
+    _, starts, counts = segments(np.array([61]), data.test_segments, None)
+    starts, counts = data.pipeline.window(starts, counts)
+    assert [len(part) for part in parts] == counts.tolist()
+    assert len(parts) == (1 if test == "centre" else 3)
+    for part, start, count in zip(parts, starts.tolist(), counts.tolist(), strict=True):
+        sounding = torch.tensor([min(max(36 - start, 0), count)])
+        expected = data.pipeline.apply(torch.from_numpy(matrix[None, start : start + count].copy()), sounding, None)
+        np.testing.assert_allclose(part, expected[0].numpy(), atol=2e-3)
 
 
 @pytest.mark.slow
