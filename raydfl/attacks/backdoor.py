@@ -29,6 +29,7 @@ from raydfl.data.audio import read_audio
 from raydfl.data.features.alteration import Alteration
 from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.data.features.file import FileFeatures, needs_waves
+from raydfl.data.features.image import ImageFeatures
 from raydfl.data.features.kinds import AnyFeatures
 
 _FADE_S = 0.005
@@ -139,7 +140,7 @@ class Backdoor(UpdateAttack):
 
     def check(self, classes: Sequence[str], features: AnyFeatures) -> None:
         """Check that the target exists, that the sound can be used, and that the features' sample rate can carry it."""
-        if isinstance(features, FileFeatures):
+        if isinstance(features, FileFeatures | ImageFeatures):
             raise needs_waves("attack 'backdoor'")
         self.target_class(classes)
         self.alteration()

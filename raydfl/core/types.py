@@ -41,8 +41,8 @@ class ModelSpec:
     """The prefix of its tensors, ``"plugin"`` in ``"plugin/gru.weight_ih_l0"``."""
     architecture: str
     """A file name of ``raydfl/models``' registry (``crnn_lite``), or ``module:Class`` or ``file.py:Class`` of the user's."""
-    inputs: int
-    """Feature bands of a frame."""
+    inputs: int | tuple[int, int, int]
+    """Feature bands of a frame; of images channels, rows and columns."""
     classes: int
     """Output classes."""
     options: tuple[tuple[str, Any], ...] = ()
@@ -107,7 +107,7 @@ class Batch:
     """Some examples, cut from a client's features by index."""
 
     x: Tensor
-    """float32 [batch, frames, bands]; frames beyond an example's length are 0."""
+    """float32 [batch, frames, bands]; frames beyond an example's length are 0. Images: [batch, channels, rows, columns]."""
     y: Tensor
     """int64 [batch]: class indices."""
     lengths: Tensor | None = None

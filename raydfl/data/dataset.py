@@ -26,6 +26,7 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.core import registry
 from raydfl.data.audio import read_audio
+from raydfl.data.features.image import read_image
 
 PACKAGE = "raydfl.data.sets"
 
@@ -51,6 +52,8 @@ class Dataset:
     """Base of every data set. The fields of a subclass (a frozen pydantic dataclass) are its options."""
 
     card: ClassVar[Card] = Card("a data set of your own")
+    images: ClassVar[bool] = False
+    """Whether what it lists are images alone, and no recordings."""
 
     def manifest(self) -> pa.Table:
         """List all clips of the set, as :func:`raydfl.make_manifest` returns them.
@@ -75,6 +78,20 @@ class Dataset:
             DataError: the clip cannot be read; the message names the file.
         """
         return read_audio(row["path"])
+
+    def image(self, row: Mapping[str, Any]) -> npt.NDArray[np.uint8]:
+        """Read one image (``features: {kind: image}``).
+
+        Args:
+            row: the clip's row of the manifest, by column.
+
+        Returns:
+            uint8 [rows, columns] of a grey one, or [rows, columns, 3].
+
+        Raises:
+            DataError: it cannot be read; the message names the file.
+        """
+        return read_image(row["path"])
 
     def identity(self, row: Mapping[str, Any]) -> str | None:
         """Return what decides the samples of a clip, for the feature cache.

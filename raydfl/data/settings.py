@@ -176,6 +176,16 @@ class DataSettings(Settings):
             self.features.noisy_file()
         for key, uri in self.uris.items():
             check_uri(uri, f"data.{key}")
+        holds_images = find_dataset(self.name).images
+        if self.features.kind == "image" and self.corrupt.noise is not None:
+            raise ConfigError(
+                "data.corrupt.noise is noise in recordings, and data.features of the kind image come without any"
+            )
+        if holds_images and self.features.kind in ("logmel", "model"):
+            raise ConfigError(
+                f"data set {self.name!r} holds images, and data.features.kind is {self.features.kind}; set "
+                f"data.features='{{kind: image, size: 28}}', with their rows and columns"
+            )
         if not self.sites:
             self.source.open()  # the data set checks its own options
         for name in self.sites:

@@ -24,10 +24,11 @@ class Clients(Sequence[Client]):
         self._population = population
         self._specs: list[list[ModelSpec]] = []
         self._drawn: list[np.ndarray | None] = []
+        inputs = config.data.pipeline.shape(population.bands)
         for name, choices in config.parts.models.items():
             self._specs.append(
                 [
-                    ModelSpec(name, architecture, population.bands, len(population.classes), _frozen(options))
+                    ModelSpec(name, architecture, inputs, len(population.classes), _frozen(options))
                     for architecture, options in choices
                 ]
             )

@@ -29,7 +29,7 @@ from raydfl.core.remote import check_path, is_uri
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import parse_yaml
 from raydfl.data.dataset import find_dataset
-from raydfl.data.features.file import FileFeatures, needs_waves
+from raydfl.data.features.file import needs_waves
 from raydfl.data.features.kinds import kind_of
 from raydfl.data.features.log_mel import NEUTRAL
 from raydfl.data.settings import DataSettings
@@ -91,7 +91,7 @@ class Config(Settings):
                 f"{self.method['name']!r} also send changes, which are not near them; take a rule that compares clients with each "
                 f"other (geometric_median, multi_krum, dnc ...)"
             )
-        if isinstance(self.data.features, FileFeatures) and attack is not None and attack.alters:
+        if self.data.features.kind in ("file", "image") and attack is not None and attack.alters:
             raise needs_waves(f"attack {str((self.attack or {})['name'])!r}")
         declared = type(method).models
         for name in self.models:
@@ -102,7 +102,8 @@ class Config(Settings):
             frames = min(frames, self.data.pipeline.cut)
         for name, choices in self.parts.models.items():
             for architecture, options in choices:
-                check_model(architecture, options, self.data.features.bands, frames, f"models.{name}")
+                inputs = self.data.pipeline.shape(self.data.features.bands)
+                check_model(architecture, options, inputs, frames, f"models.{name}")
         for name in self.train.optimiser.models:
             if name not in declared:
                 raise ConfigError(

@@ -30,7 +30,7 @@ def try_models(config: Config, population: Population) -> None:
         ConfigError: a network cannot be built or fails, or gives something else than a finite number for each example and class.
     """
     method = config.parts.method
-    batch, real = _batch(population)
+    batch, real = _batch(population.use(config.data.pipeline))
     with preserved(), torch.no_grad():
         for specs in Clients(population, config).variants():
             models = _built(method, specs, config.run.seed)
@@ -43,7 +43,9 @@ def _batch(population: Population) -> tuple[Batch, bool]:
     examples = population.first_examples(2)
     if examples is not None:
         return next(examples.batches(len(examples), None)), True
-    x = torch.randn(2, population.length or _FRAMES, population.bands, generator=torch.Generator().manual_seed(0))
+    shape = population.pipeline.shape(population.bands)
+    size = shape if isinstance(shape, tuple) else (population.length or _FRAMES, shape)
+    x = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
     lengths = None if population.length else torch.tensor([x.shape[1], x.shape[1] // 2])
     return Batch(x, torch.zeros(2, dtype=torch.int64), lengths), False
 

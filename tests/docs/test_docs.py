@@ -30,7 +30,7 @@ from raydfl.core.settings import Settings
 from raydfl.core.types import ModelSpec
 from raydfl.core.yaml import parse_yaml
 from raydfl.data.dataset import dataset_names
-from raydfl.models import architectures, build_model, model_options
+from raydfl.models import architectures, build_model, find_architecture, model_options
 from raydfl.rules import RULES
 from raydfl.runs import run as runs
 
@@ -74,6 +74,7 @@ def test_pages_are_there_and_have_blocks() -> None:
         "sweeps.md",
         "transforms.md",
         "using.md",
+        "views.md",
     }
     assert all(any(block.page == page for block in RUNNABLE) for page in PAGES)
     languages = {block.language for block in BLOCKS}
@@ -272,7 +273,11 @@ def test_the_networks_have_the_parameters_that_the_page_says() -> None:
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         if len(cells) == 4 and cells[3].replace(",", "").isdigit():
             said |= dict.fromkeys(re.findall(r"`(\w+)`", cells[0]), int(cells[3].replace(",", "")))
-    built = {name: build_model(ModelSpec("model", name, 64, 10)) for name in architectures()}
+    inputs = {
+        name: (1, 28, 28) if getattr(find_architecture(name, "")[0], "images", False) else 64
+        for name in architectures()
+    }
+    built = {name: build_model(ModelSpec("model", name, inputs[name], 10)) for name in architectures()}
     assert said == {name: sum(p.numel() for p in model.parameters()) for name, model in built.items()}
 
 

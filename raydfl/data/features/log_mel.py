@@ -33,7 +33,7 @@ class FeatureSettings(Settings):
         Literal["logmel"],
         Field(
             description="logmel: log of the power in mel bands, in decibels. file: features that you made. model: a network of "
-            "your own makes them."
+            "your own makes them. image: pictures."
         ),
     ] = "logmel"
     sample_rate: SampleRate = 16_000

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError
+from raydfl.data.features.image import ImageFeatures
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.wave import EPSILON
@@ -107,6 +108,19 @@ class Pipeline:
     def cut(self) -> int | None:
         """Frames that longer examples are cut to; ``None``: none are."""
         return None if self.crop is None or self.pixels is not None else self.crop.size
+
+    def shape(self, bands: int) -> int | tuple[int, int, int]:
+        """Return what a network gets: bands of a frame; of images channels, rows and columns.
+
+        Args:
+            bands: stored.
+        """
+        if self.pixels is None:
+            return bands
+        rows, columns = self.pixels.rows, self.pixels.columns
+        if self.crop is not None:
+            rows = columns = self.crop.size
+        return self.pixels.channels, rows, columns
 
     def check_size(self, frames: int, bands: int, where: str) -> None:
         """Refuse transforms that are larger than the examples.
@@ -298,7 +312,9 @@ def make_transforms(values: Sequence[Mapping[str, Any]], features: AnyFeatures, 
 
 
 def _pixels(features: AnyFeatures) -> Pixels | None:
-    return None
+    if not isinstance(features, ImageFeatures):
+        return None
+    return Pixels(*features.size, features.channels, features.mean, features.deviation)
 
 
 def _late(features: AnyFeatures, where: str) -> LateNormalisation:

@@ -15,6 +15,7 @@ import pyarrow.parquet
 
 from raydfl.core.metrics import HIGHER_IS_BETTER, base_name
 from raydfl.data.features.file import FileFeatures
+from raydfl.data.features.image import ImageFeatures
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.engine.config import Config
 from raydfl.experiments.metric import MetricSettings, keys_of
@@ -240,6 +241,8 @@ def features_text(config: Config) -> str:
     z_score = {"clip": "z-score by clip", "group": "z-score by speaker", "none": "not normalised"}[features.normalise]
     if isinstance(features, FileFeatures):
         return f"{features.path.name}, {features.bands} bands, {z_score}"
+    if isinstance(features, ImageFeatures):
+        return f"images of {features.size[0]} x {features.size[1]}, {features.channels} channels"
     kind = "log-mel" if isinstance(features, FeatureSettings) else features.title
     return f"{kind}, {features.bands} bands at {features.sample_rate / 1000:g} kHz, {z_score}"
 

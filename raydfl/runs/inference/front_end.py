@@ -11,6 +11,7 @@ import numpy as np
 
 from raydfl.data.features.extractor import _LEAST_SQUARES
 from raydfl.data.features.file import FileFeatures
+from raydfl.data.features.image import ImageFeatures
 from raydfl.data.features.log_mel import _LARGEST_DENOMINATOR, FeatureSettings
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.wave import EPSILON
@@ -30,6 +31,8 @@ def describe_front_end(data: DataSettings, statistics: np.ndarray | None = None)
         first = {
             "file": {"name": settings.path.name, "bands": settings.bands, "frames": settings.frames, "note": _GIVEN}
         }
+    elif isinstance(settings, ImageFeatures):
+        first = {"image": settings.model_dump(mode="json")}
     elif isinstance(settings, ModelFeatures):
         first = {**_wave(settings), "model": _model(settings)}
     else:

@@ -26,6 +26,9 @@ from raydfl.data.examples import Examples
 from raydfl.data.features.cache import FeatureStore
 from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.data.features.file import FileFeatures
+from raydfl.data.features.image import ImageFeatures, read_image
+from raydfl.data.features.log_mel import FeatureSettings
+from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.statistics import z_scores
 from raydfl.data.manifest import shown_name
 from raydfl.data.segment import segments
@@ -154,13 +157,16 @@ class _FrontEnd:
                 f"{model.run_dir} was trained on features from a file ({model.data.features.path.name}): nothing in it can make "
                 "features of recordings; use raydfl export, and give the network features that were made in the same way"
             )
-        settings = model.data.stored_features
-        assert not isinstance(settings, FileFeatures)  # noqa: S101 - see above
-        self._settings = settings
-        self._extractor = FeatureExtractor(settings)
+        self._settings = model.data.stored_features
+        self._extractor = None
+        if isinstance(self._settings, FeatureSettings | ModelFeatures):
+            self._extractor = FeatureExtractor(self._settings)
 
     def matrix(self, file: Path) -> np.ndarray:
-        """Features float32 [frames, bands], not padded; normalised unless that takes the group."""
+        """Features float32 [frames, bands], not padded; normalised unless that takes the group. An image's rows as stored."""
+        if isinstance(self._settings, ImageFeatures):
+            return self._settings.stored(read_image(str(file)))
+        assert self._extractor is not None  # noqa: S101 - see __init__
         return self._extractor(*read_audio(file))
 
     def normalised(self, matrices: dict[Path, np.ndarray | str]) -> dict[Path, np.ndarray | str]:
