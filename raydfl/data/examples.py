@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from raydfl.core.types import Batch
 from raydfl.data.features.cache import FeatureStore
@@ -85,12 +86,12 @@ class Examples:
         """
         starts, counts = self.window(index, drawn)
         longest = self.length if self.length is not None else int(counts.max(initial=1))
-        stored = np.empty((len(counts), longest, self.store.bands), np.float32)
-        self.copy(starts, counts, stored)
-        x = torch.from_numpy(stored).to(device)
-        if not self.pipeline.plain:
-            random = None if drawn is None else {name: torch.from_numpy(a).to(device) for name, a in drawn.items()}
-            x = self.pipeline.apply(x, torch.from_numpy(self.sounding(starts, counts)).to(device), random)
+        if self.pipeline.plain:
+            stored = np.empty((len(counts), longest, self.store.bands), np.float32)
+            self.copy(starts, counts, stored)
+            x = torch.from_numpy(stored).to(device)
+        else:
+            x = self._transformed(starts, counts, longest, device, drawn)
         lengths = None
         if self.length is None:
             lengths = torch.from_numpy(counts.astype(np.int64)).to(device)
@@ -100,6 +101,18 @@ class Examples:
             lengths=lengths,
             columns={name: torch.from_numpy(column[index]).to(device) for name, column in self.columns.items()},
         )
+
+    def _transformed(
+        self, starts: np.ndarray, counts: np.ndarray, longest: int, device: torch.device | str, drawn: Drawn | None
+    ) -> Tensor:
+        """Return x of a batch by way of the pipeline; frames that are padding in all examples need not go it."""
+        sounding = self.sounding(starts, counts)
+        frames = longest if self.pipeline.pixels is not None else int(sounding.max(initial=1))
+        stored = np.empty((len(counts), frames, self.store.bands), np.float32)
+        self.copy(starts, np.minimum(counts, frames), stored)
+        random = None if drawn is None else {name: torch.from_numpy(a).to(device) for name, a in drawn.items()}
+        x = self.pipeline.apply(torch.from_numpy(stored).to(device), torch.from_numpy(sounding).to(device), random)
+        return torch.nn.functional.pad(x, (0, 0, 0, longest - frames)) if frames < longest else x
 
     def draw(self, index: np.ndarray, seed: int, number: int) -> dict[str, np.ndarray]:
         """Draw what the transforms do to the examples at positions ``index`` in one batch of a training.

@@ -39,26 +39,30 @@ class LateNormalisation:
     """What smaller power is taken for."""
     z_score: bool
 
-    def to_power(self, x: Tensor) -> Tensor:
-        """Return the power of features: float32, of the shape of ``x``, which is overwritten."""
-        return x.div_(self.of_log_power).exp_()
+    def to_power(self, x: Tensor, inside: Tensor) -> Tensor:
+        """Return the power of features: float32, of the shape of ``x``, which is overwritten; 0 in padding."""
+        return x.mul_(1 / self.of_log_power).exp_().mul_(inside)
 
     def of_power(self, power: Tensor, inside: Tensor) -> Tensor:
         """Return the features of power, which is overwritten.
 
         Args:
             power: float32 [..., frames, bands].
-            inside: bool [..., frames, 1]: frames that are no padding.
+            inside: float32 [..., frames, 1]: 0 in padding, else 1.
         """
-        x = power.clamp_min_(self.least).log_().mul_(self.of_log_power)
-        return _z_scores(x, inside) if self.z_score else x
+        x = power.clamp_min_(self.least).log_()
+        if self.z_score:  # what features are of the logarithm is divided out again
+            return _z_scores(x, inside, EPSILON / self.of_log_power)
+        return x.mul_(self.of_log_power)
 
 
-def _z_scores(x: Tensor, inside: Tensor) -> Tensor:
-    count = inside.sum(dim=-2, keepdim=True).clamp_min(1)
-    x = x.masked_fill_(~inside, 0.0)
-    x = x.sub_(x.sum(dim=-2, keepdim=True) / count).masked_fill_(~inside, 0.0)
-    return x.div_((x.square().sum(dim=-2, keepdim=True) / count).sqrt_() + EPSILON)
+def _z_scores(x: Tensor, inside: Tensor, epsilon: float) -> Tensor:
+    """Return the z-scores of each band over an example's frames; ``x`` is overwritten. Padding becomes 0."""
+    # Multiplied and not filled by a mask: that is vectorised, and takes a tenth of the time.
+    count = inside.sum(dim=-2, keepdim=True).clamp_min_(1.0)
+    x = x.mul_(inside)
+    x = x.sub_(x.sum(dim=-2, keepdim=True).div_(count)).mul_(inside)
+    return x.div_(x.square().sum(dim=-2, keepdim=True).div_(count).sqrt_().add_(epsilon))
 
 
 @dataclass(frozen=True)
@@ -207,17 +211,17 @@ class Pipeline:
             if self.crop is not None:
                 x = self.crop.cut_images(x, drawn)
             return x if drawn is None else self._transformed(x, frames, drawn, False)
-        inside = (torch.arange(x.shape[-2], device=x.device) < frames.unsqueeze(-1)).unsqueeze(-1)
+        inside = (torch.arange(x.shape[-2], device=x.device) < frames.unsqueeze(-1)).unsqueeze(-1).float()
         if self.late is not None:
             if drawn is not None:
-                x = self.late.to_power(x).masked_fill_(~inside, 0.0)
+                x = self.late.to_power(x, inside)
                 x = self._transformed(x, frames, drawn, True)
                 x = self.late.of_power(x, inside)
             elif self.late.z_score:
-                x = _z_scores(x, inside)
+                x = _z_scores(x, inside, EPSILON)
         if drawn is not None:
             x = self._transformed(x, frames, drawn, False)
-        return x.masked_fill_(~inside, 0.0)
+        return x.mul_(inside)
 
     def _transformed(self, x: Tensor, frames: Tensor, drawn: Mapping[str, Tensor], power: bool) -> Tensor:
         for place, transform in enumerate(self.transforms):

@@ -80,4 +80,5 @@ class Noise(Transform):
         assert table is not None  # noqa: S101
         mean = x.sum(dim=(-2, -1)) / frames.clamp_min(1)
         rows = (drawn["first"].unsqueeze(-1) + torch.arange(x.shape[-2], device=x.device)) % len(table)
-        return x.addcmul_(table[rows], (drawn["ratio"] * mean)[..., None, None])
+        noise = table.index_select(0, rows.flatten()).view(*rows.shape, x.shape[-1])
+        return x.addcmul_(noise, (drawn["ratio"] * mean)[..., None, None])

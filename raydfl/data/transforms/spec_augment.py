@@ -52,14 +52,13 @@ class SpecAugment(Transform):
     def apply(self, x: Tensor, frames: Tensor, drawn: Mapping[str, Tensor], table: Tensor | None) -> Tensor:
         """See :class:`Transform`."""
         mean = x.sum(dim=(-2, -1)) / (frames.clamp_min(1) * x.shape[-1])
-        masked = _covered(drawn["firsts"], drawn["lengths"], x.shape[-2]).unsqueeze(-1) | _covered(
-            drawn["lowest"], drawn["widths"], x.shape[-1]
-        ).unsqueeze(-2)
-        return torch.where(masked, mean[..., None, None], x)
+        frames_kept = _left(drawn["firsts"], drawn["lengths"], x.shape[-2]).unsqueeze(-1)
+        kept = frames_kept * _left(drawn["lowest"], drawn["widths"], x.shape[-1]).unsqueeze(-2)
+        return x.mul_(kept).addcmul_(1 - kept, mean[..., None, None])
 
 
-def _covered(first: Tensor, length: Tensor, size: int) -> Tensor:
-    """Return which of ``size`` places some mask covers: bool [..., size]."""
+def _left(first: Tensor, length: Tensor, size: int) -> Tensor:
+    """Return which of ``size`` places no mask covers: float32 [..., size], 1 or 0."""
     place = torch.arange(size, device=first.device)
     first = first.unsqueeze(-1)
-    return ((place >= first) & (place < first + length.unsqueeze(-1))).any(dim=-2)
+    return ((place < first) | (place >= first + length.unsqueeze(-1))).all(dim=-2).float()
