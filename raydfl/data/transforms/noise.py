@@ -79,6 +79,9 @@ class Noise(Transform):
         """See :class:`Transform`."""
         assert table is not None  # noqa: S101
         mean = x.sum(dim=(-2, -1)) / frames.clamp_min(1)
-        rows = (drawn["first"].unsqueeze(-1) + torch.arange(x.shape[-2], device=x.device)) % len(table)
+        while len(table) < 2 * x.shape[-2]:  # from any of its frames on there are enough
+            table = torch.cat([table, table])
+        first = drawn["first"] % (len(table) - x.shape[-2] + 1)
+        rows = first.unsqueeze(-1) + torch.arange(x.shape[-2], device=x.device)
         noise = table.index_select(0, rows.flatten()).view(*rows.shape, x.shape[-1])
         return x.addcmul_(noise, (drawn["ratio"] * mean)[..., None, None])
