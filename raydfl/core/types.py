@@ -47,6 +47,8 @@ class ModelSpec:
     """Output classes."""
     options: tuple[tuple[str, Any], ...] = ()
     """Keyword arguments of the architecture, sorted by name."""
+    view: str = ""
+    """The view of examples that it reads; empty: the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +119,23 @@ class Batch:
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """int64 [batch] each, by name: what else the manifest says of the examples, as codes; ``pool`` says which pool each is of."""
 
+    views: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further views by name, each like :attr:`x`; 0 where an example has none."""
+    view_lengths: Mapping[str, Tensor] = field(default_factory=dict)
+    """By the names of further views whose lengths differ, each like :attr:`lengths`."""
+    present: Mapping[str, Tensor] = field(default_factory=dict)
+    """bool [batch] each, by the names of further views: whether an example has it."""
+
+    def input_of(self, network: Any) -> tuple[Tensor, Tensor | None]:
+        """Return what a network reads, x and lengths: those of the view that its attribute ``view`` names, or the first's."""
+        view = getattr(network, "view", "")
+        return (self.views[view], self.view_lengths.get(view)) if view else (self.x, self.lengths)
+
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name; one of a mapping is ``"columns/pool"``."""
         found = {"x": self.x, "y": self.y, "lengths": self.lengths, "weight": self.weight}
-        found |= {f"columns/{name}": column for name, column in self.columns.items()}
+        for group in ("columns", "views", "view_lengths", "present"):
+            found |= {f"{group}/{name}": tensor for name, tensor in getattr(self, group).items()}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     @classmethod

@@ -16,7 +16,9 @@ A set of your own is one class in one file, named in a configuration as ``my_fil
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,7 +28,7 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.core import registry
 from raydfl.data.audio import read_audio
-from raydfl.data.features.image import read_image
+from raydfl.data.pictures import read_image
 
 PACKAGE = "raydfl.data.sets"
 
@@ -92,6 +94,14 @@ class Dataset:
             DataError: it cannot be read; the message names the file.
         """
         return read_image(row["path"])
+
+    def file_of(self, row: Mapping[str, Any], column: str) -> str | None:
+        """Return the absolute path that a row's column names, for a further view; ``None``: the clip has none.
+
+        Relative paths begin at the option ``root``.
+        """
+        value = row[column]
+        return None if not value else os.path.normpath(Path(getattr(self, "root", "")) / Path(str(value)).expanduser())
 
     def identity(self, row: Mapping[str, Any]) -> str | None:
         """Return what decides the samples of a clip, for the feature cache.

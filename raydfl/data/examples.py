@@ -33,6 +33,10 @@ class Examples:
     """int64 [examples] each, by name: what batches carry as :attr:`Batch.columns`."""
     pipeline: Pipeline = PLAIN
     """What becomes of stored frames on their way into a batch."""
+    views: Mapping[str, Examples] = field(default_factory=dict)
+    """Further views of the same examples, by name; one without frames is absent."""
+    stream: int = 0
+    """Number of this view: each draws its own random numbers."""
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -49,6 +53,8 @@ class Examples:
             self.length,
             {name: column[indices] for name, column in self.columns.items()},
             self.pipeline,
+            {name: view.take(indices) for name, view in self.views.items()},
+            self.stream,
         )
 
     @classmethod
@@ -73,6 +79,8 @@ class Examples:
             first.length,
             {**columns, column: number},
             first.pipeline,
+            {name: cls.joined([part.views[name] for part in parts], column) for name in first.views},
+            first.stream,
         )
 
     def batch(self, index: np.ndarray, device: torch.device | str = "cpu", drawn: Drawn | None = None) -> Batch:
@@ -95,11 +103,18 @@ class Examples:
         lengths = None
         if self.length is None:
             lengths = torch.from_numpy(counts.astype(np.int64)).to(device)
+        views = {
+            name: view.batch(index, device, None if drawn is None else _of_view(drawn, name))
+            for name, view in self.views.items()
+        }
         return Batch(
             x=x,
             y=torch.from_numpy(self.labels[index].astype(np.int64)).to(device),
             lengths=lengths,
             columns={name: torch.from_numpy(column[index]).to(device) for name, column in self.columns.items()},
+            views={name: view.x for name, view in views.items()},
+            view_lengths={name: view.lengths for name, view in views.items() if view.lengths is not None},
+            present={name: torch.from_numpy(v.counts[index] > 0).to(device) for name, v in self.views.items()},
         )
 
     def _transformed(
@@ -125,7 +140,11 @@ class Examples:
         def sounding(drawn: Drawn) -> np.ndarray:
             return self.sounding(*self.window(index, drawn))
 
-        return self.pipeline.draw(seed, number, self.counts[index], self.store.bands, sounding)
+        key = (seed, number, self.stream) if self.stream else (seed, number)
+        drawn = self.pipeline.draw(key, self.counts[index], self.store.bands, sounding)
+        for name, view in self.views.items():
+            drawn |= {f"{name}:{key}": values for key, values in view.draw(index, seed, number).items()}
+        return drawn
 
     def window(self, index: np.ndarray, drawn: Drawn | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Return first rows in the store and numbers of frames (int [n] each) that a batch has of these examples."""
@@ -173,6 +192,11 @@ class Examples:
         """Yield all examples once, in the batches of :meth:`order`."""
         for index in self.order(batch_size, rng):
             yield self.batch(index, device)
+
+
+def _of_view(drawn: Drawn, name: str) -> Drawn:
+    """Return what was drawn for a further view."""
+    return {key.removeprefix(f"{name}:"): values for key, values in drawn.items() if key.startswith(f"{name}:")}
 
 
 @dataclass(frozen=True, slots=True)

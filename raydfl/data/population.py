@@ -22,12 +22,13 @@ from raydfl.core.files import RESUME, write_atomically, writing
 from raydfl.data.examples import ClientData, Examples
 from raydfl.data.features.cache import FeatureStore, open_store
 from raydfl.data.names import Names
-from raydfl.data.transforms import PLAIN, Pipeline
+from raydfl.data.settings import DataSettings
+from raydfl.data.transforms import PLAIN
 
 FORMAT = 1
 POPULATION_FILE = "population.safetensors"
 
-TABLES = "transforms/"
+TABLES = "transforms"
 """What the names of the tables of transforms begin with."""
 
 CLEAN, NOISY = 0, 1
@@ -70,6 +71,8 @@ class Population:
         messages: what the user should know about how this population came about.
         bands: features of a frame; ``None``: those of the stores.
         sites: where the data lie, if not here: there are no stores then, and no examples.
+        views: of each further view by name its store, and the frames of every example that has it, ``None`` when they differ. Where
+            examples lie in it is in the columns ``starts`` and ``counts`` (0: absent) of the parts train@NAME and so on.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Population:
         messages: Sequence[str] = (),
         bands: int | None = None,
         sites: Sequence[Site] = (),
+        views: Mapping[str, tuple[FeatureStore, int | None]] | None = None,
     ) -> None:
         self.classes: tuple[str, ...] = tuple(classes)
         self.length = length
@@ -91,6 +95,8 @@ class Population:
         self._arrays = dict(arrays)
         self.bands = stores[CLEAN].bands if bands is None else bands
         """Features of a frame."""
+        self._views = dict(views or {})
+        self._pipelines = dict.fromkeys(self._views, PLAIN)
         self.pipeline = PLAIN
         """What becomes of stored features on their way into a batch: see :meth:`use`."""
         self.ids = self._names("ids")
@@ -101,9 +107,12 @@ class Population:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def use(self, pipeline: Pipeline) -> Population:
-        """Have batches made by a pipeline, which gets the tables that are kept with the population; return the population."""
-        self.pipeline = pipeline.with_tables(self._arrays, TABLES)
+    def use(self, data: DataSettings) -> Population:
+        """Have batches made as the settings say, with the tables that are kept with the population; return the population."""
+        self.pipeline = data.pipeline.with_tables(self._arrays, table_prefix(""))
+        self._pipelines = {
+            name: view.pipeline.with_tables(self._arrays, table_prefix(name)) for name, view in data.views.items()
+        }
         for made in ("test", "triggered", "validation"):
             self.__dict__.pop(made, None)
         return self
@@ -228,6 +237,7 @@ class Population:
             "skipped": self.skipped,
             "messages": self.messages,
             "bands": self.bands,
+            "views": {name: [str(store.folder), length] for name, (store, length) in self._views.items()},
             "sites": [[site.name, site.first, site.stop, dict(site.shards)] for site in self._sites],
             "digest": _digest(arrays),
         }
@@ -239,8 +249,9 @@ class Population:
         """Return whether it is the population that :meth:`save` wrote there, whose features may lie in another cache."""
         _, metadata = _map_safetensors(folder / POPULATION_FILE)
         facts = json.loads(metadata["raydfl"])
-        keys = [store.folder.name for store in self.stores]
-        saved = facts["digest"], list(facts["classes"]), [Path(store).name for store in facts["stores"]]
+        keys = [store.folder.name for store in (*self.stores, *(store for store, _ in self._views.values()))]
+        folders = [*facts["stores"], *(store for store, _ in facts.get("views", {}).values())]
+        saved = facts["digest"], list(facts["classes"]), [Path(store).name for store in folders]
         return saved == (_digest(self._arrays), list(self.classes), keys)
 
     @classmethod
@@ -266,8 +277,12 @@ class Population:
                 raise ValueError(f"it is of format {facts['format']}, this version of raydfl reads {FORMAT}")
             if verify and _digest(arrays) != facts["digest"]:
                 raise ValueError("its content has changed")
-            stores = []
+            stores, views = [], {}
             if bands is None:
+                views = {
+                    name: (open_store(Path(store), verify_features), length)
+                    for name, (store, length) in facts.get("views", {}).items()
+                }
                 stores = [open_store(Path(store), verify_features) for store in facts["stores"]]
                 bands = facts.get("bands")  # neither this nor sites in a population of an early version
             sites = [Site(*site) for site in facts.get("sites", ())]
@@ -280,6 +295,7 @@ class Population:
                 facts["messages"],
                 bands,
                 sites,
+                views,
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
@@ -303,7 +319,30 @@ class Population:
             clips.astype(np.int64),
             self.length,
             pipeline=self.pipeline,
+            views={
+                name: self._view(name, number, "train" if part == "attack" else part, where, labels, clips)
+                for number, name in enumerate(self._views, 1)
+            },
         )
+
+    def _view(self, name: str, number: int, part: str, where: slice, labels: np.ndarray, clips: np.ndarray) -> Examples:
+        store, length = self._views[name]
+        starts, counts = (self._arrays[f"{part}@{name}/{column}"][where] for column in ("starts", "counts"))
+        return Examples(
+            store,
+            starts,
+            counts,
+            labels.astype(np.int64),
+            clips.astype(np.int64),
+            length,
+            pipeline=self._pipelines[name],
+            stream=number,
+        )
+
+
+def table_prefix(view: str) -> str:
+    """Return what the names of the tables of a view's transforms begin with."""
+    return f"{TABLES} {view}/" if view else f"{TABLES}/"
 
 
 def shards(clips: np.ndarray, size: int) -> list[tuple[int, int]]:

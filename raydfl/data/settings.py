@@ -49,6 +49,58 @@ class SiteSettings(Settings):
         return value
 
 
+class ViewSettings(Settings):
+    """A further view of the examples: another file of each, named in a column of the manifest."""
+
+    column: Annotated[
+        str,
+        Field(
+            min_length=1, description="Column of the manifest that names its files; null there: an example has none."
+        ),
+    ]
+    features: Annotated[
+        Any,
+        BeforeValidator(make_features),
+        Field(description="How a file becomes numbers: settings as in data.features, of any kind but file."),
+    ]
+    transforms: Annotated[
+        tuple[dict[str, Any], ...], Field(description="What is done to it in training: as data.transforms.")
+    ] = ()
+
+    @field_validator("transforms", mode="before")
+    @classmethod
+    def _list_of_transforms(cls, value: Any) -> Any:
+        """Accept names alone."""
+        return _transforms(value)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ViewSettings:
+        crop = self.pipeline.crop
+        if self.features.kind == "file" or self.features.normalise == "group" or (crop and crop.test == "segments"):
+            raise ConfigError(
+                "data.views: a further view has features of the kind logmel, model or image, is not normalised by group and not "
+                "cut into segments; change its features or transforms"
+            )
+        return self
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """What becomes of stored features on their way into a batch; built now."""
+        return make_transforms(self.transforms, self.features, "data.views: transforms")
+
+    @property
+    def stored_features(self) -> AnyFeatures:
+        """The features as the cache has them: see :attr:`DataSettings.stored_features`."""
+        found: AnyFeatures = self.features
+        return found if self.pipeline.late is None else found.model_copy(update={"normalise": "none"})
+
+
+def _transforms(value: Any) -> list[Any]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ValueError("write a list of transforms, like [{name: spec_augment}]")
+    return [{"name": each} if isinstance(each, str) else each for each in value]
+
+
 class DataSettings(Settings):
     """Recordings, features, who gets which, and what is held out. Every other key is an option of the data set (``root`` ...)."""
 
@@ -73,6 +125,10 @@ class DataSettings(Settings):
             "`raydfl methods` lists them."
         ),
     ] = ()
+    views: Annotated[
+        dict[str, ViewSettings],
+        Field(description="Further views of the examples, by name: models.NAME.view says which model reads one."),
+    ] = Field(default_factory=dict)
     leave_out: Annotated[
         tuple[str, ...], Field(description="Labels whose clips are left out: they are not read at all.")
     ] = ()
@@ -119,9 +175,7 @@ class DataSettings(Settings):
     @classmethod
     def _list_of_transforms(cls, value: Any) -> Any:
         """Accept names alone."""
-        if not isinstance(value, Sequence) or isinstance(value, str):
-            raise ValueError("write a list of transforms, like [{name: spec_augment}]")
-        return [{"name": each} if isinstance(each, str) else each for each in value]
+        return _transforms(value)
 
     @field_validator("sites")
     @classmethod
@@ -152,6 +206,10 @@ class DataSettings(Settings):
         for name, field in cls.model_fields.items():
             if name == "features" and isinstance(values.get(name), Mapping):
                 check_keys(values[name], kind_of(values[name]), "data.features", DataSettings, "data")
+            elif name == "views":
+                views = values.get(name)
+                for view, settings in (views if isinstance(views, Mapping) else {}).items():
+                    check_keys(settings, ViewSettings, f"data.views.{view}", ViewSettings, "data.views")
             else:
                 check_keys(values.get(name), field.annotation, f"data.{name}", DataSettings, "data")
         sites = values.get("sites")
@@ -176,6 +234,13 @@ class DataSettings(Settings):
             self.features.noisy_file()
         for key, uri in self.uris.items():
             check_uri(uri, f"data.{key}")
+        if self.views and (self.segment is not None or self.sites or (crop is not None and crop.test == "segments")):
+            raise ConfigError(
+                "data.views: several views go neither with sites nor with segments; leave one of them out"
+            )
+        for name in self.views:
+            if not name.isidentifier():
+                raise ConfigError(f"data.views: the name {name!r} must be a word of letters, digits and _")
         holds_images = find_dataset(self.name).images
         if self.features.kind == "image" and self.corrupt.noise is not None:
             raise ConfigError(

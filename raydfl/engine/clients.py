@@ -11,6 +11,7 @@ import numpy as np
 from raydfl.core import seeds
 from raydfl.core.types import Client, ModelSpec
 from raydfl.data.population import Population
+from raydfl.engine.assembly import split_view
 from raydfl.engine.config import Config
 
 _REMEMBERED = 4096
@@ -24,13 +25,9 @@ class Clients(Sequence[Client]):
         self._population = population
         self._specs: list[list[ModelSpec]] = []
         self._drawn: list[np.ndarray | None] = []
-        inputs = config.data.pipeline.shape(population.bands)
         for name, choices in config.parts.models.items():
             self._specs.append(
-                [
-                    ModelSpec(name, architecture, inputs, len(population.classes), _frozen(options))
-                    for architecture, options in choices
-                ]
+                [_spec(name, architecture, options, population, config) for architecture, options in choices]
             )
             rng = seeds.generator(config.run.seed, 0, "", f"architecture/{name}")
             drawn = rng.integers(len(choices), size=len(population)) if len(choices) > 1 else None
@@ -83,6 +80,17 @@ class Clients(Sequence[Client]):
         columns = [np.zeros(len(self), np.int64) if d is None else d for d in self._drawn]
         _, first = np.unique(np.stack(columns, axis=1), axis=0, return_index=True)
         return [self._models(int(i)) for i in sorted(first)]
+
+
+def _spec(
+    name: str, architecture: str, options: Mapping[str, Any], population: Population, config: Config
+) -> ModelSpec:
+    view, own = split_view(options)
+    settings = config.data.views.get(view)
+    shape = config.data.pipeline.shape(population.bands)
+    if settings is not None:
+        shape = settings.pipeline.shape(settings.features.bands)
+    return ModelSpec(name, architecture, shape, len(population.classes), _frozen(own), view)
 
 
 def _frozen(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

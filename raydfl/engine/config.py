@@ -34,7 +34,7 @@ from raydfl.data.features.kinds import kind_of
 from raydfl.data.features.log_mel import NEUTRAL
 from raydfl.data.settings import DataSettings
 from raydfl.data.transforms import find_transform
-from raydfl.engine.assembly import ModelChoice, Parts, assemble
+from raydfl.engine.assembly import ModelChoice, Parts, assemble, split_view
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
 from raydfl.methods import Method
 from raydfl.models import check_model, model_paths
@@ -48,6 +48,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "leave_out"): [],
     ("data", "ungrouped"): "keep",
     ("data", "transforms"): [],
+    ("data", "views"): {},
     **{("data", "features", name): value for name, value in NEUTRAL.items()},
     ("train", "precision"): "float32",
     ("train", "deadline"): None,
@@ -97,19 +98,37 @@ class Config(Settings):
         for name in self.models:
             if name not in declared:
                 raise ConfigError(f"models: {self.method['name']} has no model {name!r}; {nearest(name, declared)}")
-        frames = None if self.data.segment is not None else self.data.features.frames
-        if frames is not None and self.data.pipeline.cut is not None:
-            frames = min(frames, self.data.pipeline.cut)
-        for name, choices in self.parts.models.items():
-            for architecture, options in choices:
-                inputs = self.data.pipeline.shape(self.data.features.bands)
-                check_model(architecture, options, inputs, frames, f"models.{name}")
+        self._models_fit()
         for name in self.train.optimiser.models:
             if name not in declared:
                 raise ConfigError(
                     f"train.optimiser.models: {self.method['name']} has no model {name!r}; {nearest(name, declared)}"
                 )
         return self
+
+    def _models_fit(self) -> None:
+        """Refuse networks that cannot read their views, and views that no model reads."""
+        data, read = self.data, set[str]()
+        for name, choices in self.parts.models.items():
+            for architecture, options in choices:
+                view, own = split_view(options)
+                read.add(view)
+                if view and view not in data.views:
+                    raise ConfigError(
+                        f"models.{name}.view: there is no view {view!r} in data.views; {nearest(str(view), data.views)}"
+                    )
+                seen = data.views[view] if view else data
+                frames, cut = seen.features.frames, seen.pipeline.cut
+                if data.segment is not None:
+                    frames = None
+                if frames is not None and cut is not None:
+                    frames = min(frames, cut)
+                check_model(architecture, own, seen.pipeline.shape(seen.features.bands), frames, f"models.{name}")
+        for name in data.views:
+            if name not in read:
+                raise ConfigError(
+                    f"data.views: no model reads the view {name!r}; set models.NAME.view={name}, or leave it out"
+                )
 
     @functools.cached_property
     def parts(self) -> Parts:

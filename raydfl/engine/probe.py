@@ -30,7 +30,7 @@ def try_models(config: Config, population: Population) -> None:
         ConfigError: a network cannot be built or fails, or gives something else than a finite number for each example and class.
     """
     method = config.parts.method
-    batch, real = _batch(population.use(config.data.pipeline))
+    batch, real = _batch(population.use(config.data))
     with preserved(), torch.no_grad():
         for specs in Clients(population, config).variants():
             models = _built(method, specs, config.run.seed)

@@ -39,11 +39,14 @@ def build_model(spec: ModelSpec) -> nn.Module:
     cls, preset = find_architecture(spec.architecture, where)
     options = _checked(cls, {**preset, **dict(spec.options)}, f"{where}: {spec.architecture}")
     try:
-        return cls(spec.inputs, spec.classes, **options)
+        network = cls(spec.inputs, spec.classes, **options)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     except Exception as error:  # whatever a user's constructor does
         raise ConfigError(f"{where}: {spec.architecture} cannot be built: {type(error).__name__}: {error}") from error
+    if spec.view:
+        network.view = spec.view  # type: ignore[assignment]  # what Batch.input_of looks for
+    return network
 
 
 def check_model(

@@ -142,7 +142,7 @@ class _Fit:
             self.models,
             self.epochs,
             alike.identity(self.plan),
-            (data.length, data.store.bands, tuple(data.columns), id(data.pipeline)),
+            (data.length, data.store.bands, tuple(data.columns), id(data.pipeline), tuple(data.views)),
         )
 
     def several(self, others: Sequence[_Fit]) -> list[Metrics]:

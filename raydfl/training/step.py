@@ -51,7 +51,8 @@ class Step:
 
     def forward(self, model: str, batch: Batch) -> Tensor:
         """Logits float32 [batch, classes] of the named model, whatever train.precision it computes in."""
-        logits = cast(Tensor, self.models[model](batch.x, batch.lengths))
+        network = self.models[model]
+        logits = cast(Tensor, network(*batch.input_of(network)))
         return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
     def parameters(self, *models: str) -> dict[str, Tensor]:

@@ -79,7 +79,7 @@ def test_the_cache_keeps_bytes_and_a_batch_has_scaled_images(root: Path, tmp_pat
     data = settings(root, tmp_path / "cache", features={"mean": 0.25, "deviation": 0.5})
     population = build_population(data, 1)
     population.save(tmp_path)
-    population = Population.load(tmp_path).use(data.pipeline)
+    population = Population.load(tmp_path).use(data)
     assert population.stores[0].frames.dtype == np.uint8
     assert population.stores[0].frames.shape == ((COUNT + 12) * ROWS, COLUMNS)
     train = population.data(0).train

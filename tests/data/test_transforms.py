@@ -203,7 +203,7 @@ def test_power_is_that_of_every_front_end(scale: str, spectrum: str) -> None:
     quiet, loud = extractor(wave, RATE), extractor(10 * wave, RATE)
     made = make_transforms([{"name": "gain", "db": [20, 20]}], settings, "t")
     x = torch.from_numpy(quiet)[None].clone()
-    drawn = made.draw(0, 0, np.array([len(quiet)]), BANDS)
+    drawn = made.draw((0, 0), np.array([len(quiet)]), BANDS)
     found = made.apply(x, torch.tensor([len(quiet)]), {n: torch.from_numpy(a) for n, a in drawn.items()})
     np.testing.assert_allclose(found[0].numpy(), loud, atol=1e-3)
 

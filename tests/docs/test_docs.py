@@ -216,7 +216,11 @@ def test_tables_of_settings_are_complete_and_right() -> None:
         place: {name.rpartition(".")[2] for name in places if name.rpartition(".")[0] == place} for place in places
     }
     groups = {place: cls for place, cls in places.items() if set(cls.model_fields) != inner[place]}
-    tables = {**option_tables(_page("configuration.md")), **option_tables(_page("data.md"))}
+    tables = {
+        **option_tables(_page("configuration.md")),
+        **option_tables(_page("data.md")),
+        **option_tables(_page("views.md")),
+    }
     documented = {heading: table for heading, table in tables.items() if heading in groups}
     assert set(documented) == set(groups)
     for place, cls in groups.items():

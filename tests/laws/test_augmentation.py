@@ -127,7 +127,7 @@ def test_predictions_are_what_the_run_measured(tiny: Tiny) -> None:
         config = tiny("train.rounds=1", f"run.name={name}", f"data.transforms={json.dumps(transforms)}")
         finish(config)
         run_dir = Path(config.run.dir) / name
-        population = Population.load(run_dir / "population").use(config.data.pipeline)
+        population = Population.load(run_dir / "population").use(config.data)
         test = population.test
         assert len(test) == (1 if not crop else 3) * len(set(test.clips.tolist()))
         row = Tones().manifest().slice(int(test.clips[0]), 1).to_pylist()[0]

@@ -162,8 +162,7 @@ class Pipeline:
 
     def draw(
         self,
-        seed: int,
-        number: int,
+        key: Sequence[int],
         counts: np.ndarray,
         bands: int,
         sounding: Callable[[Drawn], np.ndarray] | None = None,
@@ -171,15 +170,14 @@ class Pipeline:
         """Draw what is random about one batch.
 
         Args:
-            seed: of the fit.
-            number: of the batch in it.
+            key: seed of the fit, number of the batch in it, and of a further view its number.
             counts: int [examples]: stored frames of each example.
             bands: stored numbers of a frame.
             sounding: gives the frames that are no padding after the crop that was drawn; ``None``: all are not.
         """
         if self.crop is None and not self.transforms:
             return {}
-        rng = np.random.default_rng((seed, number))
+        rng = np.random.default_rng(tuple(key))
         found: dict[str, np.ndarray] = {}
         counts = np.asarray(counts, np.int64)
         if self.pixels is not None:

@@ -26,11 +26,12 @@ from raydfl.data.examples import Examples
 from raydfl.data.features.cache import FeatureStore
 from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.data.features.file import FileFeatures
-from raydfl.data.features.image import ImageFeatures, read_image
+from raydfl.data.features.image import ImageFeatures
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.statistics import z_scores
 from raydfl.data.manifest import shown_name
+from raydfl.data.pictures import read_image
 from raydfl.data.segment import segments
 from raydfl.data.sets import list_recordings
 from raydfl.runs.inference.model import RunModel, load_model
@@ -152,6 +153,11 @@ class _FrontEnd:
 
     def __init__(self, model: RunModel) -> None:
         self._model = model
+        if model.spec.view:
+            raise InputError(
+                f"model {model.name!r} of {model.run_dir} reads the view {model.spec.view!r}, and raydfl predict reads the "
+                f"first view alone; take another model with --model"
+            )
         if isinstance(model.data.features, FileFeatures):
             raise InputError(
                 f"{model.run_dir} was trained on features from a file ({model.data.features.path.name}): nothing in it can make "

@@ -127,6 +127,10 @@ class StackedBatches:
         for client, plan in enumerate(plans):
             self.sizes[: len(plan), client] = [len(index) for index in plan]
         widest = int(self.sizes.max(initial=0))
+        self._views = {
+            name: StackedBatches([own.views[name] for own in examples], plans, device, seeds, first)
+            for name in examples[0].views
+        }
         self._transforms = None
         drawn: list[list[Drawn | None]] = [[None] * len(plan) for plan in plans]
         if not examples[0].pipeline.plain and seeds is not None:
@@ -154,6 +158,11 @@ class StackedBatches:
         """int64 [steps]: frames of a batch."""
         self._labels = torch.from_numpy(labels).to(device)
         self._frames = torch.from_numpy(frames).to(device) if self.fixed_length is None else None
+        present = np.zeros(labels.shape, bool)
+        for client, (own, plan) in enumerate(zip(examples, plans, strict=True)):
+            for step, index in enumerate(plan) if own.stream else ():
+                present[step, client, : len(index)] = own.counts[index] > 0
+        self._present = torch.from_numpy(present).to(device)
         self._columns = {name: torch.from_numpy(column).to(device) for name, column in columns.items()}
         real = np.arange(widest) < self.sizes[:, :, None]
         self._weights = torch.from_numpy(real.astype(np.float32)).to(device)
@@ -181,12 +190,16 @@ class StackedBatches:
             x = self._copy(step, clients, width, frames)
         if self._transforms is not None:
             x = self._transforms.apply(x, step, clients, width)
+        views = {name: view.batch(step) for name, view in self._views.items()}
         return Batch(
             x=x,
             y=self._labels[step, :clients, :width],
             lengths=None if self._frames is None else self._frames[step, :clients, :width],
             weight=None if (sizes == width).all() else self._weights[step, :clients, :width],
             columns={name: column[step, :clients, :width] for name, column in self._columns.items()},
+            views={name: view.x for name, view in views.items()},
+            view_lengths={name: view.lengths for name, view in views.items() if view.lengths is not None},
+            present={name: view._present[step, :clients, :width] for name, view in self._views.items()},
         )
 
     def _copy(self, step: int, clients: int, width: int, frames: int) -> Tensor:
