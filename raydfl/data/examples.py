@@ -41,6 +41,11 @@ class Examples:
     def __len__(self) -> int:
         return len(self.starts)
 
+    @property
+    def changed(self) -> bool:
+        """Whether anything but copying is done to stored frames on their way into a batch, of this view or a further one."""
+        return not self.pipeline.plain or any(view.changed for view in self.views.values())
+
     def take(self, indices: np.ndarray) -> Examples:
         """Return the examples at these positions (int [n]), in that order."""
         indices = np.asarray(indices, np.int64)

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -96,13 +97,49 @@ def _batches(step: Step, data: Examples, plan: Plan | None, epochs: int, seed: i
             continue
         order = order_of(step, data, plan)
         if step.device.type == "cpu":
-            for number, index in enumerate(order, done):
-                yield data.batch(index, step.device, data.draw(index, seed, number))
+            if data.changed:
+                yield from _transformed(data, order, done, seed)
+            else:
+                yield from (data.batch(index) for index in order)
         elif order:
             batches = StackedBatches([data], [order], step.device, [seed], done)
             for number in range(len(batches)):
                 yield Batch.of({name: tensor[0] for name, tensor in batches.batch(number).tensors().items()})
         done += len(order)
+
+
+_AT_ONCE = 64
+"""Examples that are transformed at once, on the CPU: for one batch the many small steps take longer than the numbers."""
+
+
+def _transformed(data: Examples, order: Sequence[np.ndarray], first: int, seed: int) -> Iterator[Batch]:
+    """Yield batches of examples that transforms change, several made at once.
+
+    Args:
+        order: positions of each batch.
+        first: number of the first batch in the fit.
+        seed: of the fit.
+    """
+    at_once = max(1, _AT_ONCE // max(map(len, order), default=1))
+    for start in range(0, len(order), at_once):
+        part = order[start : start + at_once]
+        drawn = [data.draw(index, seed, first + start + number) for number, index in enumerate(part)]
+        joined = {name: np.concatenate([each[name] for each in drawn]) for name in drawn[0]}
+        tensors = data.batch(np.concatenate(part), drawn=joined).tensors()
+        place = 0
+        for index in part:
+            yield _trimmed(Batch.of({name: tensor[place : place + len(index)] for name, tensor in tensors.items()}))
+            place += len(index)
+
+
+def _trimmed(batch: Batch) -> Batch:
+    """Return a batch without frames that are padding in all of its examples, where lengths differ."""
+    tensors = batch.tensors()
+    if batch.lengths is not None:
+        tensors["x"] = batch.x[:, : int(batch.lengths.max())].contiguous()
+    for name, lengths in batch.view_lengths.items():
+        tensors[f"views/{name}"] = batch.views[name][:, : max(1, int(lengths.max()))].contiguous()
+    return Batch.of(tensors)
 
 
 @contextlib.contextmanager

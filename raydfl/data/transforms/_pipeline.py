@@ -23,6 +23,7 @@ from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.wave import EPSILON
 from raydfl.data.transforms._transform import Drawn, Transform
+from raydfl.data.transforms._values import places
 from raydfl.data.transforms.random_crop import RandomCrop
 
 _PACKAGE = "raydfl.data.transforms"
@@ -209,7 +210,7 @@ class Pipeline:
             if self.crop is not None:
                 x = self.crop.cut_images(x, drawn)
             return x if drawn is None else self._transformed(x, frames, drawn, False)
-        inside = (torch.arange(x.shape[-2], device=x.device) < frames.unsqueeze(-1)).unsqueeze(-1).float()
+        inside = (places(x.shape[-2], x.device) < frames.unsqueeze(-1)).unsqueeze(-1).float()
         if self.late is not None:
             if drawn is not None:
                 x = self.late.to_power(x, inside)

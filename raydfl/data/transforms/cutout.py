@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 import numpy as np
-import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl.data.transforms._transform import Transform
+from raydfl.data.transforms._values import places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,5 +48,5 @@ class Cutout(Transform):
 def _within(middle: Tensor, length: int, size: int) -> Tensor:
     """Return which of ``size`` places lie in a stretch of that length around the middle: bool [..., size]."""
     first = (middle - length // 2).unsqueeze(-1)
-    place = torch.arange(size, device=middle.device)
+    place = places(size, middle.device)
     return (place >= first) & (place < first + length)

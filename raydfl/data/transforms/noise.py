@@ -22,7 +22,7 @@ from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.transforms._recordings import extractor_of_power, power_of, waves_in
 from raydfl.data.transforms._transform import Transform
-from raydfl.data.transforms._values import Range
+from raydfl.data.transforms._values import Range, places
 
 _WHITE_S = 10.0
 _LONGEST_S = 600.0
@@ -82,6 +82,6 @@ class Noise(Transform):
         while len(table) < 2 * x.shape[-2]:  # from any of its frames on there are enough
             table = torch.cat([table, table])
         first = drawn["first"] % (len(table) - x.shape[-2] + 1)
-        rows = first.unsqueeze(-1) + torch.arange(x.shape[-2], device=x.device)
+        rows = first.unsqueeze(-1) + places(x.shape[-2], x.device)
         noise = table.index_select(0, rows.flatten()).view(*rows.shape, x.shape[-1])
         return x.addcmul_(noise, (drawn["ratio"] * mean)[..., None, None])

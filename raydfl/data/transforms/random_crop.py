@@ -14,6 +14,7 @@ from torch import Tensor
 from raydfl.core.errors import ConfigError
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.transforms._transform import Transform
+from raydfl.data.transforms._values import places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class RandomCrop(Transform):
         """Return the parts [..., images, channels, size, size] of images; their middles where nothing is drawn."""
         x = torch.nn.functional.pad(x, (self.pad, self.pad, self.pad, self.pad))
         rows, columns = x.shape[-2:]
-        steps = torch.arange(self.size, device=x.device)
+        steps = places(self.size, x.device)
         if drawn is None:
             top, left = (rows - self.size) // 2, (columns - self.size) // 2
             return x[..., top : top + self.size, left : left + self.size].contiguous()

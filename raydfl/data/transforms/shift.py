@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Annotated
 
 import numpy as np
-import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl.data.transforms._transform import Transform
+from raydfl.data.transforms._values import places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,6 @@ class Shift(Transform):
 
     def apply(self, x: Tensor, frames: Tensor, drawn: Mapping[str, Tensor], table: Tensor | None) -> Tensor:
         """See :class:`Transform`."""
-        place = torch.arange(x.shape[-2], device=x.device)
+        place = places(x.shape[-2], x.device)
         source = (place - drawn["by"].unsqueeze(-1)) % frames.clamp_min(1).unsqueeze(-1)
         return x.gather(-2, source.unsqueeze(-1).expand(x.shape))

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from typing import Annotated
 
 import numpy as np
-import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl.data.transforms._transform import Transform
+from raydfl.data.transforms._values import places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,6 @@ class SpecAugment(Transform):
 
 def _left(first: Tensor, length: Tensor, size: int) -> Tensor:
     """Return which of ``size`` places no mask covers: float32 [..., size], 1 or 0."""
-    place = torch.arange(size, device=first.device)
+    place = places(size, first.device)
     first = first.unsqueeze(-1)
     return ((place < first) | (place >= first + length.unsqueeze(-1))).all(dim=-2).float()
