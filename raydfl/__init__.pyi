@@ -18,6 +18,7 @@ from raydfl.data import Dataset as Dataset
 from raydfl.data import find_dataset as find_dataset
 from raydfl.data import make_manifest as make_manifest
 from raydfl.data import read_audio as read_audio
+from raydfl.data.transforms import Transform as Transform
 from raydfl.engine import Config as Config
 from raydfl.engine import load_config as load_config
 from raydfl.engine import make_config as make_config

@@ -26,7 +26,7 @@ from raydfl.attacks.scaling import boosted
 from raydfl.core.errors import ConfigError, DataError
 from raydfl.core.files import content_digest
 from raydfl.data import read_audio
-from raydfl.data.features import Alteration, AnyFeatures, FeatureExtractor, FileFeatures, needs_waves
+from raydfl.data.features import Alteration, AnyFeatures, FeatureExtractor, FileFeatures, ImageFeatures, needs_waves
 
 _FADE_S = 0.005
 """Seconds over which a built-in sound swells and fades: without, it would begin and end with a click."""
@@ -136,7 +136,7 @@ class Backdoor(UpdateAttack):
 
     def check(self, classes: Sequence[str], features: AnyFeatures) -> None:
         """Check that the target exists, that the sound can be used, and that the features' sample rate can carry it."""
-        if isinstance(features, FileFeatures):
+        if isinstance(features, FileFeatures | ImageFeatures):
             raise needs_waves("attack 'backdoor'")
         self.target_class(classes)
         self.alteration()

@@ -13,7 +13,7 @@ from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.options import Option, describe_field, options_of, plain
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import to_yaml
-from raydfl.data import DataSettings
+from raydfl.data import DataSettings, find_transform
 from raydfl.engine import Config
 from raydfl.methods import Method
 from raydfl.models import architectures, model_options
@@ -111,7 +111,7 @@ def _comment(text: str, depth: int) -> list[str]:
 
 
 def methods_as_data(only: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the built-in methods, rules, attacks, objectives and networks with their options, as plain data.
+    """Return the built-in methods, rules, attacks, objectives, transforms and networks with their options, as plain data.
 
     Args:
         only: names; empty: all.
@@ -129,13 +129,16 @@ def methods_as_data(only: Sequence[str] = ()) -> dict[str, Any]:
         "objectives": {
             name: _about(cls) for name, cls in _classes_of("raydfl.objectives", Objective, "objective").items()
         },
+        "transforms": {name: _about(find_transform(name)) for name in registry.names("raydfl.data.transforms")},
         "models": {name: {"options": plain(model_options(name))} for name in architectures()},
     }
     known = {name for kind in everything.values() for name in kind}
     for name in only:
         if name not in known:
             hint = nearest(name, known)
-            raise ConfigError(f"no method, rule, attack, objective or architecture {name!r} is built in; {hint}")
+            raise ConfigError(
+                f"no method, rule, attack, objective, transform or architecture {name!r} is built in; {hint}"
+            )
     return {
         kind: {name: about for name, about in entries.items() if not only or name in only}
         for kind, entries in everything.items()
@@ -159,6 +162,7 @@ _TITLES = {
     "rules": "Aggregation rules (method.rule)",
     "attacks": "Attacks (attack: {name: ...}), simulated",
     "objectives": "Objectives (objective: {name: ...})",
+    "transforms": "Transforms of training examples (data.transforms: [{name: ...}, ...])",
     "models": "Architectures (models)",
 }
 

@@ -63,8 +63,8 @@ class ModelSpec:
     """The prefix of its tensors, ``"plugin"`` in ``"plugin/gru.weight_ih_l0"``."""
     architecture: str
     """A file name of ``raydfl/models``' registry (``crnn_lite``), or ``module:Class`` or ``file.py:Class`` of the user's."""
-    inputs: int
-    """Feature bands of a frame."""
+    inputs: int | tuple[int, int, int]
+    """Feature bands of a frame; of images channels, rows and columns."""
     classes: int
     """Classes of the data."""
     options: tuple[tuple[str, Any], ...] = ()
@@ -72,13 +72,15 @@ class ModelSpec:
     outputs: int | None = None
     """Numbers that it gives for an example; ``None``: one for each class."""
 
+    init_from: tuple[tuple[str, Any], ...] = ()
+    """Which file its first weights come from (raydfl.models.start), sorted by name; empty: from the run's seed."""
+    view: str = ""
+    """The view of examples that it reads; empty: the first."""
+
     @property
     def width(self) -> int:
         """Numbers that it gives for an example."""
         return self.classes if self.outputs is None else self.outputs
-
-    init_from: tuple[tuple[str, Any], ...] = ()
-    """Which file its first weights come from (raydfl.models.start), sorted by name; empty: from the run's seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ class Batch:
     """Some examples, cut from a client's features by index."""
 
     x: Tensor
-    """float32 [batch, frames, bands]; frames beyond an example's length are 0."""
+    """float32 [batch, frames, bands]; frames beyond an example's length are 0. Images: [batch, channels, rows, columns]."""
     y: Tensor
     """int64 [batch]: class indices; where a clip has a set of classes float32 [batch, classes], 1 for each that it has."""
     lengths: Tensor | None = None
@@ -149,10 +151,23 @@ class Batch:
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """int64 [batch] each, by name: what else the manifest says of the examples, as codes; ``pool`` says which pool each is of."""
 
+    views: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further views by name, each like :attr:`x`; 0 where an example has none."""
+    view_lengths: Mapping[str, Tensor] = field(default_factory=dict)
+    """By the names of further views whose lengths differ, each like :attr:`lengths`."""
+    present: Mapping[str, Tensor] = field(default_factory=dict)
+    """bool [batch] each, by the names of further views: whether an example has it."""
+
+    def input_of(self, network: Any) -> tuple[Tensor, Tensor | None]:
+        """Return what a network reads, x and lengths: those of the view that its attribute ``view`` names, or the first's."""
+        view = getattr(network, "view", "")
+        return (self.views[view], self.view_lengths.get(view)) if view else (self.x, self.lengths)
+
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name; one of a mapping is ``"columns/pool"``."""
         found = {"x": self.x, "y": self.y, "lengths": self.lengths, "weight": self.weight}
-        found |= {f"columns/{name}": column for name, column in self.columns.items()}
+        for group in ("columns", "views", "view_lengths", "present"):
+            found |= {f"{group}/{name}": tensor for name, tensor in getattr(self, group).items()}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     @classmethod

@@ -22,6 +22,7 @@ from raydfl.data.names import Names as Names
 from raydfl.data.partition import PartitionSettings as PartitionSettings
 from raydfl.data.partition import natural_order as natural_order
 from raydfl.data.partition import sizes_text as sizes_text
+from raydfl.data.pictures import read_image as read_image
 from raydfl.data.population import POPULATION_FILE as POPULATION_FILE
 from raydfl.data.population import Population as Population
 from raydfl.data.population import Shard as Shard
@@ -31,3 +32,5 @@ from raydfl.data.profile import ProfileSettings as ProfileSettings
 from raydfl.data.profile import dealt as dealt
 from raydfl.data.segment import segments as segments
 from raydfl.data.settings import DataSettings as DataSettings
+from raydfl.data.transforms import Drawn as Drawn
+from raydfl.data.transforms import find_transform as find_transform

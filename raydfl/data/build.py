@@ -10,12 +10,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raydfl.core.errors import DataError
+from raydfl.core.errors import DataError, nearest
 from raydfl.core.progress import Progress
 from raydfl.core.seeds import generator
 from raydfl.data.corruption import choose_clients, wrong_labels
 from raydfl.data.features.alteration import Alteration
 from raydfl.data.features.cache import FeatureStore, prepare
+from raydfl.data.features.digests import rows_of
 from raydfl.data.features.extraction import RunChunks
 from raydfl.data.features.statistics import group_numbers, normalise_groups, statistics_of
 from raydfl.data.listing import deal_ungrouped, kept_labels
@@ -23,11 +24,11 @@ from raydfl.data.manifest import remarks_of
 from raydfl.data.names import Names
 from raydfl.data.partition import Partition, natural_order, partition_clips
 from raydfl.data.poisoning import Poisoner, alterations_for, noise_of_some, poison
-from raydfl.data.population import CLEAN, NOISY, Population
+from raydfl.data.population import CLEAN, NOISY, Population, table_prefix
 from raydfl.data.profile import profile_arrays
 from raydfl.data.remote import fetch_recordings
 from raydfl.data.segment import SegmentSettings, segments
-from raydfl.data.settings import DataSettings
+from raydfl.data.settings import DataSettings, ViewSettings
 from raydfl.data.split import Split, hold_out, split_clips
 
 
@@ -94,7 +95,7 @@ def _prepare(
     return prepare(
         data.source,
         manifest,
-        data.features,
+        data.stored_features,
         cache=data.cache,
         unreadable=data.unreadable,
         progress=progress,
@@ -235,7 +236,7 @@ def _assemble(
         store = prepare(
             data.source,
             manifest.take(pa.array(clips)),
-            data.features,
+            data.stored_features,
             cache=data.cache,
             noise=None if snr is None or not noisy.any() else noise_of_some(names, noisy, snr, seed),
             alterations=None if alteration is None else alterations_for(names, altered, alteration, seed),
@@ -254,6 +255,7 @@ def _assemble(
             stores.append(features(affected, everything, None, ~everything))
             mine = noisy[train_of]
             train_rows = train_rows.replaced(mine, _Rows.of(stores[NOISY], np.searchsorted(affected, train[mine])))
+    test_segments = data.test_segments
     stride = None if data.segment is None else data.segment.test_stride
     arrays = {
         **_columns("train", train_rows, labels, train, data.segment, None, (train_of, len(ids))),
@@ -262,13 +264,13 @@ def _assemble(
             _Rows.of(store, validation),
             division.labels[validation],
             validation,
-            data.segment,
+            test_segments,
             stride,
             (validation_of, len(ids)),
         ),
     }
     for name, rows in (("server_validation", division.split.validation), ("test", division.split.test)):
-        arrays |= _columns(name, _Rows.of(store, rows), division.labels[rows], rows, data.segment, stride, None)
+        arrays |= _columns(name, _Rows.of(store, rows), division.labels[rows], rows, test_segments, stride, None)
     if attack is not None:
         training = _Training(train, train_of, train_rows, labels, noisy[train_of])
         arrays |= _attacked(attack, training, division, ids, classes, data, seed, stores, features)
@@ -290,8 +292,63 @@ def _assemble(
                 f"{strange} of {len(np.unique(group[used]))} groups have no training clip: theirs are normalised with the "
                 "statistics of all training clips",
             ]
+    pipeline = data.pipeline
+    if len(train_rows.frames):
+        pipeline.check_size(int(train_rows.frames.max()), store.bands, "data.transforms")
+    arrays |= pipeline.make_tables(data.features, seed, table_prefix(""))
+    length = _common_length([array for name, array in arrays.items() if name.endswith("/counts")], pipeline.cut)
+    views: dict[str, tuple[FeatureStore, int | None]] = {}
+    for name, view in data.views.items():
+        views[name], of_view = _view(name, view, manifest, data, arrays, progress, run_chunks)
+        arrays |= of_view | view.pipeline.make_tables(view.features, seed, table_prefix(name))
     separator = None if data.labels is None else data.labels.separator
-    return Population(classes, _common_length(arrays), stores, arrays, skipped, messages, separator=separator)
+    population = Population(classes, length, stores, arrays, skipped, messages, separator=separator, views=views)
+    return population.use(data)
+
+
+def _view(
+    name: str,
+    view: ViewSettings,
+    manifest: pa.Table,
+    data: DataSettings,
+    arrays: Mapping[str, np.ndarray],
+    progress: Progress | None,
+    run_chunks: RunChunks | None,
+) -> tuple[tuple[FeatureStore, int | None], dict[str, np.ndarray]]:
+    """Prepare a further view: its store, the frames of every example that has it, and where examples of all parts lie."""
+    if view.column not in manifest.column_names:
+        raise DataError(
+            f"data.views.{name}.column: the manifest has no column {view.column!r}; {nearest(view.column, manifest.column_names)}"
+        )
+    dataset = data.source.open()
+    paths = [dataset.file_of(row, view.column) for row in rows_of(manifest)]
+    there = np.array([number for number, path in enumerate(paths) if path is not None], np.int64)
+    if not len(there):
+        raise DataError(f"data.views.{name}.column: no row of the manifest has a file in the column {view.column!r}")
+    table = manifest.take(pa.array(there))
+    table = table.set_column(
+        table.column_names.index("path"), "path", pa.array([paths[number] for number in there], pa.string())
+    )
+    store = prepare(
+        data.source,
+        table,
+        view.stored_features,
+        cache=data.cache,
+        unreadable=data.unreadable,
+        progress=progress,
+        run_chunks=run_chunks,
+    )
+    starts, counts = np.zeros((2, manifest.num_rows), np.int64)
+    starts[there], counts[there] = store.offsets[:-1], np.diff(store.offsets)
+    counts[there[sorted(store.failures)]] = 0
+    found: dict[str, np.ndarray] = {}
+    for column, clips in arrays.items():
+        if column.endswith("/clips") and column != "attack/clips":
+            part = column.removesuffix("/clips")
+            found |= {f"{part}@{name}/starts": starts[clips], f"{part}@{name}/counts": counts[clips].astype(np.int32)}
+    present = counts[counts > 0]
+    view.pipeline.check_size(int(present.max(initial=0)), store.bands, f"data.views.{name}.transforms")
+    return (store, _common_length([present], view.pipeline.cut)), found
 
 
 def _statistics(store: FeatureStore, group: np.ndarray, client: np.ndarray, clients: int) -> dict[str, np.ndarray]:
@@ -397,7 +454,9 @@ def _attacked(
     }
     if len(triggered):
         stride = None if data.segment is None else data.segment.test_stride
-        columns |= _columns("triggered", sounds, division.labels[triggered], triggered, data.segment, stride, None)
+        columns |= _columns(
+            "triggered", sounds, division.labels[triggered], triggered, data.test_segments, stride, None
+        )
     return columns
 
 
@@ -424,6 +483,8 @@ def _columns(
     return columns
 
 
-def _common_length(arrays: Mapping[str, np.ndarray]) -> int | None:
-    counts = np.concatenate([array for name, array in arrays.items() if name.endswith("/counts")])
+def _common_length(parts: Sequence[np.ndarray], cut: int | None) -> int | None:
+    """Return the frames that every example has in a batch, longer ones being ``cut``; ``None`` where they differ."""
+    counts = np.concatenate(parts)
+    counts = counts if cut is None else np.minimum(counts, cut)
     return cast(int, counts[0].item()) if np.ptp(counts) == 0 else None

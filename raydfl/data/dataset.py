@@ -16,7 +16,9 @@ A set of your own is one class in one file, named in a configuration as ``my_fil
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,6 +28,7 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.core import registry
 from raydfl.data.audio import read_audio
+from raydfl.data.pictures import read_image
 
 PACKAGE = "raydfl.data.sets"
 
@@ -51,6 +54,8 @@ class Dataset:
     """Base of every data set. The fields of a subclass (a frozen pydantic dataclass) are its options."""
 
     card: ClassVar[Card] = Card("a data set of your own")
+    images: ClassVar[bool] = False
+    """Whether what it lists are images alone, and no recordings."""
 
     def manifest(self) -> pa.Table:
         """List all clips of the set, as :func:`raydfl.make_manifest` returns them.
@@ -75,6 +80,28 @@ class Dataset:
             DataError: the clip cannot be read; the message names the file.
         """
         return read_audio(row["path"])
+
+    def image(self, row: Mapping[str, Any]) -> npt.NDArray[np.uint8]:
+        """Read one image (``features: {kind: image}``).
+
+        Args:
+            row: the clip's row of the manifest, by column.
+
+        Returns:
+            uint8 [rows, columns] of a grey one, or [rows, columns, 3].
+
+        Raises:
+            DataError: it cannot be read; the message names the file.
+        """
+        return read_image(row["path"])
+
+    def file_of(self, row: Mapping[str, Any], column: str) -> str | None:
+        """Return the absolute path that a row's column names, for a further view; ``None``: the clip has none.
+
+        Relative paths begin at the option ``root``.
+        """
+        value = row[column]
+        return None if not value else os.path.normpath(Path(getattr(self, "root", "")) / Path(str(value)).expanduser())
 
     def identity(self, row: Mapping[str, Any]) -> str | None:
         """Return what decides the samples of a clip, for the feature cache.

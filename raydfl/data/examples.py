@@ -7,9 +7,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from raydfl.core.types import Batch
 from raydfl.data.features.cache import FeatureStore
+from raydfl.data.transforms import PLAIN, Drawn, Pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +28,27 @@ class Examples:
     clips: np.ndarray
     """int64 [examples]: number of the clip; segments of one clip have the same."""
     length: int | None
-    """Frames of every example when all of the population have the same number, else ``None``."""
+    """Frames of every example in a batch when all of the population have the same number there, else ``None``."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     """int64 [examples] each, by name: what batches carry as :attr:`Batch.columns`."""
     classes: tuple[str, ...] = ()
     """Names of the classes."""
     sets: np.ndarray | None = None
     """bool [labels, classes]: the classes of each label, where a label is a set of them; ``None``: a label is one class."""
+    pipeline: Pipeline = PLAIN
+    """What becomes of stored frames on their way into a batch."""
+    views: Mapping[str, Examples] = field(default_factory=dict)
+    """Further views of the same examples, by name; one without frames is absent."""
+    stream: int = 0
+    """Number of this view: each draws its own random numbers."""
 
     def __len__(self) -> int:
         return len(self.starts)
+
+    @property
+    def changed(self) -> bool:
+        """Whether anything but copying is done to stored frames on their way into a batch, of this view or a further one."""
+        return not self.pipeline.plain or any(view.changed for view in self.views.values())
 
     def take(self, indices: np.ndarray) -> Examples:
         """Return the examples at these positions (int [n]), in that order."""
@@ -46,6 +59,7 @@ class Examples:
             counts=self.counts[indices],
             labels=self.labels[indices],
             clips=self.clips[indices],
+            views={name: view.take(indices) for name, view in self.views.items()},
             columns={name: column[indices] for name, column in self.columns.items()},
         )
 
@@ -72,37 +86,95 @@ class Examples:
             counts=end_to_end("counts"),
             labels=end_to_end("labels"),
             clips=end_to_end("clips"),
+            views={name: cls.joined([part.views[name] for part in parts], column) for name in first.views},
             columns={**columns, column: number},
         )
 
-    def batch(self, index: np.ndarray, device: torch.device | str = "cpu") -> Batch:
+    def batch(self, index: np.ndarray, device: torch.device | str = "cpu", drawn: Drawn | None = None) -> Batch:
         """Return the examples at positions ``index`` (int [n]) as one batch on ``device``.
 
         ``x`` is float32 [n, frames, bands]. When lengths differ, all are padded with zeros to the batch's longest and ``lengths``
         holds their own; in a population whose examples all have one length ``lengths`` is ``None``.
+
+        Args:
+            drawn: what :meth:`draw` gave for these examples; ``None``: nothing random is done to them.
         """
-        counts = self.counts[index].tolist()
-        longest = self.length if self.length is not None else max(counts, default=1)
-        x = np.empty((len(counts), longest, self.store.bands), np.float32)
-        self.copy(index, x)
+        starts, counts = self.window(index, drawn)
+        longest = self.length if self.length is not None else int(counts.max(initial=1))
+        if self.pipeline.plain:
+            stored = np.empty((len(counts), longest, self.store.bands), np.float32)
+            self.copy(starts, counts, stored)
+            x = torch.from_numpy(stored).to(device)
+        else:
+            x = self._transformed(starts, counts, longest, device, drawn)
         lengths = None
         if self.length is None:
-            lengths = torch.tensor(counts, dtype=torch.int64, device=device)
+            lengths = torch.from_numpy(counts.astype(np.int64)).to(device)
+        views = {
+            name: view.batch(index, device, None if drawn is None else _of_view(drawn, name))
+            for name, view in self.views.items()
+        }
         return Batch(
-            x=torch.from_numpy(x).to(device),
+            x=x,
             y=torch.from_numpy(self.targets(self.labels[index])).to(device),
             lengths=lengths,
             columns={name: torch.from_numpy(column[index]).to(device) for name, column in self.columns.items()},
+            views={name: view.x for name, view in views.items()},
+            view_lengths={name: view.lengths for name, view in views.items() if view.lengths is not None},
+            present={name: torch.from_numpy(v.counts[index] > 0).to(device) for name, v in self.views.items()},
         )
 
-    def copy(self, index: np.ndarray, out: np.ndarray) -> None:
-        """Write the frames of the examples at positions ``index`` (int [n]) into ``out``.
+    def _transformed(
+        self, starts: np.ndarray, counts: np.ndarray, longest: int, device: torch.device | str, drawn: Drawn | None
+    ) -> Tensor:
+        """Return x of a batch by way of the pipeline; frames that are padding in all examples need not go it."""
+        sounding = self.sounding(starts, counts)
+        frames = longest if self.pipeline.pixels is not None else int(sounding.max(initial=1))
+        stored = np.empty((len(counts), frames, self.store.bands), np.float32)
+        self.copy(starts, np.minimum(counts, frames), stored)
+        random = None if drawn is None else {name: torch.from_numpy(a).to(device) for name, a in drawn.items()}
+        x = self.pipeline.apply(torch.from_numpy(stored).to(device), torch.from_numpy(sounding).to(device), random)
+        return torch.nn.functional.pad(x, (0, 0, 0, longest - frames)) if frames < longest else x
+
+    def draw(self, index: np.ndarray, seed: int, number: int) -> dict[str, np.ndarray]:
+        """Draw what the transforms do to the examples at positions ``index`` in one batch of a training.
 
         Args:
+            seed: of the fit.
+            number: of the batch in it.
+        """
+
+        def sounding(drawn: Drawn) -> np.ndarray:
+            return self.sounding(*self.window(index, drawn))
+
+        key = (seed, number, self.stream) if self.stream else (seed, number)
+        drawn = self.pipeline.draw(key, self.counts[index], self.store.bands, sounding)
+        for name, view in self.views.items():
+            drawn |= {f"{name}:{key}": values for key, values in view.draw(index, seed, number).items()}
+        return drawn
+
+    def window(self, index: np.ndarray, drawn: Drawn | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return first rows in the store and numbers of frames (int [n] each) that a batch has of these examples."""
+        return self.pipeline.window(self.starts[index], self.counts[index], drawn)
+
+    def sounding(self, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Return how many of some frames are no padding in the store: int64, of the shape of ``starts``."""
+        offsets = self.store.offsets
+        clip = np.searchsorted(offsets, starts, side="right") - 1
+        rest = offsets[clip] + self.store.lengths[clip] - starts
+        found: np.ndarray = np.clip(rest, 0, counts).astype(np.int64)
+        return found
+
+    def copy(self, starts: np.ndarray, counts: np.ndarray, out: np.ndarray) -> None:
+        """Write frames of some examples into ``out``.
+
+        Args:
+            starts: int [n]: first row in the store.
+            counts: int [n]: rows.
             out: float32 [n, frames, bands], at least as many frames as the longest of them has; the rest becomes 0.
         """
         frames = self.store.frames.view(np.ndarray)  # cutting the map itself costs twice as much
-        for row, start, count in zip(out, self.starts[index].tolist(), self.counts[index].tolist(), strict=True):
+        for row, start, count in zip(out, starts.tolist(), counts.tolist(), strict=True):
             row[:count] = frames[start : start + count]
             if count < len(row):
                 row[count:] = 0.0
@@ -127,6 +199,11 @@ class Examples:
         """Yield all examples once, in the batches of :meth:`order`."""
         for index in self.order(batch_size, rng):
             yield self.batch(index, device)
+
+
+def _of_view(drawn: Drawn, name: str) -> Drawn:
+    """Return what was drawn for a further view."""
+    return {key.removeprefix(f"{name}:"): values for key, values in drawn.items() if key.startswith(f"{name}:")}
 
 
 @dataclass(frozen=True, slots=True)

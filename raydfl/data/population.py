@@ -23,9 +23,14 @@ from raydfl.data.examples import ClientData, Examples
 from raydfl.data.features.cache import FeatureStore, open_store
 from raydfl.data.labels import sets_of
 from raydfl.data.names import Names
+from raydfl.data.settings import DataSettings
+from raydfl.data.transforms import PLAIN
 
 FORMAT = 1
 POPULATION_FILE = "population.safetensors"
+
+TABLES = "transforms"
+"""What the names of the tables of transforms begin with."""
 
 CLEAN, NOISY = 0, 1
 """Positions in a population's stores."""
@@ -74,12 +79,15 @@ class Population:
             With an attack also the parts attack (what clients train on when they attack, parallel to train) and triggered (test
             clips that carry the attack's trigger), and ``altered`` (bool [clients]: the features of its attack are in the last
             store). With features normalised by group ``statistics/values`` (float64 [2, groups + 1, bands], those of
-            raydfl.data.features.statistics) and ``statistics/of`` (int32 [clients], the client's place in them).
+            raydfl.data.features.statistics) and ``statistics/of`` (int32 [clients], the client's place in them). What transforms
+            need of the outside world is under ``transforms/``.
         skipped: clips that were left out because they cannot be read, with the reasons.
         messages: what the user should know about how this population came about.
         bands: features of a frame; ``None``: those of the stores.
         sites: where the data lie, if not here: there are no stores then, and no examples.
         separator: what stands between the classes that a label names; ``None``: a label is one class.
+        views: of each further view by name its store, and the frames of every example that has it, ``None`` when they differ. Where
+            examples lie in it is in the columns ``starts`` and ``counts`` (0: absent) of the parts train@NAME and so on.
     """
 
     def __init__(
@@ -93,6 +101,7 @@ class Population:
         bands: int | None = None,
         sites: Sequence[Site] = (),
         separator: str | None = None,
+        views: Mapping[str, tuple[FeatureStore, int | None]] | None = None,
     ) -> None:
         self._labels, self._separator = tuple(classes), separator
         self.classes: tuple[str, ...] = self._labels
@@ -109,6 +118,10 @@ class Population:
         self._arrays = dict(arrays)
         self.bands = stores[CLEAN].bands if bands is None else bands
         """Features of a frame."""
+        self._views = dict(views or {})
+        self._pipelines = dict.fromkeys(self._views, PLAIN)
+        self.pipeline = PLAIN
+        """What becomes of stored features on their way into a batch: see :meth:`use`."""
         self.ids = self._names("ids")
         self._groups = self._names("groups")
         columns = [name.split("/")[1] for name in arrays if name.startswith("profile/") and name.endswith("/of")]
@@ -118,6 +131,16 @@ class Population:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def use(self, data: DataSettings) -> Population:
+        """Have batches made as the settings say, with the tables that are kept with the population; return the population."""
+        self.pipeline = data.pipeline.with_tables(self._arrays, table_prefix(""))
+        self._pipelines = {
+            name: view.pipeline.with_tables(self._arrays, table_prefix(name)) for name, view in data.views.items()
+        }
+        for made in ("test", "triggered", "validation"):
+            self.__dict__.pop(made, None)
+        return self
 
     @functools.cached_property
     def sites(self) -> tuple[Site, ...]:
@@ -255,6 +278,7 @@ class Population:
             "skipped": self.skipped,
             "messages": self.messages,
             "bands": self.bands,
+            "views": {name: [str(store.folder), length] for name, (store, length) in self._views.items()},
             "sites": [[site.name, site.first, site.stop, dict(site.shards)] for site in self._sites],
             "digest": _digest(arrays),
         }
@@ -266,8 +290,9 @@ class Population:
         """Return whether it is the population that :meth:`save` wrote there, whose features may lie in another cache."""
         _, metadata = _map_safetensors(folder / POPULATION_FILE)
         facts = json.loads(metadata["raydfl"])
-        keys = [store.folder.name for store in self.stores]
-        saved = facts["digest"], list(facts["classes"]), [Path(store).name for store in facts["stores"]]
+        keys = [store.folder.name for store in (*self.stores, *(store for store, _ in self._views.values()))]
+        folders = [*facts["stores"], *(store for store, _ in facts.get("views", {}).values())]
+        saved = facts["digest"], list(facts["classes"]), [Path(store).name for store in folders]
         return saved == (_digest(self._arrays), list(self._labels), keys)
 
     @classmethod
@@ -293,8 +318,12 @@ class Population:
                 raise ValueError(f"it is of format {facts['format']}, this version of raydfl reads {FORMAT}")
             if verify and _digest(arrays) != facts["digest"]:
                 raise ValueError("its content has changed")
-            stores = []
+            stores, views = [], {}
             if bands is None:
+                views = {
+                    name: (open_store(Path(store), verify_features), length)
+                    for name, (store, length) in facts.get("views", {}).items()
+                }
                 stores = [open_store(Path(store), verify_features) for store in facts["stores"]]
                 bands = facts.get("bands")  # neither this nor sites in a population of an early version
             sites = [Site(*site) for site in facts.get("sites", ())]
@@ -308,6 +337,7 @@ class Population:
                 bands,
                 sites,
                 facts.get("separator"),
+                views,
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
@@ -332,7 +362,31 @@ class Population:
             self.length,
             classes=self.classes,
             sets=self.sets,
+            pipeline=self.pipeline,
+            views={
+                name: self._view(name, number, "train" if part == "attack" else part, where, labels, clips)
+                for number, name in enumerate(self._views, 1)
+            },
         )
+
+    def _view(self, name: str, number: int, part: str, where: slice, labels: np.ndarray, clips: np.ndarray) -> Examples:
+        store, length = self._views[name]
+        starts, counts = (self._arrays[f"{part}@{name}/{column}"][where] for column in ("starts", "counts"))
+        return Examples(
+            store,
+            starts,
+            counts,
+            labels.astype(np.int64),
+            clips.astype(np.int64),
+            length,
+            pipeline=self._pipelines[name],
+            stream=number,
+        )
+
+
+def table_prefix(view: str) -> str:
+    """Return what the names of the tables of a view's transforms begin with."""
+    return f"{TABLES} {view}/" if view else f"{TABLES}/"
 
 
 def shards(clips: np.ndarray, size: int) -> list[tuple[int, int]]:
@@ -350,14 +404,14 @@ def shards(clips: np.ndarray, size: int) -> list[tuple[int, int]]:
 def _digest(arrays: Mapping[str, np.ndarray]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, array in sorted(arrays.items()):
-        if name == "statistics/values":
+        if name == "statistics/values" or name.startswith(TABLES):
             continue  # computed from features, whose last bits another machine's processor may round differently
         digest.update(f"{name} {array.dtype} {array.shape};".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()
 
 
-_DTYPES = {"BOOL": np.bool_, "U8": np.uint8, "I32": np.int32, "I64": np.int64, "F64": np.float64}
+_DTYPES = {"BOOL": np.bool_, "U8": np.uint8, "I32": np.int32, "I64": np.int64, "F32": np.float32, "F64": np.float64}
 
 
 def _map_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:

@@ -26,6 +26,7 @@ from raydfl.data.profile import KNOWN, ProfileSettings
 from raydfl.data.remote import local_copy
 from raydfl.data.segment import SegmentSettings
 from raydfl.data.split import SplitSettings
+from raydfl.data.transforms import Pipeline, make_transforms
 
 
 class SiteSettings(Settings):
@@ -50,6 +51,58 @@ class SiteSettings(Settings):
         return value
 
 
+class ViewSettings(Settings):
+    """A further view of the examples: another file of each, named in a column of the manifest."""
+
+    column: Annotated[
+        str,
+        Field(
+            min_length=1, description="Column of the manifest that names its files; null there: an example has none."
+        ),
+    ]
+    features: Annotated[
+        Any,
+        BeforeValidator(make_features),
+        Field(description="How a file becomes numbers: settings as in data.features, of any kind but file."),
+    ]
+    transforms: Annotated[
+        tuple[dict[str, Any], ...], Field(description="What is done to it in training: as data.transforms.")
+    ] = ()
+
+    @field_validator("transforms", mode="before")
+    @classmethod
+    def _list_of_transforms(cls, value: Any) -> Any:
+        """Accept names alone."""
+        return _transforms(value)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ViewSettings:
+        crop = self.pipeline.crop
+        if self.features.kind == "file" or self.features.normalise == "group" or (crop and crop.test == "segments"):
+            raise ConfigError(
+                "data.views: a further view has features of the kind logmel, model or image, is not normalised by group and not "
+                "cut into segments; change its features or transforms"
+            )
+        return self
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """What becomes of stored features on their way into a batch; built now."""
+        return make_transforms(self.transforms, self.features, "data.views: transforms")
+
+    @property
+    def stored_features(self) -> AnyFeatures:
+        """The features as the cache has them: see :attr:`DataSettings.stored_features`."""
+        found: AnyFeatures = self.features
+        return found if self.pipeline.late is None else found.model_copy(update={"normalise": "none"})
+
+
+def _transforms(value: Any) -> list[Any]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ValueError("write a list of transforms, like [{name: spec_augment}]")
+    return [{"name": each} if isinstance(each, str) else each for each in value]
+
+
 class DataSettings(Settings):
     """Recordings, features, who gets which, and what is held out. Every other key is an option of the data set (``root`` ...)."""
 
@@ -67,6 +120,17 @@ class DataSettings(Settings):
     segment: Annotated[
         SegmentSettings | None, Field(description="Cut long clips into segments. null: a clip is one example.")
     ] = None
+    transforms: Annotated[
+        tuple[dict[str, Any], ...],
+        Field(
+            description="What is done to training examples, anew in every batch, in that order: a list of {name, options ...}. "
+            "`raydfl methods` lists them."
+        ),
+    ] = ()
+    views: Annotated[
+        dict[str, ViewSettings],
+        Field(description="Further views of the examples, by name: models.NAME.view says which model reads one."),
+    ] = Field(default_factory=dict)
     leave_out: Annotated[
         tuple[str, ...], Field(description="Labels whose clips are left out: they are not read at all.")
     ] = ()
@@ -126,6 +190,12 @@ class DataSettings(Settings):
                 )
         return value
 
+    @field_validator("transforms", mode="before")
+    @classmethod
+    def _list_of_transforms(cls, value: Any) -> Any:
+        """Accept names alone."""
+        return _transforms(value)
+
     @field_validator("sites")
     @classmethod
     def _names_of_sites(cls, value: dict[str, SiteSettings]) -> dict[str, SiteSettings]:
@@ -155,6 +225,10 @@ class DataSettings(Settings):
         for name, field in cls.model_fields.items():
             if name == "features" and isinstance(values.get(name), Mapping):
                 check_keys(values[name], kind_of(values[name]), "data.features", DataSettings, "data")
+            elif name == "views":
+                views = values.get(name)
+                for view, settings in (views if isinstance(views, Mapping) else {}).items():
+                    check_keys(settings, ViewSettings, f"data.views.{view}", ViewSettings, "data.views")
             else:
                 check_keys(values.get(name), field.annotation, f"data.{name}", DataSettings, "data")
         sites = values.get("sites")
@@ -172,6 +246,9 @@ class DataSettings(Settings):
             raise ConfigError(
                 f"data.segment cuts clips of their own lengths: set data.features.{length} to null, or data.segment to null"
             )
+        crop = self.pipeline.crop
+        if self.segment is not None and crop is not None:
+            raise ConfigError("data.segment and the transform random_crop both cut clips: leave one of them out")
         if isinstance(self.features, FileFeatures) and self.corrupt.noise is not None:
             self.features.noisy_file()
         if self.labels is not None and self.corrupt.labels is not None:
@@ -186,11 +263,51 @@ class DataSettings(Settings):
             raise ConfigError(
                 f"data.profile.{columns[0]}.column: the lists of clips are at the sites (data.sites); deal values instead"
             )
+        if self.views and (self.segment is not None or self.sites or (crop is not None and crop.test == "segments")):
+            raise ConfigError(
+                "data.views: several views go neither with sites nor with segments; leave one of them out"
+            )
+        for name in self.views:
+            if not name.isidentifier():
+                raise ConfigError(f"data.views: the name {name!r} must be a word of letters, digits and _")
+        holds_images = find_dataset(self.name).images
+        if self.features.kind == "image" and self.corrupt.noise is not None:
+            raise ConfigError(
+                "data.corrupt.noise is noise in recordings, and data.features of the kind image come without any"
+            )
+        if holds_images and self.features.kind in ("logmel", "model"):
+            raise ConfigError(
+                f"data set {self.name!r} holds images, and data.features.kind is {self.features.kind}; set "
+                f"data.features='{{kind: image, size: 28}}', with their rows and columns"
+            )
         if not self.sites:
             self.source.open()  # the data set checks its own options
         for name in self.sites:
             self.at(name)
         return self
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """What becomes of stored features on their way into a batch; built now.
+
+        Raises:
+            ConfigError: transforms that are not known, or do not fit the features.
+        """
+        return make_transforms(self.transforms, self.features, "data.transforms")
+
+    @property
+    def stored_features(self) -> AnyFeatures:
+        """The features as the cache has them: not normalised where a transform comes before that."""
+        late = self.pipeline.late
+        return self.features if late is None else self.features.model_copy(update={"normalise": "none"})
+
+    @property
+    def test_segments(self) -> SegmentSettings | None:
+        """What cuts the clips that are measured on into examples; ``None``: nothing."""
+        crop = self.pipeline.crop
+        if crop is None or crop.test != "segments":
+            return self.segment
+        return SegmentSettings(frames=crop.size, stride=crop.stride or crop.size)
 
     def at(self, site: str) -> DataSettings:
         """Return the settings with which one site prepares its data, in its own folder.

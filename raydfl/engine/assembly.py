@@ -109,6 +109,12 @@ def _build(package: str, base: type[T], setting: Mapping[str, Any], what: str) -
     return registry.build(registry.find(package, name, base, what), options, what)
 
 
+def split_view(options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the view that a model reads, empty for the first, and the options of its architecture."""
+    own = dict(options)
+    return own.pop("view", ""), own
+
+
 def _models(
     declared: Mapping[str, str], configured: Mapping[str, ModelChoice]
 ) -> dict[str, list[tuple[str, dict[str, Any]]]]:

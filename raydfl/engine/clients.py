@@ -12,7 +12,7 @@ from raydfl.core import seeds
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.types import Client, ModelSpec
 from raydfl.data import Population, dealt
-from raydfl.engine.assembly import text_of
+from raydfl.engine.assembly import split_view, text_of
 from raydfl.engine.config import Config
 from raydfl.models import INIT_FROM
 
@@ -37,18 +37,7 @@ class Clients(Sequence[Client]):
         width = None if outputs == classes else outputs
         for name, choices in config.parts.models.items():
             self._specs.append(
-                [
-                    ModelSpec(
-                        name,
-                        architecture,
-                        population.bands,
-                        classes,
-                        _frozen({key: value for key, value in options.items() if key != INIT_FROM}),
-                        width,
-                        _frozen(options.get(INIT_FROM, {})),
-                    )
-                    for architecture, options in choices
-                ]
+                [_spec(name, architecture, options, population, config, width) for architecture, options in choices]
             )
             if name in config.parts.chosen_by:
                 self._drawn.append(self._chosen(name, *config.parts.chosen_by[name]))
@@ -126,6 +115,23 @@ class Clients(Sequence[Client]):
         columns = [np.zeros(len(self), np.int64) if d is None else d for d in self._drawn]
         _, first = np.unique(np.stack(columns, axis=1), axis=0, return_index=True)
         return [self._models(int(i)) for i in sorted(first)]
+
+
+def _spec(
+    name: str,
+    architecture: str,
+    options: Mapping[str, Any],
+    population: Population,
+    config: Config,
+    width: int | None,
+) -> ModelSpec:
+    view, own = split_view({key: value for key, value in options.items() if key != INIT_FROM})
+    settings = config.data.views.get(view)
+    shape = config.data.pipeline.shape(population.bands)
+    if settings is not None:
+        shape = settings.pipeline.shape(settings.features.bands)
+    start = _frozen(options.get(INIT_FROM, {}))
+    return ModelSpec(name, architecture, shape, len(population.classes), _frozen(own), width, start, view)
 
 
 def _frozen(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

@@ -28,9 +28,9 @@ from raydfl.core.options import check_keys, explain, path_options, plain
 from raydfl.core.remote import check_path, is_uri
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import parse_yaml
-from raydfl.data import KNOWN, DataSettings, ProfileSettings, find_dataset
-from raydfl.data.features import FileFeatures, kind_of, needs_waves
-from raydfl.engine.assembly import ModelChoice, Parts, assemble, text_of
+from raydfl.data import KNOWN, DataSettings, ProfileSettings, find_dataset, find_transform
+from raydfl.data.features import NEUTRAL, kind_of, needs_waves
+from raydfl.engine.assembly import ModelChoice, Parts, assemble, split_view, text_of
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
 from raydfl.methods import Method
 from raydfl.models import INIT_FROM, check_model, model_paths
@@ -46,6 +46,9 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "labels"): None,
     ("data", "profile"): {},
     ("data", "ungrouped"): "keep",
+    ("data", "transforms"): [],
+    ("data", "views"): {},
+    **{("data", "features", name): value for name, value in NEUTRAL.items()},
     ("train", "precision"): "float32",
     ("train", "deadline"): None,
     ("train", "optimiser", "keep"): False,
@@ -93,18 +96,14 @@ class Config(Settings):
                 f"{self.method['name']!r} also send changes, which are not near them; take a rule that compares clients with each "
                 f"other (geometric_median, multi_krum, dnc ...)"
             )
-        if isinstance(self.data.features, FileFeatures) and attack is not None and attack.alters:
+        if self.data.features.kind in ("file", "image") and attack is not None and attack.alters:
             raise needs_waves(f"attack {str((self.attack or {})['name'])!r}")
         self._objective_fits(method.objective, attack)
         declared = type(method).models
         for name in self.models:
             if name not in declared:
                 raise ConfigError(f"models: {self.method['name']} has no model {name!r}; {nearest(name, declared)}")
-        frames = None if self.data.segment is not None else self.data.features.frames
-        for name, choices in self.parts.models.items():
-            for architecture, options in choices:
-                own = {key: value for key, value in options.items() if key != INIT_FROM}
-                check_model(architecture, own, self.data.features.bands, frames, f"models.{name}")
+        self._models_fit()
         for name, (column, keys) in self.parts.chosen_by.items():
             _check_choices(f"models.{name}", column, keys, self.data.profile)
         for name in self.train.optimiser.models:
@@ -135,6 +134,30 @@ class Config(Settings):
                 f"attack {str((self.attack or {})['name'])!r} changes what class clips are of, which objective {name!r} does not "
                 f"learn; take an attack on updates (sign_flip, gaussian_noise ...), or objective=classify"
             )
+
+    def _models_fit(self) -> None:
+        """Refuse networks that cannot read their views, and views that no model reads."""
+        data, read = self.data, set[str]()
+        for name, choices in self.parts.models.items():
+            for architecture, options in choices:
+                view, own = split_view({key: value for key, value in options.items() if key != INIT_FROM})
+                read.add(view)
+                if view and view not in data.views:
+                    raise ConfigError(
+                        f"models.{name}.view: there is no view {view!r} in data.views; {nearest(str(view), data.views)}"
+                    )
+                seen = data.views[view] if view else data
+                frames, cut = seen.features.frames, seen.pipeline.cut
+                if data.segment is not None:
+                    frames = None
+                if frames is not None and cut is not None:
+                    frames = min(frames, cut)
+                check_model(architecture, own, seen.pipeline.shape(seen.features.bands), frames, f"models.{name}")
+        for name in data.views:
+            if name not in read:
+                raise ConfigError(
+                    f"data.views: no model reads the view {name!r}; set models.NAME.view={name}, or leave it out"
+                )
 
     @functools.cached_property
     def parts(self) -> Parts:
@@ -206,11 +229,15 @@ class Config(Settings):
             parts["attack"] = {"name": (self.attack or {})["name"], **plain(attack)}
         # Of sites in the order given, in which clients are numbered; a site's folder, like the cache, is only where things lie.
         parts["data"]["sites"] = [(name, plain(self.data.at(name).source.open())) for name in self.data.sites]
+        parts["data"]["transforms"] = [
+            {"name": given["name"], **plain(transform)}
+            for given, transform in zip(self.data.transforms, self.data.pipeline.all, strict=True)
+        ]
         if not self.data.sites:
             parts["data"].update(plain(self.data.source.open()) | self.data.uris)
         for (*groups, key), neutral in _CAME_LATER.items():
             group = functools.reduce(operator.getitem, groups, parts)
-            if group[key] == neutral:
+            if key in group and group[key] == neutral:
                 del group[key]
         if self.data.features.normalise == "group":
             parts["data"]["features"]["statistics"] = (
@@ -363,6 +390,9 @@ def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
     data = result.get("data")
     if isinstance(data, dict) and isinstance(data.get("name"), str):
         _resolve(data, ["cache", *path_options(find_dataset(data["name"]))])
+    for transform in data.get("transforms") or () if isinstance(data, dict) else ():
+        if isinstance(transform, dict) and isinstance(transform.get("name"), str):
+            _resolve(transform, path_options(find_transform(transform["name"])))
     if isinstance(data, dict) and isinstance(data.get("features"), dict):
         _resolve(data["features"], path_options(kind_of(data["features"])))
     return result

@@ -38,7 +38,7 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
     method = config.parts.method
     method.objective.check(population.classes, population.length)
     _check_classes(config, population)
-    batch, real = _batch(population)
+    batch, real = _batch(population.use(config.data))
     described: dict[str, dict[ModelSpec, dict[str, Any]]] = {}
     with preserved(), torch.no_grad():
         for specs in Clients(population, config).variants():
@@ -74,7 +74,9 @@ def _batch(population: Population) -> tuple[Batch, bool]:
     examples = population.first_examples(2)
     if examples is not None:
         return next(examples.batches(len(examples), None)), True
-    x = torch.randn(2, population.length or _FRAMES, population.bands, generator=torch.Generator().manual_seed(0))
+    shape = population.pipeline.shape(population.bands)
+    size = shape if isinstance(shape, tuple) else (population.length or _FRAMES, shape)
+    x = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
     lengths = None if population.length else torch.tensor([x.shape[1], x.shape[1] // 2])
     return Batch(x, torch.zeros(2, dtype=torch.int64), lengths), False
 

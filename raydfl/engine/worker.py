@@ -125,6 +125,7 @@ class Worker:
         self.population = Population.load(run_dir / "population") if population is None else population
         self.clients = Clients(self.population, config)
         self._held, self._first = (self.population, 0) if held is None else held
+        self._held.use(config.data)
         self.attack = config.parts.attack
         self._built: dict[tuple[tuple[ModelSpec, ...], int], Replica] = {}
         self._samples: dict[tuple[str, int], Examples] = {}

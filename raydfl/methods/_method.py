@@ -95,7 +95,7 @@ class Method:
             name: of the one that is tried.
             batch: two examples.
         """
-        logits: Tensor = models[name](batch.x, batch.lengths)
+        logits: Tensor = models[name](*batch.input_of(models[name]))
         return logits
 
     def shared(self, name: str) -> bool:

@@ -3,7 +3,9 @@
 An architecture is an ``nn.Module`` with the constructor ``(inputs, classes, **options)`` and
 
 - ``forward(x, lengths=None) -> logits``: x float32 [batch, frames, inputs], lengths int64 [batch] = frames that count (all,
-  if ``None``), logits float32 [batch, classes];
+  if ``None``), logits float32 [batch, classes].
+  An architecture for images has the attribute ``images`` true; its ``inputs`` are (channels, rows, columns), its x is float32
+  [batch, channels, rows, columns];
 - ``embed(x, lengths=None)`` -> float32 [batch, width]: what the last layer, ``output``, sees. Only some methods need it.
 
 A file of this package lists its architectures in ``ARCHITECTURES``: name -> (class, options that the name stands for). A

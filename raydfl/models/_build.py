@@ -39,21 +39,30 @@ def build_model(spec: ModelSpec) -> nn.Module:
     cls, preset = find_architecture(spec.architecture, where)
     options = _checked(cls, {**preset, **dict(spec.options)}, f"{where}: {spec.architecture}")
     try:
-        return cls(spec.inputs, spec.width, **options)
+        network = cls(spec.inputs, spec.width, **options)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     except Exception as error:  # whatever a user's constructor does
         raise ConfigError(f"{where}: {spec.architecture} cannot be built: {type(error).__name__}: {error}") from error
+    if spec.view:
+        network.view = spec.view  # type: ignore[assignment]  # what Batch.input_of looks for
+    return network
 
 
-def check_model(architecture: str, options: Mapping[str, Any], inputs: int, frames: int | None, where: str) -> None:
+def check_model(
+    architecture: str,
+    options: Mapping[str, Any],
+    inputs: int | tuple[int, int, int],
+    frames: int | None,
+    where: str,
+) -> None:
     """Refuse an architecture that cannot be built or cannot take the clips, before any client tries to.
 
     A built-in is built and tried on one clip; of a user's class only the options are checked.
 
     Args:
         options: as configured.
-        inputs: feature bands of a frame.
+        inputs: feature bands of a frame; of images channels, rows and columns.
         frames: of every clip; ``None`` when they differ.
         where: the place in the configuration, for the messages.
 
@@ -65,17 +74,26 @@ def check_model(architecture: str, options: Mapping[str, Any], inputs: int, fram
     network = (architecture, repr(sorted(checked.items())), inputs, frames)
     if ":" in architecture or network in _TRIED:
         return
+    if getattr(cls, "images", False) is not isinstance(inputs, tuple):
+        takes, given = ("images", "features") if isinstance(inputs, int) else ("features", "images")
+        fitting = [
+            name for name, (kind, _) in _built_in().items() if getattr(kind, "images", False) is (given == "images")
+        ]
+        raise ConfigError(
+            f"{where}: {architecture} takes {takes}, and the data are {given}; set {where} to one of {', '.join(fitting)}, or to a "
+            f"network of your own"
+        )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = build_model(ModelSpec(where.rpartition(".")[2], architecture, inputs, 2, tuple(options.items())))
         try:
             if frames is not None:
-                model(torch.zeros(1, frames, inputs))
+                model(torch.zeros(1, *(inputs if isinstance(inputs, tuple) else (frames, inputs))))
         except DataError as error:
             raise ConfigError(f"{where}: {architecture}: {error}") from error
     _TRIED.add(network)
 
 
-_TRIED: set[tuple[str, str, int, int | None]] = set()
+_TRIED: set[tuple[str, str, int | tuple[int, int, int], int | None]] = set()
 """Built-in networks that were found good in this process: all the configurations of a study may have the same."""
 
 

@@ -18,6 +18,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
+from raydfl.core.errors import ConfigError
 from raydfl.core.types import Batch, ModelSpec
 from raydfl.objectives._anomaly import AnomalyObjective
 from raydfl.training import Step
@@ -38,7 +39,15 @@ class Reconstruct(AnomalyObjective):
         return self.size
 
     def extension(self, spec: ModelSpec) -> nn.Module:
-        """Return the decoder."""
+        """Return the decoder.
+
+        Raises:
+            ConfigError: the network reads images.
+        """
+        if not isinstance(spec.inputs, int):
+            raise ConfigError(
+                "objective: reconstruct gives frames of features back, and the network reads images; take objective=compact"
+            )
         return nn.Sequential(
             nn.Linear(self.size, self.hidden), nn.ReLU(), nn.Linear(self.hidden, self.bins * spec.inputs)
         )

@@ -7,12 +7,12 @@ that are alike are computed for all of those clients at once (together/executor.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -126,18 +126,62 @@ def _common(step: Step) -> Hashable:
     )
 
 
-def _batches(step: Step, data: Examples, plan: Plan | None) -> Iterator[Batch]:
-    """Yield the batches of one epoch; on a GPU no batch is waited for."""
-    if not isinstance(data, Examples):  # a user's own
-        yield from data.batches(step.training.batch_size, step.rng, step.device)
-        return
-    order = order_of(step, data, plan)
-    if step.device.type == "cpu" or not order:
-        yield from (data.batch(index, step.device) for index in order)
-        return
-    batches = StackedBatches([data], [order], step.device)
-    for number in range(len(batches)):
-        yield batch_of_first(batches.batch(number))
+def _batches(step: Step, data: Examples, plan: Plan | None, epochs: int, seed: int) -> Iterator[Batch]:
+    """Yield the batches of all epochs; on a GPU no batch is waited for.
+
+    Args:
+        seed: of the fit.
+    """
+    done = 0
+    for _ in range(epochs):
+        if not isinstance(data, Examples):  # a user's own
+            yield from data.batches(step.training.batch_size, step.rng, step.device)
+            continue
+        order = order_of(step, data, plan)
+        if step.device.type == "cpu":
+            if data.changed:
+                yield from _transformed(data, order, done, seed)
+            else:
+                yield from (data.batch(index) for index in order)
+        elif order:
+            batches = StackedBatches([data], [order], step.device, [seed], done)
+            for number in range(len(batches)):
+                yield batch_of_first(batches.batch(number))
+        done += len(order)
+
+
+_AT_ONCE = 64
+"""Examples that are transformed at once, on the CPU: for one batch the many small steps take longer than the numbers."""
+
+
+def _transformed(data: Examples, order: Sequence[np.ndarray], first: int, seed: int) -> Iterator[Batch]:
+    """Yield batches of examples that transforms change, several made at once.
+
+    Args:
+        order: positions of each batch.
+        first: number of the first batch in the fit.
+        seed: of the fit.
+    """
+    at_once = max(1, _AT_ONCE // max(map(len, order), default=1))
+    for start in range(0, len(order), at_once):
+        part = order[start : start + at_once]
+        drawn = [data.draw(index, seed, first + start + number) for number, index in enumerate(part)]
+        joined = {name: np.concatenate([each[name] for each in drawn]) for name in drawn[0]}
+        tensors = data.batch(np.concatenate(part), drawn=joined).tensors()
+        place = 0
+        for index in part:
+            yield _trimmed(Batch.of({name: tensor[place : place + len(index)] for name, tensor in tensors.items()}))
+            place += len(index)
+
+
+def _trimmed(batch: Batch) -> Batch:
+    """Return a batch without frames that are padding in all of its examples, where lengths differ."""
+    tensors = batch.tensors()
+    if batch.lengths is not None:
+        tensors["x"] = batch.x[:, : int(batch.lengths.max())].contiguous()
+    for name, lengths in batch.view_lengths.items():
+        tensors[f"views/{name}"] = batch.views[name][:, : max(1, int(lengths.max()))].contiguous()
+    return Batch.of(tensors)
 
 
 @contextlib.contextmanager
@@ -187,7 +231,7 @@ class _Fit:
             self.epochs,
             alike.identity(self.plan),
             tuple(self.rates()),
-            (data.length, data.store.bands, tuple(data.columns)),
+            (data.length, data.store.bands, tuple(data.columns), id(data.pipeline), tuple(data.views)),
         )
 
     def several(self, others: Sequence[_Fit]) -> list[Metrics]:
@@ -226,7 +270,8 @@ class _Fit:
                 torch.nn.utils.clip_grad_norm_(trained, clip_norm)
 
         begin_training(step.models.items(), step.fixed)
-        seed = torch.tensor(fit_seed(step)).to(step.device)
+        seed_of_fit = fit_seed(step)
+        seed = torch.tensor(seed_of_fit).to(step.device)
 
         def by_code(number: int, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
             with step_randomness(seed_of_step(seed, number)), computing_in(precision, step.device):
@@ -240,7 +285,7 @@ class _Fit:
         sums: dict[str, Tensor] = {}
         epochs = step.training.local_epochs if self.epochs is None else self.epochs
         data = self.data()
-        for batch in itertools.chain.from_iterable(_batches(step, data, self.plan) for _ in range(epochs)):
+        for batch in _batches(step, data, self.plan, epochs, seed_of_fit):
             if step.clock.expired:
                 step.clock.cut = True
                 break
@@ -288,6 +333,7 @@ class _Predict:
             self.batch_size,
             examples.length,
             examples.store.bands,
+            id(examples.pipeline),
         )
 
     def several(self, others: Sequence[_Predict]) -> list[Tensor]:

@@ -69,7 +69,7 @@ class Step:
         """
         network = self.models[model]
         with contextlib.nullcontext() if tensors is None else computing_with(model, network, tensors):
-            logits = cast(Tensor, network(batch.x, batch.lengths))
+            logits = cast(Tensor, network(*batch.input_of(network)))
         return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
     def parameters(self, *models: str) -> dict[str, Tensor]:

@@ -55,6 +55,117 @@ def test_log_mel_equals_an_independent_calculation(options: dict[str, Any]) -> N
     np.testing.assert_allclose(actual, expected, atol=2e-3)
 
 
+SLANEY_HZ = {0.0: 0.0, 500.0: 7.5, 1000.0: 15.0, 6400.0: 42.0}
+"""Points of the mel scale of Slaney's Auditory Toolbox: 27 steps for a factor of 6.4 above 1000 Hz."""
+
+
+def numpy_front_end(wave: np.ndarray, settings: FeatureSettings) -> np.ndarray:
+    """Every option once more, from its definition: float64, frames one by one, the discrete Fourier sum by NumPy."""
+    wave = wave.astype(np.float64)
+    window, fft, hop = settings.window, settings.points, settings.hop
+    if settings.wave == "unit_norm":
+        wave = wave / np.linalg.norm(wave)
+    hann = np.sin(np.pi * np.arange(window) / window) ** 2
+    if settings.centred:
+        left = (fft - window) // 2
+        padded = np.pad(wave, fft // 2, mode="reflect")
+        frames = [padded[t * hop + left : t * hop + left + window] * hann for t in range(1 + len(wave) // hop)]
+    else:
+        frames = [wave[start : start + window] * hann for start in range(0, len(wave) - window + 1, hop)]
+    magnitude = np.array([np.abs(np.fft.rfft(frame, fft)) for frame in frames])
+    hz = np.linspace(0, settings.sample_rate / 2, 400_001)
+    if settings.mel == "slaney":
+        mel = np.where(hz < 1000, hz * 15 / 1000, 15 + 27 * np.log(np.maximum(hz, 1) / 1000) / np.log(6.4))
+        np.testing.assert_allclose(np.interp([*SLANEY_HZ], hz, mel), [*SLANEY_HZ.values()], atol=1e-9)
+    else:
+        mel = 1127 * np.log1p(hz / 700)
+    ends = np.interp([settings.low_hz, settings.highest_hz], hz, mel)
+    edges = np.interp(np.linspace(*ends, settings.bands + 2), mel, hz)
+    bins = np.arange(fft // 2 + 1) * settings.sample_rate / fft
+    weights = np.stack([np.interp(bins, edges[b : b + 3], [0, 1, 0]) for b in range(settings.bands)], axis=1)
+    sums = (magnitude if settings.spectrum == "magnitude" else magnitude**2) @ weights
+    least = settings.floor or (1e-5 if settings.spectrum == "magnitude" else 1e-10)
+    sums = np.maximum(sums, least)
+    if settings.scale == "log":
+        return np.log(sums)
+    return (20 if settings.spectrum == "magnitude" else 10) * np.log10(sums)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"spectrum": "magnitude"},
+        {"scale": "log"},
+        {"scale": "log", "spectrum": "magnitude", "floor": 0.5},
+        {"centred": False},
+        {"centred": False, "fft": 1000, "window_ms": 31.7},
+        {"wave": "unit_norm"},
+        {"mel": "slaney", "high_hz": 7000},
+        {
+            "centred": False,
+            "fft": 1024,
+            "low_hz": 60,
+            "high_hz": 7800,
+            "wave": "unit_norm",
+            "spectrum": "magnitude",
+            "scale": "log",
+            "floor": 1e-5,
+        },
+    ],
+)
+def test_every_option_of_the_front_end_equals_its_definition(options: dict[str, Any]) -> None:
+    settings = FeatureSettings(**options, normalise="none")
+    wave = noise(15_690, seed=3)[:, 0]
+    expected = numpy_front_end(wave, settings)
+    actual = FeatureExtractor(settings)(wave, 16_000)
+    assert actual.shape == expected.shape
+    np.testing.assert_allclose(actual, expected, atol=5e-3)
+    if options:
+        plain = FeatureExtractor(FeatureSettings(normalise="none"))(wave, 16_000)
+        assert plain.shape != actual.shape or np.abs(plain - actual).max() > 0.1
+
+
+def test_frames_that_are_not_centred_lie_within_the_clip() -> None:
+    fedstar = FeatureSettings(fft=1024, seconds=15_690 / 16_000, centred=False)
+    assert fedstar.frames == 96
+    extractor = FeatureExtractor(FeatureSettings(fft=1024, centred=False, normalise="none"))
+    for samples, frames in ((1, 1), (399, 1), (400, 1), (559, 1), (560, 2), (16_000, 98)):
+        assert extractor(noise(samples), 16_000).shape == (frames, 64)
+        assert FeatureSettings(centred=False).frames_of(np.array([samples / 16_000])).tolist() == [frames]
+
+
+def test_the_key_of_features_of_earlier_versions_stays() -> None:
+    old = {
+        "kind": "logmel",
+        "sample_rate": 16000,
+        "bands": 64,
+        "window_ms": 25.0,
+        "hop_ms": 10.0,
+        "fft": 512,
+        "low_hz": 0.0,
+        "high_hz": 8000.0,
+        "seconds": None,
+        "channel": "first",
+        "normalise": "clip",
+        "dtype": "float32",
+    }
+    assert FeatureSettings().key() == FeatureSettings(floor=1e-10).key() == old
+    keys = [
+        FeatureSettings.model_validate({name: value}).key()
+        for name, value in {
+            "wave": "unit_norm",
+            "centred": False,
+            "spectrum": "magnitude",
+            "mel": "slaney",
+            "scale": "log",
+            "floor": 1e-6,
+        }.items()
+    ]
+    assert len({str(key) for key in keys}) == 6
+    assert old not in keys
+
+
 def test_fedaudio_protocol_is_the_torchaudio_pipeline() -> None:
     wave = noise(16000)
     mel = torchaudio.transforms.MelSpectrogram(16000, n_fft=1024, win_length=1024, hop_length=160, n_mels=128)

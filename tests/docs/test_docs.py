@@ -23,14 +23,14 @@ from commands import Raydfl
 from pages import PAGES, RECORDINGS, ROOT, Block, anchor, blocks, headings, links, option_tables, without_blocks
 
 import raydfl as package
-from raydfl import Attack, Config, Method, Step, find_dataset, load_config, make_config
+from raydfl import Attack, Config, Method, Step, Transform, find_dataset, load_config, make_config
 from raydfl.core import registry
 from raydfl.core.options import options_of, plain
 from raydfl.core.settings import Settings
 from raydfl.core.types import ModelSpec
 from raydfl.core.yaml import parse_yaml
 from raydfl.data.dataset import dataset_names
-from raydfl.models import architectures, build_model, model_options
+from raydfl.models import architectures, build_model, find_architecture, model_options
 from raydfl.rules import RULES
 from raydfl.runs import _run as runs
 
@@ -73,7 +73,9 @@ def test_pages_are_there_and_have_blocks() -> None:
         "silos.md",
         "sweeps.md",
         "together.md",
+        "transforms.md",
         "using.md",
+        "views.md",
     }
     assert all(any(block.page == page for block in RUNNABLE) for page in PAGES)
     languages = {block.language for block in BLOCKS}
@@ -215,7 +217,11 @@ def test_tables_of_settings_are_complete_and_right() -> None:
         place: {name.rpartition(".")[2] for name in places if name.rpartition(".")[0] == place} for place in places
     }
     groups = {place: cls for place, cls in places.items() if set(cls.model_fields) != inner[place]}
-    tables = {**option_tables(_page("configuration.md")), **option_tables(_page("data.md"))}
+    tables = {
+        **option_tables(_page("configuration.md")),
+        **option_tables(_page("data.md")),
+        **option_tables(_page("views.md")),
+    }
     documented = {heading: table for heading, table in tables.items() if heading in groups}
     assert set(documented) == set(groups)
     for place, cls in groups.items():
@@ -249,6 +255,14 @@ def test_tables_of_attacks_are_complete_and_right() -> None:
         _same(tables[name], registry.find("raydfl.attacks", name, Attack, "attack"), leave_out=set(common))
 
 
+def test_tables_of_transforms_are_complete_and_right() -> None:
+    tables = option_tables(_page("transforms.md"))
+    names = registry.names("raydfl.data.transforms")
+    assert set(names) == set(tables)
+    for name in names:
+        _same(tables[name], registry.find("raydfl.data.transforms", name, Transform, "transform"))
+
+
 def test_every_architecture_is_described_with_its_options() -> None:
     text = _page("methods.md").read_text()
     for name in architectures():
@@ -264,7 +278,11 @@ def test_the_networks_have_the_parameters_that_the_page_says() -> None:
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         if len(cells) == 4 and cells[3].replace(",", "").isdigit():
             said |= dict.fromkeys(re.findall(r"`(\w+)`", cells[0]), int(cells[3].replace(",", "")))
-    built = {name: build_model(ModelSpec("model", name, 64, 10)) for name in architectures()}
+    inputs = {
+        name: (1, 28, 28) if getattr(find_architecture(name, "")[0], "images", False) else 64
+        for name in architectures()
+    }
+    built = {name: build_model(ModelSpec("model", name, inputs[name], 10)) for name in architectures()}
     assert said == {name: sum(p.numel() for p in model.parameters()) for name, model in built.items()}
 
 

@@ -19,7 +19,7 @@ def spec(architecture: str, **options: Any) -> ModelSpec:
 
 
 def test_every_architecture_builds_and_works_on_padded_batches() -> None:
-    names = architectures()
+    names = [name for name in architectures() if not name.startswith("cnn")]
     assert names == ["crnn", "crnn_base", "crnn_deep", "crnn_lite", "crnn_mid", "crnn_tiny", "linear", "mlp"]
     x, lengths = torch.randn(4, 30, 5), torch.tensor([30, 12, 8, 21])
     for name in names:
@@ -72,6 +72,8 @@ def test_mlp_has_one_hidden_layer() -> None:
 def test_an_item_without_frames_gives_finite_logits() -> None:
     """Padding examples of a batch have no frames; their weight of 0 must not meet a NaN."""
     for name in architectures():
+        if name.startswith("cnn"):
+            continue  # images have no lengths
         assert build_model(spec(name))(torch.zeros(2, 9, 5), torch.tensor([9, 0])).isfinite().all()
 
 

@@ -6,10 +6,11 @@ Begin with kinds.py (which kinds there are), extraction.py (making them) and cac
 from raydfl.data.features.alteration import Alteration
 from raydfl.data.features.cache import FeatureStore
 from raydfl.data.features.extraction import Chunk, ChunkReport, RunChunks
-from raydfl.data.features.extractor import FeatureExtractor
+from raydfl.data.features.extractor import LEAST_SQUARES, FeatureExtractor
 from raydfl.data.features.file import FileFeatures, needs_waves
+from raydfl.data.features.image import ImageFeatures
 from raydfl.data.features.kinds import AnyFeatures, kind_of
-from raydfl.data.features.log_mel import LARGEST_DENOMINATOR, FeatureSettings
+from raydfl.data.features.log_mel import LARGEST_DENOMINATOR, NEUTRAL, FeatureSettings
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.statistics import z_scores
 from raydfl.data.features.wave import EPSILON
@@ -17,6 +18,8 @@ from raydfl.data.features.wave import EPSILON
 __all__ = [
     "EPSILON",
     "LARGEST_DENOMINATOR",
+    "LEAST_SQUARES",
+    "NEUTRAL",
     "Alteration",
     "AnyFeatures",
     "Chunk",
@@ -25,6 +28,7 @@ __all__ = [
     "FeatureSettings",
     "FeatureStore",
     "FileFeatures",
+    "ImageFeatures",
     "ModelFeatures",
     "RunChunks",
     "kind_of",

@@ -57,6 +57,7 @@ from raydfl.data.features.extraction import (
     run_locally,
 )
 from raydfl.data.features.file import FileFeatures, features_digests, missing_features, needs_waves
+from raydfl.data.features.image import ImageFeatures
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.log_mel import FeatureSettings
 
@@ -193,11 +194,11 @@ def prepare(
         DataError: clips that cannot be read (``unreadable="stop"``), or an executor that left no result.
         ResourcesError: the disk is full or the cache folder cannot be written.
     """
-    if alterations is not None and isinstance(features, FileFeatures):
+    if alterations is not None and features.kind in ("file", "image"):
         raise needs_waves("the attack")
     progress = progress or Silent()
     cache = (default_cache() if cache is None else cache).expanduser().absolute()
-    if features.normalise == "group":
+    if not isinstance(features, ImageFeatures) and features.normalise == "group":
         features = features.model_copy(update={"normalise": "none", "dtype": "float32"})
     needed = _needed_bytes(manifest, features)
     with writing(cache, needed, _WHAT, CHOOSE_CACHE):

@@ -26,6 +26,7 @@ from raydfl.data.dataset import Dataset
 from raydfl.data.features.alteration import UNALTERED, Alterations
 from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.data.features.file import FileFeatures, read_features
+from raydfl.data.features.image import ImageFeatures
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.model import ModelFeatures
@@ -113,7 +114,12 @@ def compute_chunk(chunk: Chunk) -> ChunkReport:
         ConfigError: a model that makes the features cannot be built.
     """
     settings = chunk.features
-    features_of = _given(chunk, settings) if isinstance(settings, FileFeatures) else _computed(chunk, settings)
+    if isinstance(settings, FileFeatures):
+        features_of = _given(chunk, settings)
+    elif isinstance(settings, ImageFeatures):
+        features_of = _pictured(chunk, settings)
+    else:
+        features_of = _computed(chunk, settings)
     matrices: list[np.ndarray] = []
     counts = np.zeros(len(chunk.rows), np.int64)
     failures: dict[int, str] = {}
@@ -153,6 +159,12 @@ def _given(chunk: Chunk, settings: FileFeatures) -> FeaturesOf:
     return lambda position, row: read_features(
         settings, row["clip"], noise is not None and noise.seeds[position] != NOISELESS
     )
+
+
+def _pictured(chunk: Chunk, settings: ImageFeatures) -> FeaturesOf:
+    """From the image."""
+    dataset = _open(chunk.source)
+    return lambda position, row: settings.stored(dataset.image(row))
 
 
 def _computed(chunk: Chunk, settings: FeatureSettings | ModelFeatures) -> FeaturesOf:

@@ -16,6 +16,9 @@ from raydfl.data.features.wave import z_scored
 if TYPE_CHECKING:
     from torch import nn
 
+LEAST_SQUARES = 1e-9
+"""The least sum of squares by whose root a wave is divided (``wave: unit_norm``)."""
+
 
 class FeatureExtractor:
     """Computes the features of one clip at a time; keeps the transforms that it built.
@@ -75,7 +78,10 @@ class FeatureExtractor:
         Raises:
             DataError: a model of one's own gives something else than features.
         """
-        matrix = self._matrix(wave[: self.settings.samples])
+        wave = wave[: self.settings.samples]
+        if isinstance(self.settings, FeatureSettings) and self.settings.wave == "unit_norm":
+            wave = wave / np.sqrt(np.maximum(np.square(wave, dtype=np.float64).sum(), LEAST_SQUARES)).astype(np.float32)
+        matrix = self._matrix(wave)
         if self.settings.normalise == "clip":
             matrix = z_scored(matrix)
         return np.ascontiguousarray(matrix, dtype=np.float32)
@@ -100,16 +106,19 @@ class FeatureExtractor:
 
 
 class _LogMel:
-    """float32 [frames, bands], decibels, of a wave that is cut already: float32 [samples] at the settings' rate."""
+    """float32 [frames, bands], decibels or logarithms, of a wave that is cut already: float32 [samples] at the settings' rate."""
 
     def __init__(self, settings: FeatureSettings) -> None:
         # Importing torch takes seconds: only who computes features pays for it.
         from torchaudio.transforms import AmplitudeToDB, MelSpectrogram
 
-        self._hop = settings.hop
+        self._settings = settings
         # The reflection at both ends needs more samples than half a window.
-        self._least = settings.points // 2 + 1
-        self._power = MelSpectrogram(
+        self._shortest = settings.points // 2 + 1 if settings.centred else settings.window
+        # The window stands in the middle of the transform's points: after so many zeros it begins at the first sample.
+        before = (settings.points - settings.window) // 2
+        self._around = (0, 0) if settings.centred else (before, settings.points - settings.window - before)
+        self._bands = MelSpectrogram(
             sample_rate=settings.sample_rate,
             n_fft=settings.points,
             win_length=settings.window,
@@ -117,21 +126,26 @@ class _LogMel:
             f_min=settings.low_hz,
             f_max=settings.highest_hz,
             n_mels=settings.bands,
-            power=2.0,
-            center=True,
+            power=2.0 if settings.spectrum == "power" else 1.0,
+            center=settings.centred,
             pad_mode="reflect",
             norm=None,
-            mel_scale="htk",
+            mel_scale=settings.mel,
         )
-        self._decibels = AmplitudeToDB("power", top_db=None)
+        self._decibels = AmplitudeToDB(settings.spectrum, top_db=None)
+        self._decibels.amin = settings.least
 
     def __call__(self, wave: np.ndarray) -> np.ndarray:
         import torch
 
-        frames = 1 + len(wave) // self._hop  # frames of the padding alone are not kept
-        if len(wave) < self._least:
-            wave = np.pad(wave, (0, self._least - len(wave)))
+        frames = self._settings.frames_within(len(wave))  # frames of the padding alone are not kept
+        if len(wave) < self._shortest:
+            wave = np.pad(wave, (0, self._shortest - len(wave)))
+        if any(self._around):
+            wave = np.pad(wave, self._around)
         with torch.no_grad():
-            decibels = self._decibels(self._power(torch.from_numpy(np.ascontiguousarray(wave))))
-        matrix: np.ndarray = decibels.numpy()[:, :frames].T
+            sums = self._bands(torch.from_numpy(np.ascontiguousarray(wave)))
+            in_db = self._settings.scale == "db"
+            logarithms = self._decibels(sums) if in_db else sums.clamp_min(self._settings.least).log()
+        matrix: np.ndarray = logarithms.numpy()[:, :frames].T
         return matrix

@@ -95,7 +95,7 @@ class FileFeatures(Settings):
 def needs_waves(what: str) -> ConfigError:
     """Return the error for ``what`` ("attack 'backdoor'"), which alters recordings, where there are only features."""
     return ConfigError(
-        f"{what} alters recordings, and data.features of the kind file come without any: take the kind logmel, or the kind model "
+        f"{what} alters recordings, and data.features of the kinds file and image have none: take the kind logmel, or model "
         "with the network that made the features"
     )
 

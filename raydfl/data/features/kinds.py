@@ -10,11 +10,17 @@ from pydantic import ValidationError
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.options import explain
 from raydfl.data.features.file import FileFeatures
+from raydfl.data.features.image import ImageFeatures
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.model import ModelFeatures
 
-AnyFeatures = FileFeatures | ModelFeatures | FeatureSettings
-_KINDS: dict[str, type[AnyFeatures]] = {"logmel": FeatureSettings, "file": FileFeatures, "model": ModelFeatures}
+AnyFeatures = FileFeatures | ModelFeatures | ImageFeatures | FeatureSettings
+_KINDS: dict[str, type[AnyFeatures]] = {
+    "logmel": FeatureSettings,
+    "file": FileFeatures,
+    "model": ModelFeatures,
+    "image": ImageFeatures,
+}
 
 
 def kind_of(values: Mapping[str, Any]) -> type[AnyFeatures]:

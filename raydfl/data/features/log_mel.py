@@ -33,7 +33,7 @@ class FeatureSettings(Settings):
         Literal["logmel"],
         Field(
             description="logmel: log of the power in mel bands, in decibels. file: features that you made. model: a network of "
-            "your own makes them."
+            "your own makes them. image: pictures."
         ),
     ] = "logmel"
     sample_rate: SampleRate = 16_000
@@ -67,11 +67,45 @@ class FeatureSettings(Settings):
         ),
     ] = None
     channel: Channel = "first"
+    wave: Annotated[
+        Literal["as_is", "unit_norm"],
+        Field(
+            description="unit_norm: a clip's samples, after seconds has cut it, are divided by the root of the sum of their "
+            "squares (of at least 1e-9)."
+        ),
+    ] = "as_is"
+    centred: Annotated[
+        bool,
+        Field(
+            description="true: frame t is centred at t * hop, and clips are reflected at both ends. false: frame t begins there, "
+            "1 + (samples - window) / hop frames, all within the clip."
+        ),
+    ] = True
+    spectrum: Annotated[
+        Literal["power", "magnitude"], Field(description="What mel bands add up: the power spectrum, or its root.")
+    ] = "power"
+    mel: Annotated[
+        Literal["htk", "slaney"],
+        Field(
+            description="Formula of the mel scale. slaney: linear up to 1000 Hz. Triangles have the height 1 in both."
+        ),
+    ] = "htk"
+    scale: Annotated[
+        Literal["db", "log"],
+        Field(description="db: decibels, 10 log10 of power and 20 log10 of magnitude. log: the natural logarithm."),
+    ] = "db"
+    floor: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            description="Smaller sums of a band are taken for this before the logarithm. null: 1e-10 of power, 1e-5 of magnitude.",
+        ),
+    ] = None
     normalise: Annotated[
         Normalise,
         Field(
             description="z-score of each band over the frames of the clip, or over all frames of the training clips of its group "
-            "(speaker), or none: decibels."
+            "(speaker), or none: decibels or logarithms."
         ),
     ] = "clip"
     dtype: Dtype = "float32"
@@ -132,24 +166,56 @@ class FeatureSettings(Settings):
     @property
     def frames(self) -> int | None:
         """Frames that every clip has; ``None`` when clips keep their length."""
-        return None if self.samples is None else 1 + self.samples // self.hop
+        return None if self.samples is None else self.frames_within(self.samples)
+
+    def frames_within(self, samples: int) -> int:
+        """Return how many frames a wave of so many samples has, at least 1."""
+        return 1 + samples // self.hop if self.centred else max(1, 1 + (samples - self.window) // self.hop)
+
+    @property
+    def least(self) -> float:
+        """What smaller sums of a band are taken for."""
+        if self.floor is not None:
+            return self.floor
+        return 1e-10 if self.spectrum == "power" else 1e-5
+
+    @property
+    def of_log_power(self) -> float:
+        """What a feature is of the natural logarithm of its band's power (of the squared sum, for magnitudes)."""
+        if self.scale == "db":
+            return 10.0 / math.log(10.0)
+        return 1.0 if self.spectrum == "power" else 0.5
 
     def frames_of(self, seconds: np.ndarray) -> np.ndarray:
         """Return how many frames such clips take in the cache (to within the rounding of resampling): int64, as ``seconds``."""
         if self.frames is not None:
             return np.full(seconds.shape, self.frames, np.int64)
-        frames: np.ndarray = 1 + np.ceil(seconds * self.sample_rate).astype(np.int64) // self.hop
+        samples = np.ceil(seconds * self.sample_rate).astype(np.int64)
+        frames: np.ndarray = np.maximum(1 + (samples if self.centred else samples - self.window) // self.hop, 1)
         return frames
 
     def key(self) -> dict[str, Any]:
         """Return all that decides the numbers, for the key of the cache."""
-        return self.model_dump() | {"fft": self.points, "high_hz": self.highest_hz}
+        values = self.model_dump() | {"fft": self.points, "high_hz": self.highest_hz, "floor": self.least}
+        neutral = {**NEUTRAL, "floor": 1e-10}
+        return {name: value for name, value in values.items() if name not in neutral or value != neutral[name]}
+
+
+NEUTRAL: dict[str, Any] = {
+    "wave": "as_is",
+    "centred": True,
+    "spectrum": "power",
+    "mel": "htk",
+    "scale": "db",
+    "floor": None,
+}
+"""Settings that earlier versions did not have, with the values at which features are theirs. Keys and digests leave those out."""
 
 
 @functools.lru_cache(maxsize=256)
-def _count_empty(sample_rate: int, low_hz: float, high_hz: float, bands: int, points: int) -> int:
-    low, high = (2595.0 * math.log10(1.0 + hz / 700.0) for hz in (low_hz, high_hz))
-    edges = 700.0 * (10.0 ** (np.linspace(low, high, bands + 2) / 2595.0) - 1.0)
+def _count_empty(sample_rate: int, low_hz: float, high_hz: float, mel: str, bands: int, points: int) -> int:
+    low, high = (_to_mel(hz, mel) for hz in (low_hz, high_hz))
+    edges = _to_hz(np.linspace(low, high, bands + 2), mel)
     bins = np.linspace(0.0, sample_rate / 2, points // 2 + 1)
     first = np.searchsorted(bins, edges[:-2], side="right")  # first bin inside the band
     stop = np.searchsorted(bins, edges[2:], side="left")
@@ -158,4 +224,24 @@ def _count_empty(sample_rate: int, low_hz: float, high_hz: float, bands: int, po
 
 def _empty_bands(settings: FeatureSettings, points: int) -> int:
     """Count the mel bands without a Fourier bin: they would be constant, without information."""
-    return _count_empty(settings.sample_rate, settings.low_hz, settings.highest_hz, settings.bands, points)
+    edges = settings.low_hz, settings.highest_hz, settings.mel
+    return _count_empty(settings.sample_rate, *edges, settings.bands, points)
+
+
+# Slaney's scale: 3 mel for each 200 Hz up to 1000 Hz, from there 27 for each factor of 6.4.
+_LINEAR_TO_HZ, _HZ_OF_A_MEL, _MEL_OF_A_LOG = 1000.0, 200.0 / 3, 27.0 / math.log(6.4)
+
+
+def _to_mel(hz: float, formula: str) -> float:
+    if formula == "htk":
+        return 2595.0 * math.log10(1.0 + hz / 700.0)
+    if hz < _LINEAR_TO_HZ:
+        return hz / _HZ_OF_A_MEL
+    return _LINEAR_TO_HZ / _HZ_OF_A_MEL + math.log(hz / _LINEAR_TO_HZ) * _MEL_OF_A_LOG
+
+
+def _to_hz(mel: np.ndarray, formula: str) -> np.ndarray:
+    if formula == "htk":
+        return np.asarray(700.0 * (10.0 ** (mel / 2595.0) - 1.0))
+    beyond = np.maximum(mel - _LINEAR_TO_HZ / _HZ_OF_A_MEL, 0.0)
+    return np.asarray(np.minimum(mel * _HZ_OF_A_MEL, _LINEAR_TO_HZ) * np.exp(beyond / _MEL_OF_A_LOG))

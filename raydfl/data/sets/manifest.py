@@ -98,6 +98,12 @@ class Manifest(Dataset):
         extra = {name: table.column(name) for name in table.column_names if name not in {*mapped.values(), *_RESERVED}}
         return make_manifest(extra | columns, str(file))
 
+    def file_of(self, row: Mapping[str, Any], column: str) -> str | None:
+        """See :class:`Dataset`: relative paths begin where those of the recordings do."""
+        root = absolute(self.file).parent if self.root is None else absolute(self.root)
+        value = row[column]
+        return os.path.normpath(root / Path(str(value)).expanduser()) if value else None
+
     def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
         """Read the file, or the part of it."""
         return read_audio(row["path"], row.get("start") or 0.0, row.get("stop"))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from raydfl.core.metrics import HIGHER_IS_BETTER, base_name
-from raydfl.data.features import FeatureSettings, FileFeatures
+from raydfl.data.features import FeatureSettings, FileFeatures, ImageFeatures
 from raydfl.engine import Config
 from raydfl.experiments.metric import MetricSettings, keys_of
 from raydfl.experiments.plan import rounds_done
@@ -227,6 +227,8 @@ def features_text(config: Config) -> str:
     z_score = {"clip": "z-score by clip", "group": "z-score by speaker", "none": "not normalised"}[features.normalise]
     if isinstance(features, FileFeatures):
         return f"{features.path.name}, {features.bands} bands, {z_score}"
+    if isinstance(features, ImageFeatures):
+        return f"images of {features.size[0]} x {features.size[1]}, {features.channels} channels"
     kind = "log-mel" if isinstance(features, FeatureSettings) else features.title
     return f"{kind}, {features.bands} bands at {features.sample_rate / 1000:g} kHz, {z_score}"
 

@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 
 from raydfl.data import DataSettings
-from raydfl.data.features import EPSILON, LARGEST_DENOMINATOR, FeatureSettings, FileFeatures, ModelFeatures
+from raydfl.data.features import (
+    EPSILON,
+    LARGEST_DENOMINATOR,
+    LEAST_SQUARES,
+    FeatureSettings,
+    FileFeatures,
+    ImageFeatures,
+    ModelFeatures,
+)
 
 
 def describe_front_end(data: DataSettings, statistics: np.ndarray | None = None) -> dict[str, Any]:
@@ -26,6 +34,8 @@ def describe_front_end(data: DataSettings, statistics: np.ndarray | None = None)
         first = {
             "file": {"name": settings.path.name, "bands": settings.bands, "frames": settings.frames, "note": _GIVEN}
         }
+    elif isinstance(settings, ImageFeatures):
+        first = {"image": settings.model_dump(mode="json")}
     elif isinstance(settings, ModelFeatures):
         first = {**_wave(settings), "model": _model(settings)}
     else:
@@ -68,22 +78,36 @@ def _model(settings: ModelFeatures) -> dict[str, Any]:
 
 
 def _log_mel(settings: FeatureSettings) -> dict[str, Any]:
+    centred = settings.centred
     return {
+        "scale": {
+            "unit_norm": settings.wave == "unit_norm",
+            "least": LEAST_SQUARES,
+            "note": "unit_norm: the samples are divided by sqrt(max(sum of their squares, least))",
+        },
         "spectrogram": {
-            "least_samples": settings.points // 2 + 1,
+            "least_samples": settings.points // 2 + 1 if centred else settings.window,
             "least_samples_note": "shorter recordings are followed by zeros up to there",
             "window": "periodic Hann: 0.5 - 0.5 cos(2 pi n / window_samples)",
             "window_samples": settings.window,
             "fft": settings.points,
             "window_place": "in the middle of the fft points, (fft - window_samples) // 2 zeros before it",
             "hop_samples": settings.hop,
-            "centre": "frame t is centred at sample t * hop_samples; the recording is reflected at both ends by fft // 2 samples",
-            "frames": "1 + samples // hop_samples, of the samples before zeros were put after them",
-            "power": 2,
+            "centred": centred,
+            "centre": "frame t is centred at sample t * hop_samples; the recording is reflected at both ends by fft // 2 samples"
+            if centred
+            else "frame t's window begins at sample t * hop_samples; the rest of the fft points are zeros",
+            "frames": "1 + samples // hop_samples, of the samples before zeros were put after them"
+            if centred
+            else "1 + (samples - window_samples) // hop_samples, at least 1",
+            "power": 2 if settings.spectrum == "power" else 1,
         },
         "mel": {
             "bands": settings.bands,
-            "scale": "htk: mel = 2595 log10(1 + hz / 700)",
+            "formula": settings.mel,
+            "scale": "htk: mel = 2595 log10(1 + hz / 700)"
+            if settings.mel == "htk"
+            else "slaney: mel = 3 hz / 200 up to 1000 Hz, from there 15 + 27 log(hz / 1000) / log(6.4)",
             "low_hz": settings.low_hz,
             "high_hz": settings.highest_hz,
             "edges": "bands + 2 points, equally far apart in mel",
@@ -91,25 +115,35 @@ def _log_mel(settings: FeatureSettings) -> dict[str, Any]:
             "highest_bin_hz": settings.sample_rate // 2,
             "bins": "fft // 2 + 1 points from 0 to highest_bin_hz, equally far apart",
         },
-        "log": {"formula": "10 log10(max(power, floor))", "floor": 1e-10},
+        "log": {
+            "formula": "factor * log(max(sum, floor)), with the natural logarithm",
+            "factor": settings.of_log_power * (1 if settings.spectrum == "power" else 2),
+            "floor": settings.least,
+        },
     }
 
 
 def _end(data: DataSettings, statistics: np.ndarray | None) -> dict[str, Any]:
-    settings, segment = data.features, data.segment
+    settings, segment, pipeline = data.features, data.test_segments, data.pipeline
     mean, deviation = (None, None) if statistics is None else statistics.tolist()
+    middle = pipeline.cut if pipeline.crop is not None and pipeline.crop.test == "centre" else None
     return {
         "normalise": {
-            "over": settings.normalise,
+            "over": "example" if pipeline.late is not None and pipeline.late.z_score else settings.normalise,
             "formula": "(x - mean) / (deviation + epsilon) in each band; deviation is the population's",
             "epsilon": EPSILON,
             "mean": mean,
             "deviation": deviation,
             "note": "clip: over the frames of the recording; group: with the training clips' mean and deviation, as given here "
-            "(null: over all frames of the speaker's recordings); none: not done",
+            "(null: over all frames of the speaker's recordings); example: over the frames of a crop or segment, once it is cut "
+            "(frames of zeros are left out); none: not done",
         },
         "pad": {"frames": settings.frames, "note": "frames of zeros after it up to there; null: none"},
         "dtype": settings.dtype,
+        "crop": {
+            "frames": middle,
+            "note": "of longer recordings the middle, from frame (T - frames) // 2 of T, zeros counted; null: all",
+        },
         "segments": None
         if segment is None
         else {

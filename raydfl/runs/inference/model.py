@@ -191,7 +191,8 @@ class _Run:
         return networks, {name for name in names if name not in (there if self.method.shared(name) else own)}
 
     def _made(self, label: str, client_id: str, specs: Specs, name: str, network: nn.Module) -> RunModel:
-        unnamed = ModelSpec(name, type(network).__name__, self.population.bands, len(self.classes))
+        inputs = self.config.data.pipeline.shape(self.population.bands)
+        unnamed = ModelSpec(name, type(network).__name__, inputs, len(self.classes))
         return RunModel(
             self.run_dir,
             label,

@@ -14,7 +14,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnxruntime
@@ -198,7 +198,8 @@ def _traced(network: nn.Module, model: RunModel, frames: int | None, with_length
 def _example(model: RunModel, batch: int, frames: int, with_lengths: bool) -> tuple[Tensor, Tensor | None]:
     """Random input of that size; of several lengths the first is the longest, as in every batch."""
     random = torch.Generator().manual_seed(batch * 10_000 + frames)
-    x = torch.randn(batch, frames, model.spec.inputs, generator=random)
+    bands = cast(int, model.spec.inputs)  # export_model refuses images
+    x = torch.randn(batch, frames, bands, generator=random)
     if not with_lengths:
         return x, None
     lengths = torch.randint(1, frames + 1, (batch,), generator=random)

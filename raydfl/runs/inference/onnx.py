@@ -80,6 +80,11 @@ def export_model(
     from raydfl.runs.inference.network import to_onnx
 
     loaded = load_model(run_dir, model, client, trust)
+    if isinstance(loaded.spec.inputs, tuple) or loaded.spec.view:
+        raise InputError(
+            f"{run_dir} was trained on images or further views, and raydfl export writes networks on features "
+            f"alone; its model.safetensors has the weights for PyTorch"
+        )
     path = _default_path(loaded) if out is None else Path(out)
     if path.suffix != ".onnx":
         raise InputError(f"--out {path}: the name must end in .onnx")

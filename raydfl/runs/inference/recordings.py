@@ -21,8 +21,16 @@ import numpy as np
 import torch
 
 from raydfl.core.errors import DataError, InputError, RaydflError
-from raydfl.data import Examples, read_audio, segments, shown_name
-from raydfl.data.features import FeatureExtractor, FeatureStore, FileFeatures, z_scores
+from raydfl.data import Examples, read_audio, read_image, segments, shown_name
+from raydfl.data.features import (
+    FeatureExtractor,
+    FeatureSettings,
+    FeatureStore,
+    FileFeatures,
+    ImageFeatures,
+    ModelFeatures,
+    z_scores,
+)
 from raydfl.data.sets import list_recordings
 from raydfl.runs.inference.model import RunModel, load_model
 
@@ -160,16 +168,26 @@ class _FrontEnd:
 
     def __init__(self, model: RunModel) -> None:
         self._model = model
+        if model.spec.view:
+            raise InputError(
+                f"model {model.name!r} of {model.run_dir} reads the view {model.spec.view!r}, and raydfl predict reads the "
+                f"first view alone; take another model with --model"
+            )
         if isinstance(model.data.features, FileFeatures):
             raise InputError(
                 f"{model.run_dir} was trained on features from a file ({model.data.features.path.name}): nothing in it can make "
                 "features of recordings; use raydfl export, and give the network features that were made in the same way"
             )
-        self._settings = model.data.features
-        self._extractor = FeatureExtractor(self._settings)
+        self._settings = model.data.stored_features
+        self._extractor = None
+        if isinstance(self._settings, FeatureSettings | ModelFeatures):
+            self._extractor = FeatureExtractor(self._settings)
 
     def matrix(self, file: Path) -> np.ndarray:
-        """Features float32 [frames, bands], not padded; normalised unless that takes the group."""
+        """Features float32 [frames, bands], not padded; normalised unless that takes the group. An image's rows as stored."""
+        if isinstance(self._settings, ImageFeatures):
+            return self._settings.stored(read_image(str(file)))
+        assert self._extractor is not None  # noqa: S101 - see __init__
         return self._extractor(*read_audio(file))
 
     def normalised(self, matrices: dict[Path, np.ndarray | str]) -> dict[Path, np.ndarray | str]:
@@ -202,21 +220,22 @@ class _FrontEnd:
 
     def _examples(self, matrix: np.ndarray) -> Examples:
         """Return the recording's segments, stored and padded as those of the run's test clips are."""
-        settings, segment = self._settings, self._model.data.segment
+        settings, segment = self._settings, self._model.data.test_segments
         padded = matrix
         if settings.frames is not None:
             padded = np.zeros((settings.frames, matrix.shape[1]), np.float32)
             padded[: len(matrix)] = matrix
         frames = padded.astype(settings.dtype)
+        pipeline = self._model.data.pipeline
         stride = None if segment is None else segment.test_stride
         _, starts, counts = segments(np.array([len(frames)]), segment, stride)
         length = self._model.length
-        if length is not None and (counts != length).any():
+        if length is not None and (pipeline.window(starts, counts)[1] != length).any():
             length = None  # the run's clips all had that many frames, this one has not
         offsets, lengths = np.array([0, len(frames)]), np.array([len(matrix)], np.int32)
         store = FeatureStore(self._model.run_dir, frames, offsets, lengths, settings.frames, {})
         nothing = np.zeros(len(starts), np.int64)
-        return Examples(store, starts, counts, nothing, nothing, length)
+        return Examples(store, starts, counts, nothing, nothing, length, pipeline=pipeline)
 
 
 def _attempt(function: Callable[[Given], np.ndarray], given: Given, file: Path) -> np.ndarray | str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raydfl.core.types import Batch
-from raydfl.data import Examples
+from raydfl.data import Drawn, Examples
 from raydfl.data.features import FeatureStore
 
 _SHARE = 1 / 3
@@ -40,12 +40,18 @@ class Resident:
     Args:
         examples: of each client; all of one store.
         plans: of each client the positions of each batch, longest list first.
+        windows: of each client first rows in the store and numbers of frames of the examples of each batch.
         widest: the most examples of a client in a batch.
         device: where they are wanted.
     """
 
     def __init__(
-        self, examples: Sequence[Examples], plans: Sequence[Sequence[np.ndarray]], widest: int, device: torch.device
+        self,
+        examples: Sequence[Examples],
+        plans: Sequence[Sequence[np.ndarray]],
+        windows: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]],
+        widest: int,
+        device: torch.device,
     ) -> None:
         store = examples[0].store
         whole = frames_on(store, device) if all(own.store is store for own in examples) else None
@@ -53,13 +59,13 @@ class Resident:
         counts = np.zeros_like(starts)
         place = 0
         for client, (own, plan) in enumerate(zip(examples, plans, strict=True)):
-            own_starts = own.starts
+            moved = np.zeros_like(own.starts)
             if whole is None:  # where _gathered puts them
-                own_starts = place + np.cumsum(own.counts) - own.counts
+                moved = place + np.cumsum(own.counts) - own.counts - own.starts
                 place += int(own.counts.sum())
-            for step, index in enumerate(plan):
-                starts[step, client, : len(index)] = own_starts[index]
-                counts[step, client, : len(index)] = own.counts[index]
+            for step, (index, (first, length)) in enumerate(zip(plan, windows[client], strict=True)):
+                starts[step, client, : len(index)] = first + moved[index]
+                counts[step, client, : len(index)] = length
         self._frames = _gathered(examples, device) if whole is None else whole
         self._starts = torch.from_numpy(starts).to(device)
         self._counts = torch.from_numpy(counts).to(device)
@@ -95,13 +101,20 @@ class StackedBatches:
     frame). On the CPU a batch is copied together when it is asked for; on another device everything lies there from the start.
 
     Args:
-        examples: of each client, all with the same ``length``.
+        examples: of each client, all with the same ``length`` and pipeline.
         plans: of each client the positions of each batch, longest list first.
         device: where the batches are wanted.
+        seeds: of each client's fit, for the transforms; ``None``: nothing random is done to examples.
+        first: number of the first batch in the fit.
     """
 
     def __init__(
-        self, examples: Sequence[Examples], plans: Sequence[Sequence[np.ndarray]], device: torch.device
+        self,
+        examples: Sequence[Examples],
+        plans: Sequence[Sequence[np.ndarray]],
+        device: torch.device,
+        seeds: Sequence[int] | None = None,
+        first: int = 0,
     ) -> None:
         self.examples = examples
         self.plans = plans
@@ -113,13 +126,30 @@ class StackedBatches:
         for client, plan in enumerate(plans):
             self.sizes[: len(plan), client] = [len(index) for index in plan]
         widest = int(self.sizes.max(initial=0))
+        self._views = {
+            name: StackedBatches([own.views[name] for own in examples], plans, device, seeds, first)
+            for name in examples[0].views
+        }
+        self._transforms = None
+        drawn: list[list[Drawn | None]] = [[None] * len(plan) for plan in plans]
+        if not examples[0].pipeline.plain and seeds is not None:
+            drawn = [
+                [own.draw(index, seed, first + step) for step, index in enumerate(plan)]
+                for own, plan, seed in zip(examples, plans, seeds, strict=True)
+            ]
+        self._windows = [
+            [own.window(index, random) for index, random in zip(plan, each, strict=True)]
+            for own, plan, each in zip(examples, plans, drawn, strict=True)
+        ]
+        if not examples[0].pipeline.plain:
+            self._transforms = _Transforms(examples, self._windows, drawn, self.sizes.shape, widest, device)
         labels = np.zeros((steps, clients, widest), np.int64)
         frames = np.ones((steps, clients, widest), np.int64)
         columns = {name: np.zeros_like(labels) for name in examples[0].columns}
         for client, (own, plan) in enumerate(zip(examples, plans, strict=True)):
             for step, index in enumerate(plan):
                 labels[step, client, : len(index)] = own.labels[index]
-                frames[step, client, : len(index)] = own.counts[index]
+                frames[step, client, : len(index)] = self._windows[client][step][1]
                 for name, column in columns.items():
                     column[step, client, : len(index)] = own.columns[name][index]
         fixed = self.fixed_length
@@ -127,10 +157,15 @@ class StackedBatches:
         """int64 [steps]: frames of a batch."""
         self._labels = torch.from_numpy(examples[0].targets(labels)).to(device)
         self._frames = torch.from_numpy(frames).to(device) if self.fixed_length is None else None
+        present = np.zeros(labels.shape, bool)
+        for client, (own, plan) in enumerate(zip(examples, plans, strict=True)):
+            for step, index in enumerate(plan) if own.stream else ():
+                present[step, client, : len(index)] = own.counts[index] > 0
+        self._present = torch.from_numpy(present).to(device)
         self._columns = {name: torch.from_numpy(column).to(device) for name, column in columns.items()}
         real = np.arange(widest) < self.sizes[:, :, None]
         self._weights = torch.from_numpy(real.astype(np.float32)).to(device)
-        self._resident = Resident(examples, plans, widest, device) if device.type != "cpu" else None
+        self._resident = Resident(examples, plans, self._windows, widest, device) if device.type != "cpu" else None
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -152,23 +187,69 @@ class StackedBatches:
             x = self._resident.cut(step, clients, width, frames)
         else:
             x = self._copy(step, clients, width, frames)
+        if self._transforms is not None:
+            x = self._transforms.apply(x, step, clients, width)
+        views = {name: view.batch(step) for name, view in self._views.items()}
         return Batch(
             x=x,
             y=self._labels[step, :clients, :width],
             lengths=None if self._frames is None else self._frames[step, :clients, :width],
             weight=None if (sizes == width).all() else self._weights[step, :clients, :width],
             columns={name: column[step, :clients, :width] for name, column in self._columns.items()},
+            views={name: view.x for name, view in views.items()},
+            view_lengths={name: view.lengths for name, view in views.items() if view.lengths is not None},
+            present={name: view._present[step, :clients, :width] for name, view in self._views.items()},
         )
 
     def _copy(self, step: int, clients: int, width: int, frames: int) -> Tensor:
         x = np.empty((clients, width, frames, self.examples[0].store.bands), np.float32)
-        for row, own, plan in zip(x, self.examples, self.plans, strict=False):
-            index = plan[step]
-            own.copy(index, row[: len(index)])
-            row[len(index) :] = 0.0
+        for row, own, windows in zip(x, self.examples, self._windows, strict=False):
+            starts, counts = windows[step]
+            own.copy(starts, counts, row[: len(starts)])
+            row[len(starts) :] = 0.0
         return torch.from_numpy(x)
 
 
 def batch_of_first(batch: Batch) -> Batch:
     """Return the first client's batch, which has no padding."""
     return Batch.of({name: tensor[0] for name, tensor in batch.tensors().items()})
+
+
+class _Transforms:
+    """What the pipeline of the examples does to each step's batches, with all that was drawn for it on the device.
+
+    Args:
+        examples: of each client.
+        windows: of each client first rows in the store and numbers of frames of the examples of each batch.
+        drawn: of each client what was drawn for each batch.
+        shape: steps and clients.
+        widest: the most examples of a client in a batch.
+        device: where the batches are.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[Examples],
+        windows: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]],
+        drawn: Sequence[Sequence[Drawn | None]],
+        shape: tuple[int, ...],
+        widest: int,
+        device: torch.device,
+    ) -> None:
+        self._pipeline = examples[0].pipeline
+        tables: dict[str, np.ndarray] = {"": np.zeros((*shape, widest), np.int64)}
+        self._random = drawn[0][0] is not None if drawn[0] else False
+        for client, (own, each, random) in enumerate(zip(examples, windows, drawn, strict=True)):
+            for step, (starts, counts) in enumerate(each):
+                tables[""][step, client, : len(starts)] = own.sounding(starts, counts)
+                for name, values in (random[step] or {}).items():
+                    if name not in tables:
+                        tables[name] = np.zeros((*shape, widest, *values.shape[1:]), values.dtype)
+                    tables[name][step, client, : len(starts)] = values
+        self._tables = {name: torch.from_numpy(table).to(device) for name, table in tables.items()}
+
+    def apply(self, x: Tensor, step: int, clients: int, width: int) -> Tensor:
+        """Return one step's x [clients, width, ...] as the batch has it."""
+        own = {name: table[step, :clients, :width] for name, table in self._tables.items()}
+        frames = own.pop("")
+        return self._pipeline.apply(x, frames, own if self._random else None)

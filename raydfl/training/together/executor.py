@@ -100,7 +100,9 @@ def fit_together(
             ]
             order = sorted(range(len(steps)), key=lambda client: -len(plans[client]))
             group = StackedClients([steps[i] for i in order], list(first.models), models or tuple(first.models))
-            batches = StackedBatches([data[i] for i in order], [plans[i] for i in order], first.device)
+            batches = StackedBatches(
+                [data[i] for i in order], [plans[i] for i in order], first.device, [seeds[i] for i in order]
+            )
             seed = torch.tensor([seeds[i] for i in order]).to(first.device)
             if kind not in _sources:
                 if len(_sources) >= _REMEMBERED:

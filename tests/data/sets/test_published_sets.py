@@ -53,7 +53,7 @@ def read_all(dataset: Dataset, rows: list[dict[str, Any]]) -> tuple[float, set[t
 # Every set that has a root
 
 
-ROOTED = ["crema_d", "emodb", "esc", "folder", "fsdd", "iemocap", "ravdess", "speech_commands", "urbansound8k"]
+ROOTED = ["crema_d", "emodb", "esc", "folder", "fsdd", "iemocap", "mnist", "ravdess", "speech_commands", "urbansound8k"]
 
 
 @pytest.mark.parametrize("name", ROOTED)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import soundfile
+import torch
 from used_runs import FEATURES, RATE, Finished, wave
 
 from raydfl import classify, export_model
@@ -57,8 +58,28 @@ def described(features: FeatureSettings, segment: SegmentSettings | None = None)
         {**FEATURES, "normalise": "none", "seconds": 0.3, "low_hz": 80, "high_hz": 3000, "channel": "mean"},
         {"sample_rate": 11_025, "bands": 24, "window_ms": 31.7, "hop_ms": 7.3, "fft": 1000, "normalise": "none"},
         {"sample_rate": 16_000, "bands": 128, "window_ms": 64, "fft": 1024, "hop_ms": 10, "normalise": "none"},
+        {
+            "sample_rate": 16_000,
+            "bands": 64,
+            "fft": 1024,
+            "low_hz": 60,
+            "high_hz": 7800,
+            "centred": False,
+            "wave": "unit_norm",
+            "spectrum": "magnitude",
+            "scale": "log",
+            "normalise": "none",
+        },
+        {
+            "sample_rate": 8000,
+            "bands": 30,
+            "mel": "slaney",
+            "spectrum": "magnitude",
+            "floor": 1e-3,
+            "normalise": "none",
+        },
     ],
-    ids=["plain", "cut", "odd", "fedaudio"],
+    ids=["plain", "cut", "odd", "fedaudio", "fedstar", "slaney"],
 )
 def test_the_printed_front_end_is_raydfls(front_end: ModuleType, features: dict[str, Any], seconds: float) -> None:
     settings = FeatureSettings(**features)
@@ -118,6 +139,28 @@ def test_segments(front_end: ModuleType, frames: int, keep_last: bool) -> None:
     said = described(FeatureSettings(**FEATURES), settings)
     parts = front_end.segments(np.arange(frames), said)
     assert [(int(part[0]), len(part)) for part in parts] == list(zip(starts.tolist(), counts.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("test", ["centre", "segments"])
+def test_a_crop_and_normalisation_after_it(front_end: ModuleType, test: str) -> None:
+    transforms = [{"name": "random_crop", "size": 20, "test": test}, {"name": "noise"}]
+    data = DataSettings.model_validate(
+        {"name": "spoken_words", "features": {**FEATURES, "seconds": 0.6}, "transforms": transforms}
+    )
+    said = describe_front_end(data)
+    tone = wave(0, "high", 1, 0.35)
+    parts = front_end.segments(front_end.features(tone, said), said)
+    extractor = FeatureExtractor(data.stored_features)  # type: ignore[arg-type]
+    matrix = np.zeros((61, data.features.bands), np.float32)
+    matrix[:36] = extractor(tone, RATE)
+    _, starts, counts = segments(np.array([61]), data.test_segments, None)
+    starts, counts = data.pipeline.window(starts, counts)
+    assert [len(part) for part in parts] == counts.tolist()
+    assert len(parts) == (1 if test == "centre" else 3)
+    for part, start, count in zip(parts, starts.tolist(), counts.tolist(), strict=True):
+        sounding = torch.tensor([min(max(36 - start, 0), count)])
+        expected = data.pipeline.apply(torch.from_numpy(matrix[None, start : start + count].copy()), sounding, None)
+        np.testing.assert_allclose(part, expected[0].numpy(), atol=2e-3)
 
 
 @pytest.mark.slow

@@ -1,0 +1,70 @@
+"""Random crop: a part of each example, at another place in every epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from raydfl.core.errors import ConfigError
+from raydfl.data.features.kinds import AnyFeatures
+from raydfl.data.transforms._transform import Transform
+from raydfl.data.transforms._values import places
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomCrop(Transform):
+    """Part of an example, drawn anew for each batch; clips that are shorter stay whole."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("logmel", "file", "model", "image")
+
+    size: Annotated[int, Field(ge=1, description="Frames of the part; of images its rows and columns.")]
+    pad: Annotated[
+        int, Field(ge=0, description="Of images: rows and columns of zeros put around each before it is cut.")
+    ] = 0
+    test: Annotated[
+        Literal["centre", "segments"],
+        Field(
+            description="What is cut of an example that is measured on. centre: its middle. segments: parts from its beginning on, "
+            "of whose predictions the mean is taken."
+        ),
+    ] = "centre"
+    stride: Annotated[
+        int | None, Field(ge=1, description="Frames from one segment to the next. null: as long as a segment.")
+    ] = None
+
+    def least(self) -> tuple[int, int]:
+        """See :class:`Transform`."""
+        return max(1, self.size - 2 * self.pad), max(1, self.size - 2 * self.pad) if self.pad else 1
+
+    def check(self, features: AnyFeatures) -> None:
+        """See :class:`Transform`."""
+        if features.kind == "image" and (self.test != "centre" or self.stride is not None):
+            raise ConfigError("test: segments and stride are for clips; of images the middle is taken")
+        if features.kind != "image" and self.pad:
+            raise ConfigError("pad is for images; clips that are shorter than the part stay whole")
+        if self.stride is not None and self.test != "segments":
+            raise ConfigError("stride is for test: segments; leave it out")
+
+    def corners(self, rng: np.random.Generator, count: int, rows: int, columns: int) -> dict[str, np.ndarray]:
+        """Draw the first row and column of the part of each of ``count`` padded images."""
+        bounds = {"top": rows + 2 * self.pad - self.size, "left": columns + 2 * self.pad - self.size}
+        return {f"crop/{name}": rng.integers(0, free + 1, count) for name, free in bounds.items()}
+
+    def cut_images(self, x: Tensor, drawn: Mapping[str, Tensor] | None) -> Tensor:
+        """Return the parts [..., images, channels, size, size] of images; their middles where nothing is drawn."""
+        x = torch.nn.functional.pad(x, (self.pad, self.pad, self.pad, self.pad))
+        rows, columns = x.shape[-2:]
+        steps = places(self.size, x.device)
+        if drawn is None:
+            top, left = (rows - self.size) // 2, (columns - self.size) // 2
+            return x[..., top : top + self.size, left : left + self.size].contiguous()
+        below = (drawn["crop/top"].unsqueeze(-1) + steps)[..., None, :, None]
+        x = x.gather(-2, below.expand(*x.shape[:-2], self.size, columns))
+        beside = (drawn["crop/left"].unsqueeze(-1) + steps)[..., None, None, :]
+        return x.gather(-1, beside.expand(*x.shape[:-1], self.size))

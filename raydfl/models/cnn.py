@@ -1,0 +1,83 @@
+"""CNN: two-dimensional convolutions on images, each with pooling, and a hidden layer.
+
+The network for MNIST of McMahan et al., AISTATS 2017, section 3: two 5 x 5 convolutions of 32 and 64 channels, each with ReLU and
+2 x 2 max pooling, a layer of 512 ReLU units, the output; 1,663,370 parameters for 28 x 28 grey images and 10 classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Annotated, Any, ClassVar
+
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from raydfl.core.errors import ConfigError
+from raydfl.core.ops import Dropout
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class CNN(nn.Module):
+    """A network for images."""
+
+    images: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        inputs: tuple[int, int, int],
+        classes: int,
+        filters: Annotated[tuple[Count, ...], Field(min_length=1)] = (32, 64),
+        kernel: Count = 5,
+        hidden: Count = 512,
+        dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0,
+    ) -> None:
+        """Build it.
+
+        Args:
+            inputs: channels, rows and columns of an image.
+            classes: outputs.
+            filters: channels of each convolution; each is followed by 2 x 2 max pooling.
+            kernel: rows and columns that a convolution sees; odd.
+            hidden: units of the hidden layer.
+            dropout: share of its values zeroed while training, 0..1.
+
+        Raises:
+            ConfigError: an even kernel, or images too small for so many convolutions.
+        """
+        super().__init__()
+        channels, rows, columns = inputs
+        if kernel % 2 == 0:
+            raise ConfigError(f"kernel is {kernel}; an odd number has a middle, use {kernel + 1}")
+        smallest = min(rows, columns) >> len(filters)
+        if smallest < 1:
+            raise ConfigError(
+                f"images of {rows} x {columns} are too small for {len(filters)} times 2 x 2 pooling; take fewer filters"
+            )
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(before, after, kernel, padding=kernel // 2) for before, after in pairwise((channels, *filters))
+        )
+        places = (rows >> len(filters)) * (columns >> len(filters))
+        self.hidden = nn.Linear(filters[-1] * places, hidden)
+        self.dropout = Dropout(dropout)
+        self.output = nn.Linear(hidden, classes)
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Logits float32 [batch, classes] of x float32 [batch, channels, rows, columns]."""
+        logits: Tensor = self.output(self.embed(x))
+        return logits
+
+    def embed(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Return the hidden layer's output, float32 [batch, hidden]."""
+        for convolution in self.convolutions:
+            x = F.max_pool2d(convolution(x).relu(), 2)
+        hidden: Tensor = self.dropout(self.hidden(x.flatten(1)).relu())
+        return hidden
+
+
+ARCHITECTURES: Mapping[str, tuple[type[nn.Module], Mapping[str, Any]]] = {
+    "cnn": (CNN, {}),
+    "cnn_small": (CNN, {"filters": (8, 16), "kernel": 3, "hidden": 64}),
+}

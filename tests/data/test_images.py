@@ -1,0 +1,249 @@
+"""Images: the idx format against bytes written by hand, pixels on their way into a batch, transforms, and runs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import finish, same
+from PIL import Image
+
+from raydfl import classify
+from raydfl.core.errors import ConfigError, DataError
+from raydfl.core.types import ModelSpec
+from raydfl.data.build import build_population
+from raydfl.data.features.image import ImageFeatures
+from raydfl.data.population import Population
+from raydfl.data.sets.mnist import MNIST
+from raydfl.data.settings import DataSettings
+from raydfl.engine.config import Config
+from raydfl.models import build_model
+from raydfl.runs.folder import create
+from raydfl.runs.inference.model import load_model
+from raydfl.runs.progress import Progress
+
+Tiny = Callable[..., Config]
+ROWS, COLUMNS, COUNT = 6, 5, 60
+
+
+def idx(array: np.ndarray) -> bytes:
+    return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Images of three classes that differ in brightness, the training pair packed and the test pair not."""
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "idx"
+    folder.mkdir()
+    for prefix, count in (("train", COUNT), ("t10k", 12)):
+        labels = (np.arange(count) % 3).astype(np.uint8)
+        images = (60 * labels[:, None, None] + rng.integers(0, 60, (count, ROWS, COLUMNS))).astype(np.uint8)
+        for name, array in (("images-idx3", images), ("labels-idx1", labels)):
+            packed = prefix == "train"
+            content = gzip.compress(idx(array)) if packed else idx(array)
+            (folder / f"{prefix}-{name}-ubyte{'.gz' if packed else ''}").write_bytes(content)
+    return folder
+
+
+def settings(root: Path, cache: Path, **more: Any) -> DataSettings:
+    features = {"kind": "image", "size": [ROWS, COLUMNS], **more.pop("features", {})}
+    partition = {"by": "iid", "clients": 4}
+    values = {"name": "mnist", "root": root, "features": features, "partition": partition, "cache": cache, **more}
+    return DataSettings.model_validate(values)
+
+
+def pixels(root: Path) -> np.ndarray:
+    return np.frombuffer(gzip.decompress((root / "train-images-idx3-ubyte.gz").read_bytes())[16:], np.uint8).reshape(
+        COUNT, ROWS, COLUMNS
+    )
+
+
+def test_the_set_lists_images_with_labels_and_the_official_split(root: Path) -> None:
+    rows = MNIST(root=root).manifest().to_pylist()
+    assert len(rows) == COUNT + 12
+    assert [row["label"] for row in rows[:4]] == ["0", "1", "2", "0"]
+    assert [row["split"] for row in rows].count("test") == 12
+    np.testing.assert_array_equal(MNIST(root=root).image(rows[7]), pixels(root)[7])
+    assert MNIST(root=root, names=("a", "b", "c")).manifest().column("label")[2].as_py() == "c"
+
+
+def test_the_cache_keeps_bytes_and_a_batch_has_scaled_images(root: Path, tmp_path: Path) -> None:
+    data = settings(root, tmp_path / "cache", features={"mean": 0.25, "deviation": 0.5})
+    population = build_population(data, 1)
+    population.save(tmp_path)
+    population = Population.load(tmp_path).use(data)
+    assert population.stores[0].frames.dtype == np.uint8
+    assert population.stores[0].frames.shape == ((COUNT + 12) * ROWS, COLUMNS)
+    train = population.data(0).train
+    batch = train.batch(np.arange(5))
+    assert batch.lengths is None
+    expected = (pixels(root)[train.clips[:5]].astype(np.float64) / 255 - 0.25) / 0.5
+    np.testing.assert_allclose(batch.x.numpy(), expected[:, None], atol=1e-6)
+
+
+def transformed(root: Path, cache: Path, *transforms: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
+    """Images as stored, as they are trained on, and what was drawn."""
+    population = build_population(
+        settings(root, cache, transforms=list(transforms), partition={"by": "iid", "clients": 1}), 1
+    )
+    train = population.data(0).train
+    index = np.arange(len(train))
+    drawn = train.draw(index, 3, 0)
+    return pixels(root)[train.clips] / 255, train.batch(index, drawn=drawn).x[:, 0].numpy(), drawn
+
+
+def test_random_crops_of_padded_images(root: Path, tmp_path: Path) -> None:
+    before, after, drawn = transformed(root, tmp_path, {"name": "random_crop", "size": 6, "pad": 2})
+    assert after.shape == (COUNT, 6, 6)
+    padded = np.pad(before, ((0, 0), (2, 2), (2, 2)))
+    for row in range(COUNT):
+        top, left = drawn["crop/top"][row], drawn["crop/left"][row]
+        np.testing.assert_allclose(after[row], padded[row, top : top + 6, left : left + 6], atol=1e-6)
+    assert set(drawn["crop/top"]) == set(range(5))
+    assert set(drawn["crop/left"]) == set(range(4))
+
+
+def test_flip_and_cutout(root: Path, tmp_path: Path) -> None:
+    before, after, drawn = transformed(root, tmp_path, {"name": "flip", "share": 0.3}, {"name": "cutout", "size": 2})
+    flipped = drawn["0/flipped"]
+    assert 8 < flipped.sum() < 30
+    for row in range(COUNT):
+        expected = (before[row][:, ::-1] if flipped[row] else before[row]).copy()
+        top, left = drawn["1/row"][row] - 1, drawn["1/column"][row] - 1
+        expected[max(top, 0) : top + 2, max(left, 0) : left + 2] = 0
+        np.testing.assert_allclose(after[row], expected, atol=1e-6)
+
+
+def test_what_is_measured_on_is_the_middle(root: Path, tmp_path: Path) -> None:
+    crop = {"name": "random_crop", "size": 8, "pad": 2}
+    population = build_population(settings(root, tmp_path, transforms=[crop, {"name": "flip", "share": 1.0}]), 1)
+    train = population.data(0).train
+    found = train.batch(np.arange(3)).x[:, 0].numpy()
+    expected = np.pad(pixels(root)[train.clips[:3]] / 255, ((0, 0), (1, 1), (2, 2)))[:, :, :8]
+    assert found.shape == (3, 8, 8)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def federation(tiny: Tiny, root: Path, *overrides: str) -> Config:
+    features = f"{{kind: image, size: [{ROWS}, {COLUMNS}]}}"
+    place = f"name: mnist, root: {root}, partition: {{by: iid, clients: 6}}, split: {{validation: 0.2}}"
+    data = f"data={{{place}, features: {features}}}"
+    return tiny(data, "models={model: cnn_small}", "train.optimiser.lr=0.1", *overrides)
+
+
+TRANSFORMS: list[Any] = [{"name": "random_crop", "size": 6, "pad": 1}, "flip", {"name": "cutout", "size": 2}]
+ON = f"data.transforms={json.dumps(TRANSFORMS)}"
+
+
+def test_a_federation_on_images_looped_and_stacked(tiny: Tiny, root: Path) -> None:
+    ends = {}
+    for together in (1, 3):
+        config = federation(tiny, root, f"train.together={together}", f"run.name=w{together}", ON)
+        finish(config)
+        ends[together] = load_model(Path(config.run.dir) / f"w{together}").network.state_dict()
+    for name, tensor in ends[1].items():
+        torch.testing.assert_close(ends[3][name], tensor, rtol=1e-4, atol=1e-5)
+    same(finish(federation(tiny, root, "run.name=a", ON)), finish(federation(tiny, root, "run.name=b", ON)))
+
+
+def test_image_files_are_classified_as_the_network_does(tiny: Tiny, root: Path, tmp_path: Path) -> None:
+    config = federation(tiny, root, "train.rounds=4", "run.name=seen")
+    finish(config)
+    run_dir = Path(config.run.dir) / "seen"
+    Image.fromarray(pixels(root)[2]).save(tmp_path / "two.png")
+    (found,) = classify(run_dir, [tmp_path / "two.png"])
+    x = torch.from_numpy(pixels(root)[2] / np.float32(255))[None, None]
+    expected = load_model(run_dir).logits(x, None).double().softmax(dim=1)[0]
+    torch.testing.assert_close(torch.from_numpy(found.probabilities), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_mcmahans_network_has_the_papers_parameters() -> None:
+    network = build_model(ModelSpec("model", "cnn", (1, 28, 28), 10))
+    assert sum(parameter.numel() for parameter in network.parameters()) == 1_663_370
+    x = torch.randn(2, 1, 28, 28)
+    torch.testing.assert_close(network(x), network.output(network.embed(x)))  # type: ignore[operator, union-attr]
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "says"),
+    [
+        ("train-images-idx3-ubyte.gz", lambda content: content[:-20], "the packed file is truncated or damaged"),
+        ("t10k-images-idx3-ubyte", lambda content: content[:-20], "= 360 bytes, and 340 follow"),
+        ("t10k-images-idx3-ubyte", lambda content: content[:9], "9 bytes are too few for an idx header of 16"),
+        (
+            "t10k-images-idx3-ubyte",
+            lambda content: b"\0\0\x0d\x03" + content[4:],
+            "begins with 00000d03 and not 00000803",
+        ),
+        ("t10k-labels-idx1-ubyte", lambda _: idx(np.zeros((3, 3, 3), np.uint8)), "are images and labels exchanged"),
+        (
+            "t10k-labels-idx1-ubyte",
+            lambda _: idx(np.zeros(7, np.uint8)),
+            "12 images and .* 7 labels: they do not belong",
+        ),
+        ("t10k-labels-idx1-ubyte", None, "there is no t10k-labels-idx1-ubyte beside the images"),
+    ],
+)
+def test_damaged_idx_files(root: Path, file: str, change: Callable[[bytes], bytes] | None, says: str) -> None:
+    path = root / file
+    content = path.read_bytes()
+    path.unlink()
+    if change is not None:
+        path.write_bytes(change(content))
+    with pytest.raises(DataError, match=says):
+        MNIST(root=root).manifest()
+
+
+def test_files_of_several_sizes_and_colours(tmp_path: Path, tiny: Tiny) -> None:
+    rng = np.random.default_rng(0)
+    rows = ["path,label,split"]
+    for number in range(24):
+        shape = (8, 8 + number % 2, 3) if number % 3 else (8, 8 + number % 2)
+        Image.fromarray(rng.integers(0, 255, shape).astype(np.uint8)).save(tmp_path / f"{number}.png")
+        rows.append(f"{number}.png,{'ab'[number % 2]},{'test' if number % 4 == 0 else 'train'}")
+    (tmp_path / "list.csv").write_text("\n".join(rows))
+    place = f"name: manifest, file: {tmp_path / 'list.csv'}, partition: {{by: iid, clients: 2}}"
+
+    def of(features: str) -> Config:
+        return tiny(
+            f"data={{{place}, features: {{kind: image, {features}}}}}", "models={model: cnn_small}", "train.cohort=2"
+        )
+
+    with pytest.raises(DataError, match="8 rows and 9 columns, not 8 and 8; images of several sizes need"):
+        create(of("size: 8"), Progress("quiet"))
+    population = Population.load(create(of("size: 8, resize: true, channels: 3"), Progress("quiet")) / "population")
+    assert population.bands == 24
+    (tmp_path / "5.png").write_text("no image")
+    with pytest.raises(DataError, match="no image that can be read"):
+        create(of("size: 8, resize: true"), Progress("quiet"))
+
+
+def test_what_does_not_fit_is_refused(tiny: Tiny, root: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="crnn_base takes features, and the data are images; set models.model to one of cnn"
+    ):
+        federation(tiny, root, "models={}")
+    with pytest.raises(ConfigError, match="cnn takes images, and the data are features"):
+        tiny("models={model: cnn}")
+    with pytest.raises(ConfigError, match="holds images, and data.features.kind is logmel"):
+        tiny(f"data={{name: mnist, root: {root}}}")
+    with pytest.raises(ConfigError, match="at least 12 rows, and here the longest has 6"):
+        federation(tiny, root, "data.transforms=[{name: random_crop, size: 12}]")
+    with pytest.raises(ConfigError, match="too small for 2 times 2 x 2 pooling"):
+        federation(tiny, root, "data.transforms=[{name: random_crop, size: 3}]")
+    with pytest.raises(ConfigError, match="noise acts on features of the kind logmel, these are of the kind image"):
+        federation(tiny, root, "data.transforms=[noise]")
+    with pytest.raises(ConfigError, match="is noise in recordings"):
+        federation(tiny, root, "data.corrupt={noise: {snr_db: 3, clients: 1}}")
+    with pytest.raises(ConfigError, match="alters recordings"):
+        federation(tiny, root, "attack={name: corrupt_recordings, clients: 1}")
+    with pytest.raises(ValueError, match="2 numbers for 1 channels"):
+        ImageFeatures(kind="image", size=(8, 8), mean=(0.1, 0.2))

@@ -1,0 +1,154 @@
+"""Several views of an example: recordings with pictures beside some of them, one network on each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from helpers import finish, same, start
+from PIL import Image
+
+from raydfl import classify
+from raydfl.core.errors import ConfigError, DataError, InputError
+from raydfl.core.types import Batch
+from raydfl.data.population import Population
+from raydfl.engine.config import Config
+from raydfl.engine.storage import record
+from raydfl.runs.folder import create
+from raydfl.runs.inference.model import load_model
+from raydfl.runs.progress import Progress
+
+Tiny = Callable[..., Config]
+RATE, CLIPS = 8000, 48
+METHOD = '''
+import torch.nn.functional as F
+from raydfl import Method
+
+
+class TwoViews(Method):
+    """A network on sounds and one on pictures, trained together on the sum of their logits, where there is a picture."""
+
+    models = {"ear": "crnn_tiny", "eye": "cnn_small"}
+
+    def loss(self, step, batch):
+        seen = step.forward("eye", batch) * batch.present["picture"].unsqueeze(1)
+        return batch.mean(F.cross_entropy(step.forward("ear", batch) + seen, batch.y, reduction="none"))
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Tones of two pitches; pictures of two grades of brightness beside three of four."""
+    rng = np.random.default_rng(0)
+    rows = ["path,label,group,split,frame"]
+    for number in range(CLIPS):
+        label = number % 2
+        time = np.arange(2000) / RATE
+        soundfile.write(tmp_path / f"{number}.wav", 0.3 * np.sin(2 * np.pi * 400 * (1 + label) * time), RATE)
+        picture = ""
+        if number % 4 != 3:
+            picture = f"{number}.png"
+            Image.fromarray((100 * label + rng.integers(0, 50, (8, 9))).astype(np.uint8)).save(tmp_path / picture)
+        rows.append(f"{number}.wav,{'ab'[label]},g{number % 6},{'test' if number < 12 else 'train'},{picture}")
+    (tmp_path / "list.csv").write_text("\n".join(rows))
+    (tmp_path / "two.py").write_text(METHOD)
+    return tmp_path
+
+
+PICTURES = "{column: frame, features: {kind: image, size: [8, 9]}}"
+
+
+def federation(tiny: Tiny, folder: Path, *overrides: str, view: str = PICTURES) -> Config:
+    features = "features: {sample_rate: 8000, bands: 16, seconds: 0.25}"
+    data = f"data={{name: manifest, file: {folder / 'list.csv'}, {features}, partition: {{by: group}}, views: {{picture: {view}}}}}"
+    models = "models={ear: {name: crnn_tiny, hidden: 8, filters: [4]}, eye: {name: cnn_small, view: picture}}"
+    return tiny(data, f"method.name={folder / 'two.py'}:TwoViews", models, *overrides)
+
+
+def test_a_batch_has_the_files_of_the_column(tiny: Tiny, folder: Path) -> None:
+    config = federation(tiny, folder)
+    population = Population.load(create(config, Progress("quiet")) / "population").use(config.data)
+    train = population.data(1).train
+    batch = train.batch(np.arange(len(train)))
+    assert batch.x.shape[1:] == (26, 16)
+    assert batch.views["picture"].shape[1:] == (1, 8, 9)
+    for row, clip in enumerate(train.clips):
+        here = clip % 4 != 3
+        assert bool(batch.present["picture"][row]) == here
+        expected = np.asarray(Image.open(folder / f"{clip}.png")) / 255 if here else np.zeros((8, 9))
+        np.testing.assert_allclose(batch.views["picture"][row, 0].numpy(), expected, atol=1e-6)
+    again = Batch.of(batch.tensors())
+    assert set(again.tensors()) == set(batch.tensors()) == {"x", "y", "views/picture", "present/picture"}
+    part = train.take(np.array([2, 0])).batch(np.arange(2))
+    torch.testing.assert_close(part.views["picture"], batch.views["picture"][[2, 0]])
+
+
+def test_looped_equals_stacked_and_both_networks_learn(tiny: Tiny, folder: Path) -> None:
+    on = "data.views.picture.transforms=[{name: random_crop, size: 8, pad: 1}, flip]"
+    ends = {}
+    for together in (1, 3):
+        here = [f"train.together={together}", f"run.name=w{together}"]
+        config = federation(tiny, folder, on, *here, "train.cohort=6", "train.rounds=2")
+        finish(config)
+        run_dir = Path(config.run.dir) / f"w{together}"
+        ends[together] = {name: load_model(run_dir, name).network.state_dict() for name in ("ear", "eye")}
+        rows = record.read_rows(run_dir).to_pylist()
+        assert [row["value"] for row in rows if row["metric"] == "vectorised"] == ([] if together == 1 else [1.0] * 2)
+        assert {row["metric"] for row in rows} >= {"ear/accuracy", "eye/accuracy"}
+    for name, tensors in ends[1].items():
+        for key, tensor in tensors.items():
+            torch.testing.assert_close(ends[3][name][key], tensor, rtol=1e-4, atol=1e-5)
+    other = finish(federation(tiny, folder, "run.name=other", "train.cohort=6", "train.rounds=2"))
+    config = federation(tiny, folder, on, "run.name=again", "train.cohort=6", "train.rounds=2")
+    server = start(config)
+    server.round()
+    server.close()
+    again = finish(config)
+    same(again, finish(federation(tiny, folder, on, "run.name=third", "train.cohort=6", "train.rounds=2")))
+    assert any(again[name] != other[name] for name in again if "eye" in name)
+
+
+def test_the_digest_knows_views(tiny: Tiny, folder: Path) -> None:
+    digests = {
+        federation(tiny, folder, view=view).digest()
+        for view in (
+            "{column: frame, features: {kind: image, size: [8, 9]}}",
+            "{column: frame, features: {kind: image, size: [8, 9], mean: 0.5}}",
+            "{column: other, features: {kind: image, size: [8, 9]}}",
+        )
+    }
+    assert len(digests) == 3
+    assert tiny("data.views={}").digest() == tiny().digest()
+
+
+def test_predict_reads_the_first_view_alone(tiny: Tiny, folder: Path) -> None:
+    config = federation(tiny, folder, "train.rounds=1")
+    finish(config)
+    run_dir = Path(config.run.dir) / "tiny"
+    assert classify(run_dir, [folder / "0.wav"], model="ear")[0].label in ("a", "b")
+    with pytest.raises(InputError, match="reads the view 'picture'"):
+        classify(run_dir, [folder / "0.wav"], model="eye")
+
+
+def test_what_does_not_fit_is_refused(tiny: Tiny, folder: Path) -> None:
+    def refused(says: str, *overrides: str, error: type[Exception] = ConfigError, **more: Any) -> None:
+        with pytest.raises(error, match=says):
+            create(federation(tiny, folder, *overrides, **more), Progress("quiet"))
+
+    image = "features: {kind: image, size: [8, 9]}"
+    refused("no view 'film' in data.views; did you mean|no view 'film' in data.views", "models.eye.view=film")
+    refused("no model reads the view 'picture'", "models={eye: {name: crnn_tiny}}")
+    refused("cnn_small takes images, and the data are features", "models={eye: cnn_small}")
+    refused("no column 'fram'; did you mean 'frame'", error=DataError, view=f"{{column: fram, {image}}}")
+    refused("unknown key 'colum'", view=f"{{colum: frame, {image}}}")
+    refused(
+        "8 rows and 9 columns, not 8 and 8", error=DataError, view="{column: frame, features: {kind: image, size: 8}}"
+    )
+    refused("neither with sites nor with segments", "data.features.seconds=null", "data.segment={frames: 5, stride: 5}")
+    (folder / "1.png").unlink()
+    refused("clips cannot be read", error=DataError)

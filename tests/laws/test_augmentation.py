@@ -1,0 +1,154 @@
+"""The laws of runs with transforms on: every place and way to compute a client sees the same augmented examples."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import differ, final_state, finish, same, start
+
+from raydfl.core.errors import ConfigError, DataError
+from raydfl.engine.config import Config
+from raydfl.engine.storage import record
+from raydfl.runs.folder import create
+from raydfl.runs.progress import Progress
+from raydfl.training import tape
+
+Tiny = Callable[..., Config]
+
+EVERYTHING: list[dict[str, Any]] = [
+    {"name": "random_crop", "size": 16},
+    {"name": "reverberation", "seconds": [0.05, 0.2], "share": 0.5},
+    {"name": "noise", "snr_db": [0, 20]},
+    {"name": "spec_augment", "frames": 4, "bands": 3},
+    {"name": "shift", "frames": 2},
+    {"name": "cutout", "size": 2},
+]
+ON = f"data.transforms={json.dumps(EVERYTHING)}"
+DIFFERING = "data.features.seconds=null"
+"""Clips keep their lengths, so that networks are told them."""
+
+
+@pytest.mark.parametrize("length", ["data.features.seconds=0.25", DIFFERING])
+def test_looped_equals_stacked(tiny: Tiny, length: str) -> None:
+    ends = {}
+    for together in (1, 3):
+        config = tiny(
+            f"train.together={together}", f"run.name=w{together}", "train.cohort=4", "train.local_epochs=2", ON, length
+        )
+        finish(config)
+        ends[together] = final_state(Path(config.run.dir) / f"w{together}").tensors["global"]
+        rows = record.read_rows(Path(config.run.dir) / f"w{together}").to_pylist()
+        assert [row["value"] for row in rows if row["metric"] == "vectorised"] == ([] if together == 1 else [1.0] * 3)
+    for name, tensor in ends[1].items():
+        torch.testing.assert_close(ends[3][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_recorded_equals_by_code(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape, "FIRST", 1)
+    many = ["train.local_epochs=4", "train.rounds=2"]
+    by_code = finish(tiny("run.name=code", "train.tape=false", ON, *many))
+    played: list[object] = []
+    real = tape._Player._play
+    monkeypatch.setattr(tape._Player, "_play", lambda *given: played.append(0) or real(*given))
+    same(by_code, finish(tiny("run.name=tape", ON, *many)))
+    assert len(played) > 10
+
+
+def test_stopping_and_resuming_gives_the_same_bits(tiny: Tiny) -> None:
+    undisturbed = finish(tiny("run.name=undisturbed", ON))
+    config = tiny("run.name=stopped", ON)
+    server = start(config)
+    server.round()
+    server.close()
+    same(undisturbed, finish(config))
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_actors_give_the_same_bits(tiny: Tiny) -> None:
+    reference = finish(tiny("run.name=serial", ON))
+    for actors in (1, 2):
+        same(reference, finish(tiny(f"run.name=actors{actors}", f"ray.actors={actors}", ON)))
+
+
+NEUTRAL: dict[str, dict[str, Any]] = {
+    "random_crop": {"size": 26},
+    "noise": {"share": 0},
+    "reverberation": {"share": 0},
+    "spec_augment": {"frame_masks": 0, "band_masks": 0},
+    "shift": {"frames": 0},
+}
+"""Options with which a transform does nothing; noise and reverberation compute on power, where rounding differs."""
+
+
+@pytest.mark.parametrize("name", ["random_crop", "spec_augment", "shift", "cutout", "noise", "reverberation", "gain"])
+def test_every_transform_matters_and_its_neutral_value_is_none(tiny: Tiny, name: str) -> None:
+    options = next((each for each in EVERYTHING if each["name"] == name), {"name": name})
+    plain = ["data.features.normalise=none"] if name == "gain" else []
+    short = ["train.rounds=1", "train.optimiser.lr=0.01", *plain]
+    without = finish(tiny("run.name=without", *short))
+    assert differ(without, finish(tiny("run.name=on", *short, f"data.transforms={json.dumps([options])}")))
+    if name not in NEUTRAL:
+        return
+    neutral = tiny("run.name=neutral", *short, f"data.transforms={json.dumps([{'name': name, **NEUTRAL[name]}])}")
+    found = finish(neutral)
+    if name in ("noise", "reverberation"):
+        ends = [final_state(Path(neutral.run.dir) / run).tensors["global"] for run in ("without", "neutral")]
+        for tensor, other in zip(ends[0].values(), ends[1].values(), strict=True):
+            torch.testing.assert_close(tensor, other, rtol=1e-3, atol=1e-4)
+    else:
+        same(without, found)
+
+
+def test_the_digest_knows_transforms_and_their_defaults(tiny: Tiny) -> None:
+    plain = tiny().digest()
+    assert tiny("data.transforms=[]").digest() == plain
+    given = tiny("data.transforms=[spec_augment]").digest()
+    assert given != plain
+    assert tiny("data.transforms=[{name: spec_augment, frames: 20}]").digest() == given
+    assert tiny("data.transforms=[{name: spec_augment, frames: 19}]").digest() != given
+
+
+def test_predictions_are_what_the_run_measured(tiny: Tiny) -> None:
+    """With late normalisation and a crop, a clip goes the way of a test clip of the run."""
+    import soundfile
+    from tones import RATE, Tones
+
+    from raydfl import classify
+    from raydfl.data.population import Population
+    from raydfl.runs.inference.model import load_model
+
+    for name, crop in (("centre", {}), ("segments", {"test": "segments", "stride": 5})):
+        transforms = [{"name": "random_crop", "size": 16, **crop}, {"name": "noise"}]
+        config = tiny("train.rounds=1", f"run.name={name}", f"data.transforms={json.dumps(transforms)}")
+        finish(config)
+        run_dir = Path(config.run.dir) / name
+        population = Population.load(run_dir / "population").use(config.data)
+        test = population.test
+        assert len(test) == (1 if not crop else 3) * len(set(test.clips.tolist()))
+        row = Tones().manifest().slice(int(test.clips[0]), 1).to_pylist()[0]
+        soundfile.write(run_dir / "clip.wav", Tones().read(row)[0], RATE, subtype="FLOAT")
+        own = test.batch(next(iter([(test.clips == test.clips[0]).nonzero()[0]])))
+        assert own.x.shape[1:] == (16, 16)
+        expected = load_model(run_dir).logits(own.x, own.lengths).double().softmax(dim=1).mean(dim=0)
+        (found,) = classify(run_dir, [run_dir / "clip.wav"])
+        torch.testing.assert_close(torch.from_numpy(found.probabilities), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_bad_transforms_end_before_the_first_round(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.transforms\.0: noise\.snr_db"):
+        tiny("data.transforms=[{name: noise, snr_db: loud}]")
+    with pytest.raises(ConfigError, match="write a list of transforms"):
+        tiny("data.transforms=noise")
+    with pytest.raises(ConfigError, match="both cut clips"):
+        tiny("data.transforms=[{name: random_crop, size: 5}]", "data.segment={frames: 5, stride: 5}", DIFFERING)
+    longer = tiny("data.transforms=[{name: random_crop, size: 50}]", DIFFERING)
+    with pytest.raises(ConfigError, match="at least 50 frames, and here the longest has 26"):
+        create(longer, Progress("quiet"))
+    rooms = tiny(f"data.transforms=[{{name: reverberation, folder: {tmp_path / 'rooms'}}}]")
+    with pytest.raises(DataError, match="there is no folder"):
+        create(rooms, Progress("quiet"))
