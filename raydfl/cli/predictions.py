@@ -117,7 +117,7 @@ def _write_score_table(found: Iterable[Prediction], _: int, heading: str, out: T
 
 
 def _write_set_csv(found: Iterable[Prediction], top: int, _: str, out: TextIO) -> None:
-    """A column for the classes that it has, then ``label`` and ``probability`` for each rank, then ``error``."""
+    """Write a column for the classes that it has, then ``label`` and ``probability`` for each rank, then ``error``."""
     writer = csv.writer(out, lineterminator="\n")
     ranks = [""] + [f"_{rank}" for rank in range(2, top + 1)]
     writer.writerow(["file", "labels", *(name + rank for rank in ranks for name in ("label", "probability")), "error"])

@@ -22,7 +22,7 @@ from raydfl.core.types import Metric, Metrics, Ratio, Scores
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What is known of a score by its name: how it is shown and compared."""
+    """A score: how it is shown and compared."""
 
     title: str
     """What reports call it."""

@@ -169,7 +169,7 @@ def _divide(
     partition = Partition(
         partition.ids, usable[partition.rows], partition.offsets, partition.groups, partition.group_of
     )
-    if complete and data.labels is None:
+    if complete and data.label_sets is None:
         _check_classes(classes, labels, usable, split, partition)
     held_out = np.zeros(len(partition.rows), bool)
     if data.split.validation:
@@ -301,7 +301,7 @@ def _assemble(
     for name, view in data.views.items():
         views[name], of_view = _view(name, view, manifest, data, arrays, progress, run_chunks)
         arrays |= of_view | view.pipeline.make_tables(view.features, seed, table_prefix(name))
-    separator = None if data.labels is None else data.labels.separator
+    separator = None if data.label_sets is None else data.label_sets.separator
     population = Population(classes, length, stores, arrays, skipped, messages, separator=separator, views=views)
     return population.use(data)
 

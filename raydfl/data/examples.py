@@ -47,7 +47,7 @@ class Examples:
 
     @property
     def changed(self) -> bool:
-        """Whether anything but copying is done to stored frames on their way into a batch, of this view or a further one."""
+        """True where anything but copying is done to stored frames on their way into a batch, of this view or a further one."""
         return not self.pipeline.plain or any(view.changed for view in self.views.values())
 
     def take(self, indices: np.ndarray) -> Examples:

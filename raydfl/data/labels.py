@@ -1,4 +1,4 @@
-"""Labels that are sets of classes: what ``data.labels`` says, and the classes of each such label."""
+"""Labels that are sets of classes: what ``data.label_sets`` says, and the classes of each such label."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def sets_of(labels: Sequence[str], separator: str) -> tuple[list[str], np.ndarra
     parts = [{part.strip() for part in label.split(separator)} - {""} for label in labels]
     classes = natural_order(list(set().union(*parts)))
     if not classes:
-        raise DataError(f"data.labels: no label names a class; the separator is {separator!r}")
+        raise DataError(f"data.label_sets: no label names a class; the separator is {separator!r}")
     return classes, np.array([[name in part for name in classes] for part in parts], bool)

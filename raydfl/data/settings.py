@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -26,7 +26,9 @@ from raydfl.data.profile import KNOWN, ProfileSettings
 from raydfl.data.remote import local_copy
 from raydfl.data.segment import SegmentSettings
 from raydfl.data.split import SplitSettings
-from raydfl.data.transforms import Pipeline, make_transforms
+
+if TYPE_CHECKING:  # it imports PyTorch, which takes seconds
+    from raydfl.data.transforms import Pipeline
 
 
 class SiteSettings(Settings):
@@ -77,7 +79,7 @@ class ViewSettings(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> ViewSettings:
-        crop = self.pipeline.crop
+        crop = self.pipeline.crop if self.transforms else None
         if self.features.kind == "file" or self.features.normalise == "group" or (crop and crop.test == "segments"):
             raise ConfigError(
                 "data.views: a further view has features of the kind logmel, model or image, is not normalised by group and not "
@@ -87,7 +89,9 @@ class ViewSettings(Settings):
 
     @property
     def pipeline(self) -> Pipeline:
-        """What becomes of stored features on their way into a batch; built now."""
+        """The way of stored features into a batch; built now."""
+        from raydfl.data.transforms import make_transforms  # it imports PyTorch, which takes seconds
+
         return make_transforms(self.transforms, self.features, "data.views: transforms")
 
     @property
@@ -134,7 +138,7 @@ class DataSettings(Settings):
     leave_out: Annotated[
         tuple[str, ...], Field(description="Labels whose clips are left out: they are not read at all.")
     ] = ()
-    labels: Annotated[
+    label_sets: Annotated[
         LabelSettings | None, Field(description="Labels that are sets of classes. null: a label is one class.")
     ] = None
     ungrouped: Annotated[
@@ -246,14 +250,14 @@ class DataSettings(Settings):
             raise ConfigError(
                 f"data.segment cuts clips of their own lengths: set data.features.{length} to null, or data.segment to null"
             )
-        crop = self.pipeline.crop
+        crop = self.pipeline.crop if self.transforms else None
         if self.segment is not None and crop is not None:
             raise ConfigError("data.segment and the transform random_crop both cut clips: leave one of them out")
         if isinstance(self.features, FileFeatures) and self.corrupt.noise is not None:
             self.features.noisy_file()
-        if self.labels is not None and self.corrupt.labels is not None:
+        if self.label_sets is not None and self.corrupt.labels is not None:
             raise ConfigError(
-                "data.corrupt.labels puts one class in another's place, but with data.labels a clip has a set of classes; set one "
+                "data.corrupt.labels puts one class in another's place, but with data.label_sets a clip has a set of classes; set one "
                 "of them to null"
             )
         for key, uri in self.uris.items():
@@ -288,11 +292,13 @@ class DataSettings(Settings):
 
     @property
     def pipeline(self) -> Pipeline:
-        """What becomes of stored features on their way into a batch; built now.
+        """The way of stored features into a batch; built now.
 
         Raises:
             ConfigError: transforms that are not known, or do not fit the features.
         """
+        from raydfl.data.transforms import make_transforms  # it imports PyTorch, which takes seconds
+
         return make_transforms(self.transforms, self.features, "data.transforms")
 
     @property
@@ -303,7 +309,7 @@ class DataSettings(Settings):
 
     @property
     def test_segments(self) -> SegmentSettings | None:
-        """What cuts the clips that are measured on into examples; ``None``: nothing."""
+        """The segments into which clips that are measured on are cut; ``None``: none."""
         crop = self.pipeline.crop
         if crop is None or crop.test != "segments":
             return self.segment

@@ -73,7 +73,7 @@ class Clients(Sequence[Client]):
         return {**self._population.profile(position), **own}
 
     def _chosen(self, model: str, column: str, keys: Sequence[str]) -> np.ndarray:
-        """The position of every client's architecture, by what its profile says.
+        """Return the position of every client's architecture, by what its profile says.
 
         Raises:
             ConfigError: there is no architecture for what it says of a client.

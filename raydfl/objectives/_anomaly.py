@@ -1,4 +1,4 @@
-"""What objectives have in common whose answer is how strange a recording is."""
+"""Common parts of objectives whose answer is how strange a recording is."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Compact(AnomalyObjective):
         return batch.mean((z - member @ means).square().sum(dim=1))
 
     def _membership(self, batch: Batch, counts: Tensor) -> Tensor:
-        """Which centre each example belongs to, float32 [batch, centres]; to the mean of several of a set of classes."""
+        """Return the centre that each example belongs to, float32 [batch, centres]; to the mean of several of a set of classes."""
         if self.by == "all":
             return torch.ones_like(batch.x[:, :1, 0])
         if batch.y.is_floating_point():

@@ -69,7 +69,7 @@ class Contrast(Objective):
         return batch.mean(similar.logsumexp(dim=1) - similar.diagonal())
 
     def _cropped(self, batch: Batch) -> Batch:
-        """A crop of each clip of a batch, which begins at random."""
+        """Return a crop of each clip of a batch, which begins at random."""
         frames = batch.x.shape[1]
         counts = torch.full_like(batch.x[:, 0, 0], frames) if batch.lengths is None else batch.lengths.float()
         latest = (counts - self.frames).clamp_min(0)

@@ -114,7 +114,7 @@ class Optimiser:
     def _adam_of_each(
         self, parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: Tensor, lr: float | Tensor
     ) -> None:
-        """The same for stacked clients that have different rates or numbers of steps, which the fused operations do not know."""
+        """Do the same for stacked clients that have different rates or numbers of steps, which the fused operations do not know."""
         settings, (first, second) = self.settings, self.settings.betas
         rate = _like(lr, parameter) if isinstance(lr, Tensor) else lr
         count = (_like(step, parameter) if step.ndim else step).double()  # 1 - 0.999 needs the digits

@@ -14,7 +14,7 @@ Side = Annotated[int, Field(ge=1, le=4_096)]
 
 
 class ImageFeatures(Settings):
-    """How an image becomes numbers: bytes in the cache, divided by 255 in a batch, and scaled."""
+    """Images as numbers: bytes in the cache, divided by 255 in a batch, and scaled."""
 
     kind: Annotated[Literal["image"], Field(description="image: pictures and not recordings.")]
     size: Annotated[tuple[Side, Side], Field(description="Rows and columns; one number: both. 1 to 4096.")]

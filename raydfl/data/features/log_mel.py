@@ -174,14 +174,14 @@ class FeatureSettings(Settings):
 
     @property
     def least(self) -> float:
-        """What smaller sums of a band are taken for."""
+        """The number that smaller sums of a band are taken for."""
         if self.floor is not None:
             return self.floor
         return 1e-10 if self.spectrum == "power" else 1e-5
 
     @property
     def of_log_power(self) -> float:
-        """What a feature is of the natural logarithm of its band's power (of the squared sum, for magnitudes)."""
+        """The factor from the natural logarithm of a band's power to the feature (of the squared sum, for magnitudes)."""
         if self.scale == "db":
             return 10.0 / math.log(10.0)
         return 1.0 if self.spectrum == "power" else 0.5

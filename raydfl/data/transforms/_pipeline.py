@@ -32,7 +32,7 @@ _CROP = "crop"
 
 @dataclass(frozen=True)
 class LateNormalisation:
-    """What is done to power after the transforms: the logarithm, and the z-score of each band over the example's frames."""
+    """The last steps from power to features, after the transforms: the logarithm, and the z-score of each band over the example's frames."""
 
     of_log_power: float
     """See FeatureSettings."""
@@ -68,7 +68,7 @@ def _z_scores(x: Tensor, inside: Tensor, epsilon: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Pixels:
-    """How stored rows of bytes become images."""
+    """The way of stored rows of bytes to images."""
 
     rows: int
     columns: int
@@ -106,7 +106,7 @@ class Pipeline:
 
     @property
     def plain(self) -> bool:
-        """Whether a batch holds what is stored, as it is."""
+        """True where a batch holds what is stored, as it is."""
         return self.crop is None and self.late is None and self.pixels is None and not self.transforms
 
     @property

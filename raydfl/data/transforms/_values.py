@@ -1,4 +1,4 @@
-"""What several transforms need: types of options, and the places of an example."""
+"""Values that several transforms need: types of options, and the places of an example."""
 
 from __future__ import annotations
 

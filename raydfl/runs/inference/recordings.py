@@ -1,4 +1,4 @@
-"""What a model of a run says of recordings, by the run's own front end: a label with a probability, or what its objective answers.
+"""The answers of a run's model for recordings, by the run's own front end: a label with a probability, or what its objective answers.
 
 A recording goes the way of a test clip: choose the channel, resample, log-mel or the run's own model, normalise, pad
 (raydfl.data.features), cut into segments if the run does (raydfl.data.segment), softmax, mean over the segments. What differs:
@@ -60,7 +60,7 @@ class Prediction:
 
     @property
     def score(self) -> float:
-        """How strange it is, where the objective says that; NaN when there is no score."""
+        """The strangeness, where the objective gives one; NaN when there is no score."""
         return float(self.probabilities[0]) if self.answers == "score" and not self.error else float("nan")
 
     @property

@@ -216,7 +216,7 @@ def batch_of_first(batch: Batch) -> Batch:
 
 
 class _Transforms:
-    """What the pipeline of the examples does to each step's batches, with all that was drawn for it on the device.
+    """The pipeline of the examples for each step's batches, with all that was drawn for it on the device.
 
     Args:
         examples: of each client.

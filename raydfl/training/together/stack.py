@@ -173,7 +173,7 @@ class StackedClients:
     def compute(
         self, function: Callable[[Step, Batch], Any], batch: Batch, seeds: Tensor | None, shared_batch: bool = False
     ) -> Any:
-        """What a function gives for every active client: tensors [clients, ...], one or several in a tuple or mapping.
+        """Return what a function gives for every active client: tensors [clients, ...], one or several in a tuple or mapping.
 
         Args:
             function: of a step and a batch: a forward pass, or a loss with its reports.

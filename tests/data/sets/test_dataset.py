@@ -11,7 +11,7 @@ from raydfl.core.registry import build
 from raydfl.data.dataset import Card, Dataset, dataset_names, find_dataset
 
 NAMES = [
-    *("crema_d", "emodb", "esc", "folder", "fsdd", "iemocap", "manifest"),
+    *("crema_d", "emodb", "esc", "folder", "fsdd", "iemocap", "manifest", "mnist"),
     *("ravdess", "speech_commands", "spoken_words", "urbansound8k"),
 ]
 
