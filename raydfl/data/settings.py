@@ -257,8 +257,8 @@ class DataSettings(Settings):
             self.features.noisy_file()
         if self.label_sets is not None and self.corrupt.labels is not None:
             raise ConfigError(
-                "data.corrupt.labels puts one class in another's place, but with data.label_sets a clip has a set of classes; set one "
-                "of them to null"
+                "data.corrupt.labels puts one class in another's place, but with data.label_sets a clip has a set of classes; set "
+                "one of them to null"
             )
         for key, uri in self.uris.items():
             check_uri(uri, f"data.{key}")

@@ -32,7 +32,7 @@ _CROP = "crop"
 
 @dataclass(frozen=True)
 class LateNormalisation:
-    """The last steps from power to features, after the transforms: the logarithm, and the z-score of each band over the example's frames."""
+    """The last steps from power to features, after the transforms: the logarithm, and the z-score of each band."""
 
     of_log_power: float
     """See FeatureSettings."""

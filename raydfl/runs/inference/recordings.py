@@ -1,4 +1,4 @@
-"""The answers of a run's model for recordings, by the run's own front end: a label with a probability, or what its objective answers.
+"""The answers of a run's model for recordings, by the run's own front end: a label with a probability, or its objective's answer.
 
 A recording goes the way of a test clip: choose the channel, resample, log-mel or the run's own model, normalise, pad
 (raydfl.data.features), cut into segments if the run does (raydfl.data.segment), softmax, mean over the segments. What differs:
