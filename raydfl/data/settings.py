@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -24,7 +24,9 @@ from raydfl.data.partition import PartitionSettings
 from raydfl.data.remote import local_copy
 from raydfl.data.segment import SegmentSettings
 from raydfl.data.split import SplitSettings
-from raydfl.data.transforms import Pipeline, make_transforms
+
+if TYPE_CHECKING:  # a configuration is read without waiting for PyTorch where nothing is transformed
+    from raydfl.data.transforms import Pipeline
 
 
 class SiteSettings(Settings):
@@ -86,6 +88,8 @@ class ViewSettings(Settings):
     @property
     def pipeline(self) -> Pipeline:
         """What becomes of stored features on their way into a batch; built now."""
+        from raydfl.data.transforms import make_transforms  # it imports PyTorch
+
         return make_transforms(self.transforms, self.features, "data.views: transforms")
 
     @property
@@ -227,7 +231,7 @@ class DataSettings(Settings):
             raise ConfigError(
                 f"data.segment cuts clips of their own lengths: set data.features.{length} to null, or data.segment to null"
             )
-        crop = self.pipeline.crop
+        crop = self.pipeline.crop if self.transforms else None
         if self.segment is not None and crop is not None:
             raise ConfigError("data.segment and the transform random_crop both cut clips: leave one of them out")
         if isinstance(self.features, FileFeatures) and self.corrupt.noise is not None:
@@ -264,6 +268,8 @@ class DataSettings(Settings):
         Raises:
             ConfigError: transforms that are not known, or do not fit the features.
         """
+        from raydfl.data.transforms import make_transforms  # it imports PyTorch
+
         return make_transforms(self.transforms, self.features, "data.transforms")
 
     @property

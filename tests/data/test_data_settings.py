@@ -94,8 +94,8 @@ def test_every_field_says_what_it_means() -> None:
     walk(schema)
     for part in schema["$defs"].values():
         walk(part)
-    features = 12 + 7 + 11  # log-mel, file, model
-    assert fields == 11 + 1 + features + 4 + 3 + 3 + 10 + 2 + 2 + 2  # data, site, segment, split ... corrupt
+    features = 18 + 7 + 11 + 6  # log-mel, file, model, image
+    assert fields == 13 + 1 + 3 + features + 4 + 3 + 3 + 10 + 2 + 2 + 2  # data, site, view, segment, split ... corrupt
 
 
 def test_reading_a_configuration_does_not_wait_for_torch() -> None:

@@ -12,7 +12,7 @@ from raydfl.data.dataset import Card, Dataset, dataset_names, find_dataset
 
 NAMES = [
     *("crema_d", "emodb", "esc", "folder", "fsdd", "iemocap", "manifest"),
-    *("ravdess", "speech_commands", "spoken_words", "urbansound8k"),
+    *("mnist", "ravdess", "speech_commands", "spoken_words", "urbansound8k"),
 ]
 
 OWN = """
