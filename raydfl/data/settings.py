@@ -27,7 +27,7 @@ from raydfl.data.remote import local_copy
 from raydfl.data.segment import SegmentSettings
 from raydfl.data.split import SplitSettings
 
-if TYPE_CHECKING:  # it imports PyTorch, which takes seconds
+if TYPE_CHECKING:  # a configuration is read without waiting for PyTorch where nothing is transformed
     from raydfl.data.transforms import Pipeline
 
 
@@ -297,7 +297,7 @@ class DataSettings(Settings):
         Raises:
             ConfigError: transforms that are not known, or do not fit the features.
         """
-        from raydfl.data.transforms import make_transforms  # it imports PyTorch, which takes seconds
+        from raydfl.data.transforms import make_transforms  # it imports PyTorch
 
         return make_transforms(self.transforms, self.features, "data.transforms")
 

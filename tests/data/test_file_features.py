@@ -534,7 +534,7 @@ def test_a_run_on_a_file_cannot_predict_and_says_what_it_takes(tmp_path: Path) -
     ):
         classify(run, [tmp_path / "some.wav"])
     said = describe_front_end(load_model(run).data)
-    assert list(said) == ["kind", "file", "normalise", "pad", "dtype", "segments"]
+    assert list(said) == ["kind", "file", "normalise", "pad", "dtype", "crop", "segments"]
     assert {key: said["file"][key] for key in ("name", "bands", "frames")} == {
         "name": "apc.npz",
         "bands": 16,

@@ -11,8 +11,8 @@ from raydfl.core.registry import build
 from raydfl.data.dataset import Card, Dataset, dataset_names, find_dataset
 
 NAMES = [
-    *("crema_d", "emodb", "esc", "folder", "fsdd", "iemocap", "manifest", "mnist"),
-    *("ravdess", "speech_commands", "spoken_words", "urbansound8k"),
+    *("crema_d", "emodb", "esc", "folder", "fsdd", "iemocap", "manifest"),
+    *("mnist", "ravdess", "speech_commands", "spoken_words", "urbansound8k"),
 ]
 
 OWN = """
