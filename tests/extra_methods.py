@@ -227,6 +227,42 @@ class Untidy(Method):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class NearTheReceived(Method):
+    """Cross-entropy, and the received model's and this client's previous model's answers as teachers."""
+
+    pure: ClassVar[bool] = True
+
+    def loss(self, step: Step, batch: Batch) -> Tensor:
+        value = super().loss(step, batch)
+        student = F.log_softmax(step.forward("model", batch), dim=1)
+        teachers = [step.received["global"]]
+        own = {name: step.state[f"previous/{name}"] for name in step.parameters() if f"previous/{name}" in step.state}
+        for tensors in [*teachers, *([own] if own else [])]:
+            with torch.no_grad():
+                teacher = F.softmax(step.forward("model", batch, tensors=tensors), dim=1)
+            value = value - batch.mean((teacher * student).sum(dim=1))
+        return value
+
+    def local(self, step: Step) -> Update:
+        metrics = fit(step, self.loss)
+        step.state.update({f"previous/{name}": t.detach().clone() for name, t in step.parameters().items()})
+        return step.update(metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnRates(Method):
+    """Every client trains with a rate of its own."""
+
+    pure: ClassVar[bool] = True
+    rates: tuple[float, ...] = (0.1, 0.05, 0.2, 0.0)
+    named: bool = False
+
+    def local(self, step: Step) -> Update:
+        rate = self.rates[step.client.index % len(self.rates)]
+        return step.update(fit(step, self.loss, lr={"model": rate} if self.named else rate))
+
+
 class WithBuffers(nn.Module):
     """A network with batch normalisation: floating buffers and an integer counter."""
 

@@ -82,7 +82,9 @@ def start_from_file(network: nn.Module, spec: ModelSpec) -> None:
     ignored = _matching(found, init_from.ignore, f"{where}.ignore", "the file") | kept
     # A tied tensor has several names, of which a file may have one.
     loaded = {id(own[name]) for name in found if name in own and name not in ignored}
-    missing = [name for name in own if name not in found and name not in kept and id(own[name]) not in loaded]
+    # Counters are not floating; they are neither sent nor kept, so a run's export has none.
+    needed = [name for name, tensor in own.items() if tensor.is_floating_point() and id(tensor) not in loaded]
+    missing = [name for name in needed if name not in found and name not in kept]
     unexpected = [name for name in found if name not in own and name not in ignored]
     if missing or unexpected:
         raise ConfigError(_unaccounted(where, init_from.file, missing, unexpected, own, found))

@@ -107,7 +107,7 @@ def test_a_network_is_built_once_for_all_clients(tiny: Tiny, method: str, monkey
     """What no client's code has changed is not built again."""
     made: list[object] = []
     real = worker.Replica
-    monkeypatch.setattr(worker, "Replica", lambda models: made.append(models) or real(models))
+    monkeypatch.setattr(worker, "Replica", lambda models, fixed: made.append(models) or real(models, fixed))
     config = tiny("train.cohort=1.0", method=method)
     server = start(config)
     kinds = len(Clients(Population.load(Path(config.run.dir) / "tiny" / "population"), config).variants())

@@ -89,6 +89,17 @@ def test_names_are_mapped_kept_and_ignored(tmp_path: Path) -> None:
     assert torch.equal(after["hidden.weight"], wanted["hidden.weight"])
 
 
+def test_integer_counters_may_be_missing(tmp_path: Path) -> None:
+    network = nn.Sequential(nn.BatchNorm1d(3))
+    wanted = {name: value + 1 for name, value in network.state_dict().items() if "num" not in name}
+    torch.save(wanted, tmp_path / "w.pt")
+    start_from_file(network, spec(file=str(tmp_path / "w.pt")))
+    assert torch.equal(network[0].running_var, wanted["0.running_var"])
+    torch.save({**wanted, "0.num_batches_tracked": torch.tensor(7)}, tmp_path / "w.pt")
+    start_from_file(network, spec(file=str(tmp_path / "w.pt")))
+    assert int(network[0].num_batches_tracked) == 7
+
+
 def test_tied_tensors_need_one_of_their_names(tmp_path: Path) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

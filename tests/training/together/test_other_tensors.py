@@ -6,47 +6,19 @@ import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
-import torch.nn.functional as F
+from extra_methods import NearTheReceived
 from helpers import finish, same
-from pydantic.dataclasses import dataclass
 from several_clients import BANDS, CLASSES, both, make_steps
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
-from raydfl.core.types import Batch, Update
 from raydfl.engine.config import Config
 from raydfl.methods import Method
 from raydfl.models.crnn import CRNN
 from raydfl.models.dense import MeanMLP
-from raydfl.training._fit import fit
-from raydfl.training.step import Step
-
-
-@dataclass(frozen=True, kw_only=True)
-class NearTheReceived(Method):
-    """Cross-entropy, and the received model's and this client's previous model's answers as teachers."""
-
-    pure: ClassVar[bool] = True
-
-    def loss(self, step: Step, batch: Batch) -> Tensor:
-        value = super().loss(step, batch)
-        student = F.log_softmax(step.forward("model", batch), dim=1)
-        teachers = [step.received["global"]]
-        own = {name: step.state[f"previous/{name}"] for name in step.parameters() if f"previous/{name}" in step.state}
-        for tensors in [*teachers, *([own] if own else [])]:
-            with torch.no_grad():
-                teacher = F.softmax(step.forward("model", batch, tensors=tensors), dim=1)
-            value = value - batch.mean((teacher * student).sum(dim=1))
-        return value
-
-    def local(self, step: Step) -> Update:
-        metrics = fit(step, self.loss)
-        step.state.update({f"previous/{name}": t.detach().clone() for name, t in step.parameters().items()})
-        return step.update(metrics)
 
 
 class Recurrent(nn.Module):
@@ -124,7 +96,11 @@ def test_stacked_is_looped(family: Callable[[], dict[str, nn.Module]], old: bool
 
 def test_recorded_is_by_code(tiny: Callable[..., Config], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "raydfl.training.tape")
-    settings = [f"method.name={Path(__file__)}:NearTheReceived", "train.rounds=3", "train.cohort=1.0"]
+    settings = [
+        f"method.name={Path(__file__).parents[2]}/extra_methods.py:NearTheReceived",
+        "train.rounds=3",
+        "train.cohort=1.0",
+    ]
     settings += ["train.local_epochs=12", "train.batch_size=4"]
     by_code = finish(tiny(*settings, "run.name=code", "train.tape=false"))
     same(by_code, finish(tiny(*settings, "run.name=tape")))

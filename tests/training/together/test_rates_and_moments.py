@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from extra_methods import OwnRates
 from helpers import differ, finish, same, stop_after, truth
 from pydantic.dataclasses import dataclass
 from several_clients import BANDS, CLASSES, both, close, jointly, looped, make_steps
@@ -33,19 +34,6 @@ OPTIMISERS: list[dict[str, Any]] = [
     {"name": "adam", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-3},
     {"name": "adamw", "lr": 0.01, "weight_decay": 0.3, "eps": 1e-3, "clip_norm": 0.05},
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OwnRates(Method):
-    """Every client trains with a rate of its own."""
-
-    pure: ClassVar[bool] = True
-    rates: tuple[float, ...] = (0.1, 0.05, 0.2, 0.0)
-    named: bool = False
-
-    def local(self, step: Step) -> Update:
-        rate = self.rates[step.client.index % len(self.rates)]
-        return step.update(fit(step, self.loss, lr={"model": rate} if self.named else rate))
 
 
 @dataclass(frozen=True, kw_only=True)
