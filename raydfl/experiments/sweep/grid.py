@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from raydfl.core.errors import ConfigError
 from raydfl.core.options import explain
 from raydfl.engine.config import Config, apply_overrides, make_config
-from raydfl.experiments.metric import MetricSettings
+from raydfl.experiments.metric import MetricSettings, for_objective
 from raydfl.experiments.plan import check_known, checked, folder_of, label_of, laid_over, read_base, read_groups
 from raydfl.experiments.sweep.settings import SweepSettings, check_repeat
 
@@ -167,11 +167,15 @@ def _runs_of(
         identity = _identity(config)
         name = _run_name((*labels, f"{str(setting).rpartition('.')[2]}={label_of(value)}"), identity, folder)
         named = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
-        yield CellRun(labels, f"{setting}={label_of(value)}", metric, named, identity)
+        yield CellRun(labels, f"{setting}={label_of(value)}", for_objective(metric, config), named, identity)
 
 
 def _metric(values: Any, default: MetricSettings, where: str) -> MetricSettings:
-    merged = {**default.model_dump(exclude={"label"}), **values} if isinstance(values, Mapping) else values
+    merged = (
+        {**default.model_dump(exclude={"label"}, exclude_unset=True), **values}
+        if isinstance(values, Mapping)
+        else values
+    )
     try:
         return MetricSettings.model_validate(merged)
     except ValidationError as error:
