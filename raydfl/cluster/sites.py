@@ -243,7 +243,7 @@ def prepare_sites(config: Config, key: str, run_dir: Path, progress: Progress) -
     classes = kept_labels(labels, config.data.leave_out)
     reports: list[SiteReport] = _everywhere(config, prepare_at, [(name, key, classes) for name in names], progress)
     trained = {label for report in reports for label in report.trained}
-    population = join(reports, classes, None if config.data.labels is None else config.data.labels.separator)
+    population = join(reports, classes, None if config.data.label_sets is None else config.data.label_sets.separator)
     for label in population.classes if config.labels_needed else ():
         if label not in trained:
             raise DataError(

@@ -167,7 +167,7 @@ def _divide(
     partition = Partition(
         partition.ids, usable[partition.rows], partition.offsets, partition.groups, partition.group_of
     )
-    if complete and data.labels is None:
+    if complete and data.label_sets is None:
         _check_classes(classes, labels, usable, split, partition)
     held_out = np.zeros(len(partition.rows), bool)
     if data.split.validation:
@@ -288,7 +288,7 @@ def _assemble(
                 f"{strange} of {len(np.unique(group[used]))} groups have no training clip: theirs are normalised with the "
                 "statistics of all training clips",
             ]
-    separator = None if data.labels is None else data.labels.separator
+    separator = None if data.label_sets is None else data.label_sets.separator
     return Population(classes, _common_length(arrays), stores, arrays, skipped, messages, separator=separator)
 
 

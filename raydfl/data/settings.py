@@ -20,7 +20,7 @@ from raydfl.data.features.extraction import Source
 from raydfl.data.features.file import FileFeatures
 from raydfl.data.features.kinds import AnyFeatures, kind_of, make_features
 from raydfl.data.features.log_mel import FeatureSettings
-from raydfl.data.labels import LabelSettings
+from raydfl.data.label_sets import LabelSetSettings
 from raydfl.data.partition import PartitionSettings
 from raydfl.data.remote import local_copy
 from raydfl.data.segment import SegmentSettings
@@ -69,8 +69,8 @@ class DataSettings(Settings):
     leave_out: Annotated[
         tuple[str, ...], Field(description="Labels whose clips are left out: they are not read at all.")
     ] = ()
-    labels: Annotated[
-        LabelSettings | None, Field(description="Labels that are sets of classes. null: a label is one class.")
+    label_sets: Annotated[
+        LabelSetSettings | None, Field(description="Labels that are sets of classes. null: a label is one class.")
     ] = None
     ungrouped: Annotated[
         Literal["keep", "deal"],
@@ -159,9 +159,9 @@ class DataSettings(Settings):
             )
         if isinstance(self.features, FileFeatures) and self.corrupt.noise is not None:
             self.features.noisy_file()
-        if self.labels is not None and self.corrupt.labels is not None:
+        if self.label_sets is not None and self.corrupt.labels is not None:
             raise ConfigError(
-                "data.corrupt.labels puts one class in another's place, but with data.labels a clip has a set of classes; set one "
+                "data.corrupt.labels puts one class in another's place, but with data.label_sets a clip has a set of them; set one "
                 "of them to null"
             )
         for key, uri in self.uris.items():

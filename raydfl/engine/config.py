@@ -46,7 +46,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("objective",): {"name": "classify"},
     ("data", "sites"): [],
     ("data", "leave_out"): [],
-    ("data", "labels"): None,
+    ("data", "label_sets"): None,
     ("data", "ungrouped"): "keep",
     ("train", "precision"): "float32",
     ("train", "deadline"): None,
@@ -115,15 +115,15 @@ class Config(Settings):
     def _objective_fits(self, objective: Objective, attack: Attack | None) -> None:
         """Refuse data and attacks that an objective cannot take."""
         name = self.objective["name"]
-        if objective.labels == "one" and self.data.labels is not None:
+        if objective.labels == "one" and self.data.label_sets is not None:
             raise ConfigError(
-                f"objective: {name!r} needs one label for each clip, but data.labels makes sets of classes of them; take "
-                f"objective=multi_label, or set data.labels to null"
+                f"objective: {name!r} needs one label for each clip, but data.label_sets makes sets of classes of them; take "
+                f"objective=multi_label, or set data.label_sets to null"
             )
-        if objective.labels == "sets" and self.data.labels is None:
+        if objective.labels == "sets" and self.data.label_sets is None:
             raise ConfigError(
                 f"objective: {name!r} learns sets of classes, but here a label is one class; say what stands between a label's "
-                f"classes with data.labels.separator, or take objective=classify"
+                f"classes with data.label_sets.separator, or take objective=classify"
             )
         aims = attack is not None and (
             type(attack).labels is not Attack.labels or type(attack).target_class is not Attack.target_class

@@ -26,7 +26,7 @@ class Objective:
     """Base of every objective. A frozen dataclass: its fields are its options. It holds no state."""
 
     labels: ClassVar[Literal["one", "sets", "any"]] = "any"
-    """What it needs of a clip: one label, a set of labels (``data.labels``), or nothing, whatever labels there are."""
+    """What it needs of a clip: one label, a set of labels (``data.label_sets``), or nothing, whatever labels there are."""
 
     headline: ClassVar[str] = "loss"
     """The score by which runs are compared where nobody says another, by the last part of its name."""

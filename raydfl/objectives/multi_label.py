@@ -25,7 +25,7 @@ _SMALLEST = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class MultiLabel(Objective):
-    """A set of classes for each clip (data.labels), learnt by binary cross-entropy."""
+    """A set of classes for each clip (data.label_sets), learnt by binary cross-entropy."""
 
     labels: ClassVar[Literal["one", "sets", "any"]] = "sets"
     headline: ClassVar[str] = "map"

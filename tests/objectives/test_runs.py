@@ -37,7 +37,7 @@ LOUDNESS = "data.features.normalise=group"
 """Each band is compared with the training clips: normalised by itself, a clip that is alike all the time says nothing."""
 SETTINGS: dict[str, tuple[str, ...]] = {
     "classify": (),
-    "multi_label": (CHORDS, "data.labels={}", "objective=multi_label"),
+    "multi_label": (CHORDS, "data.label_sets={}", "objective=multi_label"),
     "compact": (MACHINES, "objective={name: compact, size: 4, normal: [normal]}"),
     "reconstruct": (MACHINES, "objective={name: reconstruct, size: 4, bins: 4, hidden: 16, normal: [normal]}"),
     "contrast": ("objective={name: contrast, frames: 12, size: 8}",),
@@ -289,10 +289,10 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "option": (("objective={name: contrast, frame: 3}",), "unknown key 'frame' for Contrast; did you mean 'frames'"),
     "range": (("objective={name: compact, momentum: 1}",), "objective.momentum is 1; it must be below 1"),
     "no name": (("objective={frames: 3}",), "objective: a name is missing; known: classify, compact"),
-    "sets for classes": (("data.labels={}",), "needs one label for each clip, but data.labels makes sets"),
+    "sets for classes": (("data.label_sets={}",), "needs one label for each clip, but data.label_sets makes sets"),
     "classes for sets": (("objective=multi_label",), "learns sets of classes, but here a label is one class"),
     "wrong labels of sets": (
-        (CHORDS, "data.labels={}", "objective=multi_label", "data.corrupt.labels={clients: 0.5, rate: 0.5}"),
+        (CHORDS, "data.label_sets={}", "objective=multi_label", "data.corrupt.labels={clients: 0.5, rate: 0.5}"),
         "data.corrupt.labels puts one class in another's place",
     ),
     "attack": (
@@ -315,7 +315,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "no class": (
         (*SETTINGS["multi_label"], "data.leave_out=[low, high, middle|low, 'low|high', high|middle]"),
-        "data.labels: no label names a class; the separator is '|'",
+        "data.label_sets: no label names a class; the separator is '|'",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Labels that are sets of classes: what ``data.labels`` says, and the classes of each such label."""
+"""Labels that are sets of classes: what ``data.label_sets`` says, and the classes of each such label."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raydfl.core.settings import Settings
 from raydfl.data.partition import natural_order
 
 
-class LabelSettings(Settings):
+class LabelSetSettings(Settings):
     """A clip's label names several classes at once."""
 
     separator: Annotated[
@@ -30,7 +30,7 @@ def sets_of(labels: Sequence[str], separator: str) -> tuple[list[str], np.ndarra
 
     Args:
         labels: as the manifest has them, each once.
-        separator: of :class:`LabelSettings`.
+        separator: of :class:`LabelSetSettings`.
 
     Returns:
         Names of the classes, in natural order, and bool [labels, classes].
@@ -41,5 +41,5 @@ def sets_of(labels: Sequence[str], separator: str) -> tuple[list[str], np.ndarra
     parts = [{part.strip() for part in label.split(separator)} - {""} for label in labels]
     classes = natural_order(list(set().union(*parts)))
     if not classes:
-        raise DataError(f"data.labels: no label names a class; the separator is {separator!r}")
+        raise DataError(f"data.label_sets: no label names a class; the separator is {separator!r}")
     return classes, np.array([[name in part for name in classes] for part in parts], bool)
