@@ -10,6 +10,7 @@ from raydfl.core.errors import RaydflError as RaydflError
 from raydfl.core.types import Batch as Batch
 from raydfl.core.types import Client as Client
 from raydfl.core.types import Ratio as Ratio
+from raydfl.core.types import Scores as Scores
 from raydfl.core.types import State as State
 from raydfl.core.types import Task as Task
 from raydfl.core.types import Update as Update

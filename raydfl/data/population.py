@@ -21,7 +21,7 @@ from raydfl.core.errors import DataError, RunDirectoryError, nearest
 from raydfl.core.files import RESUME, write_atomically, writing
 from raydfl.data.examples import ClientData, Examples
 from raydfl.data.features.cache import FeatureStore, open_store
-from raydfl.data.labels import sets_of
+from raydfl.data.label_sets import sets_of
 from raydfl.data.names import Names
 from raydfl.data.settings import DataSettings
 from raydfl.data.transforms import PLAIN

@@ -20,7 +20,7 @@ from raydfl.data.features.extraction import Source
 from raydfl.data.features.file import FileFeatures
 from raydfl.data.features.kinds import AnyFeatures, kind_of, make_features
 from raydfl.data.features.log_mel import FeatureSettings
-from raydfl.data.labels import LabelSettings
+from raydfl.data.label_sets import LabelSetSettings
 from raydfl.data.partition import PartitionSettings
 from raydfl.data.profile import KNOWN, ProfileSettings
 from raydfl.data.remote import local_copy
@@ -139,7 +139,7 @@ class DataSettings(Settings):
         tuple[str, ...], Field(description="Labels whose clips are left out: they are not read at all.")
     ] = ()
     label_sets: Annotated[
-        LabelSettings | None, Field(description="Labels that are sets of classes. null: a label is one class.")
+        LabelSetSettings | None, Field(description="Labels that are sets of classes. null: a label is one class.")
     ] = None
     ungrouped: Annotated[
         Literal["keep", "deal"],
@@ -257,8 +257,8 @@ class DataSettings(Settings):
             self.features.noisy_file()
         if self.label_sets is not None and self.corrupt.labels is not None:
             raise ConfigError(
-                "data.corrupt.labels puts one class in another's place, but with data.label_sets a clip has a set of classes; set "
-                "one of them to null"
+                "data.corrupt.labels puts one class in another's place, but with data.label_sets a clip has a set of them; set one "
+                "of them to null"
             )
         for key, uri in self.uris.items():
             check_uri(uri, f"data.{key}")

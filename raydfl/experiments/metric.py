@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from pydantic import Field
 
 from raydfl.core.settings import Settings
@@ -12,7 +14,10 @@ from raydfl.runs.report import Key
 class MetricSettings(Settings):
     """A number of the record that a table shows."""
 
-    score: str = Field("accuracy", description="accuracy, macro_f1, loss or another metric of the record")
+    score: str = Field(
+        "accuracy",
+        description="accuracy, macro_f1, auc, loss or another metric of the record; not given: the headline of the runs' objective",
+    )
     split: str = Field("test", description="what it was measured on: test, or validation (the clients' own hold-out)")
     model: str | None = Field(None, description="which model; null: the method's first, so FedMLAC's plug-in")
     label: str | None = Field(None, description="what the table calls it; null: made of the three above")
@@ -32,6 +37,17 @@ class MetricSettings(Settings):
     def scale(self) -> float:
         """Factor to the unit of the table: shares in per cent, losses as they are."""
         return 1.0 if self.score.endswith("loss") else 100.0
+
+
+Given = TypeVar("Given", bound=MetricSettings)
+
+
+def for_objective(metric: Given, config: Config) -> Given:
+    """Return a metric with the headline of a run's objective as its score, where none was given."""
+    headline = config.parts.method.objective.headline
+    if "score" in metric.model_fields_set or metric.score == headline:
+        return metric
+    return metric.model_copy(update={"score": headline})
 
 
 def keys_of(config: Config, metric: MetricSettings) -> list[Key]:

@@ -113,5 +113,5 @@ def option_tables(page: Path) -> dict[str, dict[str, str]]:
         elif not cells:
             inside = False
         elif inside and cells[0].startswith("`"):
-            tables.setdefault(heading, {})[cells[0].strip("`")] = cells[1].strip("`")
+            tables.setdefault(heading, {})[cells[0].strip("`")] = cells[1].strip("`").replace(r"\|", "|")
     return tables

@@ -23,7 +23,7 @@ from commands import Raydfl
 from pages import PAGES, RECORDINGS, ROOT, Block, anchor, blocks, headings, links, option_tables, without_blocks
 
 import raydfl as package
-from raydfl import Attack, Config, Method, Step, Transform, find_dataset, load_config, make_config
+from raydfl import Attack, Config, Method, Objective, Step, Transform, find_dataset, load_config, make_config
 from raydfl.core import registry
 from raydfl.core.options import options_of, plain
 from raydfl.core.settings import Settings
@@ -66,6 +66,7 @@ def test_pages_are_there_and_have_blocks() -> None:
         "gpu.md",
         "jobs.md",
         "methods.md",
+        "objectives.md",
         "observability.md",
         "own-method.md",
         "report.md",
@@ -245,6 +246,30 @@ def test_tables_of_methods_and_rules_are_complete_and_right() -> None:
     for name, rule in RULES.items():
         assert name in headings(_page("methods.md"))
         _same(tables.get(name, {}), rule)
+
+
+def test_tables_of_objectives_are_complete_and_right() -> None:
+    tables = option_tables(_page("objectives.md"))
+    for name in registry.names("raydfl.objectives"):
+        assert name in headings(_page("objectives.md"))
+        _same(tables.get(name, {}), registry.find("raydfl.objectives", name, Objective, "objective"))
+    text = _page("objectives.md").read_text()
+    points = [name for name in vars(Objective) if not name.startswith("_") and callable(getattr(Objective, name))]
+    assert len(points) >= 11
+    for name in points:
+        assert f"| `{name}(" in text, name
+
+
+def test_the_table_of_methods_says_which_objectives_each_takes() -> None:
+    """That each pair does what it says is tested in tests/objectives."""
+    said: dict[str, str] = {}
+    for line in _page("objectives.md").read_text().partition("| method | takes |")[2].partition("\n\n")[0].splitlines():
+        names, _, takes = line.strip("|").partition("|")
+        said |= {name: takes.strip().strip("`") for name in re.findall(r"`(\w+)`", names)}
+    accepted = {
+        n: registry.find("raydfl.methods", n, Method, "method").objectives for n in registry.names("raydfl.methods")
+    }
+    assert said == {name: "any" if names is None else ", ".join(names) for name, names in accepted.items()}
 
 
 def test_tables_of_attacks_are_complete_and_right() -> None:

@@ -17,7 +17,7 @@ from raydfl.core.errors import ConfigError
 from raydfl.core.metrics import summarise
 from raydfl.core.ops import random_state, uniform
 from raydfl.core.types import Batch, ModelSpec, Ratio, Scores
-from raydfl.data.labels import sets_of
+from raydfl.data.label_sets import sets_of
 from raydfl.models.dense import MeanLinear
 from raydfl.objectives import Objective, find_objective
 from raydfl.objectives.reconstruct import in_bins

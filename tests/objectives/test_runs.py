@@ -22,9 +22,12 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from raydfl import load_model, read_rows, run
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError
+from raydfl.core.yaml import to_yaml
 from raydfl.data import population as population_module
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
+from raydfl.experiments.metric import MetricSettings, for_objective
+from raydfl.experiments.search.plan import load_search
 from raydfl.methods import Method
 from raydfl.runs.report.data import read_run
 
@@ -159,6 +162,20 @@ def test_classification_is_not_in_the_digest_and_other_objectives_are(tiny: Tiny
         for setting in ("objective={name: contrast, frames: 12}", "objective={name: contrast, frames: 13}")
     ]
     assert len({tiny().digest(), *others}) == 3
+
+
+def test_sweeps_and_searches_compare_the_headline_unless_told_otherwise(tiny: Tiny, tmp_path: Path) -> None:
+    detector = tiny(*SETTINGS["compact"])
+    assert for_objective(MetricSettings(), detector).score == "auc"
+    assert for_objective(MetricSettings(score="eer"), detector).score == "eer"
+    assert for_objective(MetricSettings(score="accuracy"), detector).score == "accuracy"
+    assert for_objective(MetricSettings(), tiny()) == MetricSettings()
+    file = tmp_path / "search.yaml"
+    space = {"train.optimiser.lr": {"uniform": [0.01, 0.1]}}
+    settings = detector.model_dump(mode="json", exclude={"run"})
+    file.write_text(to_yaml({"title": "t", "settings": settings, "space": space}, flow=False))
+    metric = load_search(file, [f"dir={tmp_path}/search"]).settings.metric
+    assert (metric.score, metric.best, metric.split) == ("auc", "max", "validation")
 
 
 # -- predict and export ------------------------------------------------------------------------------------------------

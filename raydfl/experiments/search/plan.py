@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from raydfl.core.metrics import HIGHER_IS_BETTER, OF_CLIENTS
 from raydfl.core.remote import check_path, is_uri
 from raydfl.core.yaml import to_yaml
 from raydfl.engine import Config, TrackSettings, apply_overrides, make_config
+from raydfl.experiments.metric import for_objective
 from raydfl.experiments.plan import (
     CHANGEABLE,
     Planned,
@@ -193,7 +194,12 @@ def load_search(file: str | Path, overrides: Sequence[str] = ()) -> Search:
     values = laid_over(values, settings.settings, "settings")
     search = Search(file, settings, folder, others, values)
     _check(search)
-    return search
+    metric = for_objective(settings.metric, search.first)
+    return (
+        search
+        if metric is settings.metric
+        else replace(search, settings=settings.model_copy(update={"metric": metric}))
+    )
 
 
 def corners(settings: SearchSettings) -> Iterator[Values]:

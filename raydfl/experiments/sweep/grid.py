@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from raydfl.core.errors import ConfigError
 from raydfl.core.options import explain
 from raydfl.engine import Config, apply_overrides, make_config
-from raydfl.experiments.metric import MetricSettings
+from raydfl.experiments.metric import MetricSettings, for_objective
 from raydfl.experiments.plan import (
     Planned,
     check_known,
@@ -175,11 +175,17 @@ def _runs_of(
         name = _run_name((*labels, f"{str(setting).rpartition('.')[2]}={label_of(value)}"), identity, folder)
         named = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
         repeated = f"{setting}={label_of(value)}"
-        yield CellRun(labels=labels, repeat=repeated, metric=metric, config=named, identity=identity)
+        yield CellRun(
+            labels=labels, repeat=repeated, metric=for_objective(metric, config), config=named, identity=identity
+        )
 
 
 def _metric(values: Any, default: MetricSettings, where: str) -> MetricSettings:
-    merged = {**default.model_dump(exclude={"label"}), **values} if isinstance(values, Mapping) else values
+    merged = (
+        {**default.model_dump(exclude={"label"}, exclude_unset=True), **values}
+        if isinstance(values, Mapping)
+        else values
+    )
     try:
         return MetricSettings.model_validate(merged)
     except ValidationError as error:

@@ -13,7 +13,7 @@ from raydfl.core.settings import Settings
 from raydfl.data.partition import natural_order
 
 
-class LabelSettings(Settings):
+class LabelSetSettings(Settings):
     """A clip's label names several classes at once."""
 
     separator: Annotated[
@@ -30,7 +30,7 @@ def sets_of(labels: Sequence[str], separator: str) -> tuple[list[str], np.ndarra
 
     Args:
         labels: as the manifest has them, each once.
-        separator: of :class:`LabelSettings`.
+        separator: of :class:`LabelSetSettings`.
 
     Returns:
         Names of the classes, in natural order, and bool [labels, classes].
