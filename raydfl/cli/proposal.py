@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from raydfl.core.errors import InputError
 from raydfl.core.yaml import to_yaml
-from raydfl.data.build import Division, divide, list_clips
+from raydfl.data.division import Division, divide, list_clips
 from raydfl.data.partition import sizes_text
 from raydfl.engine.config import Config, make_config
 

@@ -22,7 +22,8 @@ from raydfl.cluster.faults import task_cause
 from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError, first_line
 from raydfl.core.files import RESUME, write_atomically, write_durably, writing
 from raydfl.core.progress import Progress
-from raydfl.data.build import build_population, list_clips
+from raydfl.data.build import build_population
+from raydfl.data.division import list_clips
 from raydfl.data.listing import kept_labels
 from raydfl.data.names import Names
 from raydfl.data.partition import natural_order
