@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 
 from raydfl.core.options import options_of
-from raydfl.data.division import Division, divide, list_clips
 from raydfl.data.dataset import find_dataset
+from raydfl.data.division import Division, divide, list_clips
 from raydfl.data.manifest import remarks_of
 from raydfl.data.partition import PartitionSettings, natural_order, sizes_text
 from raydfl.data.settings import DataSettings

@@ -18,6 +18,7 @@ from raydfl.data.features.alteration import Alteration
 from raydfl.data.features.cache import FeatureStore, prepare
 from raydfl.data.features.extraction import RunChunks
 from raydfl.data.features.statistics import group_numbers, normalise_groups, statistics_of
+from raydfl.data.listing import column_codes
 from raydfl.data.manifest import remarks_of
 from raydfl.data.names import Names
 from raydfl.data.poisoning import Poisoner, alterations_for, noise_of_some, poison
@@ -51,6 +52,8 @@ def build_population(
     """
     complete = classes is None
     manifest, own = list_clips(data, seed, progress, complete)
+    for name in data.columns:
+        column_codes(manifest, name)
     classes = own if classes is None else classes
     division = divide(manifest, classes, data, seed, complete)  # before the long work: what cannot be done fails now
     if attack is not None:
@@ -140,8 +143,8 @@ class _Assembler:
         self.validation, self.validation_of = partition.rows[held_out], client[held_out]
         self._group = group_numbers(manifest)
         self._is_train = np.isin(np.arange(manifest.num_rows), self.train)
+        self._columns = {name: column_codes(manifest, name) for name in data.columns}
         self.stores: list[FeatureStore] = []
-        self.messages: list[str] = []
 
     def population(
         self, store: FeatureStore, attack: Poisoner | None, skipped: Sequence[tuple[str, str]], messages: Sequence[str]
@@ -175,7 +178,8 @@ class _Assembler:
         if self.data.features.normalise == "group":
             arrays |= _statistics(self.stores[CLEAN], self._group[self.train], self.train_of, len(ids))
             messages = [*messages, *self._strange_groups()]
-        return Population(self.classes, _common_length(arrays), self.stores, arrays, skipped, messages)
+        names = {name: values for name, (_, values) in self._columns.items()}
+        return Population(self.classes, _common_length(arrays), self.stores, arrays, skipped, messages, columns=names)
 
     @functools.cached_property
     def _noisy(self) -> np.ndarray:
@@ -188,8 +192,9 @@ class _Assembler:
         return self._chosen(self.data.corrupt.labels, "labels")
 
     def _chosen(self, corruption: NoiseSettings | LabelErrorSettings | None, purpose: str) -> np.ndarray:
-        chosen: np.ndarray = np.zeros(len(self.ids), bool)
-        return chosen if corruption is None else choose_clients(self.ids, corruption.clients, self.seed, purpose)
+        if corruption is None:
+            return np.zeros(len(self.ids), bool)
+        return choose_clients(self.ids, corruption.clients, self.seed, purpose)
 
     def _training(self, store: FeatureStore) -> _Training:
         """Return the training clips; the noisy ones' features become a store of their own."""
@@ -203,10 +208,10 @@ class _Assembler:
 
     def _labels(self) -> np.ndarray:
         """Return the training clips' labels with the wrong ones in place."""
-        labels, wrong = self.division.labels[self.train], self.data.corrupt.labels
+        labels: np.ndarray = self.division.labels[self.train]  # a copy: by positions
+        wrong = self.data.corrupt.labels
         if wrong is None:
             return labels
-        labels = labels.copy()
         bounds = np.searchsorted(self.train_of, np.arange(len(self.ids) + 1))
         for number in np.flatnonzero(self._with_label_errors):
             mine = slice(bounds[number], bounds[number + 1])
@@ -267,6 +272,8 @@ class _Assembler:
             f"{part}/labels": labels[clip].astype(np.int32),
             f"{part}/clips": clips[clip].astype(np.int32),
         }
+        for name, (codes, _) in self._columns.items():
+            columns[f"{part}/column/{name}"] = codes[clips[clip]]
         if owners is not None:
             bounds = np.searchsorted(owners[clip], np.arange(len(self.ids) + 1))
             columns[f"{part}/offsets"] = bounds.astype(np.int64)

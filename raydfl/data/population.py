@@ -65,6 +65,8 @@ class Population:
         messages: what the user should know about how this population came about.
         bands: features of a frame; ``None``: those of the stores.
         sites: where the data lie, if not here: there are no stores then, and no examples.
+        columns: names of the values of further columns, by column: a code is an index into them. Parts then have the columns
+            ``column/NAME`` too.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Population:
         messages: Sequence[str] = (),
         bands: int | None = None,
         sites: Sequence[Site] = (),
+        columns: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.classes: tuple[str, ...] = tuple(classes)
         self.length = length
@@ -84,6 +87,8 @@ class Population:
         self.skipped: tuple[tuple[str, str], ...] = tuple((clip, reason) for clip, reason in skipped)
         self.messages: tuple[str, ...] = tuple(messages)
         self._arrays = dict(arrays)
+        self.columns: Mapping[str, tuple[str, ...]] = {name: tuple(values) for name, values in (columns or {}).items()}
+        """What the codes of examples' columns stand for: the values, by column."""
         self.bands = stores[CLEAN].bands if bands is None else bands
         """Features of a frame."""
         self.ids = self._names("ids")
@@ -217,6 +222,8 @@ class Population:
             "sites": [[site.name, site.first, site.stop, dict(site.shards)] for site in self._sites],
             "digest": _digest(arrays),
         }
+        if self.columns:
+            facts["columns"] = self.columns
         content = safetensors.numpy.save(arrays, {"raydfl": json.dumps(facts)})
         with writing(folder, len(content), "the files of the population", RESUME):
             write_atomically(folder / POPULATION_FILE, functools.partial(_write_bytes, content))
@@ -266,6 +273,7 @@ class Population:
                 facts["messages"],
                 bands,
                 sites,
+                facts.get("columns"),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
@@ -281,8 +289,9 @@ class Population:
         starts, counts, labels, clips = (
             self._arrays[f"{part}/{column}"][where] for column in ("starts", "counts", "labels", "clips")
         )
+        columns = {name: self._arrays[f"{part}/column/{name}"][where].astype(np.int64) for name in self.columns}
         return Examples(
-            self.stores[store], starts, counts, labels.astype(np.int64), clips.astype(np.int64), self.length
+            self.stores[store], starts, counts, labels.astype(np.int64), clips.astype(np.int64), self.length, columns
         )
 
 

@@ -75,6 +75,13 @@ class DataSettings(Settings):
             "the run's seed, before anything is divided."
         ),
     ] = "keep"
+    columns: Annotated[
+        tuple[str, ...],
+        Field(
+            description="Columns of the manifest that batches carry besides the label, as numbers: condition, section, domain, "
+            "device ... Every clip must have a value in them."
+        ),
+    ] = ()
     split: Annotated[SplitSettings, Field(description="What is held out for tests and validation.")] = SplitSettings()
     partition: Annotated[PartitionSettings, Field(description="Which client has which clips.")] = PartitionSettings()
     corrupt: Annotated[CorruptSettings, Field(description="Noise and wrong labels in training data.")] = (

@@ -45,6 +45,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "sites"): [],
     ("data", "leave_out"): [],
     ("data", "ungrouped"): "keep",
+    ("data", "columns"): [],
     ("train", "precision"): "float32",
     ("train", "deadline"): None,
 }
