@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
@@ -110,6 +110,10 @@ def check_keys(values: Any, annotation: Any, where: str, tree: type[Settings], p
     Raises:
         ConfigError: naming the first.
     """
+    if get_origin(annotation) is dict:  # groups by names of the user's
+        for name, group in values.items() if isinstance(values, Mapping) else ():
+            check_keys(group, get_args(annotation)[1], f"{where}.{name}", tree, prefix)
+        return
     for kind in (annotation, *get_args(annotation)):
         if isinstance(values, Mapping) and _is_group(kind) and kind.model_config.get("extra") != "allow":
             for key, value in values.items():

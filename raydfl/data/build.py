@@ -22,6 +22,7 @@ from raydfl.data.listing import column_codes
 from raydfl.data.manifest import remarks_of
 from raydfl.data.names import Names
 from raydfl.data.poisoning import Poisoner, alterations_for, noise_of_some, poison
+from raydfl.data.pools import HIDDEN_LABEL, NO_LABEL, UNLABELLED
 from raydfl.data.population import CLEAN, NOISY, Population
 from raydfl.data.segment import segments
 from raydfl.data.settings import DataSettings
@@ -140,6 +141,7 @@ class _Assembler:
         partition, held_out = division.partition, division.held_out
         client = np.repeat(np.arange(len(self.ids)), np.diff(partition.offsets))
         self.train, self.train_of = partition.rows[~held_out], client[~held_out]
+        self._pool = division.pool[~held_out]
         self.validation, self.validation_of = partition.rows[held_out], client[held_out]
         self._group = group_numbers(manifest)
         self._is_train = np.isin(np.arange(manifest.num_rows), self.train)
@@ -161,7 +163,7 @@ class _Assembler:
         self.stores.append(self._normalised(store, np.arange(self.manifest.num_rows)))
         training = self._training(store)
         arrays = {
-            **self._part("train", training.rows, training.labels, self.train, owners=self.train_of),
+            **self._pools("train", training.rows, training.labels, owners=self.train_of),
             **self._held_out("validation", self.validation, owners=self.validation_of),
             **self._held_out("server_validation", division.split.validation),
             **self._held_out("test", division.split.test),
@@ -179,7 +181,10 @@ class _Assembler:
             arrays |= _statistics(self.stores[CLEAN], self._group[self.train], self.train_of, len(ids))
             messages = [*messages, *self._strange_groups()]
         names = {name: values for name, (_, values) in self._columns.items()}
-        return Population(self.classes, _common_length(arrays), self.stores, arrays, skipped, messages, columns=names)
+        if UNLABELLED in division.pools:
+            names[HIDDEN_LABEL] = list(self.classes)
+        length, pools = _common_length(arrays), division.pools
+        return Population(self.classes, length, self.stores, arrays, skipped, messages, columns=names, pools=pools)
 
     @functools.cached_property
     def _noisy(self) -> np.ndarray:
@@ -238,6 +243,23 @@ class _Assembler:
         )
         return self._normalised(store, clips)
 
+    def _pools(
+        self, part: str, rows: _Rows, labels: np.ndarray, owners: np.ndarray | None = None
+    ) -> dict[str, np.ndarray]:
+        """Return the columns of all training clips, the first pool's as ``part``, another's as ``part@NAME``."""
+        found: dict[str, np.ndarray] = {}
+        for number, name in enumerate(self.division.pools):
+            mine = self._pool == number
+            found |= self._part(
+                part if number == 0 else f"{part}@{name}",
+                _Rows(rows.starts[mine], rows.frames[mine]),
+                np.where(name == UNLABELLED, NO_LABEL, labels[mine]),
+                self.train[mine],
+                owners=None if owners is None else owners[mine],
+                hidden=labels[mine] if name == UNLABELLED else None,
+            )
+        return found
+
     def _held_out(self, part: str, clips: np.ndarray, owners: np.ndarray | None = None) -> dict[str, np.ndarray]:
         """Return the columns of clips that nobody trains on."""
         rows = _Rows.of(self.stores[CLEAN], clips)
@@ -252,6 +274,7 @@ class _Assembler:
         *,
         owners: np.ndarray | None = None,
         tested: bool = False,
+        hidden: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
         """Return the columns of one part of the population.
 
@@ -262,6 +285,7 @@ class _Assembler:
             clips: int64 [clips], rows of the manifest.
             owners: int64 [clips], ascending: the client of each clip; with them come offsets.
             tested: whether these clips are cut into segments as test clips are.
+            hidden: int64 [clips], labels that nobody may learn from, where these are other ones.
         """
         segment = self.data.segment
         stride = segment.test_stride if segment is not None and tested else None
@@ -274,6 +298,9 @@ class _Assembler:
         }
         for name, (codes, _) in self._columns.items():
             columns[f"{part}/column/{name}"] = codes[clips[clip]]
+        if UNLABELLED in self.division.pools:
+            none = np.full(len(clips), -1) if hidden is None else np.maximum(hidden, -1)
+            columns[f"{part}/column/{HIDDEN_LABEL}"] = none[clip].astype(np.int32)
         if owners is not None:
             bounds = np.searchsorted(owners[clip], np.arange(len(self.ids) + 1))
             columns[f"{part}/offsets"] = bounds.astype(np.int64)
@@ -298,7 +325,7 @@ class _Assembler:
             self.stores.append(store)
             rows = rows.replaced(mine, _Rows.of(store, np.searchsorted(clips, training.clips[mine])))
             sounds = _Rows.of(store, np.searchsorted(clips, triggered))
-        columns = {"altered": altered, **self._part("attack", rows, poisoned.labels, training.clips)}
+        columns = {"altered": altered, **self._pools("attack", rows, poisoned.labels)}
         if len(triggered):
             columns |= self._part("triggered", sounds, truth[triggered], triggered, tested=True)
         return columns

@@ -14,6 +14,7 @@ from raydfl.core.progress import Progress
 from raydfl.core.seeds import generator
 from raydfl.data.listing import deal_ungrouped, kept_labels
 from raydfl.data.partition import Partition, natural_order, partition_clips
+from raydfl.data.pools import NO_LABEL, TRAIN, UNLABELLED, choose_pools, deal_pools
 from raydfl.data.remote import fetch_recordings
 from raydfl.data.settings import DataSettings
 from raydfl.data.split import Split, hold_out, split_clips
@@ -29,6 +30,10 @@ class Division:
     partition: Partition
     held_out: np.ndarray
     """bool, one for each of the partition's rows: the client's own validation."""
+    pool: np.ndarray
+    """int64, one for each of the partition's rows: number of its pool."""
+    pools: tuple[str, ...]
+    """Names of the pools."""
 
 
 def list_clips(
@@ -49,10 +54,12 @@ def list_clips(
     for uri in data.uris.values():
         fetch_recordings(uri, data.cache, progress)
     manifest = data.source.open().manifest()
-    labels = natural_order(manifest.column("label").unique().to_pylist())
+    labels = natural_order(manifest.column("label").unique().drop_null().to_pylist())
+    if not labels:
+        raise DataError("no clip has a label, so nothing says what the classes are")
     if data.leave_out:
         labels = kept_labels(labels, data.leave_out if complete else set(data.leave_out) & set(labels))
-        manifest = manifest.filter(pc.is_in(manifest.column("label"), pa.array(labels)))
+        manifest = manifest.filter(pc.is_in(manifest.column("label"), pa.array([*labels, None])))
     if data.ungrouped == "deal" and manifest.column("group").null_count:
         manifest = deal_ungrouped(manifest, seed)
     return manifest, labels
@@ -76,12 +83,24 @@ def divide(
         DataError: a split or partition that the recordings do not allow.
     """
     usable = np.arange(manifest.num_rows) if usable is None else usable
-    position = {name: number for number, name in enumerate(classes)}
+    position: dict[str | None, int] = {None: NO_LABEL} | {name: number for number, name in enumerate(classes)}
     labels = np.array([position[label] for label in manifest.column("label").to_pylist()], np.int64)
     table = manifest if len(usable) == manifest.num_rows else manifest.take(pa.array(usable))
     split = split_clips(table, data.split, seed)
-    partition = partition_clips(table, split.train, labels[usable], data.partition, seed)
-    split = Split(usable[split.train], usable[split.validation], usable[split.test])
+    own = labels[usable]
+    pools = choose_pools(table, split.train, own, classes, data.pools, data.unlabelled, seed)
+    if [*pools] == [TRAIN]:
+        partition = partition_clips(table, split.train, own, data.partition, seed)
+        pool = np.zeros(len(partition.rows), np.int64)
+    else:
+        parts = {name: settings.partition for name, settings in data.pools.items()}
+        if data.unlabelled is not None:
+            parts[UNLABELLED] = data.unlabelled.partition
+        partition, pool = deal_pools(table, pools, own, data.partition, parts, seed)
+    known = [
+        rows[own[rows] != NO_LABEL] for rows in (split.validation, split.test)
+    ]  # nothing can be measured on the others
+    split = Split(usable[split.train], usable[known[0]], usable[known[1]])
     partition = Partition(
         partition.ids, usable[partition.rows], partition.offsets, partition.groups, partition.group_of
     )
@@ -91,8 +110,9 @@ def divide(
     if data.split.validation:
         for client_id, start, stop in zip(partition.ids, partition.offsets, partition.offsets[1:], strict=False):
             rng = generator(seed, 0, client_id, "local validation")
-            held_out[start:stop] = hold_out(int(stop - start), data.split.validation, rng)
-    return Division(labels, split, partition, held_out)
+            first = int(np.count_nonzero(pool[start:stop] == 0))  # a client's first pool comes first
+            held_out[start : start + first] = hold_out(first, data.split.validation, rng)
+    return Division(labels, split, partition, held_out, pool, tuple(pools))
 
 
 def _check_classes(
@@ -101,7 +121,7 @@ def _check_classes(
     """Refuses a class that no client could learn."""
 
     def count(rows: np.ndarray) -> np.ndarray:
-        return np.bincount(labels[rows], minlength=len(classes))
+        return np.bincount(labels[rows][labels[rows] >= 0], minlength=len(classes))
 
     for number in np.flatnonzero(count(partition.rows) == 0):
         raise DataError(

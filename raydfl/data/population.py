@@ -67,6 +67,7 @@ class Population:
         sites: where the data lie, if not here: there are no stores then, and no examples.
         columns: names of the values of further columns, by column: a code is an index into them. Parts then have the columns
             ``column/NAME`` too.
+        pools: names of the pools of training clips, that of the part train first; another's part is ``train@NAME``.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Population:
         bands: int | None = None,
         sites: Sequence[Site] = (),
         columns: Mapping[str, Sequence[str]] | None = None,
+        pools: Sequence[str] = ("train",),
     ) -> None:
         self.classes: tuple[str, ...] = tuple(classes)
         self.length = length
@@ -89,6 +91,8 @@ class Population:
         self._arrays = dict(arrays)
         self.columns: Mapping[str, tuple[str, ...]] = {name: tuple(values) for name, values in (columns or {}).items()}
         """What the codes of examples' columns stand for: the values, by column."""
+        self.pools: tuple[str, ...] = tuple(pools)
+        """Names of the pools of training examples."""
         self.bands = stores[CLEAN].bands if bands is None else bands
         """Features of a frame."""
         self.ids = self._names("ids")
@@ -125,9 +129,9 @@ class Population:
             ) from None
 
     def num_examples(self, index: int) -> int:
-        """Training examples of a client."""
-        offsets = self._arrays["train/offsets"]
-        return int(offsets[index + 1] - offsets[index])
+        """Training examples of a client in the first pool."""
+        mine = self._of_client("train", index)
+        return int(mine.stop - mine.start)
 
     def profile(self, index: int) -> dict[str, Any]:
         """Return what else is known of a client: ``group`` (where clients are made of groups), ``noisy``, ``label_errors``."""
@@ -135,6 +139,10 @@ class Population:
             "noisy": bool(self._arrays["noisy"][index]),
             "label_errors": bool(self._arrays["label_errors"][index]),
         }
+        if len(self.pools) > 1:
+            mine = {name: self._of_client(f"train@{name}", index) for name in self.pools[1:]}
+            sizes = {name: int(where.stop - where.start) for name, where in mine.items()}
+            facts["pools"] = {self.pools[0]: self.num_examples(index), **sizes}
         group = int(self._arrays["groups_of"][index])
         return facts if group < 0 else {"group": self._groups[group], **facts}
 
@@ -144,16 +152,27 @@ class Population:
         Args:
             attacking: with the training data of a client that attacks.
         """
-        parts = {}
-        for part in ("train", "validation"):
-            offsets = self._arrays[f"{part}/offsets"]
-            where, store = slice(offsets[index], offsets[index + 1]), CLEAN
-            if part == "train" and attacking and self._arrays["altered"][index]:
-                store = len(self.stores) - 1
-            elif part == "train" and self._arrays["noisy"][index]:
-                store = NOISY
-            parts[part] = self._examples("attack" if part == "train" and attacking else part, where, store)
-        return ClientData(parts["train"], parts["validation"], self._examples("test", slice(0, 0)))
+        store = CLEAN
+        if attacking and self._arrays["altered"][index]:
+            store = len(self.stores) - 1
+        elif self._arrays["noisy"][index]:
+            store = NOISY
+        train = "attack" if attacking else "train"
+        first, *further = self.pools
+        return ClientData(
+            self._examples(train, self._of_client("train", index), store),
+            self._examples("validation", self._of_client("validation", index)),
+            self._examples("test", slice(0, 0)),
+            {
+                name: self._examples(f"{train}@{name}", self._of_client(f"train@{name}", index), store)
+                for name in further
+            },
+            first,
+        )
+
+    def _of_client(self, part: str, index: int) -> slice:
+        offsets = self._arrays[f"{part}/offsets"]
+        return slice(offsets[index], offsets[index + 1])
 
     def first_examples(self, count: int) -> Examples | None:
         """Some training examples, as they are without attacks and noise; ``None`` where all are at sites."""
@@ -200,6 +219,7 @@ class Population:
         # The segments of a clip follow one another: only the first of each counts.
         first = np.ones(len(clips), bool)
         first[1:] = (clips[1:] != clips[:-1]) | (client[1:] != client[:-1])
+        first &= self._arrays["train/labels"] >= 0
         cell = client[first] * len(self.classes) + self._arrays["train/labels"][first]
         counts = np.bincount(cell, minlength=len(self) * len(self.classes))
         return counts.reshape(len(self), len(self.classes))
@@ -224,6 +244,8 @@ class Population:
         }
         if self.columns:
             facts["columns"] = self.columns
+        if len(self.pools) > 1:
+            facts["pools"] = self.pools
         content = safetensors.numpy.save(arrays, {"raydfl": json.dumps(facts)})
         with writing(folder, len(content), "the files of the population", RESUME):
             write_atomically(folder / POPULATION_FILE, functools.partial(_write_bytes, content))
@@ -274,6 +296,7 @@ class Population:
                 bands,
                 sites,
                 facts.get("columns"),
+                facts.get("pools", ("train",)),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = error.strerror if isinstance(error, OSError) else error

@@ -21,6 +21,7 @@ from raydfl.data.features.file import FileFeatures
 from raydfl.data.features.kinds import AnyFeatures, kind_of, make_features
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.partition import PartitionSettings
+from raydfl.data.pools import PoolSettings, UnlabelledSettings
 from raydfl.data.remote import local_copy
 from raydfl.data.segment import SegmentSettings
 from raydfl.data.split import SplitSettings
@@ -84,6 +85,18 @@ class DataSettings(Settings):
     ] = ()
     split: Annotated[SplitSettings, Field(description="What is held out for tests and validation.")] = SplitSettings()
     partition: Annotated[PartitionSettings, Field(description="Which client has which clips.")] = PartitionSettings()
+    unlabelled: Annotated[
+        UnlabelledSettings | None,
+        Field(
+            description="Hide the labels of most training clips: pools labelled and unlabelled. null: all have theirs."
+        ),
+    ] = None
+    pools: Annotated[
+        dict[str, PoolSettings],
+        Field(
+            description="Named sets of training clips, by the values of a column; the first is what is trained on by default."
+        ),
+    ] = Field(default_factory=dict)
     corrupt: Annotated[CorruptSettings, Field(description="Noise and wrong labels in training data.")] = (
         CorruptSettings()
     )
@@ -162,6 +175,12 @@ class DataSettings(Settings):
             )
         if isinstance(self.features, FileFeatures) and self.corrupt.noise is not None:
             self.features.noisy_file()
+        if self.pools and self.unlabelled is not None:
+            raise ConfigError("data.pools and data.unlabelled both make pools: give one of them")
+        if self.columns and self.sites:
+            raise ConfigError(
+                "data.columns: the numbers of a column's values would differ from site to site; leave it out"
+            )
         for key, uri in self.uris.items():
             check_uri(uri, f"data.{key}")
         if not self.sites:

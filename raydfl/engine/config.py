@@ -46,6 +46,8 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "leave_out"): [],
     ("data", "ungrouped"): "keep",
     ("data", "columns"): [],
+    ("data", "unlabelled"): None,
+    ("data", "pools"): {},
     ("train", "precision"): "float32",
     ("train", "deadline"): None,
 }
