@@ -39,5 +39,6 @@ from raydfl.runs.run import resume as resume
 from raydfl.runs.run import run as run
 from raydfl.training.fit import fit as fit
 from raydfl.training.fit import predict as predict
+from raydfl.training.plan import Plan as Plan
 from raydfl.training.precision import computing_in as computing_in
 from raydfl.training.step import Step as Step
