@@ -21,6 +21,7 @@ from raydfl.data.features.statistics import group_numbers, normalise_groups, sta
 from raydfl.data.listing import column_codes
 from raydfl.data.manifest import remarks_of
 from raydfl.data.names import Names
+from raydfl.data.parts import join
 from raydfl.data.poisoning import Poisoner, alterations_for, noise_of_some, poison
 from raydfl.data.pools import HIDDEN_LABEL, NO_LABEL, UNLABELLED
 from raydfl.data.population import CLEAN, NOISY, Population
@@ -51,6 +52,8 @@ def build_population(
         DataError: recordings that cannot be used, or a split or partition that they do not allow.
         ResourcesError: no room for the features.
     """
+    if data.parts:
+        return join({name: _part(name, part, seed, progress, run_chunks) for name, part in data.each.items()})
     complete = classes is None
     manifest, own = list_clips(data, seed, progress, complete)
     for name in data.columns:
@@ -85,6 +88,16 @@ def build_population(
         )
     assembler = _Assembler(manifest, division, classes, data, seed, prepared)
     return assembler.population(store, attack, skipped, messages)
+
+
+def _part(
+    name: str, data: DataSettings, seed: int, progress: Progress | None, run_chunks: RunChunks | None
+) -> Population:
+    """Return the population of one of ``data.parts``; what is wrong with its recordings says whose they are."""
+    try:
+        return build_population(data, seed, progress, run_chunks)
+    except DataError as error:
+        raise DataError(f"data.parts.{name}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -219,7 +232,7 @@ class _Assembler:
             return labels
         bounds = np.searchsorted(self.train_of, np.arange(len(self.ids) + 1))
         for number in np.flatnonzero(self._with_label_errors):
-            mine = slice(bounds[number], bounds[number + 1])
+            mine = bounds[number] + np.flatnonzero(labels[bounds[number] : bounds[number + 1]] >= 0)
             labels[mine] = wrong_labels(labels[mine], len(self.classes), wrong.rate, self.seed, self.ids[int(number)])
         return labels
 

@@ -47,6 +47,17 @@ class Site:
     """For each of the splits test and triggered, the parts (first example, the one behind the last) in which it is measured."""
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Clients that follow one another in the population and have a data set, classes and a test set of their own."""
+
+    name: str
+    first: int
+    """Index of its first client."""
+    population: Population
+    """The part by itself, in which its clients are numbered from 0."""
+
+
 class Population:
     """Clients and held-out data. Made by raydfl.data.build, raydfl.cluster.sites, or :meth:`load`.
 
@@ -68,6 +79,7 @@ class Population:
         columns: names of the values of further columns, by column: a code is an index into them. Parts then have the columns
             ``column/NAME`` too.
         pools: names of the pools of training clips, that of the part train first; another's part is ``train@NAME``.
+        parts: where the federation is of several: then all examples are theirs (see raydfl.data.parts).
     """
 
     def __init__(
@@ -82,6 +94,7 @@ class Population:
         sites: Sequence[Site] = (),
         columns: Mapping[str, Sequence[str]] | None = None,
         pools: Sequence[str] = ("train",),
+        parts: Sequence[Part] = (),
     ) -> None:
         self.classes: tuple[str, ...] = tuple(classes)
         self.length = length
@@ -97,6 +110,9 @@ class Population:
         """Features of a frame."""
         self.ids = self._names("ids")
         self._groups = self._names("groups")
+        self.parts = tuple(parts)
+        """Data sets with classes of their own; empty: this is one."""
+        self._firsts = [part.first for part in parts]
         self._sites = tuple(sites)
         self._site_ends = [site.stop for site in sites]
 
@@ -108,12 +124,26 @@ class Population:
         """Where the data lie, in the clients' order; the one without a name unless the population is of several."""
         if self._sites:
             return self._sites
+        if self.parts:  # what is measured there, each of them says
+            return (Site("", 0, len(self), {}),)
         splits = {"test": self.test, "triggered": self.triggered}
         return (Site("", 0, len(self), {split: shards(each.clips, _SHARD) for split, each in splits.items()}),)
 
     def site_of(self, index: int) -> str:
         """Name of the site of a client."""
         return self._sites[bisect.bisect_right(self._site_ends, index)].name if self._sites else ""
+
+    @property
+    def each(self) -> dict[str, Population]:
+        """The parts by name; this population itself, under no name, where there are none."""
+        return {part.name: part.population for part in self.parts} or {"": self}
+
+    def part_of(self, index: int) -> str:
+        """Name of the part of a client; empty where there are none."""
+        return self._part(index).name if self.parts else ""
+
+    def _part(self, index: int) -> Part:
+        return self.parts[bisect.bisect_right(self._firsts, index) - 1]
 
     def index(self, client_id: str) -> int:
         """Position of a client.
@@ -134,7 +164,14 @@ class Population:
         return int(mine.stop - mine.start)
 
     def profile(self, index: int) -> dict[str, Any]:
-        """Return what else is known of a client: ``group`` (where clients are made of groups), ``noisy``, ``label_errors``."""
+        """Return what else is known of a client.
+
+        That is: ``group`` (where clients are made of groups), ``noisy``, ``label_errors``, ``pools`` (examples in each, where
+        there are several), ``part`` (where there are parts).
+        """
+        if self.parts:
+            part = self._part(index)
+            return {"part": part.name, **part.population.profile(index - part.first)}
         facts: dict[str, Any] = {
             "noisy": bool(self._arrays["noisy"][index]),
             "label_errors": bool(self._arrays["label_errors"][index]),
@@ -152,6 +189,9 @@ class Population:
         Args:
             attacking: with the training data of a client that attacks.
         """
+        if self.parts:
+            part = self._part(index)
+            return part.population.data(index - part.first, attacking)
         store = CLEAN
         if attacking and self._arrays["altered"][index]:
             store = len(self.stores) - 1
@@ -206,13 +246,21 @@ class Population:
         Returns:
             ``None`` without ``normalise: group``, or where the data lie at sites.
         """
+        if self.parts and client is not None:
+            part = self._part(client)
+            return part.population.statistics(client - part.first)
         if "statistics/values" not in self._arrays:
             return None
         values: np.ndarray = self._arrays["statistics/values"]
         return values[:, -1 if client is None else int(self._arrays["statistics/of"][client])]
 
     def label_counts(self) -> np.ndarray:
-        """Return int64 [clients, classes]: training clips of each client by label, wrong labels as they are."""
+        """Return int64 [clients, classes]: training clips of each client by label, wrong labels as they are.
+
+        Of several parts each has columns of its own, in the order of :attr:`classes`.
+        """
+        if self.parts:
+            return block_diagonal([part.population.label_counts() for part in self.parts])
         offsets = self._arrays["train/offsets"]
         client = np.repeat(np.arange(len(self)), np.diff(offsets))
         clips = self._arrays["train/clips"]
@@ -230,6 +278,8 @@ class Population:
         Raises:
             ResourcesError: the disk is full or the folder cannot be written.
         """
+        for part in self.parts:
+            part.population.save(folder / _folder_of(part.name))
         arrays = {name: np.ascontiguousarray(array) for name, array in sorted(self._arrays.items())}
         facts = {
             "format": FORMAT,
@@ -246,12 +296,16 @@ class Population:
             facts["columns"] = self.columns
         if len(self.pools) > 1:
             facts["pools"] = self.pools
+        if self.parts:
+            facts["parts"] = [[part.name, part.first, part.population.bands] for part in self.parts]
         content = safetensors.numpy.save(arrays, {"raydfl": json.dumps(facts)})
         with writing(folder, len(content), "the files of the population", RESUME):
             write_atomically(folder / POPULATION_FILE, functools.partial(_write_bytes, content))
 
     def is_saved_in(self, folder: Path) -> bool:
         """Return whether it is the population that :meth:`save` wrote there, whose features may lie in another cache."""
+        if not all(part.population.is_saved_in(folder / _folder_of(part.name)) for part in self.parts):
+            return False
         _, metadata = _map_safetensors(folder / POPULATION_FILE)
         facts = json.loads(metadata["raydfl"])
         keys = [store.folder.name for store in self.stores]
@@ -281,6 +335,14 @@ class Population:
                 raise ValueError(f"it is of format {facts['format']}, this version of raydfl reads {FORMAT}")
             if verify and _digest(arrays) != facts["digest"]:
                 raise ValueError("its content has changed")
+            parts = [
+                Part(
+                    name,
+                    first,
+                    cls.load(folder / _folder_of(name), verify, verify_features, None if bands is None else own),
+                )
+                for name, first, own in facts.get("parts", ())
+            ]
             stores = []
             if bands is None:
                 stores = [open_store(Path(store), verify_features) for store in facts["stores"]]
@@ -297,6 +359,7 @@ class Population:
                 sites,
                 facts.get("columns"),
                 facts.get("pools", ("train",)),
+                parts,
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
@@ -328,6 +391,20 @@ def shards(clips: np.ndarray, size: int) -> list[tuple[int, int]]:
         parts.append((begin, end))
         begin = end
     return parts
+
+
+def block_diagonal(blocks: Sequence[np.ndarray]) -> np.ndarray:
+    """Return int64 matrices one below and beside the other, with zeros elsewhere."""
+    whole = np.zeros(np.sum([block.shape for block in blocks], axis=0), np.int64)
+    row = column = 0
+    for block in blocks:
+        whole[row : row + block.shape[0], column : column + block.shape[1]] = block
+        row, column = row + block.shape[0], column + block.shape[1]
+    return whole
+
+
+def _folder_of(part: str) -> str:
+    return f"part-{part}"
 
 
 def _digest(arrays: Mapping[str, np.ndarray]) -> str:

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from raydfl.core.errors import ConfigError
-from raydfl.core.options import check_keys, path_options, unknown_key
+from raydfl.core.options import check_keys, explain, path_options, unknown_key
 from raydfl.core.remote import check_uri, is_uri
 from raydfl.core.settings import Settings
 from raydfl.data.corruption import CorruptSettings
@@ -56,7 +56,10 @@ class DataSettings(Settings):
 
     name: Annotated[
         str,
-        Field(description="Data set: one of `raydfl data list`, or your own as my_file.py:Class or my_module:Class."),
+        Field(
+            description="Data set: one of `raydfl data list`, or your own as my_file.py:Class or my_module:Class. Left out where "
+            "each of parts names its own."
+        ),
     ]
     features: Annotated[
         AnyFeatures,
@@ -119,6 +122,14 @@ class DataSettings(Settings):
         ),
     ] = Field(default_factory=dict)
 
+    parts: Annotated[
+        dict[str, dict[str, Any]],
+        Field(
+            description="Data sets in one federation, by name: each has clients, classes and a test set of its own. A part takes "
+            "all keys of data; what it does not give is as in data. Empty: one data set."
+        ),
+    ] = Field(default_factory=dict)
+
     @field_validator("leave_out", mode="before")
     @classmethod
     def _labels(cls, value: Any) -> Any:
@@ -137,18 +148,28 @@ class DataSettings(Settings):
                 )
         return value
 
+    @field_validator("parts")
+    @classmethod
+    def _names_of_parts(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        for name in value:
+            if not re.fullmatch(r"[A-Za-z0-9_\-]+", name):  # it is in names of tensors, clients, files and scores
+                raise ValueError(f"the part's name {name!r} may hold letters, digits, _ and - only")
+        return value
+
     @model_validator(mode="before")
     @classmethod
     def _known_keys(cls, values: Any) -> Any:
         if isinstance(values, str):
             values = {"name": values}
+        if isinstance(values, Mapping) and values.get("parts"):
+            values = {"name": "", **values}
         if not isinstance(values, Mapping) or not isinstance(values.get("name"), str):
             return values  # pydantic says what is wrong with it
         if is_uri(values.get("cache")):
             raise ConfigError(
                 f"data.cache: {values['cache']} is a URI, but features are mapped into memory: give a folder, which all nodes see"
             )
-        own, options = list(cls.model_fields), _options_of(values["name"])
+        own, options = list(cls.model_fields), _options_of(values["name"]) if values["name"] else []
         for key in values:
             if key not in own and key not in options:
                 known, of = [*own, *options], f" for data set {values['name']!r}"
@@ -181,6 +202,14 @@ class DataSettings(Settings):
             raise ConfigError(
                 "data.columns: the numbers of a column's values would differ from site to site; leave it out"
             )
+        if self.parts:
+            if self.sites:
+                raise ConfigError("data.parts and data.sites: a federation has either several parts or several sites")
+            for name in self.parts:
+                self.part(name)
+            return self
+        if not self.name:
+            raise ConfigError("data.name is missing: name a data set, one of `raydfl data list`")
         for key, uri in self.uris.items():
             check_uri(uri, f"data.{key}")
         if not self.sites:
@@ -188,6 +217,38 @@ class DataSettings(Settings):
         for name in self.sites:
             self.at(name)
         return self
+
+    def part(self, name: str) -> DataSettings:
+        """Return the settings of one part: data's, with the part's own in their place.
+
+        Raises:
+            ConfigError: one of them is not as it should be; the part is named.
+        """
+        own, where = self.parts[name], f"data.parts.{name}"
+        for key in ("parts", "sites", "cache"):
+            if key in own:
+                raise ConfigError(f"{where}.{key}: a part has no {key} of its own; give it in data")
+        if not own.get("name", self.name):
+            raise ConfigError(f"{where}.name is missing: name a data set, one of `raydfl data list`")
+        common = self.model_dump(exclude={"parts", "sites"}, exclude_unset=True)
+        if "name" in own and own["name"] != self.name:
+            common = {key: value for key, value in common.items() if key in type(self).model_fields}
+        try:
+            return DataSettings.model_validate({**common, "cache": self.cache, **own})
+        except ValidationError as error:
+            raise ConfigError(explain(error, where, own, DataSettings)) from error
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+
+    @property
+    def each(self) -> dict[str, DataSettings]:
+        """The settings of each part by its name; these themselves, under no name, where there are no parts."""
+        return {name: self.part(name) for name in self.parts} or {"": self}
+
+    @property
+    def title(self) -> str:
+        """What the data are called: the data set's name, or those of the parts."""
+        return "+".join(self.parts) or self.name
 
     def at(self, site: str) -> DataSettings:
         """Return the settings with which one site prepares its data, in its own folder.
@@ -203,7 +264,7 @@ class DataSettings(Settings):
                     f"data.sites.{site}.{key}: {str(value)!r} would be looked for in the working directory of a process of Ray on "
                     f"the site's node; give an absolute path"
                 )
-        values = self.model_dump(exclude={"sites", "cache"})
+        values = self.model_dump(exclude={"sites", "cache", "parts"})
         return DataSettings.model_validate({**values, **dict(own.model_extra or {}), "cache": own.folder / "cache"})
 
     @property

@@ -22,15 +22,19 @@ class Clients(Sequence[Client]):
 
     def __init__(self, population: Population, config: Config) -> None:
         self._population = population
-        self._specs: list[list[ModelSpec]] = []
-        self._drawn: list[np.ndarray | None] = []
-        for name, choices in config.parts.models.items():
-            self._specs.append(
+        self._specs: dict[str, list[list[ModelSpec]]] = {
+            part: [
                 [
-                    ModelSpec(name, architecture, population.bands, len(population.classes), _frozen(options))
+                    ModelSpec(name, architecture, of.bands, len(of.classes), _frozen(options))
                     for architecture, options in choices
                 ]
-            )
+                for name, choices in config.parts.models.items()
+            ]
+            for part, of in population.each.items()
+        }
+        """By part and model: its architectures."""
+        self._drawn: list[np.ndarray | None] = []
+        for name, choices in config.parts.models.items():
             rng = seeds.generator(config.run.seed, 0, "", f"architecture/{name}")
             drawn = rng.integers(len(choices), size=len(population)) if len(choices) > 1 else None
             self._drawn.append(drawn)
@@ -72,16 +76,25 @@ class Clients(Sequence[Client]):
     def _models(self, position: int) -> tuple[ModelSpec, ...]:
         return tuple(
             specs[0] if drawn is None else specs[int(drawn[position])]
-            for specs, drawn in zip(self._specs, self._drawn, strict=True)
+            for specs, drawn in zip(self._specs[self._population.part_of(position)], self._drawn, strict=True)
         )
 
     def variants(self) -> list[tuple[ModelSpec, ...]]:
         """Each distinct combination of architectures, in the order of first appearance."""
+        return list(dict.fromkeys(specs for variants in self.variants_of_parts().values() for specs in variants))
+
+    def variants_of_parts(self) -> dict[str, list[tuple[ModelSpec, ...]]]:
+        """Each part's distinct combinations of architectures; under no name where there are no parts."""
+        firsts = [part.first for part in self._population.parts] or [0]
+        stops = [*firsts[1:], len(self)]
+        return {name: self._variants(first, stop) for name, first, stop in zip(self._specs, firsts, stops, strict=True)}
+
+    def _variants(self, first: int, stop: int) -> list[tuple[ModelSpec, ...]]:
         if all(drawn is None for drawn in self._drawn):
-            return [self._models(0)]
-        columns = [np.zeros(len(self), np.int64) if d is None else d for d in self._drawn]
-        _, first = np.unique(np.stack(columns, axis=1), axis=0, return_index=True)
-        return [self._models(int(i)) for i in sorted(first)]
+            return [self._models(first)]
+        columns = [np.zeros(stop - first, np.int64) if d is None else d[first:stop] for d in self._drawn]
+        _, places = np.unique(np.stack(columns, axis=1), axis=0, return_index=True)
+        return [self._models(first + int(i)) for i in sorted(places)]
 
 
 def _frozen(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

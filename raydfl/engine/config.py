@@ -48,6 +48,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "columns"): [],
     ("data", "unlabelled"): None,
     ("data", "pools"): {},
+    ("data", "parts"): {},
     ("train", "precision"): "float32",
     ("train", "deadline"): None,
 }
@@ -92,20 +93,35 @@ class Config(Settings):
             )
         if isinstance(self.data.features, FileFeatures) and attack is not None and attack.alters:
             raise needs_waves(f"attack {str((self.attack or {})['name'])!r}")
+        if self.data.parts:
+            self._check_parts()
         declared = type(method).models
         for name in self.models:
             if name not in declared:
                 raise ConfigError(f"models: {self.method['name']} has no model {name!r}; {nearest(name, declared)}")
-        frames = None if self.data.segment is not None else self.data.features.frames
-        for name, choices in self.parts.models.items():
-            for architecture, options in choices:
-                check_model(architecture, options, self.data.features.bands, frames, f"models.{name}")
+        for data in self.data.each.values():
+            frames = None if data.segment is not None else data.features.frames
+            for name, choices in self.parts.models.items():
+                for architecture, options in choices:
+                    check_model(architecture, options, data.features.bands, frames, f"models.{name}")
         for name in self.train.optimiser.models:
             if name not in declared:
                 raise ConfigError(
                     f"train.optimiser.models: {self.method['name']} has no model {name!r}; {nearest(name, declared)}"
                 )
         return self
+
+    def _check_parts(self) -> None:
+        """Refuse what cannot be done over several data sets."""
+        if self.attack is not None:
+            raise ConfigError(
+                "attack: simulated attackers need one list of classes, which data.parts does not give; leave one of both out"
+            )
+        if not type(self.parts.method).across_parts:
+            raise ConfigError(
+                f"method {self.method['name']!r} needs one list of classes for all clients, which data.parts does not give; take "
+                f"another method, or one data set"
+            )
 
     @functools.cached_property
     def parts(self) -> Parts:
@@ -173,16 +189,13 @@ class Config(Settings):
             parts["attack"] = {"name": (self.attack or {})["name"], **plain(attack)}
         # Of sites in the order given, in which clients are numbered; a site's folder, like the cache, is only where things lie.
         parts["data"]["sites"] = [(name, plain(self.data.at(name).source.open())) for name in self.data.sites]
-        if not self.data.sites:
-            parts["data"].update(plain(self.data.source.open()) | self.data.uris)
-        for (*groups, key), neutral in _CAME_LATER.items():
-            group = functools.reduce(operator.getitem, groups, parts)
-            if group[key] == neutral:
-                del group[key]
-        if self.data.features.normalise == "group":
-            parts["data"]["features"]["statistics"] = (
-                "training clips"  # earlier versions took those of held-out clips too
-            )
+        _forget_neutral(parts)
+        if self.data.parts:
+            # Only what each comes to: it does not matter what stands in data for all of them.
+            parts["data"] = {"parts": [(name, _described(data)) for name, data in self.data.each.items()]}
+        else:
+            parts["data"] |= {} if self.data.sites else plain(self.data.source.open()) | self.data.uris
+            _note_statistics(self.data, parts["data"])
         parts["train"].pop("rounds")
         parts["train"].pop("tape")  # the bits are the same
         if self.train.deadline is None:
@@ -197,6 +210,36 @@ class Config(Settings):
             r'"[^"]*/([^"/]+\.py:\w+)"', r'"\1"', text
         )  # a job's copy of one's own file lies elsewhere each time
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _described(data: DataSettings) -> dict[str, Any]:
+    """Return what of a part's settings decides the numbers."""
+    found = {**data.model_dump(mode="json"), "sites": []}
+    _forget_neutral({"data": found}, "data")
+    found |= plain(data.source.open()) | data.uris
+    _note_statistics(data, found)
+    found.pop("cache")
+    return found
+
+
+def _forget_neutral(values: dict[str, Any], *of: str) -> None:
+    """Take out the settings that earlier versions did not have, where they are as it was without them.
+
+    Args:
+        values: groups of settings.
+        of: only of this group.
+    """
+    for (*groups, key), neutral in _CAME_LATER.items():
+        if of and groups[:1] != [*of]:
+            continue
+        group = functools.reduce(operator.getitem, groups, values)
+        if group[key] == neutral:
+            del group[key]
+
+
+def _note_statistics(data: DataSettings, values: dict[str, Any]) -> None:
+    if data.features.normalise == "group":
+        values["features"]["statistics"] = "training clips"  # earlier versions took those of held-out clips too
 
 
 def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -308,11 +351,21 @@ def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(attack, dict) and isinstance(attack.get("name"), str):
         _resolve(attack, path_options(registry.find("raydfl.attacks", attack["name"], Attack, "attack")))
     data = result.get("data")
-    if isinstance(data, dict) and isinstance(data.get("name"), str):
-        _resolve(data, ["cache", *path_options(find_dataset(data["name"]))])
-    if isinstance(data, dict) and isinstance(data.get("features"), dict):
-        _resolve(data["features"], path_options(kind_of(data["features"])))
+    if isinstance(data, dict):
+        _resolve_data(data)
+        parts = data.get("parts")
+        for part in parts.values() if isinstance(parts, dict) else ():
+            if isinstance(part, dict):
+                _resolve_data(part, data.get("name"))
     return result
+
+
+def _resolve_data(data: dict[str, Any], name: Any = None) -> None:
+    """Make the paths of ``data`` or of a part of it absolute; ``name`` is the data set where it names none itself."""
+    name = data.get("name", name)
+    _resolve(data, ["cache", *(path_options(find_dataset(name)) if isinstance(name, str) and name else ())])
+    if isinstance(data.get("features"), dict):
+        _resolve(data["features"], path_options(kind_of(data["features"])))
 
 
 def _resolve(group: dict[str, Any], keys: Iterable[str]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
+from raydfl.core import part_names
 from raydfl.core.errors import ClientError
 from raydfl.core.metrics import pool as pool_metrics
 from raydfl.core.metrics import summarise
@@ -20,6 +22,9 @@ from raydfl.engine.storage import record
 from raydfl.engine.validation import Kinds, kinds_of, left_out, shown_reason
 from raydfl.methods import Method
 
+Variants = Sequence[tuple[Sequence[ModelSpec], Mapping[str, nn.Module]]]
+"""Each combination of architectures that clients have, with models built of it."""
+
 
 class Evaluation:
     """Plans what is measured of a state, and pools what was.
@@ -28,8 +33,8 @@ class Evaluation:
         settings: ``evaluate`` of the configuration.
         method: of the run.
         clients: all of them.
-        sites: where the data lie.
-        variants: each combination of architectures that clients have, with models built of it.
+        sites: where the data of each part lie; under no name where there are no parts.
+        variants: of each part.
         order: makes orders of tasks that measure something.
     """
 
@@ -38,8 +43,8 @@ class Evaluation:
         settings: EvaluateSettings,
         method: Method,
         clients: Clients,
-        sites: Sequence[Site],
-        variants: Sequence[tuple[Sequence[ModelSpec], Mapping[str, nn.Module]]],
+        sites: Mapping[str, Sequence[Site]],
+        variants: Mapping[str, Variants],
         order: Callable[[Sequence[Task], tuple[Measurement, ...]], list[Order]],
     ) -> None:
         self._settings = settings
@@ -47,7 +52,7 @@ class Evaluation:
         self._clients = clients
         self._sites = sites
         self._order = order
-        self._fully_shared = _shared_models(method, variants)
+        self._fully_shared = {part: _shared_models(method, of_part) for part, of_part in variants.items()}
 
     def orders(self, state: State, cohort: Sequence[str]) -> list[Order]:
         """Return what to measure of a state: on the server's data first, then at clients.
@@ -64,13 +69,14 @@ class Evaluation:
         if not self._settings.server:
             return []
         orders: list[Order] = []
-        for key, tensors in state.tensors.items():
-            specs = tuple(spec for spec, shapes in self._fully_shared.items() if _holds(tensors, shapes))
+        for key, part in itertools.product(state.tensors, self._sites):
+            tensors = part_names.of_part(state.tensors[key], part)
+            specs = tuple(spec for spec, shapes in self._fully_shared[part].items() if _holds(tensors, shapes))
             if not specs:
                 continue
             shards = [
                 (site.name, split, start, stop)
-                for site in self._sites
+                for site in self._sites[part]
                 for split, parts in site.shards.items()
                 for start, stop in parts
             ]
@@ -86,6 +92,7 @@ class Evaluation:
                         measure,
                         server_models=specs,
                         site=site_name,
+                        part=part,
                     )
                 )
         return orders
@@ -96,12 +103,13 @@ class Evaluation:
         if settings.clients == "none":
             return []
         chosen = list(clients) if settings.clients == "all" else [clients.by_id(name) for name in cohort]
-        whole = {spec.name for spec in self._fully_shared}
+        whole = {spec.name for shared in self._fully_shared.values() for spec in shared}
         names = tuple(type(self._method).models)
         measure = [Measurement("validation", names)]
         private = tuple(name for name in names if name not in whole)
         if private and settings.client_test_clips:
-            there = {split for site in self._sites for split, parts in site.shards.items() if parts}
+            sites = itertools.chain.from_iterable(self._sites.values())
+            there = {split for site in sites for split, parts in site.shards.items() if parts}
             measure += [
                 Measurement(split, private, sample=settings.client_test_clips)
                 for split in ("test", TRIGGERED)
@@ -131,7 +139,7 @@ def pooled(
     for result in results:
         if result.client_id != SERVER:
             continue
-        prefix = _prefix(orders[result.position].task.receive[0])
+        prefix = _prefix(orders[result.position])
         misfit = kinds.misfit(_kinds(result, prefix))
         if misfit:
             raise ClientError(f"round {round_index}, the evaluation on the server's data: {misfit}")
@@ -139,15 +147,17 @@ def pooled(
             server.setdefault(split, []).append({prefix + name: value for name, value in metrics.items()})
     clients: dict[str, dict[str, Metrics]] = {}
     unmeasured: dict[str, str] = {}
-    kinds = Kinds([_kinds(result) for result in at_clients if result.measured][:3])
+    prefixes = {result.client_id: _prefix(orders[result.position]) for result in at_clients}
+    kinds = Kinds([_kinds(result, prefixes[result.client_id]) for result in at_clients if result.measured][:3])
     for result in at_clients:
-        misfit = kinds.misfit(_kinds(result))
+        prefix = prefixes[result.client_id]
+        misfit = kinds.misfit(_kinds(result, prefix))
         if misfit or result.rejected:
             reason = result.rejected or left_out(round_index, result.client_id, misfit, on_error)
             unmeasured[result.client_id] = shown_reason(reason)
             continue
         for split, metrics in result.measured.items():
-            clients.setdefault(split, {})[result.client_id] = metrics
+            clients.setdefault(split, {})[result.client_id] = {prefix + name: v for name, v in metrics.items()}
     rows: list[record.MetricRow] = []
     for split, parts in server.items():
         whole = pool_metrics(parts)
@@ -165,9 +175,11 @@ def _kinds(result: Result, prefix: str = "") -> dict[str, str]:
     return kinds
 
 
-def _prefix(key: str) -> str:
-    """Return the prefix of metrics of an entry of the state: the one global state has none."""
-    return "" if key == "global" else f"{key}:"
+def _prefix(order: Order) -> str:
+    """Return the prefix of metrics: the part, and at the server the entry of the state; the one global state has none."""
+    part = f"{order.part}:" if order.part else ""
+    key = order.task.receive[0]
+    return part if order.task.client_id != SERVER or key == "global" else f"{part}{key}:"
 
 
 def _shared_models(

@@ -54,6 +54,8 @@ class Order:
     """Whether the client attacks in this round."""
     site: str = ""
     """Where the data lie that it is about; empty: wherever the run is."""
+    part: str = ""
+    """Of which of ``data.parts`` it is; empty: there are none."""
 
 
 @dataclass(frozen=True, slots=True)

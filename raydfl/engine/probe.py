@@ -30,12 +30,13 @@ def try_models(config: Config, population: Population) -> None:
         ConfigError: a network cannot be built or fails, or gives something else than a finite number for each example and class.
     """
     method = config.parts.method
-    batch, real = _batch(population)
     with preserved(), torch.no_grad():
-        for specs in Clients(population, config).variants():
-            models = _built(method, specs, config.run.seed)
-            for name in models:
-                _try(method, models, name, specs, batch, real)
+        for part, variants in Clients(population, config).variants_of_parts().items():
+            batch, real = _batch(population.each[part])
+            for specs in variants:
+                models = _built(method, specs, config.run.seed)
+                for name in models:
+                    _try(method, models, name, specs, batch, real)
 
 
 def _batch(population: Population) -> tuple[Batch, bool]:

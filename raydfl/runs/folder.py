@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shutil
 import uuid
@@ -13,6 +14,7 @@ from typing import Any
 
 from raydfl.cluster.job import check_kept, in_a_job
 from raydfl.cluster.sites import prepare_sites
+from raydfl.core import part_names
 from raydfl.core.errors import DataError, RunDirectoryError
 from raydfl.core.files import default_cache, write_durably
 from raydfl.core.lock import FileLock
@@ -109,7 +111,7 @@ def folder_of(config: Config, progress: Progress) -> Path:
         )
     name = (
         config.run.name
-        or f"{_short(config.method['name'])}-{_short(config.data.name)}-{datetime.now().astimezone():%Y%m%d-%H%M%S-%f}"
+        or f"{_short(config.method['name'])}-{_short(config.data.title)}-{datetime.now().astimezone():%Y%m%d-%H%M%S-%f}"
     )
     return local_runs(config.run.dir, config.data.cache) / name
 
@@ -187,13 +189,15 @@ def begin(run_dir: Path, config: Config, population: Population, site_key: str =
         "files": config.files(),
         "code": code_of(config.model_dump(mode="json")),
         "method": config.method["name"],
-        "data": config.data.name,
+        "data": config.data.title,
         "classes": list(population.classes),
         "models": _describe_models(config, Clients(population, config)),
         "clients": len(population),
         "skipped": [{"clip": clip, "reason": reason} for clip, reason in population.skipped],
     }
-    if config.data.features.normalise == "group":
+    if population.parts:
+        about["parts"] = {part.name: list(part.population.classes) for part in population.parts}
+    if any(data.features.normalise == "group" for data in config.data.each.values()):
         about["statistics"] = "training clips"
     if site_key:
         about["site_key"] = site_key
@@ -248,20 +252,24 @@ def export(run_dir: Path, config: Config) -> list[Path]:
     about = stored_about(run_dir)
     names = tuple(type(config.parts.method).models)
     paths = []
-    for key, tensors in state.tensors.items():
+    for key, (part, data) in itertools.product(state.tensors, config.data.each.items()):
+        tensors = part_names.of_part(state.tensors[key], part)
         models = {n: t.contiguous() for n, t in tensors.items() if n.partition("/")[0] in names}
         if not models:
             continue
-        path = run_dir / ("model.safetensors" if key == "global" else f"model-{file_name_of(key)}.safetensors")
+        label = [part] * bool(part) + [file_name_of(key)] * (key != "global")
+        path = run_dir / f"{'-'.join(['model', *label])}.safetensors"
         metadata = {
             "raydfl": about["raydfl"],
             "key": key,
             "round": str(state.round_index),
             "method": json.dumps(config.method),
             "models": json.dumps(about["models"]),
-            "classes": json.dumps(about["classes"]),
-            "features": config.data.features.model_dump_json(),
+            "classes": json.dumps(about["parts"][part] if part else about["classes"]),
+            "features": data.features.model_dump_json(),
         }
+        if part:
+            metadata["part"] = part
         write_durably(path, to_safetensors(models, metadata))
         paths.append(path)
     return paths

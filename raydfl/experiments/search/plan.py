@@ -276,7 +276,7 @@ def _check_metric(search: Search) -> None:
     if type(method).evaluate is Method.evaluate:  # else the method measures what it likes
         known = [score + suffix for score in HIGHER_IS_BETTER for suffix in ("", *OF_CLIENTS)]
         check_known(metric.score, known, f"{search.file}: metric.score: nothing measures")
-    if metric.split == "validation" and not config.data.split.validation:
+    if metric.split == "validation" and not any(data.split.validation for data in config.data.each.values()):
         raise ConfigError(
             f"{search.file}: metric.split is validation, but clients hold nothing out: data.split.validation is 0; set it, or take "
             f"split: test"

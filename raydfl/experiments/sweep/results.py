@@ -16,6 +16,7 @@ import pyarrow.parquet
 from raydfl.core.metrics import HIGHER_IS_BETTER, base_name
 from raydfl.data.features.file import FileFeatures
 from raydfl.data.features.log_mel import FeatureSettings
+from raydfl.data.settings import DataSettings
 from raydfl.engine.config import Config
 from raydfl.experiments.metric import MetricSettings, keys_of
 from raydfl.experiments.sweep.grid import Sweep
@@ -236,7 +237,11 @@ def _axis_of_features(sweep: Sweep) -> dict[str, str]:
 
 def features_text(config: Config) -> str:
     """What a network sees, in words."""
-    features = config.data.features
+    return "; ".join(dict.fromkeys(_features_text(data) for data in config.data.each.values()))
+
+
+def _features_text(data: DataSettings) -> str:
+    features = data.features
     z_score = {"clip": "z-score by clip", "group": "z-score by speaker", "none": "not normalised"}[features.normalise]
     if isinstance(features, FileFeatures):
         return f"{features.path.name}, {features.bands} bands, {z_score}"

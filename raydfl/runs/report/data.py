@@ -90,7 +90,9 @@ class RunRecord:
 
     @property
     def data(self) -> str:
-        """The data set's name; empty when neither file tells."""
+        """The data set's name, or those of the parts; empty when neither file tells."""
+        if parts := dig(self.config, "data.parts"):
+            return "+".join(map(str, parts))
         name = dig(self.config, "data.name") or self.about.get("data", "")
         return str(name.get("name", "") if isinstance(name, Mapping) else name)
 
@@ -110,6 +112,12 @@ class RunRecord:
         declared = self.about.get("models")
         names = list(declared) if isinstance(declared, Mapping) else []
         return list(dict.fromkeys([*names, *sorted(model_name(metric) for _, metric in self.scores())]))
+
+    def classes_of(self, metric: str) -> list[str]:
+        """The names of the classes that a metric is about: the federation's, or the part's whose metric it is; empty: not known."""
+        parts, part = self.about.get("parts"), metric.partition(":")[0]
+        names = parts.get(part) if isinstance(parts, Mapping) else self.about.get("classes")
+        return [str(name) for name in names] if isinstance(names, list) else []
 
     def scores(self, *bases: str) -> list[Key]:
         """(split, metric) of the scores that were measured; all of them, or those of the given base names."""
