@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from raydfl.core.options import options_of
 from raydfl.data.dataset import find_dataset
-from raydfl.data.division import Division, divide, list_clips
+from raydfl.data.division import CLIENT_TEST, VALIDATION, Division, divide, list_clips
 from raydfl.data.manifest import remarks_of
 from raydfl.data.partition import PartitionSettings, natural_order, sizes_text
 from raydfl.data.settings import DataSettings
@@ -140,8 +140,10 @@ def _clients(division: Division, settings: PartitionSettings) -> str:
     sizes = np.diff(division.partition.offsets)
     how = f"by {settings.column or 'group'}" if settings.by == "group" else settings.by
     how += f", {settings.shards} shards each" if settings.shards > 1 else ""
-    held_out = int(division.held_out.sum())
-    validation = f"; {held_out:,} of them for the clients' own validation" if held_out else ""
+    validation = ""
+    for role, name in ((VALIDATION, "validation"), (CLIENT_TEST, "tests")):
+        held_out = int((division.role == role).sum())
+        validation += f"; {held_out:,} of them for the clients' own {name}" if held_out else ""
     return f"{how}: {sizes_text(sizes)}, {int(sizes.sum()):,} in all{validation}"
 
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 from raydfl.core.errors import DataError
 from raydfl.core.progress import Progress
 from raydfl.data.corruption import LabelErrorSettings, NoiseSettings, choose_clients, wrong_labels
-from raydfl.data.division import Division, divide, list_clips
+from raydfl.data.division import CLIENT_TEST, TRAINING, VALIDATION, Division, divide, list_clips
 from raydfl.data.features.alteration import Alteration
 from raydfl.data.features.cache import FeatureStore, prepare
 from raydfl.data.features.extraction import RunChunks
@@ -151,11 +151,13 @@ class _Assembler:
         self.seed = seed
         self.ids = Names.of(division.partition.ids)
         self._prepared = prepared
-        partition, held_out = division.partition, division.held_out
+        partition = division.partition
         client = np.repeat(np.arange(len(self.ids)), np.diff(partition.offsets))
-        self.train, self.train_of = partition.rows[~held_out], client[~held_out]
-        self._pool = division.pool[~held_out]
-        self.validation, self.validation_of = partition.rows[held_out], client[held_out]
+        trained, validated, tested = (division.role == role for role in (TRAINING, VALIDATION, CLIENT_TEST))
+        self.train, self.train_of = partition.rows[trained], client[trained]
+        self._pool = division.pool[trained]
+        self.validation, self.validation_of = partition.rows[validated], client[validated]
+        self.client_test, self.client_test_of = partition.rows[tested], client[tested]
         self._group = group_numbers(manifest)
         self._is_train = np.isin(np.arange(manifest.num_rows), self.train)
         self._columns = {name: column_codes(manifest, name) for name in data.columns}
@@ -181,6 +183,8 @@ class _Assembler:
             **self._held_out("server_validation", division.split.validation),
             **self._held_out("test", division.split.test),
         }
+        if self.data.split.client_test is not None:
+            arrays |= self._held_out("client_test", self.client_test, owners=self.client_test_of)
         if attack is not None:
             arrays |= self._attacked(attack, training)
         arrays |= {f"ids/{name}": array for name, array in ids.arrays.items()}
@@ -346,7 +350,8 @@ class _Assembler:
     def _strange_groups(self) -> list[str]:
         """Return what is to be said of groups without training clips."""
         split, own = self.division.split, self._group[self.train]
-        used = self._group[np.concatenate([self.train, self.validation, split.validation, split.test])]
+        held_out = (self.validation, self.client_test, split.validation, split.test)
+        used = self._group[np.concatenate([self.train, *held_out])]
         strange = len(np.setdiff1d(used, own))
         if not strange:
             return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +18,18 @@ from raydfl.data.partition import Partition, natural_order, partition_clips
 from raydfl.data.pools import NO_LABEL, TRAIN, UNLABELLED, choose_pools, deal_pools
 from raydfl.data.remote import fetch_recordings
 from raydfl.data.settings import DataSettings
-from raydfl.data.split import Split, hold_out, split_clips
+from raydfl.data.split import (
+    ClientHoldOutSettings,
+    Split,
+    SplitSettings,
+    hold_out,
+    hold_out_of_each,
+    split_clips,
+    with_values,
+)
+
+TRAINING, VALIDATION, CLIENT_TEST = 0, 1, 2
+"""What a client has a clip for."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +40,10 @@ class Division:
     """int64 [clips of the manifest]."""
     split: Split
     partition: Partition
-    held_out: np.ndarray
-    """bool, one for each of the partition's rows: the client's own validation."""
+    role: np.ndarray
+    """int64, one for each of the partition's rows: :data:`TRAINING`, :data:`VALIDATION` or :data:`CLIENT_TEST`."""
     pool: np.ndarray
-    """int64, one for each of the partition's rows: number of its pool."""
+    """int64, one for each of the partition's rows: number of its pool; 0 for what is not for training."""
     pools: tuple[str, ...]
     """Names of the pools."""
 
@@ -88,15 +100,19 @@ def divide(
     table = manifest if len(usable) == manifest.num_rows else manifest.take(pa.array(usable))
     split = split_clips(table, data.split, seed)
     own = labels[usable]
-    pools = choose_pools(table, split.train, own, classes, data.pools, data.unlabelled, seed)
-    if [*pools] == [TRAIN]:
+    apart, train = _held_out_by_value(table, split.train, own, data, seed)
+    pools = choose_pools(table, train, own, classes, data.pools, data.unlabelled, seed)
+    if [*pools] == [TRAIN] and not apart:
         partition = partition_clips(table, split.train, own, data.partition, seed)
         pool = np.zeros(len(partition.rows), np.int64)
     else:
         parts = {name: settings.partition for name, settings in data.pools.items()}
         if data.unlabelled is not None:
             parts[UNLABELLED] = data.unlabelled.partition
-        partition, pool = deal_pools(table, pools, own, data.partition, parts, seed)
+        dealt = {**pools, **{_PURPOSES[role]: rows for role, rows in apart.items()}}
+        partition, pool = deal_pools(table, dealt, own, data.partition, parts, seed)
+    role = np.array([TRAINING] * len(pools) + [*apart], np.int64)[pool]
+    pool = np.where(role == TRAINING, pool, 0)
     known = [
         rows[own[rows] != NO_LABEL] for rows in (split.validation, split.test)
     ]  # nothing can be measured on the others
@@ -104,15 +120,54 @@ def divide(
     partition = Partition(
         partition.ids, usable[partition.rows], partition.offsets, partition.groups, partition.group_of
     )
-    if complete:
+    if complete and data.unseen == "stop":
         _check_classes(classes, labels, usable, split, partition)
-    held_out = np.zeros(len(partition.rows), bool)
-    if data.split.validation:
-        for client_id, start, stop in zip(partition.ids, partition.offsets, partition.offsets[1:], strict=False):
-            rng = generator(seed, 0, client_id, "local validation")
-            first = int(np.count_nonzero(pool[start:stop] == 0))  # a client's first pool comes first
-            held_out[start : start + first] = hold_out(first, data.split.validation, rng)
-    return Division(labels, split, partition, held_out, pool, tuple(pools))
+    drawn = {kind: how for kind, how in _hold_outs(data.split).items() if how and not _by_value(how)}
+    for client_id, start, stop in zip(partition.ids, partition.offsets, partition.offsets[1:], strict=False):
+        if apart and not np.any(role[start:stop] == TRAINING):
+            raise DataError(
+                f"client {client_id!r} would hold out all its {stop - start} clips and have none to train on; choose "
+                f"data.split.client_test, data.split.validation or data.partition differently"
+            )
+        for kind, how in drawn.items():
+            mine = start + np.flatnonzero((role[start:stop] == TRAINING) & (pool[start:stop] == 0))
+            rng = generator(seed, 0, client_id, f"local {_PURPOSES[kind]}")
+            role[mine[_drawn(how, labels[partition.rows[mine]], rng)]] = kind
+    return Division(labels, split, partition, role, pool, tuple(pools))
+
+
+_PURPOSES = {VALIDATION: "validation", CLIENT_TEST: "test"}
+
+
+def _hold_outs(settings: SplitSettings) -> dict[int, float | ClientHoldOutSettings | None]:
+    """Return what clients hold out, by role, in the order in which it is taken."""
+    return {CLIENT_TEST: settings.client_test, VALIDATION: settings.validation}
+
+
+def _by_value(setting: float | ClientHoldOutSettings | None) -> TypeGuard[ClientHoldOutSettings]:
+    return isinstance(setting, ClientHoldOutSettings) and setting.by != "clip"
+
+
+def _held_out_by_value(
+    table: pa.Table, train: np.ndarray, labels: np.ndarray, data: DataSettings, seed: int
+) -> tuple[dict[int, np.ndarray], np.ndarray]:
+    """Return the clips that clients hold out because of a column's values, by role, and those that are left to train on."""
+    found: dict[int, np.ndarray] = {}
+    names = {CLIENT_TEST: "client_test", VALIDATION: "validation"}
+    for role, setting in _hold_outs(data.split).items():
+        if _by_value(setting):
+            chosen = with_values(table, train, setting, seed, f"data.split.{names[role]}")
+            held_out = train[chosen]
+            found[role], train = held_out[labels[held_out] != NO_LABEL], train[~chosen]
+    return found, train
+
+
+def _drawn(setting: float | ClientHoldOutSettings | None, labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Draw which of a client's clips it holds out: bool [clips]."""
+    if isinstance(setting, ClientHoldOutSettings) and setting.stratify:
+        return hold_out_of_each(labels, setting.fraction or 0.0, rng)
+    fraction = setting.fraction if isinstance(setting, ClientHoldOutSettings) else setting
+    return hold_out(len(labels), fraction or 0.0, rng)
 
 
 def _check_classes(

@@ -68,6 +68,7 @@ class Population:
         arrays: for each of the parts train, validation (both by client), server_validation and test the columns ``starts``,
             ``counts``, ``labels``, ``clips``; ``train/offsets`` and ``validation/offsets`` (int64 [clients + 1]); the names of
             clients and groups; ``groups_of`` (int32 [clients], -1: none), ``noisy`` and ``label_errors`` (bool [clients]).
+            Where clients have tests of their own also the part client_test, by client.
             With an attack also the parts attack (what clients train on when they attack, parallel to train) and triggered (test
             clips that carry the attack's trigger), and ``altered`` (bool [clients]: the features of its attack are in the last
             store). With features normalised by group ``statistics/values`` (float64 [2, groups + 1, bands], those of
@@ -184,7 +185,7 @@ class Population:
         return facts if group < 0 else {"group": self._groups[group], **facts}
 
     def data(self, index: int, attacking: bool = False) -> ClientData:
-        """Return a client's data; its ``test`` is empty.
+        """Return a client's data; its ``test`` is empty unless clients hold out a test set of their own.
 
         Args:
             attacking: with the training data of a client that attacks.
@@ -198,11 +199,14 @@ class Population:
         elif self._arrays["noisy"][index]:
             store = NOISY
         train = "attack" if attacking else "train"
+        own_test = "client_test/starts" in self._arrays
         first, *further = self.pools
         return ClientData(
             self._examples(train, self._of_client("train", index), store),
             self._examples("validation", self._of_client("validation", index)),
-            self._examples("test", slice(0, 0)),
+            self._examples("client_test", self._of_client("client_test", index))
+            if own_test
+            else self._examples("test", slice(0, 0)),
             {
                 name: self._examples(f"{train}@{name}", self._of_client(f"train@{name}", index), store)
                 for name in further

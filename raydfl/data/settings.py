@@ -79,6 +79,12 @@ class DataSettings(Settings):
             "the run's seed, before anything is divided."
         ),
     ] = "keep"
+    unseen: Annotated[
+        Literal["stop", "keep"],
+        Field(
+            description="At labels of which no client has a clip to train on: stop, or keep them: they are tested on only."
+        ),
+    ] = "stop"
     columns: Annotated[
         tuple[str, ...],
         Field(

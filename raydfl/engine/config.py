@@ -46,6 +46,8 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "leave_out"): [],
     ("data", "ungrouped"): "keep",
     ("data", "columns"): [],
+    ("data", "unseen"): "stop",
+    ("data", "split", "client_test"): None,
     ("data", "unlabelled"): None,
     ("data", "pools"): {},
     ("data", "parts"): {},

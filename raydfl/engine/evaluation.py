@@ -105,7 +105,7 @@ class Evaluation:
         chosen = list(clients) if settings.clients == "all" else [clients.by_id(name) for name in cohort]
         whole = {spec.name for shared in self._fully_shared.values() for spec in shared}
         names = tuple(type(self._method).models)
-        measure = [Measurement("validation", names)]
+        measure = [Measurement("validation", names), Measurement("client_test", names)]
         private = tuple(name for name in names if name not in whole)
         if private and settings.client_test_clips:
             sites = itertools.chain.from_iterable(self._sites.values())

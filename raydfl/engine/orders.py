@@ -25,7 +25,7 @@ class Measurement:
 
     split: str
     """``"test"`` (the server's held-out data), ``"triggered"`` (copies of them with a backdoor's trigger, of which only its success
-    is measured) or ``"validation"`` (the client's own hold-out)."""
+    is measured), ``"validation"`` (the client's own hold-out) or ``"client_test"`` (the client's own test data)."""
     models: tuple[str, ...]
     start: int = 0
     stop: int | None = None

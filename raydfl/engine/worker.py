@@ -401,6 +401,8 @@ class Worker:
     def _examples(self, step: Step, measurement: Measurement, part: str) -> Examples:
         if measurement.split == "validation":
             return step.data.validation
+        if measurement.split == "client_test":
+            return step.data.test
         if measurement.sample is not None:
             return self._sample(measurement.split, measurement.sample, part)
         test = self._test(measurement.split, part)

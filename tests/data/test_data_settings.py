@@ -96,7 +96,9 @@ def test_every_field_says_what_it_means() -> None:
         walk(part)
     features = 12 + 7 + 11  # log-mel, file, model
     pools = 4 + 3  # unlabelled, pools
-    assert fields == 15 + 1 + features + pools + 4 + 3 + 3 + 10 + 2 + 2 + 2  # data, site, segment, split ... corrupt
+    assert (
+        fields == 16 + 1 + features + pools + 5 + 4 + 3 + 3 + 10 + 2 + 2 + 2
+    )  # data, site, segment, split ... corrupt
 
 
 def test_reading_a_configuration_does_not_wait_for_torch() -> None:

@@ -1,19 +1,22 @@
-"""Law 1 of examples: hidden labels decide nothing. Semi-supervised training by a method of a user's own."""
+"""Law 1 of examples: hidden labels decide nothing, nor do clips that are only tested on. With a method of a user's own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import differ, finish, same, truth
 from pydantic.dataclasses import dataclass
+from tones import Tones
 from torch import Tensor
 
-from raydfl import Batch, Config, Method, Plan, Step, Update, fit
+from raydfl import Batch, Config, Method, Plan, Step, Update, fit, make_manifest, read_rows, run
 from raydfl.cluster.server import Server
 from raydfl.data.population import Population
 from raydfl.runs.folder import create
@@ -72,6 +75,59 @@ def test_hidden_labels_permuted_give_the_same_bits(tiny: Tiny, together: int) ->
 
     same(*runs())
     assert differ(*runs(cheats=True)), "a method that looks at them is found out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machines(Tones):
+    """Tones of which some takes are anomalous, under the labels of others where ``mislabelled`` says so."""
+
+    anomalous: int = 1
+    mislabelled: int = 0
+
+    def manifest(self) -> pa.Table:
+        rows = [{**row, "split": None, "condition": "normal"} for row in super().manifest().to_pylist()]
+        for row in rows[:: self.takes]:
+            label = f"tone{(int(row['label'][4:]) + self.mislabelled) % self.classes}"
+            extra = {**row, "label": label, "condition": "anomalous"}
+            rows += [{**extra, "clip": f"{row['clip']}/{number}"} for number in range(self.anomalous)]
+        return make_manifest(sorted(rows, key=lambda row: str(row["clip"])), "Machines")
+
+
+def test_clips_that_are_only_tested_on_change_no_model_and_no_feature(tiny: Tiny) -> None:
+    """Law 1's second half: anomalous clips added or relabelled, with statistics of each speaker's clips."""
+
+    def found(name: str, normalise: str, **options: int) -> tuple[dict[str, bytes], list[bytes]]:
+        config = tiny(
+            f"run.name={name}-{normalise}",
+            "train.rounds=2",
+            f"data.name={__file__}:Machines",
+            *(f"data.{key}={value}" for key, value in options.items()),
+            "data.split={test: null, client_test: {by: condition, values: [anomalous]}}",
+            f"data.features.normalise={normalise}",
+        )
+        models = finish(config)
+        population = Population.load(config_folder(config) / "population")
+        data = [population.data(i) for i in range(len(population))]
+        assert all(len(each.test) for each in data)
+        return models, [each.train.batch(np.arange(len(each.train))).x.numpy().tobytes() for each in data]
+
+    for normalise in ("clip", "group"):
+        plain, features = found("plain", normalise)
+        for name, options in {"more": {"anomalous": 3}, "relabelled": {"mislabelled": 1}}.items():
+            models, others = found(name, normalise, **options)
+            same(plain, models)
+            assert others == features
+
+
+def config_folder(config: Config) -> Path:
+    return Path(config.run.dir) / str(config.run.name)
+
+
+def test_a_clients_own_test_is_measured_by_every_model(tiny: Tiny) -> None:
+    outcome = run(tiny("train.rounds=1", "data.split.client_test={fraction: 0.2, stratify: true}", method="fedmlac"))
+    assert {"client_test plugin/accuracy", "client_test local/accuracy"} <= outcome.scores.keys()
+    clients = set(read_rows(outcome.run_dir, 1, where=None)["client"].to_pylist())
+    assert len(clients) > 2
 
 
 _PLAIN = str.maketrans("", "", "{}' :")

@@ -24,6 +24,7 @@ SPLITS = {
     "test": "test data",
     "triggered": "test data with the trigger",
     "server": "server's data",
+    "client_test": "clients' own test data",
     "validation": "clients' own hold-out",
     "train": "training data",
 }
