@@ -102,6 +102,10 @@ class SplitSettings(Settings):
             "them, to choose a round or a setting), drop."
         ),
     ] = "train"
+    client_test: Annotated[
+        ClientHoldOutSettings | None,
+        Field(description="What every client holds out for a test set of its own. null: none has one."),
+    ] = None
     validation: Annotated[
         Annotated[float, Field(ge=0, lt=1)] | ClientHoldOutSettings,
         Field(
@@ -109,10 +113,6 @@ class SplitSettings(Settings):
             "least stays in training. Or a group like client_test.",
         ),
     ] = 0.0
-    client_test: Annotated[
-        ClientHoldOutSettings | None,
-        Field(description="What every client holds out for a test set of its own. null: none has one."),
-    ] = None
 
 
 @dataclass(frozen=True)

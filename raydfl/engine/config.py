@@ -58,6 +58,10 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
 out, and so stays what it was."""
 
 
+_OPTION_CAME_LATER: Mapping[tuple[str, str], Any] = {("spoken_words", "label"): "word"}
+"""The same for options of data sets: by set and option."""
+
+
 class Config(Settings):
     """Everything that decides a run."""
 
@@ -190,14 +194,14 @@ class Config(Settings):
         if attack is not None:
             parts["attack"] = {"name": (self.attack or {})["name"], **plain(attack)}
         # Of sites in the order given, in which clients are numbered; a site's folder, like the cache, is only where things lie.
-        parts["data"]["sites"] = [(name, plain(self.data.at(name).source.open())) for name in self.data.sites]
+        parts["data"]["sites"] = [(name, _options(self.data.at(name))) for name in self.data.sites]
+        if not (self.data.sites or self.data.parts):
+            parts["data"] = _with_options(self.data, parts["data"])
         _forget_neutral(parts)
+        _note_statistics(self.data, parts["data"])
         if self.data.parts:
             # Only what each comes to: it does not matter what stands in data for all of them.
             parts["data"] = {"parts": [(name, _described(data)) for name, data in self.data.each.items()]}
-        else:
-            parts["data"] |= {} if self.data.sites else plain(self.data.source.open()) | self.data.uris
-            _note_statistics(self.data, parts["data"])
         parts["train"].pop("rounds")
         parts["train"].pop("tape")  # the bits are the same
         if self.train.deadline is None:
@@ -216,12 +220,22 @@ class Config(Settings):
 
 def _described(data: DataSettings) -> dict[str, Any]:
     """Return what of a part's settings decides the numbers."""
-    found = {**data.model_dump(mode="json"), "sites": []}
+    found = {**_with_options(data, data.model_dump(mode="json")), "sites": []}
     _forget_neutral({"data": found}, "data")
-    found |= plain(data.source.open()) | data.uris
     _note_statistics(data, found)
     found.pop("cache")
     return found
+
+
+def _with_options(data: DataSettings, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of ``data`` with all the data set's options in place of those that were given."""
+    return {key: values[key] for key in values if key in DataSettings.model_fields} | _options(data) | data.uris
+
+
+def _options(data: DataSettings) -> dict[str, Any]:
+    """Return the data set's options, those that were not given too."""
+    options = plain(data.source.open())
+    return {key: value for key, value in options.items() if _OPTION_CAME_LATER.get((data.name, key), ...) != value}
 
 
 def _forget_neutral(values: dict[str, Any], *of: str) -> None:
