@@ -18,6 +18,7 @@ from raydfl.data.features.alteration import Alteration
 from raydfl.data.features.cache import FeatureStore, prepare
 from raydfl.data.features.extraction import RunChunks
 from raydfl.data.features.statistics import group_numbers, normalise_groups, statistics_of
+from raydfl.data.features.wave import BY_TRAINING_CLIPS
 from raydfl.data.listing import column_codes
 from raydfl.data.manifest import remarks_of
 from raydfl.data.names import Names
@@ -158,10 +159,26 @@ class _Assembler:
         self._pool = division.pool[trained]
         self.validation, self.validation_of = partition.rows[validated], client[validated]
         self.client_test, self.client_test_of = partition.rows[tested], client[tested]
-        self._group = group_numbers(manifest)
+        self._group = self._statistics_of(client)
         self._is_train = np.isin(np.arange(manifest.num_rows), self.train)
         self._columns = {name: column_codes(manifest, name) for name in data.columns}
         self.stores: list[FeatureStore] = []
+
+    def _statistics_of(self, client: np.ndarray) -> np.ndarray:
+        """Return whose statistics each clip is normalised with, as a number: int64 [clips of the manifest].
+
+        Args:
+            client: int64, one for each of the partition's rows.
+        """
+        if self.data.features.normalise == "part":
+            return np.zeros(self.manifest.num_rows, np.int64)
+        if self.data.features.normalise == "client":
+            numbers = np.full(
+                self.manifest.num_rows, len(self.ids), np.int64
+            )  # no client's: those of all training clips
+            numbers[self.division.partition.rows] = client
+            return numbers
+        return group_numbers(self.manifest)
 
     def population(
         self, store: FeatureStore, attack: Poisoner | None, skipped: Sequence[tuple[str, str]], messages: Sequence[str]
@@ -194,7 +211,7 @@ class _Assembler:
             "noisy": self._noisy,
             "label_errors": self._with_label_errors,
         }
-        if self.data.features.normalise == "group":
+        if self.data.features.normalise in BY_TRAINING_CLIPS:
             arrays |= _statistics(self.stores[CLEAN], self._group[self.train], self.train_of, len(ids))
             messages = [*messages, *self._strange_groups()]
         names = {name: values for name, (_, values) in self._columns.items()}
@@ -242,7 +259,7 @@ class _Assembler:
 
     def _normalised(self, store: FeatureStore, clips: np.ndarray) -> FeatureStore:
         """Return the features of these clips of the manifest as the settings want them."""
-        if self.data.features.normalise != "group":
+        if self.data.features.normalise not in BY_TRAINING_CLIPS:
             return store
         clean = self.stores[CLEAN] if self.stores else None
         return normalise_groups(store, self._group[clips], self._is_train[clips], self.data.features.dtype, clean)
@@ -349,6 +366,8 @@ class _Assembler:
 
     def _strange_groups(self) -> list[str]:
         """Return what is to be said of groups without training clips."""
+        if self.data.features.normalise != "group":
+            return []
         split, own = self.division.split, self._group[self.train]
         held_out = (self.validation, self.client_test, split.validation, split.test)
         used = self._group[np.concatenate([self.train, *held_out])]

@@ -59,6 +59,7 @@ from raydfl.data.features.extraction import (
 from raydfl.data.features.file import FileFeatures, features_digests, missing_features, needs_waves
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.log_mel import FeatureSettings
+from raydfl.data.features.wave import BY_TRAINING_CLIPS
 
 FORMAT = 1
 """Goes into every key; raised when the calculation of features or the files change."""
@@ -197,7 +198,7 @@ def prepare(
         raise needs_waves("the attack")
     progress = progress or Silent()
     cache = (default_cache() if cache is None else cache).expanduser().absolute()
-    if features.normalise == "group":
+    if features.normalise in BY_TRAINING_CLIPS:
         features = features.model_copy(update={"normalise": "none", "dtype": "float32"})
     needed = _needed_bytes(manifest, features)
     with writing(cache, needed, _WHAT, CHOOSE_CACHE):

@@ -71,7 +71,7 @@ class FeatureSettings(Settings):
         Normalise,
         Field(
             description="z-score of each band over the frames of the clip, or over all frames of the training clips of its group "
-            "(speaker), or none: decibels."
+            "(speaker), of its client, or of the whole part (data set), or none: decibels."
         ),
     ] = "clip"
     dtype: Dtype = "float32"

@@ -72,7 +72,7 @@ class ModelFeatures(Settings):
         Normalise,
         Field(
             description="z-score of each band over the frames of the clip, or over all frames of the training clips of its group "
-            "(speaker), or none: the numbers as they are."
+            "(speaker), of its client, or of the whole part (data set), or none: the numbers as they are."
         ),
     ] = "none"
     dtype: Dtype = "float32"

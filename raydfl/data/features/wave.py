@@ -14,7 +14,9 @@ SampleRate = Annotated[
     int, Field(ge=1_000, le=192_000, description="Hz: every clip is resampled to this rate. 1000 to 192000.")
 ]
 Channel = Annotated[Literal["first", "mean"], Field(description="Of several channels take the first, or their mean.")]
-Normalise = Literal["clip", "group", "none"]
+Normalise = Literal["clip", "group", "client", "part", "none"]
+BY_TRAINING_CLIPS = ("group", "client", "part")
+"""Ways to normalise by statistics of training clips: which these are is known once the clips are divided."""
 Dtype = Annotated[
     Literal["float32", "float16"],
     Field(description="Type in the cache; batches are float32 in any case. float16 halves it."),

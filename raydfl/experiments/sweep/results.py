@@ -242,7 +242,8 @@ def features_text(config: Config) -> str:
 
 def _features_text(data: DataSettings) -> str:
     features = data.features
-    z_score = {"clip": "z-score by clip", "group": "z-score by speaker", "none": "not normalised"}[features.normalise]
+    by = {"group": "speaker", "part": "data set"}.get(features.normalise, features.normalise)
+    z_score = "not normalised" if by == "none" else f"z-score by {by}"
     if isinstance(features, FileFeatures):
         return f"{features.path.name}, {features.bands} bands, {z_score}"
     kind = "log-mel" if isinstance(features, FeatureSettings) else features.title

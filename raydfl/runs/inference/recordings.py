@@ -27,6 +27,7 @@ from raydfl.data.features.cache import FeatureStore
 from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.data.features.file import FileFeatures
 from raydfl.data.features.statistics import z_scores
+from raydfl.data.features.wave import BY_TRAINING_CLIPS
 from raydfl.data.manifest import shown_name
 from raydfl.data.segment import segments
 from raydfl.data.sets import list_recordings
@@ -97,13 +98,13 @@ def classify(
 def predictions(model: RunModel, files: Sequence[Path]) -> Iterator[Prediction]:
     """The predictions for these recordings and those in these folders, one after another in the order given.
 
-    With ``normalise: group`` and no statistics known, folder by folder.
+    Where they are normalised by statistics of training clips and these are not known, folder by folder.
     """
     front_end = _FrontEnd(model)
     listed, failures = recordings(files)
     for file, reason in failures.items():
         yield Prediction(file, model.classes, np.zeros(0), reason)
-    if model.data.features.normalise == "group" and model.statistics is None:
+    if model.data.features.normalise in BY_TRAINING_CLIPS and model.statistics is None:
         folders: dict[Path, list[Path]] = {}
         for file in listed:
             folders.setdefault(file.absolute().parent, []).append(file)
@@ -164,7 +165,7 @@ class _FrontEnd:
     def normalised(self, matrices: dict[Path, np.ndarray | str]) -> dict[Path, np.ndarray | str]:
         """With ``normalise: group``, the z-score with the run's statistics, else with those of the recordings given."""
         known = [matrix for matrix in matrices.values() if not isinstance(matrix, str)]
-        if self._settings.normalise != "group" or not known:
+        if self._settings.normalise not in BY_TRAINING_CLIPS or not known:
             return matrices
         statistics = self._model.statistics
         if statistics is None:
