@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from raydfl.core.options import options_of
 from raydfl.data.dataset import find_dataset
-from raydfl.data.division import CLIENT_TEST, VALIDATION, Division, divide, list_clips
+from raydfl.data.division import CLIENT_TEST, TRAINING, VALIDATION, Division, divide, list_clips
 from raydfl.data.manifest import remarks_of
 from raydfl.data.partition import PartitionSettings, natural_order, sizes_text
 from raydfl.data.settings import DataSettings
@@ -70,6 +70,9 @@ def describe_data(data: DataSettings, seed: int) -> Iterator[str]:
     yield from _entry("clips", f"{manifest.num_rows:,}")
     yield from _entry("length", _length(manifest))
     yield from _entry(f"classes ({len(classes):,})", _counts(manifest, "label", classes))
+    without = manifest.column("label").null_count
+    if without:
+        yield from _entry("without a label", f"{without:,} clips")
     yield from _entry(*_groups(manifest))
     yield from _entry("official split", _counts(manifest, "split", ("train", "validation", "test")) or "none")
     extra = [name for name in manifest.column_names if name not in _STANDARD]
@@ -83,6 +86,10 @@ def describe_data(data: DataSettings, seed: int) -> Iterator[str]:
     else:
         yield "With this configuration:"
     yield from _entry(f"clients ({len(division.partition.ids):,})", _clients(division, data.partition))
+    if len(division.pools) > 1:
+        sizes = np.bincount(division.pool[division.role == TRAINING], minlength=len(division.pools))
+        pools = (f"{name} ({size:,})" for name, size in zip(division.pools, sizes.tolist(), strict=True))
+        yield from _entry("pools", ", ".join(pools))
     yield from _entry("test set", _part(division, division.split.test, len(classes)))
     if len(division.split.validation):
         yield from _entry("server validation", _part(division, division.split.validation, len(classes)))

@@ -263,7 +263,7 @@ def _held_out(manifest: pa.Table, settings: HoldOutSettings, seed: int) -> np.nd
 
 def _share_of_each_label(labels: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
     chosen = np.zeros(len(labels), bool)
-    for label in sorted(set(labels)):
+    for label in sorted({label for label in labels if label is not None}):
         members = np.flatnonzero(labels == label)
         number = min(len(members) - 1, _rounded(fraction * len(members)))
         chosen[rng.permutation(members)[:number]] = True
@@ -282,7 +282,8 @@ def _share_of_each_label(labels: np.ndarray, fraction: float, rng: np.random.Gen
 
 def _enough_of_each_label(labels: np.ndarray) -> float | None:
     """Return a share of which every label with at least two clips gives one; ``None`` when there is no such label."""
-    counts = np.unique(labels.astype(str), return_counts=True)[1]
+    known = labels[[label is not None for label in labels]]
+    counts = np.unique(known.astype(str), return_counts=True)[1]
     several = counts[counts > 1]
     return float(np.ceil(1000 * 0.5 / several.min()) / 1000) if len(several) else None
 

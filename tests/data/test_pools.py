@@ -13,6 +13,7 @@ import pytest
 from pydantic.dataclasses import dataclass
 from tiny_sets import Made
 
+from raydfl.cli.describe import describe_data
 from raydfl.core.errors import ConfigError, DataError
 from raydfl.data.build import build_population
 from raydfl.data.population import Population
@@ -99,6 +100,19 @@ def test_clips_without_a_label_are_never_tested_on_and_train_unlabelled(made: Ma
     assert sum(map(len, hidden)) == sum(i % 3 == 0 and i % 5 != 0 for i in range(120))
 
 
+def test_what_is_told_of_pools_and_of_clips_without_a_label(made: Make) -> None:
+    lines = "\n".join(describe_data(made(name=f"{__file__}:PartlyLabelled", unlabelled={}), 1))
+    assert "without a label   40 clips" in lines
+    assert "pools             labelled (64), unlabelled (32)" in lines
+    assert "test set          16 clips" in lines
+
+
+def test_a_share_of_each_label_is_of_the_clips_that_have_one(made: Make) -> None:
+    split = {"test": {"by": "clip", "fraction": 0.25}}
+    population = build_population(made(name=f"{__file__}:PartlyLabelled", unlabelled={}, split=split), 1)
+    assert np.bincount(population.test.labels).tolist() == [5, 5, 5, 5]
+
+
 def test_pools_by_a_column(made: Make) -> None:
     pools = {"late": {"column": "take", "values": [3, 4]}, "early": {"column": "take", "values": [2]}}
     population = build_population(made(pools=pools, columns=["take"]), 1)
@@ -119,6 +133,7 @@ def test_pools_by_a_column(made: Make) -> None:
     ("data", "message"),
     [
         ({"unlabelled": {"keep": 0.01}}, r"keep 0.01 of \d+ training clips of label 'w0' is none; keep at least 0.0"),
+        ({"unlabelled": {}}, "unlabelled is empty at every client: 0 of 96 training clips are without a label"),
         (
             {"name": f"{__file__}:PartlyLabelled"},
             r"40 of 120 clips have no label, the first w0/g0/0; .*data.unlabelled='\{\}'",

@@ -14,6 +14,7 @@ from raydfl import Config, final_state, load_model, make_config, read_rows, read
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError
 from raydfl.core.part_names import marked, of_part
+from raydfl.core.yaml import parse_yaml
 from raydfl.data.build import build_population
 from raydfl.data.population import Population
 from raydfl.engine.clients import Clients
@@ -194,6 +195,11 @@ def test_parts_that_cannot_be(tiny: Tiny, overrides: list[str], method: str, mes
 def test_no_data_set_at_all_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"data.name|data: .*name"):
         make_config({"method": "fedavg", "data": {"parts": {}}})
+
+
+def test_two_parts_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="the key 'a' stands twice"):
+        parse_yaml("data: {parts: {a: {name: fsdd}, a: {name: emodb}}}", "file")
 
 
 def test_a_part_without_clips_is_named(tiny: Tiny) -> None:
