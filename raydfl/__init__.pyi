@@ -44,3 +44,4 @@ from raydfl.training import Step as Step
 from raydfl.training import computing_in as computing_in
 from raydfl.training import fit as fit
 from raydfl.training import predict as predict
+from raydfl.training.plan import Plan as Plan

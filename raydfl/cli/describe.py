@@ -11,6 +11,9 @@ import pyarrow as pa
 
 from raydfl.core.options import options_of
 from raydfl.data import (
+    CLIENT_TEST,
+    TRAINING,
+    VALIDATION,
     DataSettings,
     Division,
     PartitionSettings,
@@ -76,6 +79,9 @@ def describe_data(data: DataSettings, seed: int) -> Iterator[str]:
     yield from _entry("clips", f"{manifest.num_rows:,}")
     yield from _entry("length", _length(manifest))
     yield from _entry(f"classes ({len(classes):,})", _counts(manifest, "label", classes))
+    without = manifest.column("label").null_count
+    if without:
+        yield from _entry("without a label", f"{without:,} clips")
     yield from _entry(*_groups(manifest))
     yield from _entry("official split", _counts(manifest, "split", ("train", "validation", "test")) or "none")
     extra = [name for name in manifest.column_names if name not in _STANDARD]
@@ -89,6 +95,10 @@ def describe_data(data: DataSettings, seed: int) -> Iterator[str]:
     else:
         yield "With this configuration:"
     yield from _entry(f"clients ({len(division.partition.ids):,})", _clients(division, data.partition))
+    if len(division.pools) > 1:
+        sizes = np.bincount(division.pool[division.role == TRAINING], minlength=len(division.pools))
+        pools = (f"{name} ({size:,})" for name, size in zip(division.pools, sizes.tolist(), strict=True))
+        yield from _entry("pools", ", ".join(pools))
     yield from _entry("test set", _part(division, division.split.test, len(classes)))
     if len(division.split.validation):
         yield from _entry("server validation", _part(division, division.split.validation, len(classes)))
@@ -146,8 +156,10 @@ def _clients(division: Division, settings: PartitionSettings) -> str:
     sizes = np.diff(division.partition.offsets)
     how = f"by {settings.column or 'group'}" if settings.by == "group" else settings.by
     how += f", {settings.shards} shards each" if settings.shards > 1 else ""
-    held_out = int(division.held_out.sum())
-    validation = f"; {held_out:,} of them for the clients' own validation" if held_out else ""
+    validation = ""
+    for role, name in ((VALIDATION, "validation"), (CLIENT_TEST, "tests")):
+        held_out = int((division.role == role).sum())
+        validation += f"; {held_out:,} of them for the clients' own {name}" if held_out else ""
     return f"{how}: {sizes_text(sizes)}, {int(sizes.sum()):,} in all{validation}"
 
 

@@ -450,11 +450,14 @@ def data_info(
         config = load_config(Path(what), overrides or [])
         unfit = None
         try:
-            for line in describe_data(config.data, config.run.seed):
-                print(line)  # noqa: T201
+            for part, data in config.data.each.items():
+                if part:
+                    print(f"\npart {part}")  # noqa: T201
+                for line in describe_data(data, config.run.seed):
+                    print(line)  # noqa: T201
         except DataError as error:
-            unfit = error
-        for line in () if config.data.sites else propose(config, [what, *(overrides or [])]):
+            unfit = DataError(f"data.parts.{part}: {error}") if part else error
+        for line in () if config.data.sites or config.data.parts else propose(config, [what, *(overrides or [])]):
             print(line)  # noqa: T201
         if unfit is not None:
             raise unfit
@@ -490,8 +493,9 @@ def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, 
         )
         for message in population.messages:
             progress.message(message)
+        tested = sum(len(part.test) for part in population.each.values())
         progress.message(
-            f"features are ready: {len(population)} clients, {len(population.test)} test examples, "
+            f"features are ready: {len(population)} clients, {tested} test examples, "
             f"{len(population.classes)} classes, {len(population.skipped)} clips left out"
         )
 

@@ -1,10 +1,7 @@
 """The names of this room that others use, and where each lives; ``__init__.py`` finds them by it."""
 
 from raydfl.data.audio import read_audio as read_audio
-from raydfl.data.build import Division as Division
 from raydfl.data.build import build_population as build_population
-from raydfl.data.build import divide as divide
-from raydfl.data.build import list_clips as list_clips
 from raydfl.data.corruption import Share as Share
 from raydfl.data.corruption import add_noise as add_noise
 from raydfl.data.corruption import draw_clients as draw_clients
@@ -12,6 +9,12 @@ from raydfl.data.corruption import share_in_range as share_in_range
 from raydfl.data.dataset import Dataset as Dataset
 from raydfl.data.dataset import dataset_names as dataset_names
 from raydfl.data.dataset import find_dataset as find_dataset
+from raydfl.data.division import CLIENT_TEST as CLIENT_TEST
+from raydfl.data.division import TRAINING as TRAINING
+from raydfl.data.division import VALIDATION as VALIDATION
+from raydfl.data.division import Division as Division
+from raydfl.data.division import divide as divide
+from raydfl.data.division import list_clips as list_clips
 from raydfl.data.examples import ClientData as ClientData
 from raydfl.data.examples import Examples as Examples
 from raydfl.data.listing import kept_labels as kept_labels

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from raydfl.core.errors import DataError, nearest
 from raydfl.core.progress import Progress
-from raydfl.core.seeds import generator
-from raydfl.data.corruption import choose_clients, wrong_labels
+from raydfl.data.corruption import LabelErrorSettings, NoiseSettings, choose_clients, wrong_labels
+from raydfl.data.division import CLIENT_TEST, TRAINING, VALIDATION, Division, divide, list_clips
 from raydfl.data.features.alteration import Alteration
 from raydfl.data.features.cache import FeatureStore, prepare
 from raydfl.data.features.digests import rows_of
 from raydfl.data.features.extraction import RunChunks
 from raydfl.data.features.statistics import group_numbers, normalise_groups, statistics_of
-from raydfl.data.listing import deal_ungrouped, kept_labels
+from raydfl.data.features.wave import BY_TRAINING_CLIPS
+from raydfl.data.listing import column_codes
 from raydfl.data.manifest import remarks_of
 from raydfl.data.names import Names
-from raydfl.data.partition import Partition, natural_order, partition_clips
+from raydfl.data.parts import join
 from raydfl.data.poisoning import Poisoner, alterations_for, noise_of_some, poison
+from raydfl.data.pools import HIDDEN_LABEL, NO_LABEL, UNLABELLED
 from raydfl.data.population import CLEAN, NOISY, Population, table_prefix
 from raydfl.data.profile import profile_arrays
-from raydfl.data.remote import fetch_recordings
-from raydfl.data.segment import SegmentSettings, segments
+from raydfl.data.segment import segments
 from raydfl.data.settings import DataSettings, ViewSettings
-from raydfl.data.split import Split, hold_out, split_clips
 
 
 def build_population(
@@ -41,7 +41,7 @@ def build_population(
     classes: Sequence[str] | None = None,
     labels_needed: bool = True,
 ) -> Population:
-    """List the clips, divides them, and makes sure that their features are in the cache.
+    """List the clips, divide them, and make sure that their features are in the cache.
 
     Args:
         data: the configuration.
@@ -57,16 +57,22 @@ def build_population(
         DataError: recordings that cannot be used, or a split or partition that they do not allow.
         ResourcesError: no room for the features.
     """
+    if data.parts:
+        return join(
+            {name: _part(name, part, seed, progress, run_chunks, labels_needed) for name, part in data.each.items()}
+        )
     complete = classes is None
     manifest, own = list_clips(data, seed, progress, complete)
+    for name in data.columns:
+        column_codes(manifest, name)
     classes = own if classes is None else classes
-    division = divide(
-        manifest, classes, data, seed, complete and labels_needed
-    )  # before the long work: what cannot be done fails now
+    all_learnt = complete and labels_needed
+    division = divide(manifest, classes, data, seed, all_learnt)  # before the long work: what cannot be done fails now
     if attack is not None:
         attack.check(classes, data.features)
         attack.candidates(Names.of(division.partition.ids), seed)
-    store = _prepare(data, manifest, progress, run_chunks)
+    prepared = functools.partial(prepare, data.source, cache=data.cache, progress=progress, run_chunks=run_chunks)
+    store = prepared(manifest, data.stored_features, unreadable=data.unreadable)
     messages = remarks_of(manifest)
     skipped: list[tuple[str, str]] = []
     if store.failures:
@@ -80,312 +86,29 @@ def build_population(
             raise DataError(
                 f"none of {manifest.num_rows} clips can be read, the first {skipped[0][0]}: {skipped[0][1]}"
             )
-        division = _divide(manifest, usable, classes, data, seed, complete and labels_needed)
+        division = divide(manifest, classes, data, seed, all_learnt, usable)
     dropped = len(division.split.train) - len(division.partition.rows)
     if dropped:
         messages.append(
             f"{dropped} training clips belong to no client: theirs would have fewer than {data.partition.minimum} clips"
         )
-    return _assemble(division, store, manifest, classes, data, seed, progress, run_chunks, skipped, messages, attack)
+    assembler = _Assembler(manifest, division, classes, data, seed, prepared)
+    return assembler.population(store, attack, skipped, messages)
 
 
-def _prepare(
-    data: DataSettings, manifest: pa.Table, progress: Progress | None, run_chunks: RunChunks | None
-) -> FeatureStore:
-    return prepare(
-        data.source,
-        manifest,
-        data.stored_features,
-        cache=data.cache,
-        unreadable=data.unreadable,
-        progress=progress,
-        run_chunks=run_chunks,
-    )
-
-
-@dataclass(frozen=True)
-class Division:
-    """The clips of each client and of the server. Clips are numbered as in the manifest."""
-
-    labels: np.ndarray
-    """int64 [clips of the manifest]."""
-    split: Split
-    partition: Partition
-    held_out: np.ndarray
-    """bool, one for each of the partition's rows: the client's own validation."""
-
-
-def list_clips(
-    data: DataSettings, seed: int, progress: Progress | None = None, complete: bool = True
-) -> tuple[pa.Table, list[str]]:
-    """List the configured data set: its manifest and the names of its classes; no clip is opened.
-
-    What is behind a URI is copied first.
-
-    Args:
-        seed: the run's: it decides to whom ``data.ungrouped: deal`` deals.
-        complete: whether these are all clips of the federation, so that a label to be left out must be among theirs.
-
-    Raises:
-        ConfigError: options that the data set does not take.
-        DataError: recordings that are not there, or a list that cannot be used.
-    """
-    for uri in data.uris.values():
-        fetch_recordings(uri, data.cache, progress)
-    manifest = data.source.open().manifest()
-    labels = natural_order(manifest.column("label").unique().to_pylist())
-    if data.leave_out:
-        labels = kept_labels(labels, data.leave_out if complete else set(data.leave_out) & set(labels))
-        manifest = manifest.filter(pc.is_in(manifest.column("label"), pa.array(labels)))
-    if data.ungrouped == "deal" and manifest.column("group").null_count:
-        manifest = deal_ungrouped(manifest, seed)
-    return manifest, labels
-
-
-def divide(
-    manifest: pa.Table, classes: Sequence[str], data: DataSettings, seed: int, complete: bool = True
-) -> Division:
-    """Divide the clips among the clients as if all of them could be read.
-
-    Args:
-        complete: whether these are all clips of the federation, so that a class without clips is a mistake.
-
-    Raises:
-        DataError: a split or partition that the recordings do not allow.
-    """
-    return _divide(manifest, np.arange(manifest.num_rows), classes, data, seed, complete)
-
-
-def _divide(
-    manifest: pa.Table, usable: np.ndarray, classes: Sequence[str], data: DataSettings, seed: int, complete: bool
-) -> Division:
-    """Splits and partitions the ``usable`` rows (int64, ascending) of the manifest."""
-    position = {name: number for number, name in enumerate(classes)}
-    labels = np.array([position[label] for label in manifest.column("label").to_pylist()], np.int64)
-    table = manifest if len(usable) == manifest.num_rows else manifest.take(pa.array(usable))
-    split = split_clips(table, data.split, seed)
-    partition = partition_clips(table, split.train, labels[usable], data.partition, seed)
-    split = Split(usable[split.train], usable[split.validation], usable[split.test])
-    partition = Partition(
-        partition.ids, usable[partition.rows], partition.offsets, partition.groups, partition.group_of
-    )
-    if complete and data.label_sets is None:
-        _check_classes(classes, labels, usable, split, partition)
-    held_out = np.zeros(len(partition.rows), bool)
-    if data.split.validation:
-        for client_id, start, stop in zip(partition.ids, partition.offsets, partition.offsets[1:], strict=False):
-            rng = generator(seed, 0, client_id, "local validation")
-            held_out[start:stop] = hold_out(int(stop - start), data.split.validation, rng)
-    return Division(labels, split, partition, held_out)
-
-
-def _check_classes(
-    classes: Sequence[str], labels: np.ndarray, usable: np.ndarray, split: Split, partition: Partition
-) -> None:
-    """Refuse a class that no client could learn."""
-
-    def count(rows: np.ndarray) -> np.ndarray:
-        return np.bincount(labels[rows], minlength=len(classes))
-
-    for number in np.flatnonzero(count(partition.rows) == 0):
-        raise DataError(
-            f"no client has a clip of label {classes[int(number)]!r}: of its {np.sum(labels == number)} clips "
-            f"{count(usable)[number]} can be read, {count(split.test)[number]} are in the test set and "
-            f"{count(split.validation)[number]} in the server's validation set; choose data.split or data.partition "
-            "differently, or leave the label out of the data"
-        )
-
-
-def _assemble(
-    division: Division,
-    store: FeatureStore,
-    manifest: pa.Table,
-    classes: Sequence[str],
+def _part(
+    name: str,
     data: DataSettings,
     seed: int,
     progress: Progress | None,
     run_chunks: RunChunks | None,
-    skipped: Sequence[tuple[str, str]],
-    messages: Sequence[str],
-    attack: Poisoner | None,
+    labels_needed: bool,
 ) -> Population:
-    partition, held_out = division.partition, division.held_out
-    ids = Names.of(partition.ids)
-    client = np.repeat(np.arange(len(ids)), np.diff(partition.offsets))
-    train, train_of = partition.rows[~held_out], client[~held_out]
-    validation, validation_of = partition.rows[held_out], client[held_out]
-    labels = _corrupted_labels(division.labels[train], train_of, ids, len(classes), data, seed)
-    noisy = np.zeros(len(ids), bool)
-    group, is_train = group_numbers(manifest), np.isin(np.arange(manifest.num_rows), train)
-    stores: list[FeatureStore] = []
-
-    def normalised(store: FeatureStore, clips: np.ndarray) -> FeatureStore:
-        """Return the features of these clips of the manifest as the settings want them."""
-        if data.features.normalise != "group":
-            return store
-        return normalise_groups(
-            store, group[clips], is_train[clips], data.features.dtype, stores[CLEAN] if stores else None
-        )
-
-    def features(
-        clips: np.ndarray, noisy: np.ndarray, alteration: Alteration | None, altered: np.ndarray
-    ) -> FeatureStore:
-        """Return the features of some clips (ascending), noisy and altered where the flags (bool [clips]) say so."""
-        names = manifest.column("clip").take(pa.array(clips)).to_pylist()
-        snr = None if data.corrupt.noise is None else data.corrupt.noise.snr_db
-        store = prepare(
-            data.source,
-            manifest.take(pa.array(clips)),
-            data.stored_features,
-            cache=data.cache,
-            noise=None if snr is None or not noisy.any() else noise_of_some(names, noisy, snr, seed),
-            alterations=None if alteration is None else alterations_for(names, altered, alteration, seed),
-            progress=progress,
-            run_chunks=run_chunks,
-        )
-        return normalised(store, clips)
-
-    stores.append(normalised(store, np.arange(manifest.num_rows)))
-    train_rows = _Rows.of(store, train)
-    if data.corrupt.noise is not None:
-        noisy = choose_clients(ids, data.corrupt.noise.clients, seed, "noise")
-        affected = np.sort(train[noisy[train_of]])
-        if len(affected):
-            everything = np.ones(len(affected), bool)
-            stores.append(features(affected, everything, None, ~everything))
-            mine = noisy[train_of]
-            train_rows = train_rows.replaced(mine, _Rows.of(stores[NOISY], np.searchsorted(affected, train[mine])))
-    test_segments = data.test_segments
-    stride = None if data.segment is None else data.segment.test_stride
-    arrays = {
-        **_columns("train", train_rows, labels, train, data.segment, None, (train_of, len(ids))),
-        **_columns(
-            "validation",
-            _Rows.of(store, validation),
-            division.labels[validation],
-            validation,
-            test_segments,
-            stride,
-            (validation_of, len(ids)),
-        ),
-    }
-    for name, rows in (("server_validation", division.split.validation), ("test", division.split.test)):
-        arrays |= _columns(name, _Rows.of(store, rows), division.labels[rows], rows, test_segments, stride, None)
-    if attack is not None:
-        training = _Training(train, train_of, train_rows, labels, noisy[train_of])
-        arrays |= _attacked(attack, training, division, ids, classes, data, seed, stores, features)
-    arrays |= {f"ids/{name}": array for name, array in ids.arrays.items()}
-    arrays |= {f"groups/{name}": array for name, array in Names.of(partition.groups).arrays.items()}
-    arrays |= {
-        "groups_of": partition.group_of.astype(np.int32),
-        "noisy": noisy,
-        "label_errors": _with_label_errors(ids, data, seed),
-        **profile_arrays(manifest, partition, data.profile),
-    }
-    if data.features.normalise == "group":
-        arrays |= _statistics(stores[CLEAN], group[train], train_of, len(ids))
-        used = np.concatenate([train, validation, division.split.validation, division.split.test])
-        strange = len(np.setdiff1d(group[used], group[train]))
-        if strange:
-            messages = [
-                *messages,
-                f"{strange} of {len(np.unique(group[used]))} groups have no training clip: theirs are normalised with the "
-                "statistics of all training clips",
-            ]
-    pipeline = data.pipeline
-    if len(train_rows.frames):
-        pipeline.check_size(int(train_rows.frames.max()), store.bands, "data.transforms")
-    arrays |= pipeline.make_tables(data.features, seed, table_prefix(""))
-    length = _common_length([array for name, array in arrays.items() if name.endswith("/counts")], pipeline.cut)
-    views: dict[str, tuple[FeatureStore, int | None]] = {}
-    for name, view in data.views.items():
-        views[name], of_view = _view(name, view, manifest, data, arrays, progress, run_chunks)
-        arrays |= of_view | view.pipeline.make_tables(view.features, seed, table_prefix(name))
-    separator = None if data.label_sets is None else data.label_sets.separator
-    population = Population(classes, length, stores, arrays, skipped, messages, separator=separator, views=views)
-    return population.use(data)
-
-
-def _view(
-    name: str,
-    view: ViewSettings,
-    manifest: pa.Table,
-    data: DataSettings,
-    arrays: Mapping[str, np.ndarray],
-    progress: Progress | None,
-    run_chunks: RunChunks | None,
-) -> tuple[tuple[FeatureStore, int | None], dict[str, np.ndarray]]:
-    """Prepare a further view: its store, the frames of every example that has it, and where examples of all parts lie."""
-    if view.column not in manifest.column_names:
-        raise DataError(
-            f"data.views.{name}.column: the manifest has no column {view.column!r}; {nearest(view.column, manifest.column_names)}"
-        )
-    dataset = data.source.open()
-    paths = [dataset.file_of(row, view.column) for row in rows_of(manifest)]
-    there = np.array([number for number, path in enumerate(paths) if path is not None], np.int64)
-    if not len(there):
-        raise DataError(f"data.views.{name}.column: no row of the manifest has a file in the column {view.column!r}")
-    table = manifest.take(pa.array(there))
-    table = table.set_column(
-        table.column_names.index("path"), "path", pa.array([paths[number] for number in there], pa.string())
-    )
-    store = prepare(
-        data.source,
-        table,
-        view.stored_features,
-        cache=data.cache,
-        unreadable=data.unreadable,
-        progress=progress,
-        run_chunks=run_chunks,
-    )
-    starts, counts = np.zeros((2, manifest.num_rows), np.int64)
-    starts[there], counts[there] = store.offsets[:-1], np.diff(store.offsets)
-    counts[there[sorted(store.failures)]] = 0
-    found: dict[str, np.ndarray] = {}
-    for column, clips in arrays.items():
-        if column.endswith("/clips") and column != "attack/clips":
-            part = column.removesuffix("/clips")
-            found |= {f"{part}@{name}/starts": starts[clips], f"{part}@{name}/counts": counts[clips].astype(np.int32)}
-    present = counts[counts > 0]
-    view.pipeline.check_size(int(present.max(initial=0)), store.bands, f"data.views.{name}.transforms")
-    return (store, _common_length([present], view.pipeline.cut)), found
-
-
-def _statistics(store: FeatureStore, group: np.ndarray, client: np.ndarray, clients: int) -> dict[str, np.ndarray]:
-    """Return what a recording of each client would be normalised with: see :meth:`Population.statistics`.
-
-    Args:
-        store: normalised by group.
-        group: int64 [training clips].
-        client: int64 [training clips], ascending: whose each clip is.
-    """
-    values = statistics_of(store)
-    bounds = np.searchsorted(client, np.arange(clients))
-    lowest, highest = np.minimum.reduceat(group, bounds), np.maximum.reduceat(group, bounds)
-    return {
-        "statistics/values": values,
-        "statistics/of": np.where(lowest == highest, lowest, values.shape[1] - 1).astype(np.int32),
-    }
-
-
-def _with_label_errors(ids: Names, data: DataSettings, seed: int) -> np.ndarray:
-    if data.corrupt.labels is None:
-        return np.zeros(len(ids), bool)
-    return choose_clients(ids, data.corrupt.labels.clients, seed, "labels")
-
-
-def _corrupted_labels(
-    labels: np.ndarray, client: np.ndarray, ids: Names, classes: int, data: DataSettings, seed: int
-) -> np.ndarray:
-    """Return ``labels`` (int64 [clips], of clients ``client``, ascending) with the wrong ones in place."""
-    if data.corrupt.labels is None:
-        return labels
-    labels = labels.copy()
-    bounds = np.searchsorted(client, np.arange(len(ids) + 1))
-    for number in np.flatnonzero(_with_label_errors(ids, data, seed)):
-        mine = slice(bounds[number], bounds[number + 1])
-        labels[mine] = wrong_labels(labels[mine], classes, data.corrupt.labels.rate, seed, ids[int(number)])
-    return labels
+    """Return the population of one of ``data.parts``; what is wrong with its recordings says whose they are."""
+    try:
+        return build_population(data, seed, progress, run_chunks, labels_needed=labels_needed)
+    except DataError as error:
+        raise DataError(f"data.parts.{name}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -420,67 +143,323 @@ class _Training:
     """bool."""
 
 
-def _attacked(
-    attack: Poisoner,
-    training: _Training,
-    division: Division,
-    ids: Names,
-    classes: Sequence[str],
-    data: DataSettings,
-    seed: int,
-    stores: list[FeatureStore],
-    features: Callable[[np.ndarray, np.ndarray, Alteration | None, np.ndarray], FeatureStore],
-) -> dict[str, np.ndarray]:
-    """Make the parts attack and triggered. ``features`` makes the features that they need, which become the last of ``stores``."""
-    poisoned = poison(attack, ids, classes, training.client, training.labels, seed)
-    mine = poisoned.attacker[training.client]
-    target, alteration, test = attack.target_class(classes), attack.alteration(), division.split.test
-    triggered = test[:0] if target is None or alteration is None else test[division.labels[test] != target]
-    altered = np.zeros(len(ids), bool)
-    rows, sounds = training.rows, _Rows.of(stores[CLEAN], triggered)
-    clips = np.concatenate([training.clips[mine], triggered])
-    if alteration is not None and len(clips):
-        order = np.argsort(clips)
-        none = np.zeros(len(triggered), bool)
-        noisy, changed = np.r_[training.noisy[mine], none][order], np.r_[poisoned.altered[mine], ~none][order]
-        clips, altered = clips[order], poisoned.attacker
-        store = features(clips, noisy, alteration, changed)
-        stores.append(store)
-        rows = rows.replaced(mine, _Rows.of(store, np.searchsorted(clips, training.clips[mine])))
-        sounds = _Rows.of(store, np.searchsorted(clips, triggered))
-    columns = {
-        "altered": altered,
-        **_columns("attack", rows, poisoned.labels, training.clips, data.segment, None, None),
-    }
-    if len(triggered):
-        stride = None if data.segment is None else data.segment.test_stride
-        columns |= _columns(
-            "triggered", sounds, division.labels[triggered], triggered, data.test_segments, stride, None
+class _Assembler:
+    """The way from a division of clips and their features to the arrays of a population."""
+
+    def __init__(
+        self,
+        manifest: pa.Table,
+        division: Division,
+        classes: Sequence[str],
+        data: DataSettings,
+        seed: int,
+        prepared: Callable[..., FeatureStore],
+    ) -> None:
+        self.manifest = manifest
+        self.division = division
+        self.classes = classes
+        self.data = data
+        self.seed = seed
+        self.ids = Names.of(division.partition.ids)
+        self._prepared = prepared
+        partition = division.partition
+        client = np.repeat(np.arange(len(self.ids)), np.diff(partition.offsets))
+        trained, validated, tested = (division.role == role for role in (TRAINING, VALIDATION, CLIENT_TEST))
+        self.train, self.train_of = partition.rows[trained], client[trained]
+        self._pool = division.pool[trained]
+        self.validation, self.validation_of = partition.rows[validated], client[validated]
+        self.client_test, self.client_test_of = partition.rows[tested], client[tested]
+        self._group = self._statistics_of(client)
+        self._is_train = np.isin(np.arange(manifest.num_rows), self.train)
+        self._columns = {name: column_codes(manifest, name) for name in data.columns}
+        self.stores: list[FeatureStore] = []
+
+    def _statistics_of(self, client: np.ndarray) -> np.ndarray:
+        """Return whose statistics each clip is normalised with, as a number: int64 [clips of the manifest].
+
+        Args:
+            client: int64, one for each of the partition's rows.
+        """
+        if self.data.features.normalise == "part":
+            return np.zeros(self.manifest.num_rows, np.int64)
+        if self.data.features.normalise == "client":
+            numbers = np.full(
+                self.manifest.num_rows, len(self.ids), np.int64
+            )  # no client's: those of all training clips
+            numbers[self.division.partition.rows] = client
+            return numbers
+        return group_numbers(self.manifest)
+
+    def population(
+        self, store: FeatureStore, attack: Poisoner | None, skipped: Sequence[tuple[str, str]], messages: Sequence[str]
+    ) -> Population:
+        """Return the population.
+
+        Args:
+            store: features of all clips, not yet normalised by group.
+            attack: as for :func:`build_population`.
+            skipped: as for :class:`Population`.
+            messages: what is to be said before this has anything to say.
+        """
+        ids, division, partition = self.ids, self.division, self.division.partition
+        self.stores.append(self._normalised(store, np.arange(self.manifest.num_rows)))
+        training = self._training(store)
+        arrays = {
+            **self._pools("train", training.rows, training.labels, owners=self.train_of),
+            **self._held_out("validation", self.validation, owners=self.validation_of),
+            **self._held_out("server_validation", division.split.validation),
+            **self._held_out("test", division.split.test),
+        }
+        if self.data.split.client_test is not None:
+            arrays |= self._held_out("client_test", self.client_test, owners=self.client_test_of)
+        if attack is not None:
+            arrays |= self._attacked(attack, training)
+        arrays |= {f"ids/{name}": array for name, array in ids.arrays.items()}
+        arrays |= {f"groups/{name}": array for name, array in Names.of(partition.groups).arrays.items()}
+        arrays |= {
+            "groups_of": partition.group_of.astype(np.int32),
+            "noisy": self._noisy,
+            "label_errors": self._with_label_errors,
+            **profile_arrays(self.manifest, partition, self.data.profile),
+        }
+        if self.data.features.normalise in BY_TRAINING_CLIPS:
+            arrays |= _statistics(self.stores[CLEAN], self._group[self.train], self.train_of, len(ids))
+            messages = [*messages, *self._strange_groups()]
+        names = {name: values for name, (_, values) in self._columns.items()}
+        if UNLABELLED in division.pools:
+            names[HIDDEN_LABEL] = list(self.classes)
+        pipeline = self.data.pipeline
+        if len(training.rows.frames):
+            pipeline.check_size(int(training.rows.frames.max()), store.bands, "data.transforms")
+        arrays |= pipeline.make_tables(self.data.features, self.seed, table_prefix(""))
+        length = _common_length([array for name, array in arrays.items() if name.endswith("/counts")], pipeline.cut)
+        views: dict[str, tuple[FeatureStore, int | None]] = {}
+        of_views: dict[str, np.ndarray] = {}
+        for name, view in self.data.views.items():
+            views[name], of_view = self._view(name, view, arrays)
+            of_views |= of_view | view.pipeline.make_tables(view.features, self.seed, table_prefix(name))
+        arrays |= of_views
+        population = Population(
+            self.classes,
+            length,
+            self.stores,
+            arrays,
+            skipped,
+            messages,
+            columns=names,
+            pools=division.pools,
+            separator=None if self.data.label_sets is None else self.data.label_sets.separator,
+            views=views,
         )
-    return columns
+        return population.use(self.data)
+
+    def _view(
+        self, name: str, view: ViewSettings, arrays: Mapping[str, np.ndarray]
+    ) -> tuple[tuple[FeatureStore, int | None], dict[str, np.ndarray]]:
+        """Prepare a further view: its store, the frames of every example that has it, and where examples of all parts lie."""
+        manifest, where = self.manifest, f"data.views.{name}"
+        if view.column not in manifest.column_names:
+            hint = nearest(view.column, manifest.column_names)
+            raise DataError(f"{where}.column: the manifest has no column {view.column!r}; {hint}")
+        dataset = self.data.source.open()
+        paths = [dataset.file_of(row, view.column) for row in rows_of(manifest)]
+        there = np.array([number for number, path in enumerate(paths) if path is not None], np.int64)
+        if not len(there):
+            raise DataError(f"{where}.column: no row of the manifest has a file in the column {view.column!r}")
+        table = manifest.take(pa.array(there))
+        table = table.set_column(
+            table.column_names.index("path"), "path", pa.array([paths[number] for number in there], pa.string())
+        )
+        store = self._prepared(table, view.stored_features, unreadable=self.data.unreadable)
+        starts, counts = np.zeros((2, manifest.num_rows), np.int64)
+        starts[there], counts[there] = store.offsets[:-1], np.diff(store.offsets)
+        counts[there[sorted(store.failures)]] = 0
+        found: dict[str, np.ndarray] = {}
+        for column, clips in arrays.items():
+            part, _, kind = column.rpartition("/")
+            if kind == "clips" and part.partition("@")[0] != "attack":
+                found[f"{part}@{name}/starts"] = starts[clips]
+                found[f"{part}@{name}/counts"] = counts[clips].astype(np.int32)
+        present = counts[counts > 0]
+        view.pipeline.check_size(int(present.max(initial=0)), store.bands, f"{where}.transforms")
+        return (store, _common_length([present], view.pipeline.cut)), found
+
+    @functools.cached_property
+    def _noisy(self) -> np.ndarray:
+        """Whose training clips are noisy: bool [clients]."""
+        return self._chosen(self.data.corrupt.noise, "noise")
+
+    @functools.cached_property
+    def _with_label_errors(self) -> np.ndarray:
+        """Whose training clips have wrong labels among theirs: bool [clients]."""
+        return self._chosen(self.data.corrupt.labels, "labels")
+
+    def _chosen(self, corruption: NoiseSettings | LabelErrorSettings | None, purpose: str) -> np.ndarray:
+        if corruption is None:
+            return np.zeros(len(self.ids), bool)
+        return choose_clients(self.ids, corruption.clients, self.seed, purpose)
+
+    def _training(self, store: FeatureStore) -> _Training:
+        """Return the training clips; the noisy ones' features become a store of their own."""
+        mine = self._noisy[self.train_of]
+        rows, affected = _Rows.of(store, self.train), np.sort(self.train[mine])
+        if len(affected):
+            everything = np.ones(len(affected), bool)
+            self.stores.append(self._features(affected, everything, None, ~everything))
+            rows = rows.replaced(mine, _Rows.of(self.stores[NOISY], np.searchsorted(affected, self.train[mine])))
+        return _Training(self.train, self.train_of, rows, self._labels(), mine)
+
+    def _labels(self) -> np.ndarray:
+        """Return the training clips' labels with the wrong ones in place."""
+        labels: np.ndarray = self.division.labels[self.train]  # a copy: by positions
+        wrong = self.data.corrupt.labels
+        if wrong is None:
+            return labels
+        bounds = np.searchsorted(self.train_of, np.arange(len(self.ids) + 1))
+        for number in np.flatnonzero(self._with_label_errors):
+            mine = bounds[number] + np.flatnonzero(labels[bounds[number] : bounds[number + 1]] >= 0)
+            labels[mine] = wrong_labels(labels[mine], len(self.classes), wrong.rate, self.seed, self.ids[int(number)])
+        return labels
+
+    def _normalised(self, store: FeatureStore, clips: np.ndarray) -> FeatureStore:
+        """Return the features of these clips of the manifest as the settings want them."""
+        if self.data.features.normalise not in BY_TRAINING_CLIPS:
+            return store
+        clean = self.stores[CLEAN] if self.stores else None
+        return normalise_groups(store, self._group[clips], self._is_train[clips], self.data.features.dtype, clean)
+
+    def _features(
+        self, clips: np.ndarray, noisy: np.ndarray, alteration: Alteration | None, altered: np.ndarray
+    ) -> FeatureStore:
+        """Return the features of some clips (ascending), noisy and altered where the flags (bool [clips]) say so."""
+        names = self.manifest.column("clip").take(pa.array(clips)).to_pylist()
+        snr = None if self.data.corrupt.noise is None else self.data.corrupt.noise.snr_db
+        store = self._prepared(
+            self.manifest.take(pa.array(clips)),
+            self.data.stored_features,
+            noise=None if snr is None or not noisy.any() else noise_of_some(names, noisy, snr, self.seed),
+            alterations=None if alteration is None else alterations_for(names, altered, alteration, self.seed),
+        )
+        return self._normalised(store, clips)
+
+    def _pools(
+        self, part: str, rows: _Rows, labels: np.ndarray, owners: np.ndarray | None = None
+    ) -> dict[str, np.ndarray]:
+        """Return the columns of all training clips, the first pool's as ``part``, another's as ``part@NAME``."""
+        found: dict[str, np.ndarray] = {}
+        for number, name in enumerate(self.division.pools):
+            mine = self._pool == number
+            found |= self._part(
+                part if number == 0 else f"{part}@{name}",
+                _Rows(rows.starts[mine], rows.frames[mine]),
+                np.where(name == UNLABELLED, NO_LABEL, labels[mine]),
+                self.train[mine],
+                owners=None if owners is None else owners[mine],
+                hidden=labels[mine] if name == UNLABELLED else None,
+            )
+        return found
+
+    def _held_out(self, part: str, clips: np.ndarray, owners: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """Return the columns of clips that nobody trains on."""
+        rows = _Rows.of(self.stores[CLEAN], clips)
+        return self._part(part, rows, self.division.labels[clips], clips, owners=owners, tested=True)
+
+    def _part(
+        self,
+        part: str,
+        rows: _Rows,
+        labels: np.ndarray,
+        clips: np.ndarray,
+        *,
+        owners: np.ndarray | None = None,
+        tested: bool = False,
+        hidden: np.ndarray | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Return the columns of one part of the population.
+
+        Args:
+            part: its name.
+            rows: where each clip's features lie.
+            labels: int64 [clips].
+            clips: int64 [clips], rows of the manifest.
+            owners: int64 [clips], ascending: the client of each clip; with them come offsets.
+            tested: whether these clips are cut into segments as test clips are.
+            hidden: int64 [clips], labels that nobody may learn from, where these are other ones.
+        """
+        segment = self.data.test_segments if tested else self.data.segment
+        stride = self.data.segment.test_stride if self.data.segment is not None and tested else None
+        clip, first, frames = segments(rows.frames, segment, stride)
+        columns = {
+            f"{part}/starts": (rows.starts[clip] + first).astype(np.int64),
+            f"{part}/counts": frames.astype(np.int32),
+            f"{part}/labels": labels[clip].astype(np.int32),
+            f"{part}/clips": clips[clip].astype(np.int32),
+        }
+        for name, (codes, _) in self._columns.items():
+            columns[f"{part}/column/{name}"] = codes[clips[clip]]
+        if UNLABELLED in self.division.pools:
+            none = np.full(len(clips), -1) if hidden is None else np.maximum(hidden, -1)
+            columns[f"{part}/column/{HIDDEN_LABEL}"] = none[clip].astype(np.int32)
+        if owners is not None:
+            bounds = np.searchsorted(owners[clip], np.arange(len(self.ids) + 1))
+            columns[f"{part}/offsets"] = bounds.astype(np.int64)
+        return columns
+
+    def _attacked(self, attack: Poisoner, training: _Training) -> dict[str, np.ndarray]:
+        """Return the parts attack and triggered. The features that they need become the last of the stores."""
+        poisoned = poison(attack, self.ids, self.classes, training.client, training.labels, self.seed)
+        mine = poisoned.attacker[training.client]
+        target, alteration = attack.target_class(self.classes), attack.alteration()
+        test, truth = self.division.split.test, self.division.labels
+        triggered = test[:0] if target is None or alteration is None else test[truth[test] != target]
+        altered = np.zeros(len(self.ids), bool)
+        rows, sounds = training.rows, _Rows.of(self.stores[CLEAN], triggered)
+        clips = np.concatenate([training.clips[mine], triggered])
+        if alteration is not None and len(clips):
+            order = np.argsort(clips)
+            none = np.zeros(len(triggered), bool)
+            noisy, changed = np.r_[training.noisy[mine], none][order], np.r_[poisoned.altered[mine], ~none][order]
+            clips, altered = clips[order], poisoned.attacker
+            store = self._features(clips, noisy, alteration, changed)
+            self.stores.append(store)
+            rows = rows.replaced(mine, _Rows.of(store, np.searchsorted(clips, training.clips[mine])))
+            sounds = _Rows.of(store, np.searchsorted(clips, triggered))
+        columns = {"altered": altered, **self._pools("attack", rows, poisoned.labels)}
+        if len(triggered):
+            columns |= self._part("triggered", sounds, truth[triggered], triggered, tested=True)
+        return columns
+
+    def _strange_groups(self) -> list[str]:
+        """Return what is to be said of groups without training clips."""
+        if self.data.features.normalise != "group":
+            return []
+        split, own = self.division.split, self._group[self.train]
+        held_out = (self.validation, self.client_test, split.validation, split.test)
+        used = self._group[np.concatenate([self.train, *held_out])]
+        strange = len(np.setdiff1d(used, own))
+        if not strange:
+            return []
+        return [
+            f"{strange} of {len(np.unique(used))} groups have no training clip: theirs are normalised with the "
+            "statistics of all training clips"
+        ]
 
 
-def _columns(
-    part: str,
-    rows: _Rows,
-    labels: np.ndarray,
-    clips: np.ndarray,
-    settings: SegmentSettings | None,
-    stride: int | None,
-    owners: tuple[np.ndarray, int] | None,
-) -> dict[str, np.ndarray]:
-    """Return the columns of one part; with ``owners`` (client of each clip, ascending; number of clients) also its offsets."""
-    clip, first, frames = segments(rows.frames, settings, stride)
-    columns = {
-        f"{part}/starts": (rows.starts[clip] + first).astype(np.int64),
-        f"{part}/counts": frames.astype(np.int32),
-        f"{part}/labels": labels[clip].astype(np.int32),
-        f"{part}/clips": clips[clip].astype(np.int32),
+def _statistics(store: FeatureStore, group: np.ndarray, client: np.ndarray, clients: int) -> dict[str, np.ndarray]:
+    """Return what a recording of each client would be normalised with: see :meth:`Population.statistics`.
+
+    Args:
+        store: normalised by group.
+        group: int64 [training clips].
+        client: int64 [training clips], ascending: whose each clip is.
+    """
+    values = statistics_of(store)
+    bounds = np.searchsorted(client, np.arange(clients))
+    lowest, highest = np.minimum.reduceat(group, bounds), np.maximum.reduceat(group, bounds)
+    return {
+        "statistics/values": values,
+        "statistics/of": np.where(lowest == highest, lowest, values.shape[1] - 1).astype(np.int32),
     }
-    if owners is not None:
-        client, clients = owners
-        columns[f"{part}/offsets"] = np.searchsorted(client[clip], np.arange(clients + 1)).astype(np.int64)
-    return columns
 
 
 def _common_length(parts: Sequence[np.ndarray], cut: int | None) -> int | None:

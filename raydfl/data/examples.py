@@ -215,7 +215,7 @@ class ClientData:
     validation: Examples
     """Its own hold-out, clean; may be empty."""
     test: Examples
-    """Empty at a client; the server's held-out data where the server itself computes."""
+    """A client's own test, clean; empty unless ``data.split.client_test`` makes one. The server's where that itself computes."""
     further: Mapping[str, Examples] = field(default_factory=dict)
     """Training examples in further pools, by name."""
     first: str = "train"

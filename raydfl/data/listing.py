@@ -1,4 +1,4 @@
-"""Changes to a data set's list of clips before it is divided: labels left out, and clips without an owner dealt out."""
+"""What is made of a data set's list of clips before it is divided: labels left out, clips dealt out, columns as numbers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from raydfl.core.errors import DataError, nearest
 from raydfl.core.seeds import generator
@@ -51,3 +52,24 @@ def deal_ungrouped(manifest: pa.Table, seed: int) -> pa.Table:
         groups[clips] = names[np.arange(len(clips)) % len(names)]
     place = manifest.column_names.index("group")
     return manifest.set_column(place, "group", pa.array(groups.tolist(), pa.string()))
+
+
+def column_codes(manifest: pa.Table, name: str) -> tuple[np.ndarray, list[str]]:
+    """Return a column as numbers, int32 [clips], and the values that they stand for, in natural order.
+
+    Raises:
+        DataError: there is no such column, or a clip has no value in it.
+    """
+    if name not in manifest.column_names:
+        raise DataError(f"data.columns: the recordings have no column {name!r}; {nearest(name, manifest.column_names)}")
+    column = manifest.column(name)
+    if column.null_count:
+        clip = manifest.column("clip")[pc.index(pc.is_null(column), True).as_py()]
+        raise DataError(
+            f"data.columns: {column.null_count} of {len(column)} clips have no value in column {name!r}, the first {clip}; give "
+            f"them one, or leave the column out"
+        )
+    texts = [str(value) for value in column.to_pylist()]
+    values = natural_order(list(set(texts)))
+    code = {value: number for number, value in enumerate(values)}
+    return np.array([code[text] for text in texts], np.int32), values

@@ -7,7 +7,7 @@ column    type    meaning
 ========= ======= =====================================================================================================
 clip      string  unique id: POSIX path relative to the set's root, or a made-up name for what is not a file
 path      string  absolute path of the file; null for clips that are generated
-label     string  the class
+label     string  the class; null where nobody has labelled the clip
 group     string  speaker, actor, device ...: whoever would own the clip; null where the set does not say
 split     string  "train", "validation" or "test"; null in every row when the set has no official split
 seconds   float64 duration; null where it is not known without opening the file
@@ -170,7 +170,7 @@ def _standard_column(table: pa.Table, name: str, kind: pa.DataType, where: str) 
 def _check_rows(manifest: pa.Table, where: str) -> None:
     for name in ("clip", "label"):
         column = manifest.column(name)
-        blank = pc.fill_null(pc.equal(column, ""), True)
+        blank = pc.fill_null(pc.equal(column, ""), name == "clip")  # a null label: nobody has labelled the clip
         if pc.any(blank).as_py():
             index = pc.index(blank, True).as_py()
             raise DataError(

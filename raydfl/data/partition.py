@@ -129,7 +129,12 @@ class Partition:
 
 
 def partition_clips(
-    manifest: pa.Table, rows: np.ndarray, labels: np.ndarray, settings: PartitionSettings, seed: int
+    manifest: pa.Table,
+    rows: np.ndarray,
+    labels: np.ndarray,
+    settings: PartitionSettings,
+    seed: int,
+    pool: str = "",
 ) -> Partition:
     """Deal clips to clients.
 
@@ -138,11 +143,12 @@ def partition_clips(
         rows: int64: the rows to deal.
         labels: int64 [all rows of the manifest]: class indices.
         seed: the run's.
+        pool: name of a further pool whose clips these are; it is dealt by draws of its own.
 
     Raises:
         DataError: clips without a group, or a minimum that cannot be met, with the numbers.
     """
-    rng = generator(seed, 0, "", "partition")
+    rng = generator(seed, 0, pool, "partition")
     if settings.by == "group":
         return _by_group(manifest, rows, settings, rng)
     clients = cast(int, settings.clients)  # the settings have seen to it that each kind has what it needs

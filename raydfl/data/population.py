@@ -66,6 +66,17 @@ class Shard:
     """Name of the site where it lies."""
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Clients that follow one another in the population and have a data set, classes and a test set of their own."""
+
+    name: str
+    first: int
+    """Index of its first client."""
+    population: Population
+    """The part by itself, in which its clients are numbered from 0."""
+
+
 class Population:
     """Clients and held-out data. Made by raydfl.data.build, raydfl.cluster.sites, or :meth:`load`.
 
@@ -76,6 +87,7 @@ class Population:
         arrays: for each of the parts train, validation (both by client), server_validation and test the columns ``starts``,
             ``counts``, ``labels``, ``clips``; ``train/offsets`` and ``validation/offsets`` (int64 [clients + 1]); the names of
             clients and groups; ``groups_of`` (int32 [clients], -1: none), ``noisy`` and ``label_errors`` (bool [clients]).
+            Where clients have tests of their own also the part client_test, by client.
             With an attack also the parts attack (what clients train on when they attack, parallel to train) and triggered (test
             clips that carry the attack's trigger), and ``altered`` (bool [clients]: the features of its attack are in the last
             store). With features normalised by group ``statistics/values`` (float64 [2, groups + 1, bands], those of
@@ -85,9 +97,14 @@ class Population:
         messages: what the user should know about how this population came about.
         bands: features of a frame; ``None``: those of the stores.
         sites: where the data lie, if not here: there are no stores then, and no examples.
+        columns: names of the values of further columns, by column: a code is an index into them. Parts then have the columns
+            ``column/NAME`` too.
+        pools: names of the pools of training clips, that of the part train first; another's part is ``train@NAME``.
+        parts: where the federation is of several: then all examples are theirs (see raydfl.data.parts).
         separator: what stands between the classes that a label names; ``None``: a label is one class.
         views: of each further view by name its store, and the frames of every example that has it, ``None`` when they differ. Where
-            examples lie in it is in the columns ``starts`` and ``counts`` (0: absent) of the parts train@NAME and so on.
+            examples lie in it is in the columns ``starts`` and ``counts`` (0: absent) of the parts train@NAME and so on. No pool
+            has the name of a view.
     """
 
     def __init__(
@@ -100,6 +117,9 @@ class Population:
         messages: Sequence[str] = (),
         bands: int | None = None,
         sites: Sequence[Site] = (),
+        columns: Mapping[str, Sequence[str]] | None = None,
+        pools: Sequence[str] = ("train",),
+        parts: Sequence[Part] = (),
         separator: str | None = None,
         views: Mapping[str, tuple[FeatureStore, int | None]] | None = None,
     ) -> None:
@@ -116,6 +136,10 @@ class Population:
         self.skipped: tuple[tuple[str, str], ...] = tuple((clip, reason) for clip, reason in skipped)
         self.messages: tuple[str, ...] = tuple(messages)
         self._arrays = dict(arrays)
+        self.columns: Mapping[str, tuple[str, ...]] = {name: tuple(values) for name, values in (columns or {}).items()}
+        """What the codes of examples' columns stand for: the values, by column."""
+        self.pools: tuple[str, ...] = tuple(pools)
+        """Names of the pools of training examples."""
         self.bands = stores[CLEAN].bands if bands is None else bands
         """Features of a frame."""
         self._views = dict(views or {})
@@ -124,8 +148,11 @@ class Population:
         """What becomes of stored features on their way into a batch: see :meth:`use`."""
         self.ids = self._names("ids")
         self._groups = self._names("groups")
-        columns = [name.split("/")[1] for name in arrays if name.startswith("profile/") and name.endswith("/of")]
-        self._profiles = {name: self._names(f"profile/{name}") for name in columns}
+        of_profiles = [name.split("/")[1] for name in arrays if name.startswith("profile/") and name.endswith("/of")]
+        self._profiles = {name: self._names(f"profile/{name}") for name in of_profiles}
+        self.parts = tuple(parts)
+        """Data sets with classes of their own; empty: this is one."""
+        self._firsts = [part.first for part in parts]
         self._sites = tuple(sites)
         self._site_ends = [site.stop for site in sites]
 
@@ -134,6 +161,8 @@ class Population:
 
     def use(self, data: DataSettings) -> Population:
         """Have batches made as the settings say, with the tables that are kept with the population; return the population."""
+        for part in self.parts:
+            part.population.use(data.each[part.name])
         self.pipeline = data.pipeline.with_tables(self._arrays, table_prefix(""))
         self._pipelines = {
             name: view.pipeline.with_tables(self._arrays, table_prefix(name)) for name, view in data.views.items()
@@ -147,6 +176,8 @@ class Population:
         """The sites at which the data lie, in the clients' order; a single one without a name unless there are several."""
         if self._sites:
             return self._sites
+        if self.parts:  # what is measured there, each of them says
+            return (Site("", 0, len(self), {}),)
         splits = {"test": self.test, "triggered": self.triggered}
         return (Site("", 0, len(self), {split: shards(each.clips, _SHARD) for split, each in splits.items()}),)
 
@@ -164,6 +195,18 @@ class Population:
         """Return the name of the site of a client."""
         return self._sites[bisect.bisect_right(self._site_ends, index)].name if self._sites else ""
 
+    @property
+    def each(self) -> dict[str, Population]:
+        """The parts by name; this population itself, under no name, where there are none."""
+        return {part.name: part.population for part in self.parts} or {"": self}
+
+    def part_of(self, index: int) -> str:
+        """Return the name of the part of a client; empty where there are none."""
+        return self._part(index).name if self.parts else ""
+
+    def _part(self, index: int) -> Part:
+        return self.parts[bisect.bisect_right(self._firsts, index) - 1]
+
     def index(self, client_id: str) -> int:
         """Return the position of a client.
 
@@ -178,40 +221,65 @@ class Population:
             ) from None
 
     def num_examples(self, index: int) -> int:
-        """Training examples of a client."""
-        offsets = self._arrays["train/offsets"]
-        return int(offsets[index + 1] - offsets[index])
+        """Return how many training examples a client has in the first pool."""
+        mine = self._of_client("train", index)
+        return int(mine.stop - mine.start)
 
     def profile(self, index: int) -> dict[str, Any]:
         """Return what else is known of a client.
 
-        ``group`` (where clients are made of groups), ``noisy``, ``label_errors``, and the columns of ``data.profile`` by name.
+        That is: ``group`` (where clients are made of groups), ``noisy``, ``label_errors``, the columns of ``data.profile`` by name,
+        ``pools`` (examples in each, where there are several), ``part`` (where there are parts).
         """
+        if self.parts:
+            part = self._part(index)
+            return {"part": part.name, **part.population.profile(index - part.first)}
         facts: dict[str, Any] = {
             "noisy": bool(self._arrays["noisy"][index]),
             "label_errors": bool(self._arrays["label_errors"][index]),
         }
         for name, values in self._profiles.items():
             facts[name] = values[int(self._arrays[f"profile/{name}/of"][index])]
+        if len(self.pools) > 1:
+            mine = {name: self._of_client(f"train@{name}", index) for name in self.pools[1:]}
+            sizes = {name: int(where.stop - where.start) for name, where in mine.items()}
+            facts["pools"] = {self.pools[0]: self.num_examples(index), **sizes}
         group = int(self._arrays["groups_of"][index])
         return facts if group < 0 else {"group": self._groups[group], **facts}
 
     def data(self, index: int, attacking: bool = False) -> ClientData:
-        """Return a client's data; its ``test`` is empty.
+        """Return a client's data; its ``test`` is empty unless clients hold out a test set of their own.
 
         Args:
             attacking: with the training data of a client that attacks.
         """
-        parts = {}
-        for part in ("train", "validation"):
-            offsets = self._arrays[f"{part}/offsets"]
-            where, store = slice(offsets[index], offsets[index + 1]), CLEAN
-            if part == "train" and attacking and self._arrays["altered"][index]:
-                store = len(self.stores) - 1
-            elif part == "train" and self._arrays["noisy"][index]:
-                store = NOISY
-            parts[part] = self._examples("attack" if part == "train" and attacking else part, where, store)
-        return ClientData(parts["train"], parts["validation"], self._examples("test", slice(0, 0)))
+        if self.parts:
+            part = self._part(index)
+            return part.population.data(index - part.first, attacking)
+        store = CLEAN
+        if attacking and self._arrays["altered"][index]:
+            store = len(self.stores) - 1
+        elif self._arrays["noisy"][index]:
+            store = NOISY
+        train = "attack" if attacking else "train"
+        own_test = "client_test/starts" in self._arrays
+        first, *further = self.pools
+        return ClientData(
+            self._examples(train, self._of_client("train", index), store),
+            self._examples("validation", self._of_client("validation", index)),
+            self._examples("client_test", self._of_client("client_test", index))
+            if own_test
+            else self._examples("test", slice(0, 0)),
+            {
+                name: self._examples(f"{train}@{name}", self._of_client(f"train@{name}", index), store)
+                for name in further
+            },
+            first,
+        )
+
+    def _of_client(self, part: str, index: int) -> slice:
+        offsets = self._arrays[f"{part}/offsets"]
+        return slice(offsets[index], offsets[index + 1])
 
     def first_examples(self, count: int) -> Examples | None:
         """Return some training examples, as they are without attacks and noise; ``None`` where all are at sites."""
@@ -245,19 +313,28 @@ class Population:
         Returns:
             ``None`` without ``normalise: group``, or where the data lie at sites.
         """
+        if self.parts and client is not None:
+            part = self._part(client)
+            return part.population.statistics(client - part.first)
         if "statistics/values" not in self._arrays:
             return None
         values: np.ndarray = self._arrays["statistics/values"]
         return values[:, -1 if client is None else int(self._arrays["statistics/of"][client])]
 
     def label_counts(self) -> np.ndarray:
-        """Return int64 [clients, classes]: training clips of each client by class, wrong labels as they are."""
+        """Return int64 [clients, classes]: training clips of each client by class, wrong labels as they are.
+
+        Of several parts each has columns of its own, in the order of :attr:`classes`.
+        """
+        if self.parts:
+            return block_diagonal([part.population.label_counts() for part in self.parts])
         offsets = self._arrays["train/offsets"]
         client = np.repeat(np.arange(len(self)), np.diff(offsets))
         clips = self._arrays["train/clips"]
         # The segments of a clip follow one another: only the first of each counts.
         first = np.ones(len(clips), bool)
         first[1:] = (clips[1:] != clips[:-1]) | (client[1:] != client[:-1])
+        first &= self._arrays["train/labels"] >= 0
         cell = client[first] * len(self._labels) + self._arrays["train/labels"][first]
         counts = np.bincount(cell, minlength=len(self) * len(self._labels)).reshape(len(self), len(self._labels))
         return counts if self.sets is None else counts @ self.sets.astype(np.int64)
@@ -268,8 +345,10 @@ class Population:
         Raises:
             ResourcesError: the disk is full or the folder cannot be written.
         """
+        for part in self.parts:
+            part.population.save(folder / _folder_of(part.name))
         arrays = {name: np.ascontiguousarray(array) for name, array in sorted(self._arrays.items())}
-        facts = {
+        facts: dict[str, Any] = {
             "format": FORMAT,
             "classes": self._labels,
             **({} if self._separator is None else {"separator": self._separator}),
@@ -282,12 +361,20 @@ class Population:
             "sites": [[site.name, site.first, site.stop, dict(site.shards)] for site in self._sites],
             "digest": _digest(arrays),
         }
+        if self.columns:
+            facts["columns"] = self.columns
+        if len(self.pools) > 1:
+            facts["pools"] = self.pools
+        if self.parts:
+            facts["parts"] = [[part.name, part.first, part.population.bands] for part in self.parts]
         content = safetensors.numpy.save(arrays, {"raydfl": json.dumps(facts)})
         with writing(folder, len(content), "the files of the population", RESUME):
             write_atomically(folder / POPULATION_FILE, lambda temporary: temporary.write_bytes(content))
 
     def is_saved_in(self, folder: Path) -> bool:
         """Return whether it is the population that :meth:`save` wrote there, whose features may lie in another cache."""
+        if not all(part.population.is_saved_in(folder / _folder_of(part.name)) for part in self.parts):
+            return False
         _, metadata = _map_safetensors(folder / POPULATION_FILE)
         facts = json.loads(metadata["raydfl"])
         keys = [store.folder.name for store in (*self.stores, *(store for store, _ in self._views.values()))]
@@ -318,6 +405,14 @@ class Population:
                 raise ValueError(f"it is of format {facts['format']}, this version of raydfl reads {FORMAT}")
             if verify and _digest(arrays) != facts["digest"]:
                 raise ValueError("its content has changed")
+            parts = [
+                Part(
+                    name,
+                    first,
+                    cls.load(folder / _folder_of(name), verify, verify_features, None if bands is None else own),
+                )
+                for name, first, own in facts.get("parts", ())
+            ]
             stores, views = [], {}
             if bands is None:
                 views = {
@@ -336,6 +431,9 @@ class Population:
                 facts["messages"],
                 bands,
                 sites,
+                facts.get("columns"),
+                facts.get("pools", ("train",)),
+                parts,
                 facts.get("separator"),
                 views,
             )
@@ -353,6 +451,7 @@ class Population:
         starts, counts, labels, clips = (
             self._arrays[f"{part}/{column}"][where] for column in ("starts", "counts", "labels", "clips")
         )
+        columns = {name: self._arrays[f"{part}/column/{name}"][where].astype(np.int64) for name in self.columns}
         return Examples(
             self.stores[store],
             starts,
@@ -360,11 +459,12 @@ class Population:
             labels.astype(np.int64),
             clips.astype(np.int64),
             self.length,
+            columns,
             classes=self.classes,
             sets=self.sets,
             pipeline=self.pipeline,
             views={
-                name: self._view(name, number, "train" if part == "attack" else part, where, labels, clips)
+                name: self._view(name, number, _trained_on(part), where, labels, clips)
                 for number, name in enumerate(self._views, 1)
             },
         )
@@ -384,6 +484,12 @@ class Population:
         )
 
 
+def _trained_on(part: str) -> str:
+    """Return the part whose clips those of ``attack`` or ``attack@POOL`` are."""
+    kind, mark, pool = part.partition("@")
+    return f"train{mark}{pool}" if kind == "attack" else part
+
+
 def table_prefix(view: str) -> str:
     """Return what the names of the tables of a view's transforms begin with."""
     return f"{TABLES} {view}/" if view else f"{TABLES}/"
@@ -399,6 +505,20 @@ def shards(clips: np.ndarray, size: int) -> list[tuple[int, int]]:
         parts.append((begin, end))
         begin = end
     return parts
+
+
+def block_diagonal(blocks: Sequence[np.ndarray]) -> np.ndarray:
+    """Return int64 matrices one below and beside the other, with zeros elsewhere."""
+    whole = np.zeros(np.sum([block.shape for block in blocks], axis=0), np.int64)
+    row = column = 0
+    for block in blocks:
+        whole[row : row + block.shape[0], column : column + block.shape[1]] = block
+        row, column = row + block.shape[0], column + block.shape[1]
+    return whole
+
+
+def _folder_of(part: str) -> str:
+    return f"part-{part}"
 
 
 def _digest(arrays: Mapping[str, np.ndarray]) -> str:

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from raydfl.core.errors import ConfigError
-from raydfl.core.options import check_keys, path_options, unknown_key
+from raydfl.core.options import check_keys, explain, path_options, unknown_key
 from raydfl.core.remote import check_uri, is_uri
 from raydfl.core.settings import Settings
 from raydfl.data.corruption import CorruptSettings
@@ -20,8 +20,10 @@ from raydfl.data.features.extraction import Source
 from raydfl.data.features.file import FileFeatures
 from raydfl.data.features.kinds import AnyFeatures, kind_of, make_features
 from raydfl.data.features.log_mel import FeatureSettings
+from raydfl.data.features.wave import BY_TRAINING_CLIPS
 from raydfl.data.label_sets import LabelSetSettings
 from raydfl.data.partition import PartitionSettings
+from raydfl.data.pools import LABELLED, UNLABELLED, PoolSettings, UnlabelledSettings
 from raydfl.data.profile import KNOWN, ProfileSettings
 from raydfl.data.remote import local_copy
 from raydfl.data.segment import SegmentSettings
@@ -80,10 +82,14 @@ class ViewSettings(Settings):
     @model_validator(mode="after")
     def _consistent(self) -> ViewSettings:
         crop = self.pipeline.crop if self.transforms else None
-        if self.features.kind == "file" or self.features.normalise == "group" or (crop and crop.test == "segments"):
+        if (
+            self.features.kind == "file"
+            or self.features.normalise in BY_TRAINING_CLIPS
+            or (crop and crop.test == "segments")
+        ):
             raise ConfigError(
-                "data.views: a further view has features of the kind logmel, model or image, is not normalised by group and not "
-                "cut into segments; change its features or transforms"
+                "data.views: a further view has features of the kind logmel, model or image, is not normalised by group, "
+                "client or part, and not cut into segments; change its features or transforms"
             )
         return self
 
@@ -114,7 +120,10 @@ class DataSettings(Settings):
 
     name: Annotated[
         str,
-        Field(description="Data set: one of `raydfl data list`, or your own as my_file.py:Class or my_module:Class."),
+        Field(
+            description="Data set: one of `raydfl data list`, or your own as my_file.py:Class or my_module:Class. Left out where "
+            "each of parts names its own."
+        ),
     ]
     features: Annotated[
         AnyFeatures,
@@ -148,11 +157,36 @@ class DataSettings(Settings):
             "the run's seed, before anything is divided."
         ),
     ] = "keep"
+    unseen: Annotated[
+        Literal["stop", "keep"],
+        Field(
+            description="At labels of which no client has a clip to train on: stop, or keep them: they are tested on only."
+        ),
+    ] = "stop"
+    columns: Annotated[
+        tuple[str, ...],
+        Field(
+            description="Columns of the manifest that batches carry besides the label, as numbers: condition, section, domain, "
+            "device ... Every clip must have a value in them."
+        ),
+    ] = ()
     split: Annotated[SplitSettings, Field(description="What is held out for tests and validation.")] = SplitSettings()
     partition: Annotated[PartitionSettings, Field(description="Which client has which clips.")] = PartitionSettings()
     profile: Annotated[
         dict[str, ProfileSettings],
         Field(description="What else is said of clients, by name: dealt values, or a column of the manifest."),
+    ] = Field(default_factory=dict)
+    unlabelled: Annotated[
+        UnlabelledSettings | None,
+        Field(
+            description="Hide the labels of most training clips: pools labelled and unlabelled. null: all have theirs."
+        ),
+    ] = None
+    pools: Annotated[
+        dict[str, PoolSettings],
+        Field(
+            description="Named sets of training clips, by the values of a column; the first is what is trained on by default."
+        ),
     ] = Field(default_factory=dict)
     corrupt: Annotated[CorruptSettings, Field(description="Noise and wrong labels in training data.")] = (
         CorruptSettings()
@@ -173,6 +207,14 @@ class DataSettings(Settings):
         Field(
             description="Nodes that hold data of their own, by name: each has clients of its own, and their data never leave it. "
             "A site's node offers the Ray resource site:NAME. Empty: the run's own machine or cluster holds all."
+        ),
+    ] = Field(default_factory=dict)
+
+    parts: Annotated[
+        dict[str, dict[str, Any]],
+        Field(
+            description="Data sets in one federation, by name: each has clients, classes and a test set of its own. A part takes "
+            "all keys of data; what it does not give is as in data. Empty: one data set."
         ),
     ] = Field(default_factory=dict)
 
@@ -210,18 +252,28 @@ class DataSettings(Settings):
                 )
         return value
 
+    @field_validator("parts")
+    @classmethod
+    def _names_of_parts(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        for name in value:
+            if not re.fullmatch(r"[A-Za-z0-9_\-]+", name):  # it is in names of tensors, clients, files and scores
+                raise ValueError(f"the part's name {name!r} may hold letters, digits, _ and - only")
+        return value
+
     @model_validator(mode="before")
     @classmethod
     def _known_keys(cls, values: Any) -> Any:
         if isinstance(values, str):
             values = {"name": values}
+        if isinstance(values, Mapping) and values.get("parts"):
+            values = {"name": "", **values}
         if not isinstance(values, Mapping) or not isinstance(values.get("name"), str):
             return values  # pydantic says what is wrong with it
         if is_uri(values.get("cache")):
             raise ConfigError(
                 f"data.cache: {values['cache']} is a URI, but features are mapped into memory: give a folder, which all nodes see"
             )
-        own, options = list(cls.model_fields), _options_of(values["name"])
+        own, options = list(cls.model_fields), _options_of(values["name"]) if values["name"] else []
         for key in values:
             if key not in own and key not in options:
                 known, of = [*own, *options], f" for data set {values['name']!r}"
@@ -260,13 +312,37 @@ class DataSettings(Settings):
                 "data.corrupt.labels puts one class in another's place, but with data.label_sets a clip has a set of them; set one "
                 "of them to null"
             )
+        self._check_pools()
+        if self.columns and self.sites:
+            raise ConfigError(
+                "data.columns: the numbers of a column's values would differ from site to site; leave it out"
+            )
+        if self.parts:
+            if self.sites:
+                raise ConfigError("data.parts and data.sites: a federation has either several parts or several sites")
+            for name in self.parts:
+                self.part(name)
+            return self
+        if not self.name:
+            raise ConfigError("data.name is missing: name a data set, one of `raydfl data list`")
         for key, uri in self.uris.items():
             check_uri(uri, f"data.{key}")
+        self._check_sites_and_views()
+        self._check_images()
+        if not self.sites:
+            self.source.open()  # the data set checks its own options
+        for name in self.sites:
+            self.at(name)
+        return self
+
+    def _check_sites_and_views(self) -> None:
+        """Refuse what cannot be done where the data lie, and views that do not fit."""
         columns = [name for name, profile in self.profile.items() if profile.column is not None]
         if self.sites and columns:
             raise ConfigError(
                 f"data.profile.{columns[0]}.column: the lists of clips are at the sites (data.sites); deal values instead"
             )
+        crop = self.pipeline.crop if self.transforms else None
         if self.views and (self.segment is not None or self.sites or (crop is not None and crop.test == "segments")):
             raise ConfigError(
                 "data.views: several views go neither with sites nor with segments; leave one of them out"
@@ -274,6 +350,9 @@ class DataSettings(Settings):
         for name in self.views:
             if not name.isidentifier():
                 raise ConfigError(f"data.views: the name {name!r} must be a word of letters, digits and _")
+
+    def _check_images(self) -> None:
+        """Refuse what is for recordings only, where the data are images."""
         holds_images = find_dataset(self.name).images
         if self.features.kind == "image" and self.corrupt.noise is not None:
             raise ConfigError(
@@ -284,11 +363,21 @@ class DataSettings(Settings):
                 f"data set {self.name!r} holds images, and data.features.kind is {self.features.kind}; set "
                 f"data.features='{{kind: image, size: 28}}', with their rows and columns"
             )
-        if not self.sites:
-            self.source.open()  # the data set checks its own options
-        for name in self.sites:
-            self.at(name)
-        return self
+
+    def _check_pools(self) -> None:
+        """Refuse pools that cannot be made."""
+        if self.pools and self.unlabelled is not None:
+            raise ConfigError("data.pools and data.unlabelled both make pools: give one of them")
+        if self.label_sets is not None and self.unlabelled is not None:
+            raise ConfigError(
+                "data.unlabelled hides one class of a clip, but with data.label_sets a clip has a set of them; set one of them to "
+                "null"
+            )
+        for name in self.pools if self.unlabelled is None else (LABELLED, UNLABELLED):
+            if not re.fullmatch(r"[A-Za-z0-9_\-]+", name):  # it is in names of the population's arrays
+                raise ConfigError(f"data.pools: the name {name!r} may hold letters, digits, _ and - only")
+            if name in self.views:
+                raise ConfigError(f"data.views: {name!r} is the name of a pool already; give the view another name")
 
     @property
     def pipeline(self) -> Pipeline:
@@ -315,6 +404,38 @@ class DataSettings(Settings):
             return self.segment
         return SegmentSettings(frames=crop.size, stride=crop.stride or crop.size)
 
+    def part(self, name: str) -> DataSettings:
+        """Return the settings of one part: data's, with the part's own in their place.
+
+        Raises:
+            ConfigError: one of them is not as it should be; the part is named.
+        """
+        own, where = self.parts[name], f"data.parts.{name}"
+        for key in ("parts", "sites", "cache"):
+            if key in own:
+                raise ConfigError(f"{where}.{key}: a part has no {key} of its own; give it in data")
+        if not own.get("name", self.name):
+            raise ConfigError(f"{where}.name is missing: name a data set, one of `raydfl data list`")
+        common = self.model_dump(exclude={"parts", "sites"}, exclude_unset=True)
+        if "name" in own and own["name"] != self.name:
+            common = {key: value for key, value in common.items() if key in type(self).model_fields}
+        try:
+            return DataSettings.model_validate({**common, "cache": self.cache, **own})
+        except ValidationError as error:
+            raise ConfigError(explain(error, where, own, DataSettings)) from error
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+
+    @property
+    def each(self) -> dict[str, DataSettings]:
+        """The settings of each part by its name; these themselves, under no name, where there are no parts."""
+        return {name: self.part(name) for name in self.parts} or {"": self}
+
+    @property
+    def title(self) -> str:
+        """What the data are called: the data set's name, or those of the parts."""
+        return "+".join(self.parts) or self.name
+
     def at(self, site: str) -> DataSettings:
         """Return the settings with which one site prepares its data, in its own folder.
 
@@ -329,7 +450,7 @@ class DataSettings(Settings):
                     f"data.sites.{site}.{key}: {str(value)!r} would be looked for in the working directory of a process of Ray on "
                     f"the site's node; give an absolute path"
                 )
-        values = self.model_dump(exclude={"sites", "cache"})
+        values = self.model_dump(exclude={"sites", "cache", "parts"})
         return DataSettings.model_validate({**values, **dict(own.model_extra or {}), "cache": own.folder / "cache"})
 
     @property

@@ -57,6 +57,38 @@ class HoldOutSettings(Settings):
         return self
 
 
+class ClientHoldOutSettings(Settings):
+    """What each client holds out of its own clips."""
+
+    by: Annotated[
+        str,
+        Field(description="clip: single clips; or a column of the manifest: split, condition, session, recording ..."),
+    ] = "clip"
+    values: Annotated[
+        tuple[str | int | float, ...] | None,
+        Field(min_length=1, description="Clips with one of these values in the column are held out."),
+    ] = None
+    fraction: Annotated[
+        float | None,
+        Field(
+            gt=0, lt=1, description="Share of each client's clips, or of the column's values, that is drawn, 0 to 1."
+        ),
+    ] = None
+    stratify: Annotated[
+        bool, Field(description="clip: the same share of every label that the client has, each rounded.")
+    ] = False
+
+    @model_validator(mode="after")
+    def _one_way(self) -> ClientHoldOutSettings:
+        if (self.values is None) == (self.fraction is None):
+            raise ValueError(f"by: {self.by} needs either values or fraction")
+        if self.by == "clip" and self.values is not None:
+            raise ValueError("by: clip needs fraction, not values")
+        if self.by != "clip" and self.stratify:
+            raise ValueError(f"stratify goes with by: clip, not with by: {self.by}")
+        return self
+
+
 class SplitSettings(Settings):
     """The split: what is held out, and where."""
 
@@ -70,13 +102,15 @@ class SplitSettings(Settings):
             "them, to choose a round or a setting), drop."
         ),
     ] = "train"
+    client_test: Annotated[
+        ClientHoldOutSettings | None,
+        Field(description="What every client holds out for a test set of its own. null: none has one."),
+    ] = None
     validation: Annotated[
-        float,
+        Annotated[float, Field(ge=0, lt=1)] | ClientHoldOutSettings,
         Field(
-            ge=0,
-            lt=1,
             description="Share of every client's clips that it holds out for its own validation, rounded, 0 to 1; one clip at "
-            "least stays in training.",
+            "least stays in training. Or a group like client_test.",
         ),
     ] = 0.0
 
@@ -126,6 +160,59 @@ def hold_out(count: int, fraction: float, rng: np.random.Generator) -> np.ndarra
     return chosen
 
 
+def hold_out_of_each(labels: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
+    """Draw which of a client's clips it holds out, the same share of every label: bool [clips].
+
+    Of each label round(fraction * count), halves up; one clip at least is left.
+
+    Args:
+        labels: int [clips].
+        fraction: the share.
+        rng: draws.
+    """
+    chosen = np.zeros(len(labels), bool)
+    for label in np.unique(labels).tolist():
+        members = np.flatnonzero(labels == label)
+        chosen[rng.permutation(members)[: _rounded(fraction * len(members))]] = True
+    if len(labels) and chosen.all():
+        chosen[0] = False
+    return chosen
+
+
+def with_values(
+    manifest: pa.Table, rows: np.ndarray, settings: ClientHoldOutSettings, seed: int, where: str
+) -> np.ndarray:
+    """Return which clips are held out because of their value in a column: bool [rows].
+
+    Args:
+        manifest: of all clips.
+        rows: int64: those to choose from.
+        settings: with a column.
+        seed: the run's: it draws the values where a share of them is wanted.
+        where: the settings' place, for messages.
+
+    Raises:
+        DataError: there is no such column or value, or no other clip is left.
+    """
+    there = manifest.take(pa.array(rows))
+    values = np.array([None if value is None else str(value) for value in _column(there, settings.by)], dtype=object)
+    present = sorted({value for value in values if value is not None})
+    if settings.fraction is None:
+        wanted = ("test",) if settings.values is None else tuple(map(str, settings.values))
+        for value in wanted:
+            if value not in present:
+                hint = nearest(value, present) if present else "the column is empty"
+                raise DataError(f"{where}: no clip of the clients has {value!r} in column {settings.by!r} ({hint})")
+    else:
+        number = max(1, _rounded(settings.fraction * len(present)))
+        order = generator(seed, 0, "", where).permutation(len(present))
+        wanted = tuple(present[index] for index in order[:number])
+    chosen: np.ndarray = np.isin(values.astype(str), wanted) & np.array([value is not None for value in values], bool)
+    if chosen.all():
+        raise DataError(f"{where}: by: {settings.by} holds out all {len(rows)} clips and leaves none to train on")
+    return chosen
+
+
 def _rounded(value: float) -> int:
     return int(np.floor(value + 0.5))  # halves up, unlike round()
 
@@ -172,7 +259,7 @@ def _held_out(manifest: pa.Table, settings: HoldOutSettings, seed: int) -> np.nd
 
 def _share_of_each_label(labels: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
     chosen = np.zeros(len(labels), bool)
-    for label in sorted(set(labels)):
+    for label in sorted({label for label in labels if label is not None}):
         members = np.flatnonzero(labels == label)
         number = min(len(members) - 1, _rounded(fraction * len(members)))
         chosen[rng.permutation(members)[:number]] = True
@@ -191,7 +278,8 @@ def _share_of_each_label(labels: np.ndarray, fraction: float, rng: np.random.Gen
 
 def _enough_of_each_label(labels: np.ndarray) -> float | None:
     """Return a share of which every label with at least two clips gives one; ``None`` when there is no such label."""
-    counts = np.unique(labels.astype(str), return_counts=True)[1]
+    known = labels[[label is not None for label in labels]]
+    counts = np.unique(known.astype(str), return_counts=True)[1]
     several = counts[counts > 1]
     return float(np.ceil(1000 * 0.5 / several.min()) / 1000) if len(several) else None
 

@@ -11,7 +11,7 @@ import numpy as np
 from raydfl.core import seeds
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.types import Client, ModelSpec
-from raydfl.data import Population, dealt
+from raydfl.data import DataSettings, Population, dealt
 from raydfl.engine.assembly import split_view, text_of
 from raydfl.engine.config import Config
 from raydfl.models import INIT_FROM
@@ -25,20 +25,28 @@ class Clients(Sequence[Client]):
 
     def __init__(self, population: Population, config: Config) -> None:
         self._population = population
-        self._dealt = {
-            name: (settings.values, dealt(name, settings, len(population), config.run.seed))
-            for name, settings in config.data.profile.items()
-            if settings.values
-        }
-        self._specs: list[list[ModelSpec]] = []
+        firsts = {part.name: part.first for part in population.parts} or {"": 0}
+        objective, settings = config.parts.method.objective, config.data.each
+        self._dealt: dict[str, tuple[int, Mapping[str, tuple[Sequence[Any], np.ndarray]]]] = {}
+        """By part: the index of its first client, and by name the values and which of them each client is dealt."""
+        self._specs: dict[str, list[list[ModelSpec]]] = {}
+        """By part and model: its architectures."""
+        for part, of in population.each.items():
+            data, classes = settings[part], len(of.classes)
+            values = {
+                name: (profile.values, dealt(name, profile, len(of), config.run.seed))
+                for name, profile in data.profile.items()
+                if profile.values
+            }
+            self._dealt[part] = firsts[part], values
+            outputs = objective.outputs(classes)
+            width = None if outputs == classes else outputs
+            self._specs[part] = [
+                [_spec(name, architecture, options, of, data, width) for architecture, options in choices]
+                for name, choices in config.parts.models.items()
+            ]
         self._drawn: list[np.ndarray | None] = []
-        classes = len(population.classes)
-        outputs = config.parts.method.objective.outputs(classes)
-        width = None if outputs == classes else outputs
         for name, choices in config.parts.models.items():
-            self._specs.append(
-                [_spec(name, architecture, options, population, config, width) for architecture, options in choices]
-            )
             if name in config.parts.chosen_by:
                 self._drawn.append(self._chosen(name, *config.parts.chosen_by[name]))
                 continue
@@ -69,7 +77,8 @@ class Clients(Sequence[Client]):
         )
 
     def _profile(self, position: int) -> dict[str, Any]:
-        own = {name: values[int(of[position])] for name, (values, of) in self._dealt.items()}
+        first, dealt_values = self._dealt[self._population.part_of(position)]
+        own = {name: values[int(of[position - first])] for name, (values, of) in dealt_values.items()}
         return {**self._population.profile(position), **own}
 
     def _chosen(self, model: str, column: str, keys: Sequence[str]) -> np.ndarray:
@@ -105,16 +114,25 @@ class Clients(Sequence[Client]):
     def _models(self, position: int) -> tuple[ModelSpec, ...]:
         return tuple(
             specs[0] if drawn is None else specs[int(drawn[position])]
-            for specs, drawn in zip(self._specs, self._drawn, strict=True)
+            for specs, drawn in zip(self._specs[self._population.part_of(position)], self._drawn, strict=True)
         )
 
     def variants(self) -> list[tuple[ModelSpec, ...]]:
         """Return each distinct combination of architectures, in the order of first appearance."""
+        return list(dict.fromkeys(specs for variants in self.variants_of_parts().values() for specs in variants))
+
+    def variants_of_parts(self) -> dict[str, list[tuple[ModelSpec, ...]]]:
+        """Return each part's distinct combinations of architectures; under no name where there are no parts."""
+        firsts = [part.first for part in self._population.parts] or [0]
+        stops = [*firsts[1:], len(self)]
+        return {name: self._variants(first, stop) for name, first, stop in zip(self._specs, firsts, stops, strict=True)}
+
+    def _variants(self, first: int, stop: int) -> list[tuple[ModelSpec, ...]]:
         if all(drawn is None for drawn in self._drawn):
-            return [self._models(0)]
-        columns = [np.zeros(len(self), np.int64) if d is None else d for d in self._drawn]
-        _, first = np.unique(np.stack(columns, axis=1), axis=0, return_index=True)
-        return [self._models(int(i)) for i in sorted(first)]
+            return [self._models(first)]
+        columns = [np.zeros(stop - first, np.int64) if d is None else d[first:stop] for d in self._drawn]
+        _, places = np.unique(np.stack(columns, axis=1), axis=0, return_index=True)
+        return [self._models(first + int(i)) for i in sorted(places)]
 
 
 def _spec(
@@ -122,12 +140,12 @@ def _spec(
     architecture: str,
     options: Mapping[str, Any],
     population: Population,
-    config: Config,
+    data: DataSettings,
     width: int | None,
 ) -> ModelSpec:
     view, own = split_view({key: value for key, value in options.items() if key != INIT_FROM})
-    settings = config.data.views.get(view)
-    shape = config.data.pipeline.shape(population.bands)
+    settings = data.views.get(view)
+    shape = data.pipeline.shape(population.bands)
     if settings is not None:
         shape = settings.pipeline.shape(settings.features.bands)
     start = _frozen(options.get(INIT_FROM, {}))

@@ -49,12 +49,22 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "transforms"): [],
     ("data", "views"): {},
     **{("data", "features", name): value for name, value in NEUTRAL.items()},
+    ("data", "columns"): [],
+    ("data", "unseen"): "stop",
+    ("data", "split", "client_test"): None,
+    ("data", "unlabelled"): None,
+    ("data", "pools"): {},
+    ("data", "parts"): {},
     ("train", "precision"): "float32",
     ("train", "deadline"): None,
     ("train", "optimiser", "keep"): False,
 }
 """Settings that earlier versions did not have, with the value at which a run is what it was without them. The digest leaves that
 out, and so stays what it was."""
+
+
+_OPTION_CAME_LATER: Mapping[tuple[str, str], Any] = {("spoken_words", "label"): "word"}
+"""The same for options of data sets: by set and option."""
 
 
 class Config(Settings):
@@ -98,14 +108,18 @@ class Config(Settings):
             )
         if self.data.features.kind in ("file", "image") and attack is not None and attack.alters:
             raise needs_waves(f"attack {str((self.attack or {})['name'])!r}")
-        self._objective_fits(method.objective, attack)
+        if self.data.parts:
+            self._check_parts()
+        for data in self.data.each.values():
+            self._objective_fits(method.objective, attack, data)
         declared = type(method).models
         for name in self.models:
             if name not in declared:
                 raise ConfigError(f"models: {self.method['name']} has no model {name!r}; {nearest(name, declared)}")
-        self._models_fit()
-        for name, (column, keys) in self.parts.chosen_by.items():
-            _check_choices(f"models.{name}", column, keys, self.data.profile)
+        for data in self.data.each.values():
+            self._models_fit(data)
+            for name, (column, keys) in self.parts.chosen_by.items():
+                _check_choices(f"models.{name}", column, keys, data.profile, list(self.data.parts))
         for name in self.train.optimiser.models:
             if name not in declared:
                 raise ConfigError(
@@ -113,15 +127,27 @@ class Config(Settings):
                 )
         return self
 
-    def _objective_fits(self, objective: Objective, attack: Attack | None) -> None:
+    def _check_parts(self) -> None:
+        """Refuse what cannot be done over several data sets."""
+        if self.attack is not None:
+            raise ConfigError(
+                "attack: simulated attackers need one list of classes, which data.parts does not give; leave one of both out"
+            )
+        if not type(self.parts.method).across_parts:
+            raise ConfigError(
+                f"method {self.method['name']!r} needs one list of classes for all clients, which data.parts does not give; take "
+                f"another method, or one data set"
+            )
+
+    def _objective_fits(self, objective: Objective, attack: Attack | None, data: DataSettings) -> None:
         """Refuse data and attacks that an objective cannot take."""
         name = self.objective["name"]
-        if objective.labels == "one" and self.data.label_sets is not None:
+        if objective.labels == "one" and data.label_sets is not None:
             raise ConfigError(
                 f"objective: {name!r} needs one label for each clip, but data.label_sets makes sets of classes of them; take "
                 f"objective=multi_label, or set data.label_sets to null"
             )
-        if objective.labels == "sets" and self.data.label_sets is None:
+        if objective.labels == "sets" and data.label_sets is None:
             raise ConfigError(
                 f"objective: {name!r} learns sets of classes, but here a label is one class; say what stands between a label's "
                 f"classes with data.label_sets.separator, or take objective=classify"
@@ -135,9 +161,9 @@ class Config(Settings):
                 f"learn; take an attack on updates (sign_flip, gaussian_noise ...), or objective=classify"
             )
 
-    def _models_fit(self) -> None:
+    def _models_fit(self, data: DataSettings) -> None:
         """Refuse networks that cannot read their views, and views that no model reads."""
-        data, read = self.data, set[str]()
+        read = set[str]()
         for name, choices in self.parts.models.items():
             for architecture, options in choices:
                 view, own = split_view({key: value for key, value in options.items() if key != INIT_FROM})
@@ -228,21 +254,15 @@ class Config(Settings):
         if attack is not None:
             parts["attack"] = {"name": (self.attack or {})["name"], **plain(attack)}
         # Of sites in the order given, in which clients are numbered; a site's folder, like the cache, is only where things lie.
-        parts["data"]["sites"] = [(name, plain(self.data.at(name).source.open())) for name in self.data.sites]
-        parts["data"]["transforms"] = [
-            {"name": given["name"], **plain(transform)}
-            for given, transform in zip(self.data.transforms, self.data.pipeline.all, strict=True)
-        ]
-        if not self.data.sites:
-            parts["data"].update(plain(self.data.source.open()) | self.data.uris)
-        for (*groups, key), neutral in _CAME_LATER.items():
-            group = functools.reduce(operator.getitem, groups, parts)
-            if key in group and group[key] == neutral:
-                del group[key]
-        if self.data.features.normalise == "group":
-            parts["data"]["features"]["statistics"] = (
-                "training clips"  # earlier versions took those of held-out clips too
-            )
+        parts["data"]["sites"] = [(name, _options(self.data.at(name))) for name in self.data.sites]
+        parts["data"]["transforms"] = _with_transforms(self.data)
+        if not (self.data.sites or self.data.parts):
+            parts["data"] = _with_options(self.data, parts["data"])
+        _forget_neutral(parts)
+        _note_statistics(self.data, parts["data"])
+        if self.data.parts:
+            # Only what each comes to: it does not matter what stands in data for all of them.
+            parts["data"] = {"parts": [(name, _described(data)) for name, data in self.data.each.items()]}
         parts["train"].pop("rounds")
         parts["train"].pop("tape")  # the bits are the same
         if self.train.deadline is None:
@@ -259,7 +279,9 @@ class Config(Settings):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _check_choices(where: str, column: str, keys: Sequence[str], profile: Mapping[str, ProfileSettings]) -> None:
+def _check_choices(
+    where: str, column: str, keys: Sequence[str], profile: Mapping[str, ProfileSettings], parts: Sequence[str]
+) -> None:
     """Refuse an architecture chosen by a column that clients do not have, or a value of it without an architecture.
 
     Raises:
@@ -270,12 +292,65 @@ def _check_choices(where: str, column: str, keys: Sequence[str], profile: Mappin
             f"{where}.by: clients have no {column!r} in their profile; {nearest(column, [*profile, *KNOWN])}"
         )
     values = [text_of(value) for value in profile[column].values] if column in profile else []
+    if column == "part":
+        values = list(parts)
     for value in values:
         if value not in keys:
             raise ConfigError(f"{where}.choices: no architecture for {column} {value!r}; {nearest(value, keys)}")
     for key in keys if values else ():
         if key not in values:
             raise ConfigError(f"{where}.choices: no client is dealt {column} {key!r}; {nearest(key, values)}")
+
+
+def _described(data: DataSettings) -> dict[str, Any]:
+    """Return what of a part's settings decides the numbers."""
+    values = {**data.model_dump(mode="json"), "transforms": _with_transforms(data)}
+    found = {**_with_options(data, values), "sites": []}
+    _forget_neutral({"data": found}, "data")
+    _note_statistics(data, found)
+    found.pop("cache")
+    return found
+
+
+def _with_transforms(data: DataSettings) -> list[dict[str, Any]]:
+    """Return the transforms with all their options, those that were not given too."""
+    if not data.transforms:
+        return []
+    return [
+        {"name": given["name"], **plain(transform)}
+        for given, transform in zip(data.transforms, data.pipeline.all, strict=True)
+    ]
+
+
+def _with_options(data: DataSettings, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of ``data`` with all the data set's options in place of those that were given."""
+    return {key: values[key] for key in values if key in DataSettings.model_fields} | _options(data) | data.uris
+
+
+def _options(data: DataSettings) -> dict[str, Any]:
+    """Return the data set's options, those that were not given too."""
+    options = plain(data.source.open())
+    return {key: value for key, value in options.items() if _OPTION_CAME_LATER.get((data.name, key), ...) != value}
+
+
+def _forget_neutral(values: dict[str, Any], *of: str) -> None:
+    """Take out the settings that earlier versions did not have, where they are as it was without them.
+
+    Args:
+        values: groups of settings.
+        of: only of this group.
+    """
+    for (*groups, key), neutral in _CAME_LATER.items():
+        if of and groups[:1] != [*of]:
+            continue
+        group = functools.reduce(operator.getitem, groups, values)
+        if key in group and group[key] == neutral:
+            del group[key]
+
+
+def _note_statistics(data: DataSettings, values: dict[str, Any]) -> None:
+    if data.features.normalise == "group":
+        values["features"]["statistics"] = "training clips"  # earlier versions took those of held-out clips too
 
 
 def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -388,14 +463,24 @@ def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(attack, dict) and isinstance(attack.get("name"), str):
         _resolve(attack, path_options(registry.find("raydfl.attacks", attack["name"], Attack, "attack")))
     data = result.get("data")
-    if isinstance(data, dict) and isinstance(data.get("name"), str):
-        _resolve(data, ["cache", *path_options(find_dataset(data["name"]))])
-    for transform in data.get("transforms") or () if isinstance(data, dict) else ():
+    if isinstance(data, dict):
+        _resolve_data(data)
+        parts = data.get("parts")
+        for part in parts.values() if isinstance(parts, dict) else ():
+            if isinstance(part, dict):
+                _resolve_data(part, data.get("name"))
+    return result
+
+
+def _resolve_data(data: dict[str, Any], name: Any = None) -> None:
+    """Make the paths of ``data`` or of a part of it absolute; ``name`` is the data set where it names none itself."""
+    name = data.get("name", name)
+    _resolve(data, ["cache", *(path_options(find_dataset(name)) if isinstance(name, str) and name else ())])
+    for transform in data.get("transforms") or ():
         if isinstance(transform, dict) and isinstance(transform.get("name"), str):
             _resolve(transform, path_options(find_transform(transform["name"])))
-    if isinstance(data, dict) and isinstance(data.get("features"), dict):
+    if isinstance(data.get("features"), dict):
         _resolve(data["features"], path_options(kind_of(data["features"])))
-    return result
 
 
 def _resolve_models(models: Mapping[str, Any]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from raydfl.core import part_names
 from raydfl.core.errors import ClientError, ConfigError
 from raydfl.core.metrics import pool as pool_metrics
 from raydfl.core.metrics import summarise
@@ -21,6 +23,9 @@ from raydfl.engine.validation import Kinds, kinds_of, left_out, shown_reason
 from raydfl.methods import Method
 from raydfl.training import fixed_tensors
 
+Variants = Sequence[tuple[Sequence[ModelSpec], Mapping[str, nn.Module]]]
+"""Each combination of architectures that clients have, with models built of it."""
+
 
 class Evaluation:
     """Plans what is measured of a state, and pools what was.
@@ -29,8 +34,8 @@ class Evaluation:
         settings: ``evaluate`` of the configuration.
         method: of the run.
         clients: all of them.
-        shards: of the server's data.
-        variants: each combination of architectures that clients have, with models built of it.
+        shards: of each part's data at the server; under no name where there are no parts.
+        variants: of each part.
         order: makes orders of tasks that measure something.
     """
 
@@ -39,8 +44,8 @@ class Evaluation:
         settings: EvaluateSettings,
         method: Method,
         clients: Clients,
-        shards: Sequence[Shard],
-        variants: Sequence[tuple[Sequence[ModelSpec], Mapping[str, nn.Module]]],
+        shards: Mapping[str, Sequence[Shard]],
+        variants: Mapping[str, Variants],
         order: Callable[[Sequence[Task], tuple[Measurement, ...]], list[Order]],
     ) -> None:
         self._settings = settings
@@ -48,7 +53,7 @@ class Evaluation:
         self._clients = clients
         self._shards = shards
         self._order = order
-        self._fully_shared = _shared_models(method, variants)
+        self._fully_shared = {part: _shared_models(method, of_part) for part, of_part in variants.items()}
 
     def orders(self, state: State, cohort: Sequence[str]) -> list[Order]:
         """Return what to measure of a state: on the server's data first, then at clients.
@@ -71,14 +76,15 @@ class Evaluation:
         if not self._settings.server:
             return []
         planned = [task for task in self._method.plan_evaluation(state, []) if task.client_id == SERVER]
-        check_server_tasks(planned, state.tensors, [spec.name for spec in self._fully_shared])
+        names = [spec.name for shared in self._fully_shared.values() for spec in shared]
+        check_server_tasks(planned, state.tensors, list(dict.fromkeys(names)))
         entries = [Task(SERVER, phase="evaluate", receive=(key,)) for key in state.tensors]
         orders: list[Order] = []
-        for task in planned or entries:
-            specs = self._measured_models(task, state)
+        for task, part in itertools.product(planned or entries, self._shards):
+            specs = self._measured_models(task, state, part)
             if not specs:
                 continue
-            for shard in self._shards:
+            for shard in self._shards[part]:
                 if shard.split != task.options.get("split", shard.split):
                     continue
                 measure = (Measurement(shard.split, tuple(spec.name for spec in specs), shard),)
@@ -91,20 +97,21 @@ class Evaluation:
                         None,
                         measure,
                         server_models=specs,
+                        part=part,
                     )
                 )
         return orders
 
-    def _measured_models(self, task: Task, state: State) -> tuple[ModelSpec, ...]:
-        """Return the models that a task of the server measures.
+    def _measured_models(self, task: Task, state: State, part: str) -> tuple[ModelSpec, ...]:
+        """Return the models of a part that a task of the server measures.
 
         Raises:
             ConfigError: of one that it names, not every tensor is in the entries that the task receives.
         """
         tensors: dict[str, Tensor] = {}
         for key in task.receive:
-            tensors = {**state.tensors[key], **tensors}
-        held = {spec.name: spec for spec, shapes in self._fully_shared.items() if _holds(tensors, shapes)}
+            tensors = {**part_names.of_part(state.tensors[key], part), **tensors}
+        held = {spec.name: spec for spec, shapes in self._fully_shared[part].items() if _holds(tensors, shapes)}
         named = task.options.get("models")
         if named is None:
             return tuple(held.values())
@@ -122,12 +129,12 @@ class Evaluation:
         if settings.clients == "none":
             return []
         chosen = list(clients) if settings.clients == "all" else [clients.by_id(name) for name in cohort]
-        whole = {spec.name for spec in self._fully_shared}
+        whole = {spec.name for shared in self._fully_shared.values() for spec in shared}
         names = tuple(type(self._method).models)
-        measure = [Measurement("validation", names)]
+        measure = [Measurement("validation", names), Measurement("client_test", names)]
         private = tuple(name for name in names if name not in whole)
         if private and settings.client_test_clips:
-            there = {shard.split for shard in self._shards}
+            there = {shard.split for of_part in self._shards.values() for shard in of_part}
             measure += [
                 Measurement(split, private, sample=settings.client_test_clips)
                 for split in ("test", TRIGGERED)
@@ -158,8 +165,7 @@ def pooled(
     for result in results:
         if result.client_id != SERVER:
             continue
-        key = orders[result.position].task.receive[0]
-        prefix = "" if key == "global" else f"{key}:"  # the one global state has none
+        prefix = _prefix(orders[result.position])
         misfit = kinds.misfit(_kinds(result, prefix))
         if misfit:
             raise ClientError(f"round {round_index}, the evaluation on the server's data: {misfit}")
@@ -167,15 +173,17 @@ def pooled(
             server.setdefault(split, []).append({prefix + name: value for name, value in metrics.items()})
     clients: dict[str, dict[str, Metrics]] = {}
     unmeasured: dict[str, str] = {}
-    kinds = Kinds([_kinds(result) for result in at_clients if result.measured][:3])
+    prefixes = {result.client_id: _prefix(orders[result.position]) for result in at_clients}
+    kinds = Kinds([_kinds(result, prefixes[result.client_id]) for result in at_clients if result.measured][:3])
     for result in at_clients:
-        misfit = kinds.misfit(_kinds(result))
+        prefix = prefixes[result.client_id]
+        misfit = kinds.misfit(_kinds(result, prefix))
         if misfit or result.rejected:
             reason = result.rejected or left_out(round_index, result.client_id, misfit, on_error)
             unmeasured[result.client_id] = shown_reason(reason)
             continue
         for split, metrics in result.measured.items():
-            clients.setdefault(split, {})[result.client_id] = metrics
+            clients.setdefault(split, {})[result.client_id] = {prefix + name: v for name, v in metrics.items()}
     rows: list[record.MetricRow] = []
     for split, parts in server.items():
         whole = pool_metrics(parts)
@@ -193,9 +201,14 @@ def _kinds(result: Result, prefix: str = "") -> dict[str, str]:
     return kinds
 
 
-def _shared_models(
-    method: Method, variants: Sequence[tuple[Sequence[ModelSpec], Mapping[str, nn.Module]]]
-) -> dict[ModelSpec, dict[str, torch.Size]]:
+def _prefix(order: Order) -> str:
+    """Return the prefix of metrics: the part, and at the server the entry of the state; the one global state has none."""
+    part = f"{order.part}:" if order.part else ""
+    key = order.task.receive[0]
+    return part if order.task.client_id != SERVER or key == "global" else f"{part}{key}:"
+
+
+def _shared_models(method: Method, variants: Variants) -> dict[ModelSpec, dict[str, torch.Size]]:
     """Return the models that the server can evaluate, because every floating tensor of theirs is shared or fixed.
 
     With each the shapes of its shared tensors; a model that is fixed as a whole has none. One architecture for each name: the

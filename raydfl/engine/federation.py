@@ -8,17 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
-from raydfl.core import seeds
+from raydfl.core import part_names, seeds
 from raydfl.core.errors import ConfigError
 from raydfl.core.tensors import FlatTensors
-from raydfl.core.types import Metrics, Ratio, State, Task
+from raydfl.core.types import Metrics, ModelSpec, Ratio, State, Task
 from raydfl.data import Population
 from raydfl.engine.adversary import Adversary
 from raydfl.engine.arrivals import Arrivals
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
-from raydfl.engine.evaluation import Evaluation, pooled
+from raydfl.engine.evaluation import Evaluation, Variants, pooled
 from raydfl.engine.orders import SERVER, Measurement, Order, Result, check_tasks, grouped, in_order, keys_of
+from raydfl.engine.parts import join_states
 from raydfl.engine.pool import Pool
 from raydfl.engine.storage import record
 from raydfl.engine.storage.committer import Committer
@@ -46,17 +47,19 @@ class Federation:
         self.clients = Clients(population, config)
         self._cohort = config.train.cohort_size(len(self.clients))
         self._attackers = Adversary(config.parts.attack, type(self.method).changes, population.ids, config.run.seed)
-        self._site_of = population.site_of
-        variants = [(specs, build_models(self.method, specs, config.run.seed)) for specs in self.clients.variants()]
-        self._evaluation = Evaluation(
-            config.evaluate, self.method, self.clients, population.shards, variants, self._orders
-        )
+        self._site_of, self._part_of = population.site_of, population.part_of
+        variants = {
+            part: [(specs, build_models(self.method, specs, config.run.seed)) for specs in of_part]
+            for part, of_part in self.clients.variants_of_parts().items()
+        }
+        shards = {part: of.shards for part, of in population.each.items()}
+        self._evaluation = Evaluation(config.evaluate, self.method, self.clients, shards, variants, self._orders)
         self._rows: list[record.MetricRow] = []
         """Of the rounds since the last commit."""
         self._marked = time.perf_counter()
         commit, self.warnings = store.open_latest()
         if commit is None:
-            self.state = self._first_state([models for _, models in variants])
+            self.state = self._first_state(variants)
             self._evaluation.server_orders(
                 self.state
             )  # a plan that cannot be measured ends the run before its first round
@@ -71,13 +74,28 @@ class Federation:
             pool.retain(store.segments)
         self._committer = Committer(store, self.state, self._private)
 
-    def _first_state(self, variants: Sequence[Mapping[str, nn.Module]]) -> State:
-        state = self.method.init(self.clients, variants, seeds.generator(self.config.run.seed, 0, "", "init"))
+    def _first_state(self, variants: Mapping[str, Variants]) -> State:
+        states = {part: self._init([models for _, models in built]) for part, built in variants.items()}
+        state = states[""] if "" in states else join_states(states, self._with_another_class(variants))
         if not state.tensors:
             raise ConfigError(
                 f"method {self.config.method['name']!r} starts with no tensors at all: its shared() keeps everything private"
             )
         return as_stored(state)
+
+    def _init(self, models: Sequence[Mapping[str, nn.Module]]) -> State:
+        return self.method.init(self.clients, models, seeds.generator(self.config.run.seed, 0, "", "init"))
+
+    def _with_another_class(self, variants: Mapping[str, Variants]) -> State:
+        """Return what the first part's state would be with one class more: what then has another shape depends on classes."""
+        outputs = self.method.objective.outputs
+
+        def widened(spec: ModelSpec) -> ModelSpec:
+            width = None if spec.outputs is None else outputs(spec.classes + 1)
+            return dataclasses.replace(spec, classes=spec.classes + 1, outputs=width, init_from=())
+
+        wider = [[widened(spec) for spec in specs] for specs, _ in next(iter(variants.values()))]
+        return self._init([build_models(self.method, specs, self.config.run.seed) for specs in wider])
 
     def _choose_width(self) -> int:
         setting = self.config.train.together
@@ -164,10 +182,11 @@ class Federation:
                 self._private.get(index),
                 measure,
                 attacking=measure is None and self._attackers.attacks(index, self.state.round_index),
+                part=self._part_of(index),
             )
             for position, (index, task) in enumerate(placed)
         ]
-        kinds = [(self.clients[index].models, self._site_of(index)) for index, _ in placed]
+        kinds = [(self.clients[index].models, self._site_of(index), self._part_of(index)) for index, _ in placed]
         return grouped(orders, kinds, self.store.together)
 
     def _carry_out(self, orders: Sequence[Order]) -> Iterator[Result]:
@@ -184,7 +203,9 @@ class Federation:
         """Return the state that the method makes of the clients' updates, and what it measured."""
         rng = seeds.generator(self.config.run.seed, self.state.round_index, "", "aggregate")
         updates = self._attackers.sent(
-            arrivals.updates(self.state.tensors, self.method.may_send),
+            arrivals.updates(
+                self.state.tensors, lambda key, name: self.method.may_send(key, part_names.plain_name(name))
+            ),
             {order.task.client_id: order.cost for order in orders},
             frozenset(attackers),
             self.state.tensors,

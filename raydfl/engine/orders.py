@@ -26,7 +26,7 @@ class Measurement:
 
     split: str
     """``"test"`` (the server's held-out data), ``"triggered"`` (copies of them with a backdoor's trigger, of which only its success
-    is measured) or ``"validation"`` (the client's own hold-out)."""
+    is measured), ``"validation"`` (the client's own hold-out) or ``"client_test"`` (the client's own test data)."""
     models: tuple[str, ...]
     shard: Shard | None = None
     """The part of the server's data that is measured; ``None``: all of the split."""
@@ -53,6 +53,8 @@ class Order:
     """Orders of one group are carried out together, in one worker; -1: this one by itself."""
     attacking: bool = False
     """Whether the client attacks in this round."""
+    part: str = ""
+    """Of which of ``data.parts`` it is; empty: there are none."""
 
 
 @dataclass(frozen=True, slots=True)

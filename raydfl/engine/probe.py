@@ -36,31 +36,35 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
             number for each example and output.
     """
     method = config.parts.method
-    method.objective.check(population.classes, population.length)
-    _check_classes(config, population)
-    batch, real = _batch(population.use(config.data))
     described: dict[str, dict[ModelSpec, dict[str, Any]]] = {}
-    with preserved(), torch.no_grad():
-        for specs in Clients(population, config).variants():
-            models = _built(method, specs, config.run.seed)
-            fixed = fixed_tensors(models, method.fixed)
-            for name, model in models.items():
-                _try(method, models, name, specs, batch, real)
-                spec = next(spec for spec in specs if spec.name == name)
-                described.setdefault(name, {})[spec] = {
-                    "architecture": spec.architecture,
-                    **dict(spec.options),
-                    "parameters": sum(parameter.numel() for parameter in model.parameters()),
-                    "shared": all(
-                        f"{name}/{key}" in fixed or method.shared(f"{name}/{key}") for key in model.state_dict()
-                    ),
-                }
+    variants = Clients(population, config).variants_of_parts()
+    for part, data in config.data.each.items():
+        of_part = population.each[part].use(data)
+        method.objective.check(of_part.classes, of_part.length)
+        if config.labels_needed and data.unseen == "stop":
+            _check_classes(of_part)
+        batch, real = _batch(of_part)
+        with preserved(), torch.no_grad():
+            for specs in variants[part]:
+                models = _built(method, specs, config.run.seed)
+                fixed = fixed_tensors(models, method.fixed)
+                for name, model in models.items():
+                    _try(method, models, name, specs, batch, real)
+                    spec = next(spec for spec in specs if spec.name == name)
+                    described.setdefault(name, {})[spec] = {
+                        "architecture": spec.architecture,
+                        **dict(spec.options),
+                        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                        "shared": all(
+                            f"{name}/{key}" in fixed or method.shared(f"{name}/{key}") for key in model.state_dict()
+                        ),
+                    }
     return {name: list(kinds.values()) for name, kinds in described.items()}
 
 
-def _check_classes(config: Config, population: Population) -> None:
+def _check_classes(population: Population) -> None:
     """Refuse sets of classes of which one has no training clip; without sets the data know better what became of its clips."""
-    if population.sets is None or population.sites[0].name or not config.labels_needed:
+    if population.sets is None or population.sites[0].name:
         return
     for number in np.flatnonzero(population.label_counts().sum(axis=0) == 0):
         raise DataError(

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from raydfl.attacks import Attack
-from raydfl.core import seeds
+from raydfl.core import part_names, seeds
 from raydfl.core.errors import ClientError, RaydflError
 from raydfl.core.files import default_cache
 from raydfl.core.metrics import attack_success, reduced
 from raydfl.core.tensors import FlatTensors, OwnTensors
-from raydfl.core.types import Client, Metrics, ModelSpec
+from raydfl.core.types import Client, Metrics, ModelSpec, Update
 from raydfl.core.users_code import place_of
 from raydfl.data import ClientData, Examples, Population
 from raydfl.engine.autotune import best_width, remembered
@@ -71,6 +71,28 @@ def _subject(order: Order) -> str:
 def _round_of(order: Order) -> int:
     """Return the round of an order, as printed; what is measured is the state after a round."""
     return order.round_index + (order.measure is None)
+
+
+def _received(order: Order, broadcast: Mapping[str, FlatTensors]) -> dict[str, FlatTensors]:
+    """Return what the order's client gets of the server's tensors: of those that parts have of their own, its part's."""
+    return {key: part_names.received(broadcast[key], order.part) for key in order.task.receive}
+
+
+def _bytes(tensors: Mapping[str, FlatTensors]) -> int:
+    return sum(each.vector.nbytes for each in tensors.values())
+
+
+def _by_servers_names(update: Update, part: str, broadcast: Mapping[str, FlatTensors]) -> Update:
+    """Return an update of a part's client with its tensors and their weights under the names that the server has for them."""
+    if not part:
+        return update
+    known = broadcast.get(update.key, ())
+    weight = update.weight
+    return dataclasses.replace(
+        update,
+        tensors=part_names.marked(update.tensors, part, known),
+        weight=part_names.marked(weight, part, known) if isinstance(weight, Mapping) else weight,
+    )
 
 
 def seed_torch(seed: int, device: torch.device) -> None:
@@ -128,7 +150,7 @@ class Worker:
         self._held.use(config.data)
         self.attack = config.parts.attack
         self._built: dict[tuple[tuple[ModelSpec, ...], int], Replica] = {}
-        self._samples: dict[tuple[str, int], Examples] = {}
+        self._samples: dict[tuple[str, str, int], Examples] = {}
 
     def carry_out(
         self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors], arrived: float | None = None
@@ -198,7 +220,7 @@ class Worker:
 
     def _left_out(self, order: Order, broadcast: Mapping[str, FlatTensors], reason: str) -> Result:
         """Return the result of a client that is left out: its private state stays. The reason is made one line, for the record."""
-        sent = sum(broadcast[key].vector.nbytes for key in order.task.receive)
+        sent = _bytes(_received(order, broadcast))
         return Result(
             order.position,
             order.task.client_id,
@@ -263,7 +285,7 @@ class Worker:
         client, data = self._who(order)
         purpose = task.phase if order.measure is None else f"evaluate/{task.phase}"
         seed_torch(seeds.seed_for(self.config.run.seed, order.round_index, client.id, f"torch/{purpose}"), self.device)
-        sent = {key: broadcast[key] for key in task.receive}
+        sent = _received(order, broadcast)
         kept = self.private.read(order.private) if order.private is not None else {}
         built = self._build(client.models, place)
         built.start(
@@ -293,9 +315,10 @@ class Worker:
 
     def _who(self, order: Order) -> tuple[Client, ClientData]:
         if order.task.client_id == SERVER:
-            nothing = self._held.test.take(np.zeros(0, np.int64))
-            client = Client(SERVER, -1, 0, order.server_models)
-            return client, ClientData(train=nothing, validation=nothing, test=self._held.test)
+            test = self._test("test", order.part)
+            nothing = test.take(np.zeros(0, np.int64))
+            client = Client(SERVER, -1, 0, order.server_models, {"part": order.part} if order.part else {})
+            return client, ClientData(train=nothing, validation=nothing, test=test)
         client = self.clients.by_id(order.task.client_id)
         return client, self._held.data(client.index - self._first, order.attacking)
 
@@ -311,7 +334,7 @@ class Worker:
 
     def _train(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Result:
         step = self.prepare(order, broadcast, place)
-        bytes_down = sum(broadcast[key].vector.nbytes for key in order.task.receive)
+        bytes_down = _bytes(_received(order, broadcast))
         step.clock.start()
         attack = self.attack if order.attacking else None
         if attack is not None and type(attack).local is not Attack.local:
@@ -333,6 +356,7 @@ class Worker:
                 f"do not train: {', '.join(still[:5])}; leave them out of step.update(tensors=...), or let the method's fixed() "
                 f"say that they are not fixed"
             )
+        update = _by_servers_names(update, order.part, broadcast)
         flat = FlatTensors.of(update.tensors)
         update = dataclasses.replace(update, tensors=flat, client_id=step.client.id, metrics={})
         result = Result(
@@ -375,7 +399,7 @@ class Worker:
         measured: dict[str, Metrics] = {}
         for measurement in order.measure or ():
             step.models = {name: models[name] for name in measurement.models if name in models}
-            examples = self._examples(step, measurement)
+            examples = self._examples(step, measurement, order.part)
             if len(examples) and step.models:
                 found = self.method.evaluate(step, examples, self.config.evaluate.batch_size)
                 with _malformed(order):
@@ -385,26 +409,29 @@ class Worker:
                 if measurement.split == TRIGGERED and self.attack is not None:
                     metrics = attack_success(metrics, self.attack.target_class(self.population.classes))
                 measured[measurement.split] = metrics
-        bytes_down = sum(broadcast[key].vector.nbytes for key in order.task.receive)
+        bytes_down = _bytes(_received(order, broadcast))
         return Result(order.position, step.client.id, private=order.private, measured=measured, bytes_down=bytes_down)
 
-    def _examples(self, step: Step, measurement: Measurement) -> Examples:
+    def _examples(self, step: Step, measurement: Measurement, part: str) -> Examples:
         if measurement.split == "validation":
             return step.data.validation
+        if measurement.split == "client_test":
+            return step.data.test
         if measurement.sample is not None:
-            return self._sample(measurement.split, measurement.sample)
-        test, shard = self._test(measurement.split), measurement.shard
+            return self._sample(measurement.split, measurement.sample, part)
+        test, shard = self._test(measurement.split, part), measurement.shard
         return test if shard is None else test.take(np.arange(shard.start, shard.stop))
 
-    def _test(self, split: str) -> Examples:
-        return self._held.triggered if split == TRIGGERED else self._held.test
+    def _test(self, split: str, part: str) -> Examples:
+        held = self._held.each[part]
+        return held.triggered if split == TRIGGERED else held.test
 
-    def _sample(self, split: str, count: int) -> Examples:
+    def _sample(self, split: str, count: int, part: str) -> Examples:
         """Return some of the server's test clips, drawn by the run seed, with all their segments."""
-        if (split, count) not in self._samples:
-            test = self._test(split)
+        if (part, split, count) not in self._samples:
+            test = self._test(split, part)
             clips = np.unique(test.clips)
             rng = seeds.generator(self.config.run.seed, 0, "", "test sample")
             drawn = rng.permutation(clips)[:count]
-            self._samples[split, count] = test.take(np.flatnonzero(np.isin(test.clips, drawn)))
-        return self._samples[split, count]
+            self._samples[part, split, count] = test.take(np.flatnonzero(np.isin(test.clips, drawn)))
+        return self._samples[part, split, count]

@@ -58,6 +58,9 @@ class Method:
     plain values that it captured. Each class says it for itself: it is not inherited, for a subclass may compute something else.
     """
 
+    across_parts: ClassVar[bool] = True
+    """Whether it can be trained over several ``data.parts``, where tensors that depend on the classes are each part's own."""
+
     def __init_subclass__(cls) -> None:
         """Let no class inherit ``pure``, and refuse a method that was written when ``build`` still got a client.
 

@@ -61,6 +61,8 @@ class FedKAD(Method):
 
     objectives: ClassVar[tuple[str, ...] | None] = ("classify",)
 
+    across_parts: ClassVar[bool] = False  # it compares class means, and every part has classes of its own
+
     lam: Annotated[
         float, Field(ge=0, description="weight of the distance to the class means; 0: every client trains for itself")
     ] = 1.0

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ import torch
 from torch import Tensor
 
 from raydfl.cluster import check_kept, in_a_job, prepare_sites
+from raydfl.core import part_names
 from raydfl.core.errors import DataError, RunDirectoryError
 from raydfl.core.files import default_cache, write_durably
 from raydfl.core.lock import FileLock
 from raydfl.core.tensor_file import to_safetensors
+from raydfl.core.types import ModelSpec
 from raydfl.core.version import __version__
 from raydfl.data import Population, build_population
 from raydfl.engine import Clients, Config, build_models, try_models
@@ -117,7 +120,7 @@ def folder_of(config: Config, progress: Progress) -> Path:
         )
     name = (
         config.run.name
-        or f"{_short(config.method['name'])}-{_short(config.data.name)}-{datetime.now().astimezone():%Y%m%d-%H%M%S-%f}"
+        or f"{_short(config.method['name'])}-{_short(config.data.title)}-{datetime.now().astimezone():%Y%m%d-%H%M%S-%f}"
     )
     return local_runs(config.run.dir, config.data.cache) / name
 
@@ -198,13 +201,15 @@ def begin(run_dir: Path, config: Config, population: Population, models: Mapping
         "files": config.files(),
         "code": code_of(config.model_dump(mode="json")),
         "method": config.method["name"],
-        "data": config.data.name,
+        "data": config.data.title,
         "classes": list(population.classes),
         "models": models,
         "clients": len(population),
         "skipped": [{"clip": clip, "reason": reason} for clip, reason in population.skipped],
     }
-    if config.data.features.normalise == "group":
+    if population.parts:
+        about["parts"] = {part.name: list(part.population.classes) for part in population.parts}
+    if any(data.features.normalise == "group" for data in config.data.each.values()):
         about["statistics"] = "training clips"
     if site_key:
         about["site_key"] = site_key
@@ -230,12 +235,15 @@ def _forget_unbegun(run_dir: Path, config: Config) -> bool:
     return True
 
 
-def _fixed_tensors(run_dir: Path, config: Config) -> dict[str, Tensor]:
-    """Return the fixed tensors of the models, as they are built; of a model that clients build differently none."""
+def _fixed_tensors(run_dir: Path, config: Config) -> dict[str, dict[str, Tensor]]:
+    """Return the fixed tensors of the models by part, as they are built; of a model that clients build differently none."""
     population = Population.load(run_dir / "population", bands=config.data.features.bands)
-    built = [
-        build_models(config.parts.method, specs, config.run.seed) for specs in Clients(population, config).variants()
-    ]
+    variants = Clients(population, config).variants_of_parts()
+    return {part: _fixed_of_all(config, of_part) for part, of_part in variants.items()}
+
+
+def _fixed_of_all(config: Config, variants: Sequence[tuple[ModelSpec, ...]]) -> dict[str, Tensor]:
+    built = [build_models(config.parts.method, specs, config.run.seed) for specs in variants]
     found: dict[str, Tensor] = {}
     unlike: set[str] = set()
     for models in built:
@@ -262,22 +270,26 @@ def export(run_dir: Path, config: Config) -> list[Path]:
     names = tuple(type(config.parts.method).models)
     fixed = _fixed_tensors(run_dir, config)
     paths = []
-    for key, tensors in state.tensors.items():
+    for key, (part, data) in itertools.product(state.tensors, config.data.each.items()):
+        tensors = part_names.of_part(state.tensors[key], part)
         models = {n: t.contiguous() for n, t in tensors.items() if n.partition("/")[0] in names}
         if not models:
             continue
         there = {n.partition("/")[0] for n in models}
-        models |= {n: t for n, t in fixed.items() if n not in models and n.partition("/")[0] in there}
-        path = run_dir / ("model.safetensors" if key == "global" else f"model-{file_name_of(key)}.safetensors")
+        models |= {n: t for n, t in fixed[part].items() if n not in models and n.partition("/")[0] in there}
+        label = [part] * bool(part) + [file_name_of(key)] * (key != "global")
+        path = run_dir / f"{'-'.join(['model', *label])}.safetensors"
         metadata = {
             "raydfl": about["raydfl"],
             "key": key,
             "round": str(state.round_index),
             "method": json.dumps(config.method),
             "models": json.dumps(about["models"]),
-            "classes": json.dumps(about["classes"]),
-            "features": config.data.features.model_dump_json(),
+            "classes": json.dumps(about["parts"][part] if part else about["classes"]),
+            "features": data.features.model_dump_json(),
         }
+        if part:
+            metadata["part"] = part
         write_durably(path, to_safetensors(models, metadata))
         paths.append(path)
     return paths

@@ -260,7 +260,7 @@ def test_a_list_without_groups_cannot_be_divided_by_them(training: Train, record
     [
         (
             lambda lines: [*lines[:3], "wav/anna-left-2.wav,,anna", *lines[4:]],
-            "row 3 .*wav/anna-left-2.wav.* has no label",
+            r"1 of 24 clips have no label, the first wav/anna-left-2.wav; label them, .* data.unlabelled='\{\}'",
         ),
         (lambda lines: [*lines[:3], ",left,anna", *lines[4:]], "row 3 has no path"),
         (lambda lines: [*lines, lines[1]], "1 clips are named more than once, the first 'wav/anna-left-0.wav'"),

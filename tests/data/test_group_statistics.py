@@ -99,6 +99,34 @@ def test_statistics_are_those_of_the_groups_training_clips(made: Make, dtype: st
     )
 
 
+def test_statistics_of_a_client_and_of_the_whole_set(made: Make) -> None:
+    """Each client's clips by its own training clips, the server's by all; or every clip by all training clips."""
+    partition = {"by": "iid", "clients": 4}
+    for normalise in ("client", "part"):
+        settings = made(
+            uneven=True,
+            features={**DECIBELS, "normalise": normalise},
+            partition=partition,
+            split={"validation": 0.25, "client_test": {"fraction": 0.2}},
+        )
+        population = build_population(settings, 1)
+        raw, store = decibels(), population.stores[0]
+        trained = [raw[clip] for i in range(4) for clip in population.data(i).train.clips]
+        for i in range(4):
+            data = population.data(i)
+            by = [raw[clip] for clip in data.train.clips] if normalise == "client" else trained
+            for part in (data.train, data.validation, data.test):
+                assert len(part)
+                for clip in part.clips:
+                    np.testing.assert_allclose(store.clip(clip), scaled(raw[clip], by), atol=1e-5, rtol=1e-6)
+            statistics = population.statistics(i)
+            assert statistics is not None
+            np.testing.assert_allclose(statistics[0], np.concatenate(by).mean(axis=0, dtype=np.float64), rtol=1e-5)
+        for clip in population.test.clips:
+            np.testing.assert_allclose(store.clip(clip), scaled(raw[clip], trained), atol=1e-5, rtol=1e-6)
+        assert population.messages == ()
+
+
 def test_padding_takes_no_part_in_the_statistics_and_features_as_they_are_are_kept_once(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "data")
     ragged = build_population(recorded(root, tmp_path / "cache"), 1).stores[0]

@@ -11,7 +11,8 @@ import pyarrow as pa
 import pytest
 
 from raydfl.core.errors import ConfigError, DataError
-from raydfl.data.build import build_population, list_clips
+from raydfl.data.build import build_population
+from raydfl.data.division import list_clips
 from raydfl.data.listing import deal_ungrouped
 from raydfl.data.manifest import make_manifest
 from raydfl.data.settings import DataSettings

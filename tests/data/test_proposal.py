@@ -12,7 +12,7 @@ import pytest
 from raydfl.cli.proposal import STARTS, find, propose
 from raydfl.core.errors import DataError
 from raydfl.core.yaml import parse_yaml
-from raydfl.data.build import divide, list_clips
+from raydfl.data.division import divide, list_clips
 from raydfl.engine.config import Config, apply_overrides, make_config
 
 

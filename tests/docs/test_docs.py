@@ -184,13 +184,14 @@ def test_block(block: Block, run_block: Callable[[Block], None]) -> None:
 
 
 def _groups(model: type[Settings], place: str = "") -> dict[str, type[Settings]]:
-    """Every group of settings by its place, those that may be null included."""
+    """Every group of settings by its place, those that may be null included; of one that several groups have the first place."""
     found: dict[str, type[Settings]] = {place: model} if place else {}
     for name, field in model.model_fields.items():
         candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
         for kind in candidates:
             if isinstance(kind, type) and issubclass(kind, Settings):
-                found |= _groups(kind, f"{place}.{name}" if place else name)
+                inner = _groups(kind, f"{place}.{name}" if place else name)
+                found |= {key: cls for key, cls in inner.items() if cls not in found.values()}
     return found
 
 

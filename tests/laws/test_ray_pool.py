@@ -44,6 +44,12 @@ def test_law_1_serial_and_1_2_and_4_actors_give_the_same_bits(tiny: Tiny, method
         same(reference, truth(outcome.run_dir))
 
 
+def test_several_parts_on_2_actors_give_the_bits_of_the_serial_pool(tiny: Tiny) -> None:
+    parts = "data.parts={low: {speakers: 4}, high: {classes: 5, first: 10, speakers: 3}}"
+    reference = finish(tiny(parts, "run.name=serial", "train.rounds=2"))
+    same(reference, truth(run(tiny(parts, "run.name=actors", "ray.actors=2", "train.rounds=2")).run_dir))
+
+
 def test_an_actor_for_each_client_gives_the_same_bits(tiny: Tiny) -> None:
     reference = finish(tiny("run.name=serial", method="fedmlac"))
     outcome = run(tiny("run.name=own", "ray.actors=per_client", "ray.cpus=0.5", method="fedmlac"))

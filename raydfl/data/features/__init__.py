@@ -13,9 +13,10 @@ from raydfl.data.features.kinds import AnyFeatures, kind_of
 from raydfl.data.features.log_mel import LARGEST_DENOMINATOR, NEUTRAL, FeatureSettings
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.statistics import z_scores
-from raydfl.data.features.wave import EPSILON
+from raydfl.data.features.wave import BY_TRAINING_CLIPS, EPSILON
 
 __all__ = [
+    "BY_TRAINING_CLIPS",
     "EPSILON",
     "LARGEST_DENOMINATOR",
     "LEAST_SQUARES",

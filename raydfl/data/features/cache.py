@@ -60,6 +60,7 @@ from raydfl.data.features.file import FileFeatures, features_digests, missing_fe
 from raydfl.data.features.image import ImageFeatures
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.log_mel import FeatureSettings
+from raydfl.data.features.wave import BY_TRAINING_CLIPS
 
 FORMAT = 1
 """Goes into every key; raised when the calculation of features or the files change."""
@@ -198,7 +199,7 @@ def prepare(
         raise needs_waves("the attack")
     progress = progress or Silent()
     cache = (default_cache() if cache is None else cache).expanduser().absolute()
-    if not isinstance(features, ImageFeatures) and features.normalise == "group":
+    if not isinstance(features, ImageFeatures) and features.normalise in BY_TRAINING_CLIPS:
         features = features.model_copy(update={"normalise": "none", "dtype": "float32"})
     needed = _needed_bytes(manifest, features)
     with writing(cache, needed, _WHAT, CHOOSE_CACHE):

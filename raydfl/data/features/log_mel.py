@@ -105,7 +105,7 @@ class FeatureSettings(Settings):
         Normalise,
         Field(
             description="z-score of each band over the frames of the clip, or over all frames of the training clips of its group "
-            "(speaker), or none: decibels or logarithms."
+            "(speaker), of its client, or of the whole part (data set), or none: decibels or logarithms."
         ),
     ] = "clip"
     dtype: Dtype = "float32"

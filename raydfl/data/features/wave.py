@@ -14,12 +14,14 @@ SampleRate = Annotated[
     int, Field(ge=1_000, le=192_000, description="Hz: every clip is resampled to this rate. 1000 to 192000.")
 ]
 Channel = Annotated[Literal["first", "mean"], Field(description="Of several channels take the first, or their mean.")]
-Normalise = Literal["clip", "group", "none"]
+Normalise = Literal["clip", "group", "client", "part", "none"]
+BY_TRAINING_CLIPS = ("group", "client", "part")
+"""Ways to normalise by statistics of training clips: which these are is known once the clips are divided."""
 GivenNormalise = Annotated[
     Normalise,
     Field(
         description="z-score of each band over the frames of the clip, or over all frames of the training clips of its group "
-        "(speaker), or none: the numbers as they are."
+        "(speaker), of its client, or of the whole part (data set), or none: the numbers as they are."
     ),
 ]
 """Of features that are not computed here."""

@@ -6,6 +6,8 @@ drawn from the seed, the speaker's number, the word and the take, so a clip has 
 and whatever else is in the corpus.
 
 ``speakers=2618, words="speech_commands_35", clips=105829`` has the shape of Speech Commands v0.02: speakers of very uneven size.
+``words="speech_commands_12"`` has that of keyword spotting: ten commands, ``_unknown_`` for the 25 other words, and ``_silence_``,
+which is a speaker's room without speech. ``label="language"`` makes the language the class, whatever word is said.
 """
 
 from __future__ import annotations
@@ -26,9 +28,13 @@ from raydfl.core.seeds import generator
 from raydfl.data.dataset import Card, Dataset
 from raydfl.data.manifest import make_manifest
 from raydfl.data.sets import _espeak as espeak
-from raydfl.data.sets.speech_commands import KEYWORDS, WORDS
+from raydfl.data.sets.speech_commands import KEYWORDS, SILENCE, UNKNOWN, WORDS
 
-_WORD_LISTS = {"speech_commands_10": KEYWORDS, "speech_commands_35": WORDS}
+_WORD_LISTS = {
+    "speech_commands_10": KEYWORDS,
+    "speech_commands_12": (*WORDS, SILENCE),
+    "speech_commands_35": WORDS,
+}
 
 # Goes into the identity of each clip; raised when the same options would give other samples.
 _VERSION = 1
@@ -62,9 +68,15 @@ class SpokenWords(Dataset):
 
     speakers: Annotated[int, Field(ge=1, description="number of speakers; each is a group")] = 40
     words: Annotated[
-        Literal["speech_commands_10", "speech_commands_35"] | tuple[str, ...],
-        Field(description="the classes: a list of words, or the ten commands or all 35 words of Speech Commands"),
+        Literal["speech_commands_10", "speech_commands_12", "speech_commands_35"] | tuple[str, ...],
+        Field(
+            description="the classes: a list of words, or the ten commands or all 35 words of Speech Commands; "
+            "speech_commands_12: the ten commands, _unknown_ (the other 25 words) and _silence_"
+        ),
     ] = "speech_commands_10"
+    label: Annotated[
+        Literal["word", "language"], Field(description="what the classes are: the words, or the languages")
+    ] = "word"
     languages: Annotated[
         tuple[str, ...],
         Field(
@@ -106,15 +118,21 @@ class SpokenWords(Dataset):
             raise ValueError(f"snr_db must be two numbers from -20 to 100, the lower one first, not {self.snr_db}")
         if self.test_speakers + self.validation_speakers >= 1:
             raise ValueError("test_speakers and validation_speakers leave no speaker to train on")
+        if self.label == "language" and SILENCE in self.word_list:
+            raise ValueError(
+                "label: language goes with words that are said, not with the silence of speech_commands_12"
+            )
+        if SILENCE in self.word_list and self.snr_db is None:
+            raise ValueError("speech_commands_12 has clips of a room without speech: snr_db null leaves no room noise")
         return self
 
     @property
     def word_list(self) -> tuple[str, ...]:
-        """The classes."""
+        """What is said: the classes, but for ``speech_commands_12`` and ``label: language``."""
         return _WORD_LISTS[self.words] if isinstance(self.words, str) else self.words
 
     def manifest(self) -> pa.Table:
-        """List one row for each speaker, word and take. Extra columns: ``take`` (int64) and ``language``.
+        """List one row for each speaker, word and take. Extra columns: ``take``, ``language``, and ``word`` where that is no label.
 
         Raises:
             ConfigError: eSpeak NG is not installed, or has no such language.
@@ -123,13 +141,16 @@ class SpokenWords(Dataset):
             if language not in espeak.languages():
                 raise ConfigError(f"eSpeak NG has no language {language!r}; {nearest(language, espeak.languages())}")
         splits = self._splits()
-        rows: dict[str, list[Any]] = {name: [] for name in ("clip", "label", "group", "split", "take", "language")}
+        names = ("clip", "label", "group", "split", "take", "language", *(("word",) if self._named_otherwise else ()))
+        rows: dict[str, list[Any]] = {name: [] for name in names}
         for index, counts in enumerate(self._counts()):
             name = _speaker_name(index)
             language = self._speaker(index).language
             for word, count in zip(self.word_list, counts, strict=True):
                 rows["clip"].extend(f"{name}/{word}/{take}" for take in range(count))
-                rows["label"].extend([word] * count)
+                rows["label"].extend([self._label(word, language)] * count)
+                if self._named_otherwise:
+                    rows["word"].extend([word] * count)
                 rows["take"].extend(range(count))
             added = len(rows["clip"]) - len(rows["group"])
             rows["group"].extend([name] * added)
@@ -146,9 +167,12 @@ class SpokenWords(Dataset):
     def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
         """Say the word of one row of the manifest: float32 [samples, 1], -1..1, at 22,050 Hz."""
         speaker = self._speaker(int(row["group"].removeprefix("speaker_")))
-        random = generator(self.seed, row["take"], f"{row['group']}/{row['label']}", "take")
+        word = row["word"] if self._named_otherwise else row["label"]
+        random = generator(self.seed, row["take"], f"{row['group']}/{word}", "take")
+        if word == SILENCE:
+            return self._silence(speaker, random), espeak.SAMPLE_RATE
         speech = espeak.speak(
-            row["label"],
+            word,
             speaker.language,
             speaker.variant,
             rate=round(speaker.rate * random.uniform(0.92, 1.08)),
@@ -172,6 +196,23 @@ class SpokenWords(Dataset):
         """Return all that decides the samples of a clip; not how many other speakers, words or takes there are."""
         options = (self.seed, self.languages, self.snr_db, self._samples)
         return f"spoken words {_VERSION}, espeakng-loader {espeak.version()}, {options}, {row['clip']}"
+
+    @property
+    def _named_otherwise(self) -> bool:
+        """Whether the label is not what is said."""
+        return self.label == "language" or self.words == "speech_commands_12"
+
+    def _label(self, word: str, language: str) -> str:
+        if self.label == "language":
+            return language
+        return UNKNOWN if self.words == "speech_commands_12" and word not in (*KEYWORDS, SILENCE) else word
+
+    def _silence(self, speaker: _Speaker, random: np.random.Generator) -> npt.NDArray[np.float32]:
+        """Return the speaker's room without speech, as loud as it is beside speech: float32 [samples, 1]."""
+        noise = _coloured_noise(self._samples, speaker.rumble, random)
+        level_db = speaker.level_db - speaker.snr_db + random.normal(0, 1.5)
+        noise *= np.float32(min(10 ** (level_db / 20), 0.9) / np.abs(noise).max())
+        return noise[:, None]
 
     @property
     def _samples(self) -> int:

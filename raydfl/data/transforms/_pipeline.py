@@ -21,7 +21,7 @@ from raydfl.core.errors import ConfigError
 from raydfl.data.features.image import ImageFeatures
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.log_mel import FeatureSettings
-from raydfl.data.features.wave import EPSILON
+from raydfl.data.features.wave import BY_TRAINING_CLIPS, EPSILON
 from raydfl.data.transforms._transform import Drawn, Transform
 from raydfl.data.transforms._values import places
 from raydfl.data.transforms.random_crop import RandomCrop
@@ -322,10 +322,10 @@ def _pixels(features: AnyFeatures) -> Pixels | None:
 
 def _late(features: AnyFeatures, where: str) -> LateNormalisation:
     assert isinstance(features, FeatureSettings)  # noqa: S101 - of the kinds that transforms of power act on
-    if features.normalise == "group":
+    if features.normalise in BY_TRAINING_CLIPS:
         raise ConfigError(
-            f"{where}: what acts on power comes before normalisation, and normalise: group is done once for all; take "
-            f"data.features.normalise clip or none, or leave gain, noise and reverberation out"
+            f"{where}: what acts on power comes before normalisation, and normalise: {features.normalise} is done once for all; "
+            f"take data.features.normalise clip or none, or leave gain, noise and reverberation out"
         )
     least = features.least if features.spectrum == "power" else features.least**2
     return LateNormalisation(features.of_log_power, least, features.normalise == "clip")

@@ -244,7 +244,7 @@ def _check(search: Search) -> None:
     every, rounds = config.evaluate.every, search.rounds
     faults = {
         "metric.split is validation, but clients hold nothing out: data.split.validation is 0; set it, or take split: test": (
-            metric.split == "validation" and not config.data.split.validation
+            metric.split == "validation" and not any(data.split.validation for data in config.data.each.values())
         ),
         "data.sites: trials of a search share their resources and copy one another's folders, which data at sites do not allow; "
         "compare settings with raydfl sweep, or leave data.sites out": bool(config.data.sites),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from raydfl.core.metrics import HIGHER_IS_BETTER, base_name
+from raydfl.data import DataSettings
 from raydfl.data.features import FeatureSettings, FileFeatures, ImageFeatures
 from raydfl.engine import Config
 from raydfl.experiments.metric import MetricSettings, keys_of
@@ -223,8 +224,13 @@ def _axis_of_features(sweep: Sweep) -> dict[str, str]:
 
 def features_text(config: Config) -> str:
     """Describe the features that a network sees."""
-    features = config.data.features
-    z_score = {"clip": "z-score by clip", "group": "z-score by speaker", "none": "not normalised"}[features.normalise]
+    return "; ".join(dict.fromkeys(_features_text(data) for data in config.data.each.values()))
+
+
+def _features_text(data: DataSettings) -> str:
+    features = data.features
+    by = {"group": "speaker", "part": "data set"}.get(features.normalise, features.normalise)
+    z_score = "not normalised" if by == "none" else f"z-score by {by}"
     if isinstance(features, FileFeatures):
         return f"{features.path.name}, {features.bands} bands, {z_score}"
     if isinstance(features, ImageFeatures):

@@ -134,9 +134,9 @@ def _end(data: DataSettings, statistics: np.ndarray | None) -> dict[str, Any]:
             "epsilon": EPSILON,
             "mean": mean,
             "deviation": deviation,
-            "note": "clip: over the frames of the recording; group: with the training clips' mean and deviation, as given here "
-            "(null: over all frames of the speaker's recordings); example: over the frames of a crop or segment, once it is cut "
-            "(frames of zeros are left out); none: not done",
+            "note": "clip: over the frames of the recording; group, client, part: with the training clips' mean and deviation, "
+            "as given here (null: over all frames of the speaker's recordings); example: over the frames of a crop or segment, "
+            "once it is cut (frames of zeros are left out); none: not done",
         },
         "pad": {"frames": settings.frames, "note": "frames of zeros after it up to there; null: none"},
         "dtype": settings.dtype,

@@ -7,7 +7,7 @@ that the client is sent, and private ones from the client's newest record. Neith
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from raydfl.core import part_names
 from raydfl.core.errors import InputError, RunDirectoryError, nearest
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import ModelSpec, Tensors
 from raydfl.data import DataSettings, Population
 from raydfl.engine import KEPT_MODEL, SERVER, Clients, Config, build_models
-from raydfl.engine.storage import Commit, PrivateStore, RunStore, local_run, stored_about, stored_config
+from raydfl.engine.storage import Commit, PrivateStore, RunStore, local_run, stored_config
 from raydfl.methods import Method
 from raydfl.objectives import Classify, Objective
 from raydfl.training import Replica, fixed_tensors
@@ -107,7 +108,6 @@ class _Run:
     def __init__(self, run_dir: Path, trust: bool) -> None:
         self.run_dir = run_dir
         self.config: Config = stored_config(run_dir, trust)
-        self.classes = tuple(stored_about(run_dir)["classes"])
         self.commit = _last_commit(run_dir)
         self.method: Method = self.config.parts.method
         self.population = Population.load(run_dir / "population", bands=self.config.data.features.bands)
@@ -119,9 +119,9 @@ class _Run:
         if model is None and len(found) == 1:
             model = next(iter(found))
         if model in found:
-            specs, name, key = found[model]
-            networks, _ = self._load(specs, {key: self.commit.state.tensors[key]}, {}, f"model {model!r}")
-            return self._made(model, "", specs, name, networks[name])
+            specs, name, key, part = found[model]
+            networks, _ = self._load(specs, self._received([key], part), {}, f"model {model!r}")
+            return self._made(model, "", part, specs, name, networks[name])
         if not found or model in type(self.method).models:
             what = "no model of this run is" if model is None else f"model {model!r} of this run is not"
             raise InputError(
@@ -139,8 +139,8 @@ class _Run:
         kept = {} if record is None else PrivateStore(self.run_dir / "private").read(record)
         tasks = [task for task in self.method.plan_evaluation(self.commit.state, [client]) if task.client_id != SERVER]
         keys = tasks[0].receive if tasks else tuple(self.commit.state.tensors)
-        received = {key: self.commit.state.tensors[key] for key in keys}
-        networks, absent = self._load(client.models, received, kept, f"client {client_id!r}")
+        part = self.population.part_of(client.index)
+        networks, absent = self._load(client.models, self._received(keys, part), kept, f"client {client_id!r}")
         if model is None:
             fixed = fixed_tensors(networks, self.method.fixed)
             own = [
@@ -156,17 +156,24 @@ class _Run:
                 f"client {client_id!r} has no model {model!r} of its own yet: it took part in none of the "
                 f"{self.commit.state.round_index} rounds that are done; {self._who_has_models()}"
             )
-        return self._made(model, client_id, client.models, model, networks[model])
+        return self._made(model, client_id, part, client.models, model, networks[model])
 
-    def _shared(self) -> dict[str, tuple[Specs, str, str]]:
-        """Return the shared models by the name that the record has for them: the architectures that it is one of, model, key."""
-        found: dict[str, tuple[Specs, str, str]] = {}
-        for specs in self.clients.variants():
-            networks = build_models(self.method, specs, self.config.run.seed)
-            for key, tensors in self.commit.state.tensors.items():
-                for name in networks:
-                    if self._is_whole(networks, name, tensors):
-                        found.setdefault(name if key == "global" else f"{key}:{name}", (specs, name, key))
+    def _received(self, keys: Iterable[str], part: str) -> dict[str, Tensors]:
+        """Return entries of the server's state as the clients of a part know them."""
+        return {key: part_names.of_part(self.commit.state.tensors[key], part) for key in keys}
+
+    def _shared(self) -> dict[str, tuple[Specs, str, str, str]]:
+        """Return the shared models by the name that the record has for them: architectures that it is one of, model, key, part."""
+        found: dict[str, tuple[Specs, str, str, str]] = {}
+        for part, variants in self.clients.variants_of_parts().items():
+            received = self._received(self.commit.state.tensors, part)
+            for specs in variants:
+                networks = build_models(self.method, specs, self.config.run.seed)
+                for key, tensors in received.items():
+                    for name in networks:
+                        if self._is_whole(networks, name, tensors):
+                            label = [part] * bool(part) + [key] * (key != "global")
+                            found.setdefault(":".join([*label, name]), (specs, name, key, part))
         return found
 
     def _is_whole(self, networks: Mapping[str, nn.Module], name: str, tensors: Tensors) -> bool:
@@ -190,9 +197,10 @@ class _Run:
         names = {tensor for name in networks for tensor in _names(networks, name)} - fixed
         return networks, {name for name in names if name not in (there if self.method.shared(name) else own)}
 
-    def _made(self, label: str, client_id: str, specs: Specs, name: str, network: nn.Module) -> RunModel:
-        inputs = self.config.data.pipeline.shape(self.population.bands)
-        unnamed = ModelSpec(name, type(network).__name__, inputs, len(self.classes))
+    def _made(self, label: str, client_id: str, part: str, specs: Specs, name: str, network: nn.Module) -> RunModel:
+        population, data = self.population.each[part], self.config.data.each[part]
+        inputs = data.pipeline.shape(population.bands)
+        unnamed = ModelSpec(name, type(network).__name__, inputs, len(population.classes))
         return RunModel(
             self.run_dir,
             label,
@@ -200,10 +208,10 @@ class _Run:
             self.commit.state.round_index,
             self.method.objective.predictor(network).eval(),
             next((spec for spec in specs if spec.name == name), unnamed),
-            self.method.objective.names(self.classes),
-            self.config.data,
-            self.population.length,
-            self.population.statistics(self.clients.index_of(client_id) if client_id else None),
+            self.method.objective.names(population.classes),
+            data,
+            population.length,
+            self.population.statistics(self.clients.index_of(client_id)) if client_id else population.statistics(),
             self.method.objective,
         )
 

@@ -23,6 +23,7 @@ import torch
 from raydfl.core.errors import DataError, InputError, RaydflError
 from raydfl.data import Examples, read_audio, read_image, segments, shown_name
 from raydfl.data.features import (
+    BY_TRAINING_CLIPS,
     FeatureExtractor,
     FeatureSettings,
     FeatureStore,
@@ -108,7 +109,7 @@ def classify(
 def predictions(model: RunModel, files: Sequence[Path]) -> Iterator[Prediction]:
     """Yield the predictions for these recordings and those in these folders, one after another in the order given.
 
-    With ``normalise: group`` and no statistics known, folder by folder.
+    Where they are normalised by statistics of training clips and these are not known, folder by folder.
     """
     if model.objective.answers == "none":
         raise InputError(
@@ -119,7 +120,7 @@ def predictions(model: RunModel, files: Sequence[Path]) -> Iterator[Prediction]:
     listed, failures = recordings(files)
     for file, reason in failures.items():
         yield Prediction(file, model.classes, np.zeros(0), reason)
-    if model.data.features.normalise == "group" and model.statistics is None:
+    if model.data.features.normalise in BY_TRAINING_CLIPS and model.statistics is None:
         folders: dict[Path, list[Path]] = {}
         for file in listed:
             folders.setdefault(file.absolute().parent, []).append(file)
@@ -193,7 +194,7 @@ class _FrontEnd:
     def normalised(self, matrices: dict[Path, np.ndarray | str]) -> dict[Path, np.ndarray | str]:
         """With ``normalise: group``, the z-score with the run's statistics, else with those of the recordings given."""
         known = [matrix for matrix in matrices.values() if not isinstance(matrix, str)]
-        if self._settings.normalise != "group" or not known:
+        if self._settings.normalise not in BY_TRAINING_CLIPS or not known:
             return matrices
         statistics = self._model.statistics
         if statistics is None:

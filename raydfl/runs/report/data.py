@@ -32,6 +32,7 @@ SPLITS = {
     "test": "test data",
     "triggered": "test data with the trigger",
     "server": "server's data",
+    "client_test": "clients' own test data",
     "validation": "clients' own hold-out",
     "train": "training data",
 }
@@ -98,7 +99,9 @@ class RunRecord:
 
     @property
     def data(self) -> str:
-        """The data set's name; empty when neither file tells."""
+        """The data set's name, or those of the parts; empty when neither file tells."""
+        if parts := get_path(self.config, "data.parts"):
+            return "+".join(map(str, parts))
         name = get_path(self.config, "data.name") or self.about.get("data", "")
         return str(name.get("name", "") if isinstance(name, Mapping) else name)
 
@@ -134,6 +137,12 @@ class RunRecord:
         """The score to look at first: the first headline of raydfl.core.metrics.SCORES that was measured, else the loss."""
         measured = {base_name(metric) for _, metric in self.curves}
         return next((name for name, score in SCORES.items() if score.headline and name in measured), "loss")
+
+    def classes_of(self, metric: str) -> list[str]:
+        """The names of the classes that a metric is about: the federation's, or the part's whose metric it is; empty: not known."""
+        parts, part = self.about.get("parts"), metric.partition(":")[0]
+        names = parts.get(part) if isinstance(parts, Mapping) else self.about.get("classes")
+        return [str(name) for name in names] if isinstance(names, list) else []
 
     def scores(self, *bases: str) -> list[Key]:
         """(split, metric) of the scores that were measured; all of them, or those of the given base names."""

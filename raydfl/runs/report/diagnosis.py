@@ -42,7 +42,7 @@ def problems_of(run: RunRecord) -> list[Problem]:
     classes = [str(name) for name in names] if isinstance(names, list) else []
     if len(classes) == 1:
         return _one_class(run, classes[0])
-    return [*_diverged(run, len(classes)), *_missing(run, classes)]
+    return [*_diverged(run, len(classes)), *_missing(run)]
 
 
 def _one_class(run: RunRecord, name: str) -> list[Problem]:
@@ -112,15 +112,16 @@ def _not_finite(run: RunRecord) -> str:
     return f"the updates of {bad} of {number} clients in round {last} were not finite" if 2 * bad > number else ""
 
 
-def _missing(run: RunRecord, classes: list[str]) -> list[Problem]:
+def _missing(run: RunRecord) -> list[Problem]:
     """Judged by models that are shared as a whole: private ones are measured on a sample of the test data."""
     for (split, metric), (_, matrix) in run.confusions.items():
+        classes = run.classes_of(metric)
         kinds = run.architectures.get(model_name(metric).rpartition(":")[2], ())
         shared = bool(kinds) and all(kind.get("shared") is True for kind in kinds)
         if split == "test" and len(matrix) == len(classes) and shared:
             absent = [name for name, clips in zip(classes, matrix.sum(axis=1), strict=True) if not clips]
             if not absent:
-                return []
+                continue
             named = ", ".join(repr(name) for name in absent[:_NAMED]) + (" ..." if len(absent) > _NAMED else "")
             text = f"the test data have no clip of {len(absent)} of {len(classes)} classes ({named}): scores say nothing of them"
             return [Problem("missing classes", text, worthless=False)]

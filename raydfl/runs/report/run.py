@@ -214,13 +214,12 @@ def _spread_pictures(run: RunRecord, pictures: Pictures) -> list[Picture]:
 
 def _confusion_pictures(run: RunRecord, pictures: Pictures) -> list[Picture]:
     made = []
-    names = run.about.get("classes")
     models = run.models
     ordered = sorted(run.confusions, key=lambda key: (place(key[0], list(SPLITS)), place(model_name(key[1]), models)))
     for split, metric in ordered:
         round_index, matrix = run.confusions[split, metric]
-        known = names if isinstance(names, list) and len(names) == len(matrix) else range(len(matrix))
-        classes = [str(name) for name in known]
+        known = run.classes_of(metric)
+        classes = known if len(known) == len(matrix) else [str(number) for number in range(len(matrix))]
         if matrix.sum():
             caption = f"Round {round_index}, {matrix.sum():,.0f} examples. Colour: share of the true class."
             made.append(

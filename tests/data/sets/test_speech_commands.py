@@ -11,7 +11,7 @@ import pytest
 import soundfile
 
 from raydfl.core.errors import DataError
-from raydfl.data.build import divide, list_clips
+from raydfl.data.division import divide, list_clips
 from raydfl.data.sets.speech_commands import KEYWORDS, WORDS, SpeechCommands
 from raydfl.data.settings import DataSettings
 

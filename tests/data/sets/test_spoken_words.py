@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import hashlib
 import json
 import subprocess
@@ -21,6 +22,7 @@ from raydfl.data.sets import _espeak as espeak
 from raydfl.data.sets import spoken_words
 from raydfl.data.sets.speech_commands import KEYWORDS, WORDS
 from raydfl.data.sets.spoken_words import SpokenWords
+from raydfl.engine.config import make_config
 
 pytest.importorskip("espeakng_loader")
 
@@ -246,6 +248,45 @@ def test_identities_are_as_many_as_clips(small: tuple[SpokenWords, list[dict[str
     assert len({dataset.identity(row) for row in rows}) == len(rows)
 
 
+def test_the_label_may_be_the_language() -> None:
+    """The same clips with the same samples, under another label."""
+    languages = ("en-us", "de", "fr", "es", "it", "ru")
+    words = SpokenWords(speakers=24, words=("computer", "radio"), takes=1, languages=languages)
+    spoken = dataclasses.replace(words, label="language")
+    rows, others = words.manifest().to_pylist(), spoken.manifest().to_pylist()
+    assert {row["label"] for row in others} == set(languages)
+    for row, other in zip(rows[:6], others[:6], strict=True):
+        assert (other["label"], other["word"], other["clip"]) == (row["language"], row["label"], row["clip"])
+        assert np.array_equal(spoken.read(other)[0], words.read(row)[0])
+        assert spoken.identity(other) == words.identity(row)
+
+
+def test_a_label_of_words_is_the_run_of_before() -> None:
+    def digest_of(**options: str) -> str:
+        return make_config({"method": "fedavg", "data": {"name": "spoken_words", **options}}).digest()
+
+    assert digest_of(label="word") == digest_of() != digest_of(label="language")
+
+
+def test_twelve_classes_as_of_keyword_spotting() -> None:
+    corpus = SpokenWords(speakers=40, words="speech_commands_12", clips=3600)
+    rows = corpus.manifest().to_pylist()
+    counts = Counter(row["label"] for row in rows)
+    assert set(counts) == {*KEYWORDS, "_unknown_", "_silence_"}
+    assert counts["_unknown_"] / len(rows) == pytest.approx(25 / 36, abs=0.02)
+    assert {row["word"] for row in rows if row["label"] == "_unknown_"} == set(WORDS) - set(KEYWORDS)
+    same = SpokenWords(speakers=40, words="speech_commands_35", clips=3600)
+    row = next(row for row in rows if row["label"] == "_unknown_")
+    assert np.array_equal(corpus.read(row)[0], same.read({**row, "label": row["word"]})[0])
+    silence = [row for row in rows if row["label"] == "_silence_"][:6]
+    clips = [corpus.read(row)[0][:, 0] for row in silence]
+    assert len({digest(clip) for clip in clips}) == len(clips)
+    for clip in clips:
+        parts = np.sqrt(np.mean(np.square(clip.reshape(10, -1)), axis=1))
+        assert 0 < parts.max() < 3 * parts.min(), "no word: about as loud from beginning to end"
+        assert np.abs(clip).max() <= 0.9
+
+
 def test_the_shape_of_speech_commands() -> None:
     dataset = SpokenWords(speakers=2618, words="speech_commands_35", clips=105_829)
     manifest = dataset.manifest()
@@ -345,7 +386,10 @@ def test_coloured_noise_is_white_noise_through_a_decaying_filter() -> None:
         ({"words": []}, "words must name at least one"),
         ({"words": ["yes", " "]}, "words must name at least one, and none may be empty"),
         ({"words": ["yes", "no", "yes"]}, "words names 'yes' more than once"),
-        ({"words": "ten"}, 'data.words is "ten"; it must be one of speech_commands_10, speech_commands_35 or a list'),
+        (
+            {"words": "ten"},
+            'data.words is "ten"; it must be one of speech_commands_10, speech_commands_12, .* or a list',
+        ),
         ({"languages": []}, r"data.languages is \[\]; it must be at least 1 item"),
         ({"speakers": 5, "clips": 4}, "clips is 4 for 5 speakers; each needs at least one"),
         ({"snr_db": [30, 10]}, "snr_db must be two numbers from -20 to 100, the lower one first"),
@@ -354,6 +398,8 @@ def test_coloured_noise_is_white_noise_through_a_decaying_filter() -> None:
         ({"test_speakers": 1.0}, "data.test_speakers is 1.0; it must be below 1"),
         ({"seed": -1}, "data.seed is -1; it must be at least 0"),
         ({"speaker": 5}, r"unknown key 'speaker' for SpokenWords; did you mean 'speakers'\?"),
+        ({"words": "speech_commands_12", "label": "language"}, "goes with words that are said"),
+        ({"words": "speech_commands_12", "snr_db": None}, "snr_db null leaves no room noise"),
     ],
 )
 def test_options_that_contradict_or_leave_their_range(options: dict[str, Any], message: str) -> None:

@@ -1,0 +1,63 @@
+"""Names of tensors in a federation of several parts (``data.parts``), each with classes of its own.
+
+What fits all parts (the trunk of a network) the server has once. What depends on a part's classes (its last layer) it has for each
+part, under the tensor's name with the part's behind it: ``"model/output.weight@digits"``. A client knows only plain names: on the
+way to it what is its part's loses the mark, and on the way back it gets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import TypeVar
+
+from raydfl.core.tensors import FlatTensors
+
+_MARK = "@"
+
+T = TypeVar("T")
+
+
+def own_name(name: str, part: str) -> str:
+    """Return the name under which the server has a tensor of a part.
+
+    >>> own_name("model/output.weight", "digits")
+    'model/output.weight@digits'
+    """
+    return f"{name}{_MARK}{part}"
+
+
+def plain_name(name: str) -> str:
+    """Return the name under which clients know a tensor.
+
+    >>> plain_name("model/output.weight@digits"), plain_name("model/gru.weight")
+    ('model/output.weight', 'model/gru.weight')
+    """
+    return name.partition(_MARK)[0]
+
+
+def of_part(tensors: Mapping[str, T], part: str) -> Mapping[str, T]:
+    """Return what a part's clients know of the server's tensors, by plain names; all of them where ``part`` is empty."""
+    if not part:
+        return tensors
+    end = f"{_MARK}{part}"
+    return {name.removesuffix(end): value for name, value in tensors.items() if _MARK not in name or name.endswith(end)}
+
+
+def received(sent: FlatTensors, part: str) -> FlatTensors:
+    """Return an entry of the server's state as a client of a part receives it."""
+    if not part or not any(_MARK in name for name in sent):
+        return sent
+    return FlatTensors.of(of_part(sent, part))
+
+
+def marked(values: Mapping[str, T], part: str, server: Container[str]) -> dict[str, T]:
+    """Return what a client of a part sends, by the server's names.
+
+    Args:
+        values: by plain names.
+        part: the client's; empty: the federation has no parts.
+        server: the names that the server has; what it does not know plainly is the part's own.
+    """
+    if not part:
+        return dict(values)
+    return {name if name in server else own_name(name, part): value for name, value in values.items()}

@@ -1,0 +1,34 @@
+"""The server's state of a federation of several parts: joined from what a method makes for each of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from raydfl.core.part_names import own_name
+from raydfl.core.types import State
+
+
+def join_states(states: Mapping[str, State], wider: State) -> State:
+    """Return one state: what fits all parts once, what depends on a part's classes or features for each part.
+
+    Args:
+        states: what ``Method.init`` made for each part, by plain names. What all share is the first part's.
+        wider: the same for the first part with one class more.
+    """
+    first = next(iter(states.values()))
+    joined: dict[str, dict[str, Tensor]] = {}
+    for part, state in states.items():
+        for key, tensors in state.tensors.items():
+            for name, tensor in tensors.items():
+                shapes = {other.tensors[key][name].shape for other in states.values() if _has(other, key, name)}
+                depends = _has(wider, key, name) and wider.tensors[key][name].shape != first.tensors[key][name].shape
+                own = depends or len(shapes) > 1
+                joined.setdefault(key, {}).setdefault(own_name(name, part) if own else name, tensor)
+    return dataclasses.replace(first, tensors=joined)
+
+
+def _has(state: State, key: str, name: str) -> bool:
+    return name in state.tensors.get(key, {})

@@ -1,0 +1,77 @@
+"""Columns of the manifest that batches carry as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raydfl.core.errors import DataError
+from raydfl.data.build import build_population
+from raydfl.data.examples import Examples
+from raydfl.data.listing import column_codes
+from raydfl.data.manifest import make_manifest
+from raydfl.data.population import Population
+from raydfl.data.settings import DataSettings
+from raydfl.engine.config import make_config
+
+Make = Callable[..., DataSettings]
+
+
+def takes(population: Population, examples: Examples) -> list[str]:
+    """The value of each example's column, looked up by its code."""
+    return [population.columns["take"][code] for code in examples.columns["take"]]
+
+
+def test_every_example_carries_the_value_of_its_own_clip(made: Make, tmp_path: Path) -> None:
+    settings = made(columns=["take", "recording"], split={"validation": 0.3})
+    population = build_population(settings, 1)
+    manifest = settings.source.open().manifest()
+    population.save(tmp_path)
+    for found in (population, Population.load(tmp_path)):
+        parts = [
+            found.test,
+            *(part for i in range(len(found)) for part in (found.data(i).train, found.data(i).validation)),
+        ]
+        assert sum(map(len, parts)) > 100
+        for part in parts:
+            truth = manifest.take(part.clips.tolist()).to_pydict()
+            assert takes(found, part) == [str(take) for take in truth["take"]]
+            assert [found.columns["recording"][c] for c in part.columns["recording"]] == truth["recording"]
+
+
+def test_a_batch_has_the_codes_of_its_examples(made: Make) -> None:
+    population = build_population(made(columns=["take"]), 1)
+    train = population.data(0).train
+    batch = train.batch(np.array([3, 0]))
+    assert batch.columns["take"].tolist() == train.columns["take"][[3, 0]].tolist()
+    assert set(batch.tensors()) == {"x", "y", "columns/take"}
+
+
+def test_a_column_that_is_not_there_is_refused_before_a_clip_is_read(
+    made: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raydfl.data.build.prepare", None)
+    with pytest.raises(DataError, match="no column 'takes'; did you mean 'take'"):
+        build_population(made(columns=["takes"]), 1)
+
+
+def test_a_column_with_gaps_is_refused() -> None:
+    rows = [
+        {"clip": f"c{i}", "path": None, "label": "w", "device": device}
+        for i, device in enumerate(["b", None, "a10", "a9"])
+    ]
+    with pytest.raises(DataError, match="1 of 4 clips have no value in column 'device', the first c1"):
+        column_codes(make_manifest(rows, "rows"), "device")
+    codes, values = column_codes(make_manifest(rows[:1] + rows[2:], "rows"), "device")
+    assert (codes.tolist(), values) == ([2, 1, 0], ["a9", "a10", "b"])
+
+
+def test_no_columns_is_the_run_of_before(made: Make) -> None:
+    def digest(**data: Any) -> str:
+        return make_config({"method": "fedavg", "data": made(**data).model_dump(mode="json")}).digest()
+
+    assert digest(columns=[]) == digest() != digest(columns=["take"])

@@ -1,0 +1,173 @@
+"""Pools of training clips: hidden labels, and clips chosen by a column."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pydantic.dataclasses import dataclass
+from tiny_sets import Made
+
+from raydfl.cli.describe import describe_data
+from raydfl.core.errors import ConfigError, DataError
+from raydfl.data.build import build_population
+from raydfl.data.population import Population
+from raydfl.data.settings import DataSettings
+from raydfl.engine.config import make_config
+
+Make = Callable[..., DataSettings]
+
+
+def clips(population: Population, pool: str) -> list[int]:
+    return sorted(c for i in range(len(population)) for c in population.data(i).pools[pool].clips.tolist())
+
+
+def test_every_label_keeps_its_share_and_the_rest_is_hidden(made: Make, tmp_path: Path) -> None:
+    whole = build_population(made(), 1)
+    population = build_population(made(unlabelled={"keep": 0.25, "use": 0.5}), 1)
+    labels = Counter(label for i in range(len(whole)) for label in whole.data(i).train.labels.tolist())
+    kept = Counter(label for i in range(len(population)) for label in population.data(i).train.labels.tolist())
+    assert kept == {label: int(0.25 * count) for label, count in labels.items()}
+    labelled, unlabelled = clips(population, "labelled"), clips(population, "unlabelled")
+    everything = clips(whole, "train")
+    assert len(unlabelled) == (len(everything) - len(labelled)) // 2
+    assert set(labelled) | set(unlabelled) <= set(everything)
+    assert not set(labelled) & set(unlabelled)
+    population.save(tmp_path)
+    for found in (population, Population.load(tmp_path)):
+        truth = dict(zip(whole._arrays["train/clips"].tolist(), whole._arrays["train/labels"].tolist(), strict=True))
+        for i in range(len(found)):
+            data = found.data(i)
+            assert [*data.pools] == ["labelled", "unlabelled"]
+            hidden = data.pools["unlabelled"]
+            assert set(hidden.labels.tolist()) <= {-100}, "nobody can learn from them"
+            assert hidden.columns["hidden_label"].tolist() == [truth[c] for c in hidden.clips.tolist()]
+            assert set(data.train.columns["hidden_label"].tolist()) <= {-1}
+
+
+def test_a_number_of_clips_of_each_label_keep_it(made: Make) -> None:
+    population = build_population(made(unlabelled={"keep_clips": 2}), 1)
+    assert population.label_counts().sum(axis=0).tolist() == [2, 2, 2, 2]
+
+
+def test_a_pool_may_be_dealt_by_a_rule_of_its_own(made: Make) -> None:
+    """As FedSTAR's table 5 wants it: labelled clips by class, the others evenly; a client may have no labelled clip."""
+    hidden = {"keep_clips": 2, "partition": {"by": "iid", "clients": 10}}
+    partition = {"by": "dirichlet", "clients": 10, "alpha": 0.1, "minimum": 1}
+    population = build_population(made(partition=partition, unlabelled=hidden), 1)
+    sizes = [population.profile(i)["pools"] for i in range(len(population))]
+    assert np.ptp([size["unlabelled"] for size in sizes]) <= 1
+    assert min(size["labelled"] for size in sizes) == 0 < max(size["labelled"] for size in sizes)
+    assert [size["labelled"] for size in sizes] == [population.num_examples(i) for i in range(len(population))]
+
+
+def test_hidden_labels_decide_nothing_but_the_hidden_column(made: Make) -> None:
+    """The same clips are in the same pools of the same clients, whatever the truth of those whose label is null."""
+
+    def arrays(**options: Any) -> dict[str, np.ndarray]:
+        settings = made(unlabelled={}, partition={"by": "iid", "clients": 5}, **options)
+        return dict(build_population(settings, 3)._arrays)
+
+    one = arrays(name=f"{__file__}:PartlyLabelled", shift=0)
+    other = arrays(name=f"{__file__}:PartlyLabelled", shift=1)
+    assert one.keys() == other.keys()
+    assert all(np.array_equal(array, other[name]) for name, array in one.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartlyLabelled(Made):
+    """Every third clip has lost its label; ``shift`` says nothing that anybody could see."""
+
+    shift: int = 0
+
+    def manifest(self) -> pa.Table:
+        table = super().manifest()
+        labels = [None if i % 3 == 0 else label for i, label in enumerate(table.column("label").to_pylist())]
+        return table.set_column(table.column_names.index("label"), "label", pa.array(labels, pa.string()))
+
+
+def test_clips_without_a_label_are_never_tested_on_and_train_unlabelled(made: Make) -> None:
+    population = build_population(made(name=f"{__file__}:PartlyLabelled", unlabelled={}), 1)
+    assert (population.test.labels >= 0).all()
+    assert len(population.test) == 16
+    hidden = [population.data(i).pools["unlabelled"] for i in range(len(population))]
+    assert {c for h in hidden for c in h.columns["hidden_label"].tolist()} == {-1}
+    assert sum(map(len, hidden)) == sum(i % 3 == 0 and i % 5 != 0 for i in range(120))
+
+
+def test_what_is_told_of_pools_and_of_clips_without_a_label(made: Make) -> None:
+    lines = "\n".join(describe_data(made(name=f"{__file__}:PartlyLabelled", unlabelled={}), 1))
+    assert "without a label   40 clips" in lines
+    assert "pools             labelled (64), unlabelled (32)" in lines
+    assert "test set          16 clips" in lines
+
+
+def test_a_share_of_each_label_is_of_the_clips_that_have_one(made: Make) -> None:
+    split = {"test": {"by": "clip", "fraction": 0.25}}
+    population = build_population(made(name=f"{__file__}:PartlyLabelled", unlabelled={}, split=split), 1)
+    assert np.bincount(population.test.labels).tolist() == [5, 5, 5, 5]
+
+
+def test_pools_by_a_column(made: Make) -> None:
+    pools = {"late": {"column": "take", "values": [3, 4]}, "early": {"column": "take", "values": [2]}}
+    population = build_population(made(pools=pools, columns=["take"]), 1)
+    takes = {
+        name: {
+            population.columns["take"][c]
+            for i in range(len(population))
+            for c in population.data(i).pools[name].columns["take"]
+        }
+        for name in ("late", "early")
+    }
+    assert takes == {"late": {"3", "4"}, "early": {"2"}}
+    assert population.data(0).train is not None
+    assert population.data(0).train.clips.tolist() == population.data(0).pools["late"].clips.tolist()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"unlabelled": {"keep": 0.01}}, r"keep 0.01 of \d+ training clips of label 'w0' is none; keep at least 0.0"),
+        ({"unlabelled": {}}, "unlabelled is empty at every client: 0 of 96 training clips are without a label"),
+        (
+            {"name": f"{__file__}:PartlyLabelled"},
+            r"40 of 120 clips have no label, the first w0/g0/0; .*data.unlabelled='\{\}'",
+        ),
+        (
+            {"pools": {"a": {"column": "tak", "values": [1]}}},
+            "data.pools.a: the recordings have no column 'tak'; did you mean 'take'",
+        ),
+        (
+            {"pools": {"a": {"column": "take", "values": [9]}}},
+            "data.pools.a: no training clip has '9' in column 'take'",
+        ),
+        (
+            {"pools": {"a": {"column": "take", "values": [2, 3]}, "b": {"column": "take", "values": [3]}}},
+            "24 clips are both in 'a' and in 'b', the first w0/",
+        ),
+        (
+            {"pools": {"a": {"column": "take", "values": [2]}}, "partition": {"by": "iid", "clients": 40}},
+            "fewer than data.partition.minimum 1",
+        ),
+    ],
+)
+def test_pools_that_cannot_be(made: Make, data: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        build_population(made(**data), 1)
+
+
+def test_two_ways_to_make_pools_are_one_too_many(made: Make) -> None:
+    with pytest.raises((ConfigError, ValueError), match="give one of them"):
+        made(unlabelled={}, pools={"a": {"column": "take", "values": [2]}})
+
+
+def test_no_pools_is_the_run_of_before(made: Make) -> None:
+    def digest(**data: Any) -> str:
+        return make_config({"method": "fedavg", "data": made(**data).model_dump(mode="json")}).digest()
+
+    assert digest(pools={}, unlabelled=None) == digest() != digest(unlabelled={"keep": 0.5})

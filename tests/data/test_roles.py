@@ -1,0 +1,120 @@
+"""What clients hold out for tests and validation of their own: by a column, by value, stratified."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raydfl.core.errors import DataError
+from raydfl.core.seeds import generator
+from raydfl.data.build import build_population
+from raydfl.data.population import Population
+from raydfl.data.settings import DataSettings
+from raydfl.data.split import hold_out_of_each
+
+Make = Callable[..., DataSettings]
+
+
+def clips(population: Population, role: str) -> list[list[int]]:
+    """The clips of each client, by what they are for."""
+    return [sorted(set(getattr(population.data(i), role).clips.tolist())) for i in range(len(population))]
+
+
+def takes(settings: DataSettings, rows: list[int]) -> set[int]:
+    return set(settings.source.open().manifest().column("take").take(rows).to_pylist())
+
+
+def test_without_roles_nothing_changes(made: Make) -> None:
+    population = build_population(made(split={"validation": 0.2}), 1)
+    assert "client_test/starts" not in population._arrays
+    assert not any(clips(population, "test"))
+    assert all(clips(population, "validation"))
+
+
+def test_tests_and_validation_by_value_lie_with_the_owner_of_the_clips(made: Make) -> None:
+    settings = made(split={"client_test": {"by": "take", "values": [4]}, "validation": {"by": "take", "values": [3]}})
+    population = build_population(settings, 1)
+    groups = settings.source.open().manifest().column("group").to_pylist()
+    for i in range(len(population)):
+        data = population.data(i)
+        assert takes(settings, data.test.clips.tolist()) == {4}
+        assert takes(settings, data.validation.clips.tolist()) == {3}
+        assert takes(settings, data.train.clips.tolist()) == {1, 2}
+        for part in (data.test, data.validation, data.train):
+            assert {groups[c] for c in part.clips.tolist()} == {population.ids[i]}
+    assert sum(map(len, clips(population, "test"))) == 24
+
+
+def test_roles_leave_others_training_clips_and_validation_as_they_were(made: Make) -> None:
+    """Whatever is held out by value: who trains on what else does not depend on it."""
+    plain = build_population(made(split={"validation": 0.25}), 1)
+    population = build_population(
+        made(split={"validation": 0.25, "client_test": {"by": "clip", "fraction": 0.25, "stratify": True}}), 1
+    )
+    everything = [sorted(a + b) for a, b in zip(clips(plain, "train"), clips(plain, "validation"), strict=True)]
+    parts = [clips(population, role) for role in ("train", "validation", "test")]
+    assert [sorted(a + b + c) for a, b, c in zip(*parts, strict=True)] == everything
+    for i in range(len(population)):
+        assert set(Counter(population.data(i).test.labels.tolist()).values()) == {1}, "one of four takes of every label"
+
+
+def test_a_stratified_share_is_rounded_for_each_label_and_never_all() -> None:
+    labels = np.repeat([0, 1, 2], [10, 4, 1])
+    chosen = hold_out_of_each(labels, 0.3, generator(0, 0, "a", "test"))
+    assert np.bincount(labels[chosen], minlength=3).tolist() == [3, 1, 0]
+    assert not hold_out_of_each(np.zeros(1, int), 0.9, generator(0, 0, "a", "test")).all()
+    drawn = [hold_out_of_each(labels, 0.5, generator(seed, 0, "a", "t"))[:10] for seed in range(500)]
+    assert np.mean(drawn, axis=0) == pytest.approx(np.full(10, 0.5), abs=0.08)
+
+
+def test_pools_and_tests_by_value_go_together(made: Make) -> None:
+    """Normal clips to train on, others to test on at the client: as anomaly detection wants it."""
+    settings = made(
+        pools={"normal": {"column": "take", "values": [1, 2]}},
+        split={"test": None, "client_test": {"by": "take", "values": [0, 4]}},
+    )
+    population = build_population(settings, 1)
+    for i in range(len(population)):
+        assert takes(settings, population.data(i).train.clips.tolist()) == {1, 2}
+        assert takes(settings, population.data(i).test.clips.tolist()) == {0, 4}
+
+
+def test_a_label_that_only_tests_have_is_kept_if_that_is_wanted(made: Make) -> None:
+    held_out: dict[str, Any] = {"test": {"by": "label", "values": ["w3"]}}
+    with pytest.raises(DataError, match="no client has a clip of label 'w3'"):
+        build_population(made(split=held_out), 1)
+    population = build_population(made(split=held_out, unseen="keep"), 1)
+    assert population.classes == ("w0", "w1", "w2", "w3")
+    assert set(population.test.labels.tolist()) == {3}
+    assert population.label_counts()[:, 3].sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ({"client_test": {"by": "take", "values": [9]}}, "data.split.client_test: no clip of the clients has '9' in"),
+        ({"validation": {"by": "tak", "values": [1]}}, "the manifest has no column 'tak'; did you mean 'take'"),
+        ({"client_test": {"by": "take", "values": [1, 2, 3, 4]}}, "holds out all 96 clips and leaves none to train on"),
+        ({"client_test": {"by": "group", "values": ["g0"]}}, "client 'g0' would hold out all its 16 clips"),
+    ],
+)
+def test_roles_that_cannot_be(made: Make, split: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        build_population(made(split=split), 1)
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"by": "take"}, "by: take needs either values or fraction"),
+        ({"by": "clip", "values": [1]}, "by: clip needs fraction, not values"),
+        ({"by": "take", "fraction": 0.5, "stratify": True}, "stratify goes with by: clip"),
+    ],
+)
+def test_groups_that_say_too_much_or_too_little(made: Make, group: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        made(split={"client_test": group})

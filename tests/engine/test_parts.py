@@ -1,0 +1,208 @@
+"""Several data sets in one federation: a trunk that all share, and for each part classes, a head and a test set of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import finish, same, start, truth
+
+from raydfl import Config, final_state, load_model, make_config, read_rows, read_run, resume
+from raydfl.core import registry
+from raydfl.core.errors import ConfigError
+from raydfl.core.part_names import marked, of_part
+from raydfl.core.yaml import parse_yaml
+from raydfl.data.build import build_population
+from raydfl.data.population import Population
+from raydfl.engine.clients import Clients
+from raydfl.runs._run import run
+from raydfl.runs.folder import create
+from raydfl.runs.progress import Progress
+
+Tiny = Callable[..., Config]
+PARTS = "data.parts={low: {speakers: 4}, high: {classes: 5, first: 10, speakers: 3}}"
+ACROSS = [name for name in registry.names("raydfl.methods") if name != "fedkad"]
+
+
+def test_a_client_has_the_examples_and_classes_of_its_part(tiny: Tiny) -> None:
+    config = tiny(PARTS)
+    whole = build_population(config.data, 1)
+    alone = {name: build_population(part, 1) for name, part in config.data.each.items()}
+    assert [*whole.ids] == [f"{name}/{client}" for name, part in alone.items() for client in part.ids]
+    assert [*whole.each] == ["low", "high"]
+    place = 0
+    for name, part in alone.items():
+        for i in range(len(part)):
+            mine, its = whole.data(place), part.data(i)
+            assert mine.train.labels.tolist() == its.train.labels.tolist()
+            assert np.array_equal(mine.train.batch(np.arange(3)).x, its.train.batch(np.arange(3)).x)
+            assert whole.profile(place) == {"part": name, **part.profile(i)}
+            assert whole.num_examples(place) == part.num_examples(i)
+            place += 1
+        assert whole.each[name].test.labels.tolist() == part.test.labels.tolist()
+    counts = whole.label_counts()
+    assert counts[:4, :3].tolist() == alone["low"].label_counts().tolist()
+    assert counts[4:, 3:].tolist() == alone["high"].label_counts().tolist()
+    assert not counts[:4, 3:].any()
+    assert not counts[4:, :3].any()
+    assert [specs[0].classes for specs in Clients(whole, config).variants()] == [3, 5]
+
+
+def test_a_population_of_parts_is_read_back(tiny: Tiny, tmp_path: Any) -> None:
+    config = tiny(PARTS)
+    population = build_population(config.data, 1)
+    population.save(tmp_path)
+    back = Population.load(tmp_path, verify=True, verify_features=True)
+    assert back.classes == population.classes
+    assert back.data(5).train.labels.tolist() == population.data(5).train.labels.tolist()
+    assert population.is_saved_in(tmp_path)
+    assert not build_population(tiny(PARTS.replace("speakers: 3", "speakers: 2")).data, 1).is_saved_in(tmp_path)
+    assert [each.bands for each in Population.load(tmp_path, bands=16).each.values()] == [16, 16]
+
+
+def test_the_trunk_is_everybodys_mean_and_a_head_its_parts(tiny: Tiny) -> None:
+    """FedAvg over both parts by hand, from what each client sends."""
+    server = start(tiny(PARTS, "train.cohort=1.0", "train.rounds=1"))
+    federation = server._federation
+    first = {name: tensor.clone() for name, tensor in federation.state.tensors["global"].items()}
+    heads = {name for name in first if "@" in name}
+    assert {name.partition("@")[0].rpartition(".")[0] for name in heads} == {"model/output"}
+    assert {name.partition("@")[2] for name in heads} == {"low", "high"}
+    sent: list[tuple[str, float, dict[str, torch.Tensor]]] = []
+    orders = federation.plan()
+    for order, result in zip(orders, federation._carry_out(orders), strict=True):
+        assert result.update is not None
+        assert isinstance(result.update.weight, float)
+        assert {name.partition("@")[2] for name in result.update.tensors} == {"", order.part}
+        sent.append((order.part, result.update.weight, {n: t.clone() for n, t in result.update.tensors.items()}))
+        own = [name for name in first if name.endswith(f"@{order.part}")]
+        plain = [name for name in first if "@" not in name]
+        elements = sum(first[name].numel() for name in [*own, *plain])
+        assert result.bytes_down == 4 * elements, "the other parts' heads are not counted"
+    server.round()
+    for name, tensor in federation.state.tensors["global"].items():
+        mine = [(weight, tensors[name].double()) for _, weight, tensors in sent if name in tensors]
+        assert len(mine) == (7 if "@" not in name else 4 if name.endswith("@low") else 3)
+        expected = sum(weight * value for weight, value in mine) / sum(weight for weight, _ in mine)
+        assert torch.allclose(tensor.double(), expected, atol=1e-6), name
+        assert not torch.equal(tensor, first[name])
+    server.close()
+
+
+def test_parts_of_the_same_classes_have_heads_of_their_own(tiny: Tiny) -> None:
+    config = tiny("data.parts={a: {}, b: {first: 20}}", "train.rounds=1")
+    names = final_state(run(config).run_dir).tensors["global"]
+    assert {name for name in names if "@" in name} == {
+        f"model/output.{kind}@{part}" for kind in ("weight", "bias") for part in "ab"
+    }
+
+
+@pytest.mark.parametrize("method", ACROSS)
+def test_every_method_trains_over_parts_and_each_part_is_measured(tiny: Tiny, method: str) -> None:
+    config = tiny(PARTS, "train.rounds=2", "evaluate.clients=all", method=method)
+    outcome = run(config)
+    model = next(iter(type(config.parts.method).models))
+    scores = set(outcome.scores)
+    if method != "fedper":
+        assert {f"test low:{model}/accuracy", f"test high:{model}/accuracy"} <= scores
+    assert {f"validation {part}:{model}/accuracy" for part in ("low", "high")} <= scores
+    rows = read_rows(outcome.run_dir, 2)
+    shapes = {
+        (row["metric"], tuple(row["shape"]))
+        for row in rows.to_pylist()
+        if row["metric"].endswith(f"{model}/confusion") and row["shape"]
+    }
+    assert shapes == {(f"low:{model}/confusion", (3, 3)), (f"high:{model}/confusion", (5, 5))}
+
+
+def test_looped_and_together_give_the_same_models_and_a_resumed_run_the_same_bits(tiny: Tiny) -> None:
+    whole = finish(tiny(PARTS, "run.name=whole", "train.cohort=1.0"))
+    stacked = finish(tiny(PARTS, "run.name=stacked", "train.cohort=1.0", "train.together=4"))
+    assert whole.keys() == stacked.keys()
+    for name in whole:
+        if name.startswith("server"):
+            one, other = (np.frombuffer(found[name], np.float32) for found in (whole, stacked))
+            assert np.allclose(one, other, atol=1e-5), name
+    config = tiny(PARTS, "run.name=resumed", "train.cohort=1.0", "train.rounds=1")
+    folder = run(config).run_dir
+    resume(folder, ["train.rounds=3"])
+    same(whole, truth(folder))
+
+
+def test_a_parts_model_is_loaded_and_exported_by_itself(tiny: Tiny) -> None:
+    config = tiny(PARTS, "train.rounds=1")
+    folder = run(config).run_dir
+    low, high = load_model(folder, "low:model"), load_model(folder, "high:model")
+    assert (len(low.classes), len(high.classes)) == (3, 5)
+    assert low.logits(torch.zeros(2, 26, 16), None).shape == (2, 3)
+    assert {file.name for file in folder.glob("*.safetensors")} == {"model-low.safetensors", "model-high.safetensors"}
+    state = final_state(folder).tensors["global"]
+    assert torch.equal(dict(low.network.named_parameters())["output.weight"], state["model/output.weight@low"])
+    assert load_model(folder, client="high/s11").classes == high.classes
+
+
+def test_the_report_names_the_classes_of_each_part(tiny: Tiny) -> None:
+    record = read_run(run(tiny(PARTS, "train.rounds=1")).run_dir)
+    assert record.data == "low+high"
+    assert record.classes_of("high:model/confusion") == [f"tone{i}" for i in range(5)]
+    assert record.classes_of("low:model/confusion") == ["tone0", "tone1", "tone2"]
+    assert {metric for split, metric in record.confusions if split == "test"} == {
+        "low:model/confusion",
+        "high:model/confusion",
+    }
+
+
+def test_what_is_sent_comes_back_under_the_same_names() -> None:
+    server = {"a": 1, "b@x": 2, "b@y": 3, "m/b@x": 4}
+    assert of_part(server, "x") == {"a": 1, "b": 2, "m/b": 4}
+    assert marked(of_part(server, "x"), "x", server) == {"a": 1, "b@x": 2, "m/b@x": 4}
+    assert of_part(server, "") is server
+
+
+def test_only_what_a_part_comes_to_is_in_the_digest(tiny: Tiny) -> None:
+    def digest(*overrides: str) -> str:
+        return tiny(*overrides).digest()
+
+    plain = digest(PARTS)
+    assert digest(PARTS.replace("speakers: 4", "speakers: 4, unreadable: stop, split: {validation: 0.2}")) == plain
+    assert digest(PARTS, "data.split.validation=0.3") != plain
+    assert digest(PARTS.replace("speakers: 3", "speakers: 2")) != plain
+    assert digest("data.parts={}") == digest() != plain
+    assert make_config(tiny(PARTS).model_dump(mode="json")).digest() == plain
+
+
+@pytest.mark.parametrize(
+    ("overrides", "method", "message"),
+    [
+        (["data.parts={a/b: {}}"], "fedavg", "the part's name 'a/b' may hold letters"),
+        (["data.parts={a: {speakerz: 4}}"], "fedavg", "data.parts.a: .*unknown key 'speakerz'.*'speakers'"),
+        (["data.parts={a: {speakers: many}}"], "fedavg", "data.parts.a: .*speakers"),
+        (["data.parts={a: {cache: x}}"], "fedavg", "data.parts.a.cache: a part has no cache of its own"),
+        (["data.parts={a: {name: ''}}"], "fedavg", "data.parts.a.name is missing"),
+        ([PARTS, "data.sites={x: {folder: /x}}"], "fedavg", "either several parts or several sites"),
+        ([PARTS], "fedkad", "method 'fedkad' needs one list of classes"),
+        ([PARTS, "attack=sign_flip"], "fedavg", "attack: simulated attackers need one list of classes"),
+    ],
+)
+def test_parts_that_cannot_be(tiny: Tiny, overrides: list[str], method: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny(*overrides, method=method)
+
+
+def test_no_data_set_at_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data.name|data: .*name"):
+        make_config({"method": "fedavg", "data": {"parts": {}}})
+
+
+def test_two_parts_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="the key 'a' stands twice"):
+        parse_yaml("data: {parts: {a: {name: fsdd}, a: {name: emodb}}}", "file")
+
+
+def test_a_part_without_clips_is_named(tiny: Tiny) -> None:
+    config = tiny("data.parts={a: {}, b: {leave_out: [tone0, tone1, tone2]}}")
+    with pytest.raises(Exception, match="data.parts.b: data.leave_out names every label"):
+        create(config, Progress("quiet"))

@@ -1,0 +1,142 @@
+"""Law 1 of examples: hidden labels decide nothing, nor do clips that are only tested on. With a method of a user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import differ, finish, same, truth
+from pydantic.dataclasses import dataclass
+from tones import Tones
+from torch import Tensor
+
+from raydfl import Batch, Config, Method, Plan, Step, Update, fit, make_manifest, read_rows, run
+from raydfl.cluster.server import Server
+from raydfl.data.population import Population
+from raydfl.runs.folder import create
+from raydfl.runs.progress import Progress
+
+Tiny = Callable[..., Config]
+POOLS = ("data.unlabelled={keep: 0.5}", "train.rounds=2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PseudoLabels(Method):
+    """FedAvg that takes what the network is surest of for the label of a clip without one."""
+
+    cheats: bool = False
+
+    def loss(self, step: Step, batch: Batch) -> Tensor:
+        logits = step.forward("model", batch)
+        guess = batch.columns["hidden_label"] if self.cheats else logits.detach().argmax(dim=1)
+        labels = torch.where(batch.columns["pool"] == 0, batch.y, guess)
+        return batch.mean(F.cross_entropy(logits, labels, reduction="none"))
+
+    def local(self, step: Step) -> Update:
+        return step.update(fit(step, self.loss, batches=Plan({"labelled": 4, "unlabelled": 4}, leads="unlabelled")))
+
+
+def run_with(config: Config, change: Callable[[np.ndarray], np.ndarray]) -> dict[str, bytes]:
+    """A whole run in which the hidden labels were changed before the first round."""
+    run_dir = create(config, Progress("quiet"))
+    population = Population.load(run_dir / "population")
+    column = "train@unlabelled/column/hidden_label"
+    hidden = population._arrays[column]
+    assert len(set(hidden.tolist())) == 3
+    population._arrays[column] = change(np.array(hidden))
+    population.save(run_dir / "population")
+    server = Server(run_dir, config)
+    try:
+        while server.round_index < config.train.rounds:
+            server.round()
+    finally:
+        server.close()
+    return truth(run_dir)
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_hidden_labels_permuted_give_the_same_bits(tiny: Tiny, together: int) -> None:
+    def runs(**options: Any) -> tuple[dict[str, bytes], dict[str, bytes]]:
+        settings = [*POOLS, f"train.together={together}", *(f"method.{key}={value}" for key, value in options.items())]
+        name = f"{__file__}:PseudoLabels"
+        return (
+            run_with(tiny(*settings, f"run.name=a{options}".translate(_PLAIN), method=name), lambda hidden: hidden),
+            run_with(
+                tiny(*settings, f"run.name=b{options}".translate(_PLAIN), method=name),
+                np.random.default_rng(0).permutation,
+            ),
+        )
+
+    same(*runs())
+    assert differ(*runs(cheats=True)), "a method that looks at them is found out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machines(Tones):
+    """Tones of which some takes are anomalous, under the labels of others where ``mislabelled`` says so."""
+
+    anomalous: int = 1
+    mislabelled: int = 0
+
+    def manifest(self) -> pa.Table:
+        rows = [{**row, "split": None, "condition": "normal"} for row in super().manifest().to_pylist()]
+        for row in rows[:: self.takes]:
+            label = f"tone{(int(row['label'][4:]) + self.mislabelled) % self.classes}"
+            extra = {**row, "label": label, "condition": "anomalous"}
+            rows += [{**extra, "clip": f"{row['clip']}/{number}"} for number in range(self.anomalous)]
+        return make_manifest(sorted(rows, key=lambda row: str(row["clip"])), "Machines")
+
+
+def test_clips_that_are_only_tested_on_change_no_model_and_no_feature(tiny: Tiny) -> None:
+    """Law 1's second half: anomalous clips added or relabelled, with statistics of each speaker's clips."""
+
+    def found(name: str, normalise: str, **options: int) -> tuple[dict[str, bytes], list[bytes]]:
+        config = tiny(
+            f"run.name={name}-{normalise}",
+            "train.rounds=2",
+            f"data.name={__file__}:Machines",
+            *(f"data.{key}={value}" for key, value in options.items()),
+            "data.split={test: null, client_test: {by: condition, values: [anomalous]}}",
+            f"data.features.normalise={normalise}",
+        )
+        models = finish(config)
+        population = Population.load(config_folder(config) / "population")
+        data = [population.data(i) for i in range(len(population))]
+        assert all(len(each.test) for each in data)
+        return models, [each.train.batch(np.arange(len(each.train))).x.numpy().tobytes() for each in data]
+
+    for normalise in ("clip", "group"):
+        plain, features = found("plain", normalise)
+        for name, options in {"more": {"anomalous": 3}, "relabelled": {"mislabelled": 1}}.items():
+            models, others = found(name, normalise, **options)
+            same(plain, models)
+            assert others == features
+
+
+def config_folder(config: Config) -> Path:
+    return Path(config.run.dir) / str(config.run.name)
+
+
+def test_a_clients_own_test_is_measured_by_every_model(tiny: Tiny) -> None:
+    outcome = run(tiny("train.rounds=1", "data.split.client_test={fraction: 0.2, stratify: true}", method="fedmlac"))
+    assert {"client_test plugin/accuracy", "client_test local/accuracy"} <= outcome.scores.keys()
+    clients = set(read_rows(outcome.run_dir, 1, where=None)["client"].to_pylist())
+    assert len(clients) > 2
+
+
+_PLAIN = str.maketrans("", "", "{}' :")
+
+
+def test_the_unlabelled_pool_is_trained_on_by_the_plan_alone(tiny: Tiny) -> None:
+    """FedAvg itself trains on the labelled pool: less data, another model; the plan's method learns from both."""
+    by_plan = finish(tiny(*POOLS, "run.name=plan", method=f"{__file__}:PseudoLabels"))
+    labelled = finish(tiny(*POOLS, "run.name=labelled"))
+    everything = finish(tiny("train.rounds=2", "run.name=everything"))
+    assert differ(by_plan, labelled)
+    assert differ(labelled, everything)
