@@ -13,6 +13,7 @@ __all__ = [
     "nested",
     "ops",
     "options",
+    "part_names",
     "processes",
     "progress",
     "registry",

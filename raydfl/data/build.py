@@ -286,12 +286,12 @@ class _Assembler:
 
     @functools.cached_property
     def _noisy(self) -> np.ndarray:
-        """Whose training clips are noisy: bool [clients]."""
+        """Clients whose training clips are noisy: bool [clients]."""
         return self._chosen(self.data.corrupt.noise, "noise")
 
     @functools.cached_property
     def _with_label_errors(self) -> np.ndarray:
-        """Whose training clips have wrong labels among theirs: bool [clients]."""
+        """Clients of whose training clips some have wrong labels: bool [clients]."""
         return self._chosen(self.data.corrupt.labels, "labels")
 
     def _chosen(self, corruption: NoiseSettings | LabelErrorSettings | None, purpose: str) -> np.ndarray:

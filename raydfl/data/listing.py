@@ -1,4 +1,4 @@
-"""What is made of a data set's list of clips before it is divided: labels left out, clips dealt out, columns as numbers."""
+"""Changes to a data set's list of clips before it is divided: labels left out, clips dealt out, columns as numbers."""
 
 from __future__ import annotations
 

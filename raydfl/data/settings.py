@@ -433,7 +433,7 @@ class DataSettings(Settings):
 
     @property
     def title(self) -> str:
-        """What the data are called: the data set's name, or those of the parts."""
+        """The name of the data: the data set's name, or those of the parts."""
         return "+".join(self.parts) or self.name
 
     def at(self, site: str) -> DataSettings:

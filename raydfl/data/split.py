@@ -58,7 +58,7 @@ class HoldOutSettings(Settings):
 
 
 class ClientHoldOutSettings(Settings):
-    """What each client holds out of its own clips."""
+    """A hold-out of each client, of its own clips."""
 
     by: Annotated[
         str,

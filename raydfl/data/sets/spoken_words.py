@@ -128,7 +128,7 @@ class SpokenWords(Dataset):
 
     @property
     def word_list(self) -> tuple[str, ...]:
-        """What is said: the classes, but for ``speech_commands_12`` and ``label: language``."""
+        """The words that are said: the classes, but for ``speech_commands_12`` and ``label: language``."""
         return _WORD_LISTS[self.words] if isinstance(self.words, str) else self.words
 
     def manifest(self) -> pa.Table:
@@ -199,7 +199,7 @@ class SpokenWords(Dataset):
 
     @property
     def _named_otherwise(self) -> bool:
-        """Whether the label is not what is said."""
+        """True where the label is not what is said."""
         return self.label == "language" or self.words == "speech_commands_12"
 
     def _label(self, word: str, language: str) -> str:

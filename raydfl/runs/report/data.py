@@ -139,7 +139,7 @@ class RunRecord:
         return next((name for name, score in SCORES.items() if score.headline and name in measured), "loss")
 
     def classes_of(self, metric: str) -> list[str]:
-        """The names of the classes that a metric is about: the federation's, or the part's whose metric it is; empty: not known."""
+        """Return the names of a metric's classes: the federation's, or the part's whose metric it is; empty: not known."""
         parts, part = self.about.get("parts"), metric.partition(":")[0]
         names = parts.get(part) if isinstance(parts, Mapping) else self.about.get("classes")
         return [str(name) for name in names] if isinstance(names, list) else []
