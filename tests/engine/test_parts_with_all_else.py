@@ -1,0 +1,212 @@
+"""Parts beside objectives, transforms, views, profiles, first weights from a file and planned evaluation; views beside pools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from helpers import start
+from PIL import Image
+
+from raydfl import Config, final_state, load_model, read_rows
+from raydfl.core.errors import ConfigError
+from raydfl.data.build import build_population
+from raydfl.data.population import Population
+from raydfl.engine.clients import Clients
+from raydfl.runs._run import resume, run
+
+Tiny = Callable[..., Config]
+TESTS = Path(__file__).parents[1]
+MACHINES = f"{TESTS / 'objectives' / 'machines.py'}:Machines"
+CHORDS = f"{TESTS / 'objectives' / 'machines.py'}:Chords"
+PLANNED = f"{Path(__file__).with_name('test_planned_evaluation.py')}:Planned"
+PARTS = "data.parts={low: {speakers: 4}, high: {classes: 5, first: 10, speakers: 3}}"
+
+
+def metrics(run_dir: Path, split: str, ending: str) -> set[str]:
+    rows = read_rows(run_dir).to_pylist()
+    return {row["metric"] for row in rows if row["split"] == split and row["metric"].endswith(ending)}
+
+
+def test_an_anomaly_detector_has_one_network_over_parts_and_scores_of_each(tiny: Tiny) -> None:
+    objective = "objective={name: compact, size: 4, normal: [normal]}"
+    parts = f"data.parts={{few: {{name: '{MACHINES}', machines: 2}}, many: {{name: '{MACHINES}', machines: 3}}}}"
+    config = tiny(parts, objective, "train.rounds=1", "train.cohort=1.0")
+    folder = run(config).run_dir
+    assert not [name for name in final_state(folder).tensors["global"] if "@" in name], "no tensor depends on classes"
+    assert metrics(folder, "test", "model/auc") == {"few:model/auc", "many:model/auc"}
+
+
+def test_parts_may_have_labels_that_are_sets(tiny: Tiny) -> None:
+    parts = f"data.parts={{a: {{name: '{CHORDS}'}}, b: {{name: '{CHORDS}'}}}}"
+    config = tiny(parts, "data.label_sets={}", "objective=multi_label", "train.rounds=1")
+    folder = run(config).run_dir
+    assert metrics(folder, "test", "model/map") == {"a:model/map", "b:model/map"}
+    population = Population.load(folder / "population")
+    assert all(each.sets is not None and "|" not in "".join(each.classes) for each in population.each.values())
+    assert population.label_counts().shape[1] == len(population.classes)
+    with pytest.raises(ConfigError, match="'multi_label' learns sets of classes"):
+        tiny(f"data.parts={{a: {{name: '{CHORDS}', label_sets: {{}}}}, b: {{}}}}", "objective=multi_label")
+    with pytest.raises(ConfigError, match="'classify' needs one label for each clip"):
+        tiny(f"data.parts={{a: {{name: '{CHORDS}', label_sets: {{}}}}, b: {{}}}}")
+
+
+def test_a_transform_of_a_part_changes_that_parts_batches_only(tiny: Tiny) -> None:
+    """As the run reads them back; written in full it is the same configuration."""
+    config = tiny("data.parts={plain: {}, masked: {transforms: [spec_augment]}}", "train.rounds=1")
+    folder = run(config).run_dir
+    population = Population.load(folder / "population").use(config.data)
+    assert {name: each.pipeline.plain for name, each in population.each.items()} == {"plain": True, "masked": False}
+    for name, each in population.each.items():
+        train, index = each.data(0).train, np.arange(4)
+        drawn = train.draw(index, 1, 0)
+        same = bool((train.batch(index, drawn=drawn).x == train.batch(index).x).all())
+        assert same is (name == "plain")
+    given = "data.parts={plain: {}, masked: {transforms: [{name: spec_augment}]}}"
+    assert tiny(given, "train.rounds=1").digest() == config.digest()
+
+
+def test_an_architecture_may_be_chosen_by_the_part_or_by_what_the_part_deals(tiny: Tiny) -> None:
+    small, large = ("{name: crnn_tiny, hidden: %d, filters: [4]}" % hidden for hidden in (4, 8))
+    by_part = f"models.local={{by: part, choices: {{low: {small}, high: {large}}}}}"
+    plugin = "models.plugin={name: crnn_tiny, hidden: 4, filters: [4]}"
+    config = tiny(PARTS, by_part, plugin, method="fedmlac")
+    clients = Clients(build_population(config.data, 1), config)
+    hidden = [dict(spec.options)["hidden"] for client in clients for spec in client.models if spec.name == "local"]
+    assert hidden == [4] * 4 + [8] * 3
+    with pytest.raises(ConfigError, match="no architecture for part 'high'"):
+        tiny(PARTS, by_part.replace("high", "higher"), plugin, method="fedmlac")
+    parts = PARTS.replace("speakers: 3", "speakers: 3, profile: {room: {values: [hall]}}")
+    config = tiny(parts, "data.profile={room: {values: [yard, attic]}}")
+    rooms = [client.profile["room"] for client in Clients(build_population(config.data, 1), config)]
+    assert rooms == ["yard", "attic", "yard", "attic", "hall", "hall", "hall"]
+
+
+def test_parts_start_from_the_weights_of_a_file(tiny: Tiny) -> None:
+    """The parts have as many classes as the file, but which tensors depend on them is found all the same."""
+    first = run(tiny("train.rounds=1", "run.name=first")).run_dir
+    start_from = f"models.model={{name: crnn_tiny, hidden: 8, filters: [4], init_from: {first / 'model.safetensors'}}}"
+    server = start(tiny("data.parts={a: {}, b: {first: 20}}", start_from, "run.name=second"))
+    found, given = server._federation.state.tensors["global"], final_state(first).tensors["global"]
+    server.close()
+    assert {name for name in found if "@" in name} == {
+        f"model/output.{k}@{p}" for k in ("weight", "bias") for p in "ab"
+    }
+    for name, tensor in found.items():
+        assert tensor.equal(given[name.partition("@")[0]])
+
+
+def test_a_planned_entry_is_measured_on_each_part(tiny: Tiny) -> None:
+    config = tiny(PARTS, "train.rounds=1", "method.receive=[[trunk, head]]", method=PLANNED)
+    folder = run(config).run_dir
+    assert metrics(folder, "test", "model/accuracy") == {"low:trunk:model/accuracy", "high:trunk:model/accuracy"}
+
+
+METHOD = '''
+import torch.nn.functional as F
+from raydfl import Method, Plan, fit
+
+
+class Eyes(Method):
+    """A network on sounds and one on pictures, trained on the sum of their logits, from two pools."""
+
+    models = {"ear": "crnn_tiny", "eye": "cnn_small"}
+
+    def loss(self, step, batch):
+        seen = step.forward("eye", batch) * batch.present["picture"].unsqueeze(1)
+        return batch.mean(F.cross_entropy(step.forward("ear", batch) + seen, batch.y, reduction="none"))
+
+    def local(self, step):
+        plan = None
+        if len(step.data.pools) > 1:
+            plan = Plan({name: 2 for name in step.data.pools}, leads=next(iter(step.data.pools)))
+        return step.update(fit(step, self.loss, batches=plan))
+'''
+FEATURES = "features: {sample_rate: 8000, bands: 16, seconds: 0.25}"
+VIEWS = "views: {picture: {column: frame, features: {kind: image, size: [8, 9]}}}"
+MODELS = "models={ear: {name: crnn_tiny, hidden: 8, filters: [4]}, eye: {name: cnn_small, view: picture}}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Tones of two pitches in two rooms, three of four with a picture whose first pixel is the clip's number."""
+    rng = np.random.default_rng(0)
+    rows = ["path,label,group,split,room,frame"]
+    for number in range(48):
+        label, time = number % 2, np.arange(2000) / 8000
+        wave = 0.3 * np.sin(2 * np.pi * 400 * (1 + label) * time) + 0.01 * rng.standard_normal(2000)
+        soundfile.write(tmp_path / f"{number}.wav", wave, 8000)
+        picture = f"{number}.png" if number % 4 != 3 else ""
+        if picture:
+            pixels = rng.integers(0, 255, (8, 9)).astype(np.uint8)
+            pixels[0, 0] = number
+            Image.fromarray(pixels).save(tmp_path / picture)
+        split, room = ("test" if number < 12 else "train"), ("hall", "yard")[number // 24]
+        rows.append(f"{number}.wav,{'ab'[label]},g{number % 6},{split},{room},{picture}")
+    (tmp_path / "list.csv").write_text("\n".join(rows))
+    (tmp_path / "eyes.py").write_text(METHOD)
+    return tmp_path
+
+
+def eyes(tiny: Tiny, folder: Path, data: str, *overrides: str) -> Config:
+    data = f"data={{name: manifest, file: {folder / 'list.csv'}, {FEATURES}, partition: {{by: group}}, {data}}}"
+    return tiny(data, f"method.name={folder / 'eyes.py'}:Eyes", MODELS, *overrides)
+
+
+def check_pictures(population: Population) -> set[int]:
+    """Look whether every training example has its own clip's picture, in all pools; return the clips."""
+    seen = set[int]()
+    for index in range(len(population)):
+        for examples in population.data(index).pools.values():
+            if not len(examples):
+                continue
+            batch = examples.batch(np.arange(len(examples)))
+            numbers = (batch.views["picture"][:, 0, 0, 0] * 255).round().int().tolist()
+            for clip, number, present in zip(examples.clips, numbers, batch.present["picture"].tolist(), strict=True):
+                assert present is bool(clip % 4 != 3)
+                assert number == (clip if present else 0)
+                seen.add(int(clip))
+    return seen
+
+
+POOLS = "pools: {hall: {column: room, values: [hall]}, yard: {column: room, values: [yard]}}"
+
+
+def test_examples_of_every_pool_have_their_views(tiny: Tiny, folder: Path) -> None:
+    config = eyes(tiny, folder, f"{VIEWS}, {POOLS}", "train.rounds=1")
+    run_dir = run(config).run_dir
+    assert check_pictures(Population.load(run_dir / "population", verify=True).use(config.data)) == set(range(12, 48))
+
+
+def test_a_view_and_a_pool_have_names_of_their_own(tiny: Tiny, folder: Path) -> None:
+    with pytest.raises(ConfigError, match="data.views: 'picture' is the name of a pool already"):
+        eyes(tiny, folder, f"{VIEWS}, pools: {{picture: {{column: room, values: [hall]}}}}")
+    view = VIEWS.replace("picture", "unlabelled")
+    with pytest.raises(ConfigError, match="data.views: 'unlabelled' is the name of a pool already"):
+        eyes(tiny, folder, f"{view}, unlabelled: {{keep: 0.5}}", "models.eye.view=unlabelled")
+    with pytest.raises(ConfigError, match="data.pools: the name 'a@b' may hold letters"):
+        eyes(tiny, folder, f"{VIEWS}, pools: {{a@b: {{column: room, values: [hall]}}}}")
+
+
+def test_sets_of_classes_cannot_be_hidden(tiny: Tiny) -> None:
+    chords = (f"data.name={CHORDS}", "data.label_sets={}", "objective=multi_label")
+    with pytest.raises(ConfigError, match="data.unlabelled hides one class of a clip"):
+        tiny(*chords, "data.unlabelled={keep: 0.5}")
+
+
+def test_parts_have_views(tiny: Tiny, folder: Path) -> None:
+    """And a run of them goes on with the same numbers."""
+    parts = f"{VIEWS}, parts: {{one: {{}}, two: {{leave_out: []}}}}"
+    config = eyes(tiny, folder, parts, "train.rounds=2", "train.cohort=1.0")
+    run_dir = run(config).run_dir
+    assert load_model(run_dir, "two:ear").classes == ("a", "b")
+    population = Population.load(run_dir / "population").use(config.data)
+    for each in population.each.values():
+        assert check_pictures(each) == set(range(12, 48))
+    short = run(eyes(tiny, folder, parts, "train.rounds=1", "train.cohort=1.0", "run.name=short")).run_dir
+    resume(short, ["train.rounds=2"])
+    one, other = final_state(run_dir).tensors["global"], final_state(short).tensors["global"]
+    assert all(one[name].equal(other[name]) for name in one)
