@@ -327,7 +327,7 @@ def test_a_run_keeps_the_number_of_bands_and_absolute_paths(tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("features", "data", "message"),
     [
-        ({"kind": "mfcc"}, {}, r"data.features.kind is 'mfcc'; known: file, logmel, model"),
+        ({"kind": "mfcc"}, {}, r"data.features.kind is 'mfcc'; known: file, image, logmel, model"),
         (3, {}, r"data.features is 3; it must be a group of settings"),
         ({"kind": "file"}, {}, r"data.features.path is missing; it must be a .safetensors file"),
         ({"kind": "file", "path": "x.npz", "bands": 0}, {}, r"data.features.bands is 0; it must be at least 1"),
@@ -548,7 +548,18 @@ def test_a_model_is_named_in_the_front_end_and_in_tables(tmp_path: Path) -> None
     options = {"weights": str(tmp_path / "apc.pt"), "options": {"scale": 2.0}, "bands": 5, "frames": 7}
     config = configure(tmp_path, {"kind": "model", "model": f"{OWN}:Frames", "sample_rate": 8000, **options})
     said = describe_front_end(config.data)
-    assert list(said) == ["kind", "samples", "resample", "cut", "model", "normalise", "pad", "dtype", "segments"]
+    assert list(said) == [
+        "kind",
+        "samples",
+        "resample",
+        "cut",
+        "model",
+        "normalise",
+        "pad",
+        "dtype",
+        "crop",
+        "segments",
+    ]
     assert {key: said["model"][key] for key in ("class", "weights", "options", "bands", "frames")} == {
         "class": "own_features.py:Frames",
         "weights": "apc.pt",
