@@ -194,7 +194,7 @@ def measure(
             config = configuration(variant, method, folder, actors)
             run_dir = folder / str(config.run.name)
             population = enlarge(build_population(config.data, 0), variant.clients, variant.examples)
-            begin(run_dir, config, population)
+            begin(run_dir, config, population, {})
             if variant.aged:
                 age(run_dir, config, population)
             started = time.perf_counter()

@@ -27,6 +27,10 @@ from raydfl.engine.storage import final_state as final_state
 from raydfl.engine.storage import influences as influences
 from raydfl.engine.storage import read_rows as read_rows
 from raydfl.experiments import trainable as trainable
+from raydfl.experiments.search import load_search as load_search
+from raydfl.experiments.search import run_search as run_search
+from raydfl.experiments.sweep import load_sweep as load_sweep
+from raydfl.experiments.sweep import run_sweep as run_sweep
 from raydfl.methods import Method as Method
 from raydfl.objectives import Objective as Objective
 from raydfl.rules import CollectingRule as CollectingRule

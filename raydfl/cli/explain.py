@@ -38,8 +38,12 @@ def explain_config(config: Config) -> str:
             lines += [f"  name: {to_yaml(config.method['name'])}", *_options(options_of(type(built)), plain(built), 1)]
         elif name == "objective":
             objective = config.parts.method.objective
-            lines += _comment(f"{field.description}; `raydfl methods` lists the objectives", 0)
-            lines += ["objective:", f"  name: {to_yaml(config.objective['name'])}"]
+            lines += _comment(str(field.description), 0)
+            lines += [
+                "objective:",
+                *_comment("which objective; `raydfl methods` lists them", 1),
+                f"  name: {to_yaml(config.objective['name'])}",
+            ]
             lines += _options(options_of(type(objective)), plain(objective), 1)
         elif name == "attack":
             attack = config.parts.attack

@@ -130,6 +130,7 @@ class Objective:
         network = step.models[name]
         predictor = self.predictor(network)
         if predictor is not network:
+            vars(predictor)["view"] = vars(network).get("view", "")  # what Batch.input_of looks for
             step = dataclasses.replace(step, models={**step.models, name: predictor})
         return self.metrics(predict(step, name, examples, batch_size), examples)
 

@@ -57,7 +57,7 @@ class Compact(AnomalyObjective):
         """Mean squared distance to the batch's own centres; the running ones follow."""
         centres = cast(Any, step.models[name]).objective
         z = F.normalize(step.forward(name, batch), dim=1)
-        member = self._membership(batch, centres.counts)
+        member = self._membership(batch, z, centres.counts)
         mass = member if batch.weight is None else member * batch.weight.unsqueeze(1)
         counts = mass.sum(dim=0)
         means = (mass.T @ z) / counts.clamp_min(_NONE).unsqueeze(1)
@@ -66,10 +66,10 @@ class Compact(AnomalyObjective):
             centres.counts.mul_(self.momentum).add_(counts)
         return batch.mean((z - member @ means).square().sum(dim=1))
 
-    def _membership(self, batch: Batch, counts: Tensor) -> Tensor:
+    def _membership(self, batch: Batch, z: Tensor, counts: Tensor) -> Tensor:
         """Return the centre that each example belongs to, float32 [batch, centres]; to the mean of several of a set of classes."""
         if self.by == "all":
-            return torch.ones_like(batch.x[:, :1, 0])
+            return torch.ones_like(z[:, :1])
         if batch.y.is_floating_point():
             return batch.y / batch.y.sum(dim=1, keepdim=True).clamp_min(1)
         return (batch.y.unsqueeze(1) == torch.arange(len(counts), device=batch.y.device)).float()

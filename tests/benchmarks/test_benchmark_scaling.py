@@ -45,7 +45,7 @@ def test_a_run_that_was_aged_goes_on(tmp_path: Path) -> None:
     config = scaling.configuration(SMALL, "fedper", tmp_path, 0)
     run_dir = tmp_path / "run"
     population = scaling.enlarge(build_population(config.data, 0), SMALL.clients, SMALL.examples)
-    begin(run_dir, config, population)
+    begin(run_dir, config, population, {})
     scaling.age(run_dir, config, population)
     store = RunStore(run_dir)
     commit = store.load(store.latest() or "")

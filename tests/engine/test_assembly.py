@@ -63,10 +63,10 @@ def test_from_the_configuration_to_round_2_everything_is_built_once(tiny: Tiny, 
 
 
 def test_a_run_that_goes_on_is_checked_once(tiny: Tiny, built: Counter[str]) -> None:
+    """Of networks three: for the server, for the clients, and for what the export holds of them that was never sent."""
     run_dir = run(tiny(*EVERYTHING), on_round=lambda report: True).run_dir
     built.clear()
     assert resume(run_dir).finished
-    # Networks for the server, for the clients, and to export what is fixed.
     assert built == {"method": 1, "objective": 1, "method.rule": 1, "attack": 1, "network": 3}
 
 

@@ -32,8 +32,7 @@ def test_only_the_doors_lie_at_the_root() -> None:
 
 
 def test_no_circle_is_hidden_from_who_checks_for_circles() -> None:
-    """But for the command line and the settings of data, which import when it is asked for: nobody waits for a heavy library that
-    is not needed. What they name for types only they import in functions too, which the law of imports sees."""
+    """But for two files: importing what they name would make ``raydfl --help``, or reading a configuration, wait for PyTorch."""
     assert {file for file, _ in imports_for_types()} <= {"cli/main.py", "data/settings.py"}
 
 

@@ -31,7 +31,7 @@ NETWORKS = Path(__file__).parent.parent / "networks.py"
 
 
 def spec(**init_from: Any) -> ModelSpec:
-    return ModelSpec("model", "mlp", 5, 3, (), tuple(sorted(init_from.items())))
+    return ModelSpec("model", "mlp", 5, 3, init_from=tuple(sorted(init_from.items())))
 
 
 def other() -> nn.Module:

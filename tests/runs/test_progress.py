@@ -239,5 +239,5 @@ def test_sizes(count: float, words: str) -> None:
 
 
 def test_without_an_accuracy_the_first_scores_are_shown() -> None:
-    assert scores_text({"a/loss": 1.0, "b/auc": 0.5}) == "a/loss 1.000  b/auc 0.500"
+    assert scores_text({"a/loss": 1.0, "b/own": 0.5}) == "a/loss 1.000  b/own 0.500"
     assert scores_text({}) == ""

@@ -27,7 +27,7 @@ def test_every_client_has_its_own_batches_and_padding_of_weight_0(
     plans = [own.order(4, np.random.default_rng(1)) for own in examples]
     assert [[len(index) for index in plan] for plan in plans] == [[4, 4, 2], [4, 3], [3]]
     batches = StackedBatches(examples, plans, torch.device("cpu"))
-    resident = Resident(examples, plans, 4, torch.device("cpu"))
+    resident = Resident(examples, plans, windows(examples, plans), 4, torch.device("cpu"))
     assert len(batches) == 3
     assert [batches.clients(step) for step in range(3)] == [3, 2, 1]
     for step in range(3):
@@ -64,7 +64,7 @@ def test_clients_of_different_stores_are_put_together() -> None:
     """As clients with clean and with noisy recordings are."""
     examples = [make_examples(5, 1), make_examples(3, 2)]
     plans = [own.order(5, None) for own in examples]
-    cut = Resident(examples, plans, 5, torch.device("cpu")).cut(0, 2, 5, FRAMES)
+    cut = Resident(examples, plans, windows(examples, plans), 5, torch.device("cpu")).cut(0, 2, 5, FRAMES)
     for client, own in enumerate(examples):
         assert torch.equal(cut[client, : len(own)], own.batch(plans[client][0]).x)
     assert not cut[1, 3:].any()
@@ -78,8 +78,8 @@ def test_a_client_alone_on_a_device_has_the_same_batches(lengths: bool) -> None:
     device = type("Device", (), {"type": "elsewhere"})()
     step.rng, step.device = np.random.default_rng(7), device  # type: ignore[assignment]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(train, "StackedBatches", lambda e, p, d: on_device(e, p))
-        found = list(train._batches(step, step.data.train, None))
+        patched.setattr(train, "StackedBatches", lambda e, p, *_: on_device(e, p))
+        found = list(train._batches(step, step.data.train, None, 1, 0))
     assert len(found) == len(expected) == 3
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one.x, other.x)
@@ -92,8 +92,13 @@ def test_a_client_alone_on_a_device_has_the_same_batches(lengths: bool) -> None:
 
 def on_device(examples: list[Examples], plans: list[list[np.ndarray]]) -> StackedBatches:
     batches = StackedBatches(examples, plans, torch.device("cpu"))
-    batches._resident = Resident(examples, plans, 4, torch.device("cpu"))
+    batches._resident = Resident(examples, plans, windows(examples, plans), 4, torch.device("cpu"))
     return batches
+
+
+def windows(examples: list[Examples], plans: list[list[np.ndarray]]) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+    """First rows and numbers of frames of the examples of each batch, whole."""
+    return [[(own.starts[i], own.counts[i]) for i in plan] for own, plan in zip(examples, plans, strict=True)]
 
 
 def test_examples_are_ordered_as_their_batches_are() -> None:

@@ -62,7 +62,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Operations:
 
         return run
 
-    monkeypatch.setattr(vectorised, "StackedBatches", lambda examples, plans, device: on_device(examples, plans))
+    monkeypatch.setattr(vectorised, "StackedBatches", lambda examples, plans, *_: on_device(examples, plans))
     monkeypatch.setattr(vectorised, "_train", watched(vectorised._train))
     return seen
 
