@@ -186,7 +186,7 @@ def test_nothing_is_left_behind_by_a_refused_configuration(raydfl: Raydfl, tiny:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "file.yaml is empty; it must hold the groups method, models, data, attack, train"),
+        (b"", "file.yaml is empty; it must hold the groups method, models, objective, data, attack, train"),
         (b"fedavg", "file.yaml is 'fedavg'; it must hold the groups"),
         (b"- method\n- data", r"file.yaml is .*; it must hold the groups"),
         (b"method: fedavg\ndata: [", "file.yaml is not valid YAML in line 2, column 8: while parsing a flow node"),

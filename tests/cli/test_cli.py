@@ -213,7 +213,14 @@ def test_methods_by_name(raydfl: Raydfl) -> None:
     everything = json.loads(raydfl("methods", "--json").out)
     some = json.loads(raydfl("methods", "fedprox", "median", "--json").out)
     fedprox, median = everything["methods"]["fedprox"], everything["rules"]["median"]
-    assert some == {"methods": {"fedprox": fedprox}, "rules": {"median": median}, "attacks": {}, "models": {}}
+    assert some == {
+        "methods": {"fedprox": fedprox},
+        "rules": {"median": median},
+        "attacks": {},
+        "objectives": {},
+        "transforms": {},
+        "models": {},
+    }
     shown = raydfl("methods", "fedprox").out
     assert shown.startswith("Methods (method: {name: ...})\n\nfedprox: ")
     assert "\n  mu = 0.01: weight of the proximal term" in shown
