@@ -93,7 +93,7 @@ def _group(name: str, settings: Settings, depth: int) -> list[str]:
         if inner:
             about += f" Its settings: {', '.join(inner[0].model_fields)}."
         lines += [*_comment(about, depth + 1), f"{indent}  {key}: {to_yaml(plain(value))}"]
-        if isinstance(settings, DataSettings) and key == "name":
+        if isinstance(settings, DataSettings) and key == "name" and settings.name:  # else each of parts has its own
             data_set = settings.source.open()
             lines += _options(options_of(type(data_set)), plain(data_set) | settings.uris, depth + 1)
     return lines

@@ -70,7 +70,7 @@ def test_a_transform_of_a_part_changes_that_parts_batches_only(tiny: Tiny) -> No
 
 
 def test_an_architecture_may_be_chosen_by_the_part_or_by_what_the_part_deals(tiny: Tiny) -> None:
-    small, large = ("{name: crnn_tiny, hidden: %d, filters: [4]}" % hidden for hidden in (4, 8))
+    small, large = (f"{{name: crnn_tiny, hidden: {hidden}, filters: [4]}}" for hidden in (4, 8))
     by_part = f"models.local={{by: part, choices: {{low: {small}, high: {large}}}}}"
     plugin = "models.plugin={name: crnn_tiny, hidden: 4, filters: [4]}"
     config = tiny(PARTS, by_part, plugin, method="fedmlac")

@@ -151,6 +151,7 @@ def test_check_describes(search_file: StudyFile, raydfl: Raydfl) -> None:
 
 NOT_SEARCHED = {
     "rule": "which aggregation is used is a question of its own",
+    "objective": "what is learnt is a question of its own",
     "form": "FedMLAC: plug_ce_weight covers both forms",
     "lpa": "FedMLAC: an ablation",
     "mutual": "FedMLAC: an ablation",
