@@ -56,6 +56,23 @@ FEDMLAC_MODELS = {
 TINY_MODELS = {"fedmlac": FEDMLAC_MODELS, f"{TESTS}/extra_methods.py:Slow": FEDMLAC_MODELS}
 
 
+@pytest.fixture(scope="session", autouse=True)
+def drawing() -> Iterator[Callable[..., str]]:
+    """What draws a picture. Only tests that ask for ``pictures`` have any drawn: they take most of a tiny run's time."""
+    from raydfl.runs.report import figures
+
+    draw = figures.to_svg
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "to_svg", lambda *_: "")
+        yield draw
+
+
+@pytest.fixture
+def pictures(drawing: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the pictures of this test's reports drawn."""
+    monkeypatch.setattr("raydfl.runs.report.figures.to_svg", drawing)
+
+
 @pytest.fixture(scope="session")
 def feature_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")

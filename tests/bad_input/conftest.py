@@ -28,9 +28,3 @@ def undisturbed(tiny: Callable[..., Config]) -> Callable[..., dict[str, bytes]]:
         return _KNOWN[rounds, method]
 
     return bytes_after
-
-
-@pytest.fixture(autouse=True)
-def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most of a tiny run's time would be the drawing of its report's pictures."""
-    monkeypatch.setattr("raydfl.runs.report.figures.to_svg", lambda *_: "")

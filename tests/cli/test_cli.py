@@ -23,7 +23,6 @@ from raydfl.runs._replay import replay
 from raydfl.runs._run import run
 
 Tiny = Callable[..., Config]
-pytestmark = pytest.mark.usefixtures("without_pictures")
 COMMANDS = [
     ["init"],
     ["run"],

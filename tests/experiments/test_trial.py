@@ -18,11 +18,6 @@ from raydfl.experiments.plan import rounds_done
 from raydfl.experiments.trial import RunThread, Said, TrialOrder, branch, recorded
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raydfl.runs.report.figures.to_svg", lambda *_: "")
-
-
 def _order(config: Config, tmp_path: Path, reported: int = 0, **changes: Any) -> TrialOrder:
     keys = tuple(keys_of(config, MetricSettings(score="loss", split="validation")))
     values: dict[str, Any] = {

@@ -152,6 +152,7 @@ def test_one_run(tmp_path: Path) -> None:
     assert shown.figures == 10
 
 
+@pytest.mark.usefixtures("pictures")
 def test_confusion_matrix_and_pruning_in_the_figures(tmp_path: Path) -> None:
     rows = make_run(tmp_path / "run")
     shown = page(tmp_path, tmp_path / "run")
@@ -274,6 +275,7 @@ def test_a_diverged_run(tmp_path: Path) -> None:
     assert results["-", "training data", "loss"][2].endswith("(round 1)")  # the best is a number
 
 
+@pytest.mark.usefixtures("pictures")
 def test_several_runs(tmp_path: Path) -> None:
     recorded = {}
     for name, settings in {
@@ -432,6 +434,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
         write_report([tmp_path / "run"], tmp_path / "file" / "page.html")
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_run_json_of_another_shape(tmp_path: Path) -> None:
     """Whatever the parts hold, a page comes out."""
     make_run(tmp_path / "run", config(rounds=5))
@@ -451,6 +454,7 @@ def test_a_run_json_of_another_shape(tmp_path: Path) -> None:
 # -- figures -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("pictures")
 def test_every_colour_of_a_figure_follows_the_page() -> None:
     x = np.arange(5.0)
     series = [plots.Series(f"s{i}", x, x / 5 + i, colour=i, dash=i) for i in range(9)]
@@ -463,6 +467,7 @@ def test_every_colour_of_a_figure_follows_the_page() -> None:
     assert ">round<" in svg
 
 
+@pytest.mark.usefixtures("pictures")
 def test_figures_are_the_same_each_time_and_leave_the_settings_of_matplotlib_alone() -> None:
     import matplotlib as mpl
 
@@ -486,6 +491,7 @@ def test_clients_are_sorted() -> None:
     assert axes.lines[0].get_xdata().tolist() == pytest.approx([1 / 6, 3 / 6, 5 / 6])
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_large_confusion_matrix_is_readable() -> None:
     rng = np.random.default_rng(0)
     figure = plots.confusion(rng.integers(5, size=(200, 200)), [f"class {i}" for i in range(200)])
@@ -523,6 +529,7 @@ def shown_ticks(axis: Axis) -> list[float]:
 
 
 @pytest.mark.parametrize("values", [[np.nan, np.nan], [np.inf, 1.0], []])
+@pytest.mark.usefixtures("pictures")
 def test_curves_of_odd_values(values: list[float]) -> None:
     y = np.array(values)
     series = plots.Series("s", np.arange(float(len(y))), y, y, y)

@@ -96,6 +96,7 @@ def test_importance_finds_what_matters(search_file: StudyFile) -> None:
     assert importances(search, alike) == {}
 
 
+@pytest.mark.usefixtures("pictures")
 def test_the_page_shows_it(search_file: StudyFile) -> None:
     search = load_search(search_file(samples=10, note="A <note>"))
     journal = _journal(search, ROWS * 2)

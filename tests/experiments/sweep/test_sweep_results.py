@@ -185,6 +185,7 @@ def test_files_hold_the_same_numbers(results: tuple[Results, dict[str, dict[str,
     assert len(records(table)) == 6
 
 
+@pytest.mark.usefixtures("pictures")
 def test_the_page_has_tables_figures_and_links(results: tuple[Results, dict[str, dict[str, list[float]]]]) -> None:
     page = write_page(results[0])
     assert page.name == "grid.html"
