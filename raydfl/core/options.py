@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -90,6 +91,7 @@ class _Lenient(GenerateJsonSchema):
         return {}
 
 
+@functools.lru_cache(maxsize=512)  # a fifth of the start of a small run went into making them again
 def _schema(cls: type) -> Mapping[str, Any]:
     return TypeAdapter(cls).json_schema(schema_generator=_Lenient, mode="validation")
 
