@@ -2,7 +2,7 @@
 
 With the raydfl that Python finds: the repository's, or an installed wheel's (``make test-wheel``).
 
-``raydfl`` commands and Python run in this process, for speed; slow blocks, and those with other commands, in a shell. YAML is laid
+``raydfl`` commands and Python run in this process, for speed; slow blocks, and those that need a shell, in one. YAML is laid
 over ``jobs/tiny.yaml`` and must then be a valid configuration.
 """
 
@@ -14,7 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +105,11 @@ def run_block(
             _run_python(block, folder)
         else:
             commands = _commands(block.text)
-            plain_words = all(command[0] == "raydfl" and not _SHELL & set(command) for command in commands)
-            if plain_words and block.mark != "slow":
+            if block.mark != "slow" and all(_needs_no_shell(command) for command in commands):
                 for command in commands:
+                    if command[0] == "python":
+                        _run(command, block, folder)
+                        continue
                     said = raydfl(*command[1:])
                     assert said.code == block.exit_code, f"{block.name}: {shlex.join(command)}\n{said.out}{said.err}"
             else:
@@ -129,6 +131,12 @@ def _commands(text: str) -> list[list[str]]:
         waiting = ""
     assert not waiting, waiting
     return commands
+
+
+def _needs_no_shell(command: Sequence[str]) -> bool:
+    if command[0] == "python":
+        return not any(character in word for word in command for character in "*$<>|&;")
+    return command[0] == "raydfl" and not _SHELL & set(command)
 
 
 def _run_python(block: Block, folder: Path) -> None:
