@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import differ, finish, same, start, truth
+from helpers import differ, finish, known, same, start, truth
 
 from raydfl.core import registry
 from raydfl.core.metrics import attack_success
@@ -65,7 +65,7 @@ def test_every_attack_is_here() -> None:
 def test_attack_changes_the_result_and_without_attackers_nothing(tiny: Tiny, name: str) -> None:
     """Neutral value: no attackers is no attack, to the bit; and everybody who attacks is in the record."""
     shape = ("train.cohort=1.0", "train.rounds=2")
-    honest = finish(tiny(*shape, "run.name=honest"))
+    honest = known(tiny(*shape))
     same(honest, finish(tiny(*shape, attack(name, "0"), "run.name=none")))
     config = tiny(*shape, attack(name), "run.name=attacked")
     assert differ(honest, finish(config))
@@ -99,7 +99,7 @@ VARIANTS = ("min_max", "gaussian_noise", "backdoor", "free_rider")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_any_order_of_work_and_stopping_anywhere_give_the_same_bits(tiny: Tiny, name: str) -> None:
     shape = ("train.cohort=1.0", attack(name, more=", draw: round"))
-    undisturbed = finish(tiny(*shape, "run.name=undisturbed"))
+    undisturbed = known(tiny(*shape))
 
     config = tiny(*shape, "run.name=shuffled")
     run_dir = create(config, Progress("quiet"))
@@ -123,7 +123,7 @@ def test_any_order_of_work_and_stopping_anywhere_give_the_same_bits(tiny: Tiny, 
 def test_actors_give_the_bits_of_the_serial_pool(tiny: Tiny, name: str) -> None:
     shape = ("train.cohort=1.0", attack(name))
     outcome = run(tiny(*shape, "run.name=actors", "ray.actors=2"))
-    same(finish(tiny(*shape, "run.name=serial")), truth(outcome.run_dir))
+    same(known(tiny(*shape)), truth(outcome.run_dir))
 
 
 @pytest.mark.parametrize("name", ["backdoor", "free_rider", "label_flip"])
@@ -235,7 +235,7 @@ def test_only_free_riders_leave_the_model_as_it_is(tiny: Tiny) -> None:
 def test_private_state_of_an_attacker_is_honest(tiny: Tiny) -> None:
     """In the first round an attacker of the update has trained its private model as it would have without an attack."""
     shape = ("train.cohort=1.0", "train.rounds=1")
-    honest = finish(tiny(*shape, "run.name=honest", method="fedmlac"))
+    honest = known(tiny(*shape, method="fedmlac"))
     attacked = finish(tiny(*shape, attack("sign_flip"), "run.name=attacked", method="fedmlac"))
     private = [name for name in honest if name.startswith("client")]
     assert private

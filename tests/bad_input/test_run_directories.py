@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from commands import Raydfl, written
-from helpers import finish, same, truth
+from helpers import known, same, truth
 
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.lock import FileLock
@@ -163,7 +163,7 @@ def test_a_run_normalised_by_group_goes_on_unless_an_earlier_version_began_it(
 ) -> None:
     """Its statistics were of held-out clips too, and nobody would see it in the numbers."""
     by_group = ("data.features.normalise=group", f"data.cache={tmp_path / 'cache'}")
-    whole = finish(tiny(*by_group, "train.rounds=2", "run.name=whole", method="fedavg"))
+    whole = known(tiny(*by_group, "train.rounds=2", method="fedavg"))
     run_dir = run(tiny(*by_group, "train.rounds=1", method="fedavg")).run_dir
     about = json.loads((run_dir / "run.json").read_bytes())
     for key in ("statistics", "config", "files", "code"):
@@ -179,8 +179,7 @@ def test_a_run_normalised_by_group_goes_on_unless_an_earlier_version_began_it(
     same(whole, truth(run_dir))
 
 
-@pytest.mark.parametrize("name", ["frames.npy", "offsets.npy", "lengths.npy"])
-@pytest.mark.parametrize("at", [0.2, 0.6, 1.0])
+@pytest.mark.parametrize(("name", "at"), [("frames.npy", 0.2), ("offsets.npy", 0.6), ("lengths.npy", 1.0)])
 def test_a_bit_that_flips_in_the_features_is_noticed(
     raydfl: Raydfl, tiny: Tiny, undisturbed: Undisturbed, tmp_path: Path, name: str, at: float
 ) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import ray
 import yaml
-from helpers import finish, same, truth
+from helpers import known, same, truth
 from marked import WAIT, Marked, until
 
 from raydfl.engine.config import Config
@@ -141,7 +141,7 @@ def test_nodes_come_with_a_run_and_go_after_it(tiny: Tiny, head: str, tmp_path: 
     assert any(text.startswith("waiting for the autoscaler: room for 0 of 3 client actors") for text in said), said
     assert any(text.startswith("nodes:") and "joined" in text and "room for 3 of 3" in text for text in said), said
     same(
-        finish(tiny(*common, "ray.actors=0", "run.name=undisturbed")),
+        known(tiny(*common, "ray.actors=0")),
         truth(Path(config.run.dir) / "grown"),
     )
 

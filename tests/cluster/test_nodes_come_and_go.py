@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from gated import MODELS
-from helpers import finish, same, truth
+from helpers import known, same, truth
 from marked import Marked, until
 
 from raydfl.engine.config import Config
@@ -99,7 +99,7 @@ def test_nodes_join_and_leave_in_the_middle_of_rounds(tiny: Tiny, start: Callabl
     assert words.count("1 joined") == 2, said
     assert words.count("1 left") == 1, said
     same(
-        finish(tiny(*common, "ray.actors=0", "run.name=undisturbed", method=GATED)),
+        known(tiny(*common, "ray.actors=0", method=GATED)),
         truth(Path(config.run.dir) / "elastic"),
     )
 
@@ -135,6 +135,6 @@ def test_cpu_and_gpu_clients_in_one_federation(tiny: Tiny, start: Callable[..., 
     assert run.process.returncode == 0, problems
     if not torch.cuda.is_available():
         same(
-            finish(tiny(*common, "ray.actors=0", "run.name=alone", method=GATED)),
+            known(tiny(*common, "ray.actors=0", method=GATED)),
             truth(Path(config.run.dir) / "mixed"),
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import finish, same, start
+from helpers import finish, known, same, start
 
 from raydfl.core.errors import ClientError
 from raydfl.core.types import Task
@@ -68,7 +68,7 @@ def test_groups_hold_alike_clients_of_similar_cost() -> None:
 
 
 def test_measuring_leaves_no_trace(tiny: Tiny) -> None:
-    reference = finish(tiny("run.name=reference", method="fedmlac"))
+    reference = known(tiny(method="fedmlac"))
     config = tiny("run.name=measured", method="fedmlac")
     run_dir = create(config, Progress("quiet"))
     worker = Worker(run_dir, config, PrivateStore(run_dir / "private"))
@@ -89,4 +89,4 @@ def test_a_run_keeps_its_width(tiny: Tiny, together: int) -> None:
     server.close()
     store = RunStore(Path(config.run.dir) / "kept")
     assert store.load(store.latest() or "").together == together
-    same(finish(config), finish(tiny(f"train.together={together}", "train.rounds=4", "run.name=whole")))
+    same(finish(config), known(tiny(f"train.together={together}", "train.rounds=4")))

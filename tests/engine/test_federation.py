@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import finish, same, start, stop_after, truth
+from helpers import finish, known, same, start, stop_after, truth
 from safetensors import safe_open
 
 import raydfl.engine.storage.committer
@@ -78,7 +78,7 @@ def test_a_shared_model_of_two_architectures_is_refused(tiny: Tiny) -> None:
 
 def test_superseded_private_state_does_not_pile_up(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     common = ["train.rounds=12", "train.cohort=3", "run.keep=1", "evaluate.every=99"]
-    reference = finish(tiny(*common, "run.name=reference", method="fedmlac"))
+    reference = known(tiny(*common, method="fedmlac"))
     monkeypatch.setattr(raydfl.engine.storage.committer, "_SLACK", 0)
     config = tiny(*common, "run.name=compacted", method="fedmlac")
     server = start(config)
@@ -262,7 +262,7 @@ def test_a_start_that_failed_does_not_stand_in_the_way_of_the_corrected_one(tiny
         run(tiny("method.personal=[model/head]", "run.name=retry", method="fedper"))
     corrected = run(tiny("run.name=retry", method="fedper"))
     assert corrected.finished
-    reference = finish(tiny("run.name=reference", method="fedper"))
+    reference = known(tiny(method="fedper"))
     same(reference, truth(corrected.run_dir))
 
 
@@ -280,6 +280,6 @@ def test_ones_own_method_file_may_lie_elsewhere_when_the_run_goes_on(tiny: Tiny,
 def test_the_state_is_the_same_in_a_run_that_goes_on_and_in_one_that_is_resumed(tiny: Tiny) -> None:
     """Tuples, keys that are numbers, and tensors that lie in the same memory: a method sees what a commit makes of them."""
     own = f"method.name={EXTRA}:Twins"
-    whole = finish(tiny(own, "run.name=whole"))
+    whole = known(tiny(own))
     stop_after(tiny(own, "run.name=parts"), 1)
     same(whole, finish(tiny(own, "run.name=parts")))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import finish, same, truth
+from helpers import known, same, truth
 
 from raydfl.engine.config import Config
 from raydfl.experiments.metric import MetricSettings, keys_of
@@ -78,7 +78,7 @@ def test_a_trial_that_is_not_judged_has_one_result_and_stops_after_its_round(
     assert 2 <= rounds_done(order.folder) < 40
     (tmp_path / "stop").unlink()
     assert [said.status for said in _all(RunThread(order))] == ["finished"]
-    same(truth(order.folder), finish(tiny("train.rounds=40", "evaluate.clients=none", "run.name=undisturbed")))
+    same(truth(order.folder), known(tiny("train.rounds=40", "evaluate.clients=none")))
     (order.folder / "report.html").unlink()  # killed between the last round and its page
     assert [said.status for said in _all(RunThread(order))] == ["finished"]
     assert (order.folder / "report.html").exists()
@@ -93,7 +93,7 @@ def test_a_diverged_trial_is_finished_and_says_so(tiny: Callable[..., Config], t
 
 def test_a_trial_that_is_stopped_goes_on_to_the_same_bits(tiny: Callable[..., Config], tmp_path: Path) -> None:
     config = tiny("train.rounds=4", "run.name=interrupted")
-    expected = finish(tiny("train.rounds=4", "run.name=undisturbed"))
+    expected = known(tiny("train.rounds=4"))
     other = _all(RunThread(_order(tiny("train.rounds=4", "run.name=other"), tmp_path)))
     run = RunThread(_order(config, tmp_path))
     first = [run.next(), run.next()]
@@ -148,7 +148,7 @@ def test_a_copy_goes_on_from_anothers_state_with_its_own_settings(tiny: Callable
     folder = Path(parent.run.dir) / "parent"
     unchanged = tiny("train.rounds=4", "run.name=unchanged")
     _all(RunThread(_order(unchanged, tmp_path, parent=str(folder))))
-    same(truth(Path(parent.run.dir) / "unchanged"), finish(tiny("train.rounds=4", "run.name=undisturbed")))
+    same(truth(Path(parent.run.dir) / "unchanged"), known(tiny("train.rounds=4")))
     changed = tiny("train.rounds=4", "train.optimiser.lr=0.3", "run.name=changed")
     said = _all(RunThread(_order(changed, tmp_path, parent=str(folder))))
     assert said[-1].status == "finished"

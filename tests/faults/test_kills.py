@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import finish, same, truth
+from helpers import known, same, truth
 from marked import Marked
 
 from raydfl.engine.config import Config
@@ -69,7 +69,7 @@ def test_a_killed_actor_changes_nothing(
     assert kills == 2
     assert rounds == [1, 2, 3, 4, 5, 6]
     same(
-        finish(tiny(*common, "ray.actors=0", "run.name=undisturbed", method=SLOW)),
+        known(tiny(*common, "ray.actors=0", method=SLOW)),
         truth(Path(config.run.dir) / "killed"),
     )
 
@@ -93,7 +93,7 @@ def test_a_killed_driver_is_resumed_to_the_same_bits(
     events = list(again.events())
     assert again.process.wait(60) == 0
     assert [e["event"] for e in events].count("round") in (2, 3)
-    same(finish(tiny(*common, "ray.actors=0", "run.name=undisturbed", method=SLOW)), truth(run_dir))
+    same(known(tiny(*common, "ray.actors=0", method=SLOW)), truth(run_dir))
 
 
 @pytest.mark.timeout(600)
@@ -120,4 +120,4 @@ def test_control_c_stops_after_the_round_and_says_how_to_resume(
     again = command("resume", str(run_dir), "--json")
     list(again.events())
     assert again.process.wait(60) == 0
-    same(finish(tiny(*common, "ray.actors=0", "run.name=undisturbed", method=SLOW)), truth(run_dir))
+    same(known(tiny(*common, "ray.actors=0", method=SLOW)), truth(run_dir))

@@ -16,7 +16,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from helpers import differ, finish, same, start, truth
+from helpers import differ, finish, known, same, start, truth
 
 from raydfl.cluster.faults import StragglerPolicy
 from raydfl.core.errors import ClientError, ConfigError
@@ -65,7 +65,7 @@ def test_a_client_that_raises_is_dropped_as_if_it_had_not_been_asked(tiny: Tiny,
     config = tiny(*common, faulty("Fails"), f"method.what={what}", f"method.after={after}", "run.name=dropped")
     dropped = finish(config)
     same(finish(tiny(*common, faulty("Absent"), "run.name=absent")), dropped)
-    assert differ(finish(tiny(*common, "run.name=whole")), dropped)
+    assert differ(known(tiny(*common)), dropped)
     kind, text = {
         "value": ("ValueError", "a client's own mistake"),
         "memory": ("MemoryError", "no more"),
@@ -180,7 +180,7 @@ def test_the_servers_own_mistakes_are_never_dropped(tiny: Tiny) -> None:
 def test_a_client_that_cannot_be_evaluated_is_left_out_there(tiny: Tiny) -> None:
     common = ["train.cohort=1.0", "train.rounds=1"]
     config = tiny(*common, faulty("CannotEvaluate"), "run.on_error=drop", "run.name=unmeasured")
-    same(finish(tiny(*common, "run.name=whole")), finish(config))
+    same(known(tiny(*common)), finish(config))
     ((round_, phase, client, note),) = notes(config, "failed")
     assert (round_, phase, client) == (1, "evaluate", "s2")
     assert note.startswith("error: ValueError")
@@ -216,7 +216,7 @@ def seconds_of_steps(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 @pytest.mark.parametrize(("method", "together"), [("fedavg", 3), ("fedmlac", 1), ("scaffold", 1)])
 def test_a_deadline_that_touches_nobody_changes_nothing(tiny: Tiny, method: str, together: int) -> None:
     common = [f"train.together={together}", "train.cohort=1.0"]
-    without = finish(tiny(*common, "run.name=without", method=method))
+    without = known(tiny(*common, method=method))
     config = tiny(*common, "train.deadline=1e6", "run.name=with", method=method)
     same(without, finish(config))
     assert notes(config, "late") == []
@@ -229,7 +229,7 @@ def test_partial_work_is_the_work_up_to_the_deadline(tiny: Tiny) -> None:
     common = ["train.cohort=1.0", "train.local_epochs=3", "train.rounds=2"]
     config = tiny(*common, "train.deadline=3.5", "run.name=partial")
     partial = finish(config)
-    same(finish(tiny(*common, faulty("FirstBatches"), "method.steps=4", "run.name=reference")), partial)
+    same(known(tiny(*common, faulty("FirstBatches"), "method.steps=4")), partial)
     assert differ(finish(tiny(*common, faulty("FirstBatches"), "method.steps=3", "run.name=less")), partial)
     said = notes(config, "late")
     assert len(said) == 12

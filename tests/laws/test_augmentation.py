@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import differ, final_state, finish, same, start
+from helpers import differ, final_state, finish, known, same, start
 
 from raydfl.core.errors import ConfigError, DataError
 from raydfl.engine.config import Config
@@ -60,7 +60,7 @@ def test_recorded_equals_by_code(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_stopping_and_resuming_gives_the_same_bits(tiny: Tiny) -> None:
-    undisturbed = finish(tiny("run.name=undisturbed", ON))
+    undisturbed = known(tiny(ON))
     config = tiny("run.name=stopped", ON)
     server = start(config)
     server.round()
@@ -70,7 +70,7 @@ def test_stopping_and_resuming_gives_the_same_bits(tiny: Tiny) -> None:
 
 @pytest.mark.usefixtures("ray_session")
 def test_actors_give_the_same_bits(tiny: Tiny) -> None:
-    reference = finish(tiny("run.name=serial", ON))
+    reference = known(tiny(ON))
     for actors in (1, 2):
         same(reference, finish(tiny(f"run.name=actors{actors}", f"ray.actors={actors}", ON)))
 
@@ -90,7 +90,7 @@ def test_every_transform_matters_and_its_neutral_value_is_none(tiny: Tiny, name:
     options = next((each for each in EVERYTHING if each["name"] == name), {"name": name})
     plain = ["data.features.normalise=none"] if name == "gain" else []
     short = ["train.rounds=1", "train.optimiser.lr=0.01", *plain]
-    without = finish(tiny("run.name=without", *short))
+    without = known(tiny(*short))
     assert differ(without, finish(tiny("run.name=on", *short, f"data.transforms={json.dumps([options])}")))
     if name not in NEUTRAL:
         return

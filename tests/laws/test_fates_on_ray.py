@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import ray
 import safetensors.torch
-from helpers import finish, same, truth
+from helpers import known, same, truth
 
 from raydfl.engine.config import Config
 from raydfl.runs._run import run
@@ -44,7 +44,7 @@ def free_cpus() -> Iterator[None]:
 @pytest.mark.parametrize("case", CASES)
 def test_serial_and_1_and_2_actors_give_the_same_bits(tiny: Tiny, case: str) -> None:
     method, settings = CASES[case]
-    reference = finish(tiny("run.name=serial", *settings, method=method))
+    reference = known(tiny(*settings, method=method))
     for actors in (1, 2):
         outcome = run(tiny(f"run.name=actors{actors}", f"ray.actors={actors}", *settings, method=method))
         same(reference, truth(outcome.run_dir))
@@ -55,7 +55,7 @@ def test_a_frozen_stem_from_a_file_is_read_by_every_actor(tiny: Tiny) -> None:
     other = run(tiny(f"models.model={stem}", "run.name=other", "run.seed=5", "train.rounds=1")).run_dir
     file = other / "model.safetensors"
     settings = [f"models.model={{name: {stem}, init_from: {file}}}"]
-    reference = finish(tiny("run.name=serial", *settings))
+    reference = known(tiny(*settings))
     outcome = run(tiny("run.name=actors", "ray.actors=2", *settings))
     same(reference, truth(outcome.run_dir))
     ended = safetensors.torch.load_file(outcome.run_dir / "model.safetensors")

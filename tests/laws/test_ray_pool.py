@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from helpers import finish, same, truth
+from helpers import known, same, truth
 
 from raydfl.cluster.pool import RayPool
 from raydfl.core.errors import ClientError, ResourcesError
@@ -38,7 +38,7 @@ def free_cpus() -> Iterator[None]:
 
 @pytest.mark.parametrize("method", ["fedavg", "fedmlac", "scaffold"])
 def test_law_1_serial_and_1_2_and_4_actors_give_the_same_bits(tiny: Tiny, method: str) -> None:
-    reference = finish(tiny("run.name=serial", method=method))
+    reference = known(tiny(method=method))
     for actors in (1, 2, 4):
         outcome = run(tiny(f"run.name=actors{actors}", f"ray.actors={actors}", method=method))
         same(reference, truth(outcome.run_dir))
@@ -46,18 +46,18 @@ def test_law_1_serial_and_1_2_and_4_actors_give_the_same_bits(tiny: Tiny, method
 
 def test_several_parts_on_2_actors_give_the_bits_of_the_serial_pool(tiny: Tiny) -> None:
     parts = "data.parts={low: {speakers: 4}, high: {classes: 5, first: 10, speakers: 3}}"
-    reference = finish(tiny(parts, "run.name=serial", "train.rounds=2"))
+    reference = known(tiny(parts, "train.rounds=2"))
     same(reference, truth(run(tiny(parts, "run.name=actors", "ray.actors=2", "train.rounds=2")).run_dir))
 
 
 def test_an_actor_for_each_client_gives_the_same_bits(tiny: Tiny) -> None:
-    reference = finish(tiny("run.name=serial", method="fedmlac"))
+    reference = known(tiny(method="fedmlac"))
     outcome = run(tiny("run.name=own", "ray.actors=per_client", "ray.cpus=0.5", method="fedmlac"))
     same(reference, truth(outcome.run_dir))
 
 
 def test_law_4_a_vandal_in_an_actor_changes_nothing(tiny: Tiny) -> None:
-    reference = finish(tiny("run.name=serial"))
+    reference = known(tiny())
     outcome = run(tiny("run.name=vandal", f"method.name={EXTRA}:Vandal", "ray.actors=2"))
     same(reference, truth(outcome.run_dir))
 
@@ -81,7 +81,7 @@ def test_resources_that_the_cluster_does_not_have_are_named_with_numbers(tiny: T
 
 
 def test_a_share_of_a_gpu_is_reserved_and_without_cuda_the_cpu_computes(tiny: Tiny) -> None:
-    reference = finish(tiny("run.name=serial"))
+    reference = known(tiny())
     outcome = run(tiny("run.name=gpu", "ray.actors=2", "ray.gpus=0.25"))
     import torch
 
@@ -106,7 +106,7 @@ class Dying(RayPool):
 def test_killed_client_actors_change_nothing(tiny: Tiny) -> None:
     from raydfl.cluster.client import start_client_actor
 
-    reference = finish(tiny("run.name=serial", "train.cohort=1.0", method="fedmlac"))
+    reference = known(tiny("train.cohort=1.0", method="fedmlac"))
     config = tiny("run.name=dying", "train.cohort=1.0", "ray.actors=2", method="fedmlac")
     run_dir = create(config, Progress("quiet"))
     pool = Dying(lambda site, kind: start_client_actor(run_dir, config, "", site, kind), config.ray)
@@ -131,7 +131,7 @@ def test_work_that_kills_every_actor_stops_the_run_with_a_message(tiny: Tiny, tm
 
 
 def test_a_run_may_change_its_pool_when_it_is_resumed(tiny: Tiny) -> None:
-    reference = finish(tiny("run.name=serial", "train.rounds=4", method="fedmlac"))
+    reference = known(tiny("train.rounds=4", method="fedmlac"))
     run(tiny("run.name=moved", "train.rounds=2", method="fedmlac"))
     outcome = resume(Path(tiny().run.dir) / "moved", ["train.rounds=4", "ray.actors=2"])
     same(reference, truth(outcome.run_dir))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import differ, finish, same, start, truth
+from helpers import differ, finish, known, same, start, truth
 
 from raydfl.cluster.server import Server
 from raydfl.core.errors import ConfigError, RunDirectoryError
@@ -25,28 +25,19 @@ QUICK = ["train.cohort=1.0", "train.rounds=2", "evaluate.every=9", "evaluate.cli
 ROBUST = [name for name in RULES if name not in ("weighted_mean", "uniform_mean", "lpa")]
 
 
-@pytest.fixture(scope="module")
-def means() -> dict[str, dict[str, bytes]]:
-    """What a run with the weighted mean knows at its end, by method; filled by the first test that needs it."""
-    return {}
-
-
 @pytest.mark.parametrize("rule", ROBUST)
 @pytest.mark.parametrize("method", ["fedavg", "fedmlac", "fedadam"])
-def test_any_method_takes_any_rule_by_name(
-    tiny: Tiny, means: dict[str, dict[str, bytes]], method: str, rule: str
-) -> None:
-    if method not in means:
-        means[method] = finish(tiny(*QUICK, "run.name=mean", "method.rule=weighted_mean", method=method))
+def test_any_method_takes_any_rule_by_name(tiny: Tiny, method: str, rule: str) -> None:
+    mean = known(tiny(*QUICK, "method.rule=weighted_mean", method=method))
     robust = finish(tiny(*QUICK, "run.name=robust", f"method.rule={rule}", method=method))
-    assert differ(means[method], robust)
-    assert set(means[method]) == {name for name in robust if not name.startswith("server foolsgold/")}
+    assert differ(mean, robust)
+    assert set(mean) == {name for name in robust if not name.startswith("server foolsgold/")}
 
 
 @pytest.mark.parametrize("rule", ["foolsgold", "{name: dnc, sample: 20}"])
 def test_rules_that_remember_or_draw_resume_to_the_same_bits(tiny: Tiny, rule: str) -> None:
     setting = [*QUICK, "train.cohort=0.5", "train.rounds=4", f"method.rule={rule}"]
-    undisturbed = finish(tiny(*setting, "run.name=undisturbed"))
+    undisturbed = known(tiny(*setting))
     config = tiny(*setting, "run.name=stopped")
     server = start(config)
     for _ in range(2):
@@ -132,5 +123,5 @@ def test_rules_that_start_from_the_server_are_refused_where_changes_are_sent(tin
 
 @pytest.mark.parametrize("rule", ["median", "multi_krum", "geometric_median", "dnc"])
 def test_other_rules_work_with_control_variates(tiny: Tiny, rule: str) -> None:
-    mean = finish(tiny(*QUICK, "run.name=mean", method="scaffold"))
+    mean = known(tiny(*QUICK, method="scaffold"))
     assert differ(mean, finish(tiny(*QUICK, "run.name=robust", f"method.rule={rule}", method="scaffold")))

@@ -10,7 +10,7 @@ import boto3
 import pytest
 from gcp_storage_emulator.server import create_server
 from head import free_port
-from helpers import finish, same, stop_after, truth
+from helpers import known, same, stop_after, truth
 from moto.server import ThreadedMotoServer
 
 from raydfl.core import remote as place
@@ -82,7 +82,7 @@ def test_a_place_holds_what_is_put_there(store: str, tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_from_the_bucket_on_another_machine(store: str, tiny: Tiny, tmp_path: Path) -> None:
-    undisturbed = finish(tiny("run.name=near", method="fedmlac"))
+    undisturbed = known(tiny(method="fedmlac"))
 
     def here(name: str) -> Config:
         return tiny(f"data.cache={tmp_path / name}", f"run.dir={store}", "run.name=far", method="fedmlac")

@@ -11,7 +11,7 @@ import pyarrow.fs as fs
 import pytest
 from commands import Raydfl, written
 from failing import Failing
-from helpers import finish, same, stop_after, truth
+from helpers import known, same, stop_after, truth
 
 from raydfl.cluster.client import ClientActor
 from raydfl.cluster.resources import ActorKind
@@ -63,7 +63,7 @@ def far(tiny: Tiny, tmp_path: Path, remote: Path) -> Tiny:
 
 @pytest.fixture
 def undisturbed(tiny: Tiny) -> dict[str, bytes]:
-    return finish(tiny("run.name=near", method="fedmlac"))
+    return known(tiny(method="fedmlac"))
 
 
 def local(config: Config) -> Path:
@@ -301,7 +301,7 @@ def test_resume_by_uri_with_more_rounds(far: Tiny, remote: Path, tiny: Tiny) -> 
     outcome = resume(uri, ["train.rounds=3", f"data.cache={far().data.cache}"])
     assert outcome.finished
     assert outcome.run_dir == local(far())
-    same(truth(remote / "far"), finish(tiny("run.name=near", method="fedmlac")))
+    same(truth(remote / "far"), known(tiny(method="fedmlac")))
 
 
 def test_a_copy_that_is_behind_is_brought_up_and_one_that_is_ahead_is_kept(
@@ -369,7 +369,7 @@ def test_a_run_that_never_began_gives_way(far: Tiny, remote: Path, tiny: Tiny) -
     stop_after(far(), 0)
     assert (remote / "far" / "LATEST").read_text().startswith("000000")
     run(far("run.seed=2"))
-    same(truth(remote / "far"), finish(tiny("run.name=near", "run.seed=2", method="fedmlac")))
+    same(truth(remote / "far"), known(tiny("run.seed=2", method="fedmlac")))
     assert files(remote / "far") == files(local(far()))
 
 

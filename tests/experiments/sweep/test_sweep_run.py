@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from commands import Raydfl
-from helpers import finish, same, truth
+from helpers import known, same, truth
 from studies import StudyFile, leave
 
 from raydfl.core.errors import InputError, ResourcesError
@@ -201,7 +201,7 @@ def test_cells_have_the_bits_of_runs_alone_with_actors_or_without(
     for alone, with_actors in zip(*done, strict=True):
         assert alone.identity == with_actors.identity
         same(truth(alone.run_dir), truth(with_actors.run_dir))
-    same(truth(done[0][0].run_dir), finish(tiny("run.name=by-itself")))
+    same(truth(done[0][0].run_dir), known(tiny()))
 
 
 @pytest.mark.slow
