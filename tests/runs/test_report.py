@@ -15,7 +15,7 @@ import yaml
 from fake_run import CLASSES, LAYERS, config, make_run
 from matplotlib.axis import Axis
 
-from raydfl.core.errors import InputError, RunDirectoryError
+from raydfl.core.errors import InputError, ResourcesError, RunDirectoryError
 from raydfl.core.metrics import worst_decile
 from raydfl.engine.storage.record import MetricRow, compact, rows_path, write_rows
 from raydfl.runs.report import figures as plots
@@ -430,7 +430,7 @@ def test_no_run_directory(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     make_run(tmp_path / "run", config(rounds=1))
     (tmp_path / "file").write_text("x")
-    with pytest.raises(InputError, match=r"the report .*page.html cannot be written: .*; name another file"):
+    with pytest.raises(ResourcesError, match=r"the report cannot be written to .*file: .*; make room or name another"):
         write_report([tmp_path / "run"], tmp_path / "file" / "page.html")
 
 

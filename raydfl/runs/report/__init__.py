@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from raydfl.core.errors import InputError
-from raydfl.core.files import write_atomically
+from raydfl.core.files import write_atomically, writing
 from raydfl.runs.report import figures
 from raydfl.runs.report.compare import comparison_page
 from raydfl.runs.report.data import Curve, Key, RunRecord, read_run
@@ -45,6 +45,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
 
     Raises:
         InputError: no run directory given, or ``out`` cannot be written.
+        ResourcesError: the disk is full.
         RunDirectoryError: a folder is missing, is no run directory, or holds a damaged file.
     """
     folders = list(dict.fromkeys(folder.resolve() for folder in run_dirs))
@@ -53,8 +54,10 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
     runs = [read_run(folder) for folder in folders]
     page = single_page(runs[0]) if len(runs) == 1 else comparison_page(runs)
     out = out / "report.html" if out.is_dir() else out
+    content = page.encode()
     try:
-        write_atomically(out, lambda path: path.write_text(page, encoding="utf-8"))
+        with writing(out.parent, len(content), "the files of the report", "make room or name another file"):
+            write_atomically(out, lambda path: path.write_bytes(content))
     except OSError as error:
         raise InputError(f"the report {out} cannot be written: {error.strerror}; name another file") from error
     return out
