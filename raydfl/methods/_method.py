@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import types
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -130,7 +131,7 @@ class Method:
         """Return the state before the first round.
 
         Args:
-            clients: the population.
+            clients: the population; over several ``data.parts`` the clients of one, for it is asked for each part.
             models: freshly built models, one set for each distinct ``client.models``.
             rng: seeded by the run seed.
 
@@ -219,13 +220,13 @@ def merge(tensors: Mapping[str, Tensors], changed: Mapping[str, Tensors]) -> dic
 
 
 class Counted(Iterable[Update]):
-    """Updates to be read once, counted as they are."""
+    """Updates to be read once; afterwards ``senders`` says by tensor name how many of them had it."""
 
     def __init__(self, updates: Iterable[Update]) -> None:
-        self.count = 0
+        self.senders: Counter[str] = Counter()
         self._updates = updates
 
     def __iter__(self) -> Iterator[Update]:
         for update in self._updates:
-            self.count += 1
+            self.senders.update(update.tensors.keys())
             yield update
