@@ -8,6 +8,7 @@ shall commit its last round and leave its folder to the next process.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import queue
@@ -161,9 +162,10 @@ class RunThread:
         except BaseException as error:  # noqa: BLE001  (whatever it is, the other trials go on; it is told at the end)
             if self._order.log is not None:
                 log = Path(self._order.log)
-                log.parent.mkdir(parents=True, exist_ok=True)
-                with log.open("a", encoding="utf-8") as file:
-                    file.write(f"{self._order.name}\n\n{traceback.format_exc()}\n")
+                with contextlib.suppress(OSError):  # the disk is full, perhaps: that must be told all the same
+                    log.parent.mkdir(parents=True, exist_ok=True)
+                    with log.open("a", encoding="utf-8") as file:
+                        file.write(f"{self._order.name}\n\n{traceback.format_exc()}\n")
             kind = "" if isinstance(error, RaydflError) else f"{type(error).__name__}: "
             self._said.put(Said("failed", self._last, reason=f"{kind}{error}", error=error))
 
