@@ -55,7 +55,7 @@ class Federation:
         shards = {part: of.shards for part, of in population.each.items()}
         self._evaluation = Evaluation(config.evaluate, self.method, self.clients, shards, variants, self._orders)
         self._rows: list[record.MetricRow] = []
-        """Of the rounds since the last commit."""
+        """Measurements of the rounds since the last commit."""
         self._marked = time.perf_counter()
         commit, self.warnings = store.open_latest()
         if commit is None:

@@ -118,7 +118,7 @@ class Executor:
         self._local_cpus = local_cpus
         self.logs = folder / "logs"
         self.stop_file = self.logs / f".stop-{os.getpid()}"
-        """When it appears, trials stop after their round."""
+        """A file at whose appearance trials stop after their round."""
         self._signals = StopSignals(
             progress, "runs stop after their round", "them", self._stop_in_order, self._stop_at_once
         )

@@ -52,19 +52,19 @@ class TrialOrder:
     bundles: tuple[Bundle, ...] = ()
     """The placement group that it asks for."""
     judged: bool = True
-    """Whether it waits after each evaluation until it is told to go on; else there is one result, at its end."""
+    """True: it waits after each evaluation until it is told to go on; False: there is one result, at its end."""
     keys: tuple[tuple[str, str], ...] = ()
     """(split, metric) that the score may stand under in the record, the one that counts first; empty: there is no one score."""
     stop: str | None = None
-    """When this file appears, the trial stops after its round."""
+    """A file at whose appearance the trial stops after its round."""
     log: str | None = None
-    """Where a failure is told in full."""
+    """The file in which a failure is told in full."""
     reported: int = 0
     """The last round whose score is known already."""
     parent: str | None = None
     """The run folder that it begins as a copy of."""
     durable: bool = False
-    """Whether a round is committed before its scores are told."""
+    """True: a round is committed before its scores are told."""
 
     @property
     def folder(self) -> Path:
@@ -83,9 +83,9 @@ class Said:
     scores: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """All pooled scores of the round, by (split, metric)."""
     loss: float = math.nan
-    """Of the round's training; of a round that is told again it is not known."""
+    """Loss of the round's training; NaN of a round that is told again."""
     error: BaseException | None = None
-    """What was raised."""
+    """The exception that was raised."""
 
 
 class FederationTrial(tune.Trainable):

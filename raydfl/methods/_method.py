@@ -40,7 +40,7 @@ class Method:
     ] = None
 
     objective: Objective = dataclasses.field(default=Classify(), init=False)
-    """What is learnt: the run's ``objective``, no option of the method. :meth:`loss` and :meth:`evaluate` ask it by default."""
+    """The run's ``objective``, what is learnt; no option of the method. :meth:`loss` and :meth:`evaluate` ask it by default."""
 
     objectives: ClassVar[tuple[str, ...] | None] = None
     """Names of the objectives that the method is defined for; ``None``: any, because it asks :attr:`objective` and nothing else."""
@@ -49,7 +49,7 @@ class Method:
     """Names of the models that a client has, in building order, with the architecture to use when none is configured."""
 
     changes: ClassVar[tuple[str, ...]] = ()
-    """What names of tensors begin with that clients send as changes to something, and not as new values of what they received."""
+    """Beginnings of the names of tensors that clients send as changes to something, and not as new values of what they received."""
 
     pure: ClassVar[bool] = False
     """A promise about every loss that the method gives to ``fit``, by which its steps may be done from a recording (train.tape).
@@ -60,7 +60,7 @@ class Method:
     """
 
     across_parts: ClassVar[bool] = True
-    """Whether it can be trained over several ``data.parts``, where tensors that depend on the classes are each part's own."""
+    """True where it can be trained over several ``data.parts``, where tensors that depend on the classes are each part's own."""
 
     def __init_subclass__(cls) -> None:
         """Let no class inherit ``pure``, and refuse a method that was written when ``build`` still got a client.
