@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import json
-import os
 import shlex
 import shutil
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
-from typer.core import TyperCommand
 
+from raydfl.cli._arguments import File, Json, Overrides, Quiet, TakesSettings, progress_of, writing
+from raydfl.cli.data import data_app
 from raydfl.cluster import check_no_token, in_a_job
-from raydfl.core.errors import ClientError, ConfigError, DataError, InputError, RaydflError, printable
+from raydfl.core.errors import ClientError, InputError, RaydflError, printable
 from raydfl.core.version import __version__
 
 if TYPE_CHECKING:
-    from raydfl.runs import Outcome, Progress
+    from raydfl.runs import Outcome
 
 app = typer.Typer(
     help="Federated learning for audio on Ray clusters. Start with: raydfl init, then raydfl run jobs/quickstart.yaml",
@@ -33,31 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-data_app = typer.Typer(help="Data sets: which there are, what is in them, who gets what.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
-
-File = Annotated[Path, typer.Argument(metavar="FILE", help="the configuration, a YAML file", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="settings to change, e.g. train.rounds=50", show_default=False),
-]
-
-
-class _TakesSettings(TyperCommand):
-    """A command with KEY=VALUE arguments, which says so to users who write a setting as an option."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words behind the command."""
-        options = [name for parameter in self.params for name in parameter.opts] + ["--help"]
-        for word in args:
-            name, equals, value = word.partition("=")
-            written = name.startswith("--") and name not in options and (equals or "." in name)
-            if written and not difflib.get_close_matches(name, options):
-                setting = f"{name.removeprefix('--')}={value or 'VALUE'}"
-                raise ConfigError(
-                    f"there is no option {name}; settings are given without dashes, as key=value: {setting}"
-                )
-        return super().parse_args(ctx, args)
 
 
 def _run_dir(text: str) -> Path:
@@ -75,8 +48,6 @@ RunDir = Annotated[
 Trust = Annotated[
     bool, typer.Option("--trust", help="run code that came with the folder, or has changed since the run began")
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print errors only")]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object a line, for machines")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -96,27 +67,6 @@ def _options(
         from raydfl.cluster import current_token  # takes gRPC
 
         check_no_token(current_token()[0])
-
-
-@contextlib.contextmanager
-def _progress(quiet: bool, as_json: bool) -> Iterator[Progress]:
-    from raydfl.runs import Progress
-
-    if not as_json:
-        with Progress("quiet" if quiet else "auto") as progress:
-            yield progress
-        return
-    # Standard output is for our events alone: what libraries and Ray's processes print goes to standard error.
-    sys.stdout.flush()
-    output = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with os.fdopen(os.dup(output), "w") as events, Progress("json", events) as progress:
-            yield progress
-    finally:
-        sys.stdout.flush()
-        os.dup2(output, 1)
-        os.close(output)
 
 
 def _end(outcome: Outcome, quiet: bool) -> None:
@@ -148,7 +98,7 @@ def init_command(
     print("in seconds, without Ray: raydfl run jobs/tiny.yaml")  # noqa: T201
 
 
-@app.command("run", cls=_TakesSettings)
+@app.command("run", cls=TakesSettings)
 def run_command(file: File, overrides: Overrides = None, quiet: Quiet = False, as_json: Json = False) -> None:
     """Train as FILE says.
 
@@ -158,12 +108,12 @@ def run_command(file: File, overrides: Overrides = None, quiet: Quiet = False, a
     from raydfl.runs import run
 
     config = load_config(file, overrides or [])
-    with _progress(quiet, as_json) as progress:
+    with progress_of(quiet, as_json) as progress:
         outcome = run(config, progress)
     _end(outcome, quiet)
 
 
-@app.command("resume", cls=_TakesSettings)
+@app.command("resume", cls=TakesSettings)
 def resume_command(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="a run directory, or its URI", show_default=False)],
     overrides: Overrides = None,
@@ -177,7 +127,7 @@ def resume_command(
     """
     from raydfl.runs import resume
 
-    with _progress(quiet, as_json) as progress:
+    with progress_of(quiet, as_json) as progress:
         outcome = resume(directory, overrides or [], progress, trust)
     _end(outcome, quiet)
 
@@ -229,18 +179,9 @@ def replay_command(
         import safetensors.torch
 
         tensors = {name: tensor.contiguous() for name, tensor in replayed.update.tensors.items()}
-        with _writing(save):
+        with writing(save):
             save.write_bytes(safetensors.torch.save(tensors))
         console.print(f"update written to {save}", markup=False)
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Turn a file that cannot be written into an error that names it."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror or error}; name another file") from error
 
 
 @app.command("report")
@@ -324,7 +265,7 @@ def export_command(
     print(f"largest difference to PyTorch: {exported.difference:.1e} ({exported.output})")  # noqa: T201
 
 
-@app.command("sweep", cls=_TakesSettings)
+@app.command("sweep", cls=TakesSettings)
 def sweep_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="the sweep, a YAML file", show_default=False)],
     overrides: Overrides = None,
@@ -350,13 +291,13 @@ def sweep_command(
     if check:
         print(describe_sweep(sweep))  # noqa: T201
         return
-    with _progress(quiet, as_json) as progress:
+    with progress_of(quiet, as_json) as progress:
         code = do_sweep(sweep, progress, parallel, table_only=table)
     if code:
         raise typer.Exit(code)
 
 
-@app.command("search", cls=_TakesSettings)
+@app.command("search", cls=TakesSettings)
 def search_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="the search, a YAML file", show_default=False)],
     overrides: Overrides = None,
@@ -377,7 +318,7 @@ def search_command(
     if check:
         print(describe_search(search))  # noqa: T201
         return
-    with _progress(quiet, as_json) as progress:
+    with progress_of(quiet, as_json) as progress:
         code = do_search(search, progress, table_only=table)
     if code:
         raise typer.Exit(code)
@@ -404,7 +345,7 @@ def methods_command(
         print(explain_methods(min(120, shutil.get_terminal_size((110, 1)).columns), names or []))  # noqa: T201
 
 
-@app.command("config", cls=_TakesSettings)
+@app.command("config", cls=TakesSettings)
 def config_command(file: File, overrides: Overrides = None) -> None:
     """Print the resolved configuration, every field explained.
 
@@ -414,111 +355,6 @@ def config_command(file: File, overrides: Overrides = None) -> None:
     from raydfl.engine import load_config
 
     print(explain_config(load_config(file, overrides or [])))  # noqa: T201
-
-
-@data_app.command("list")
-def data_list() -> None:
-    """List the data sets that raydfl can read."""
-    from raydfl.data import dataset_names, find_dataset
-
-    table = Table("name", "what", "licence", box=None, pad_edge=False)
-    for name in dataset_names():
-        cls = find_dataset(name)
-        table.add_row(name, cls.card.title, cls.card.licence)
-    Console(highlight=False).print(table)
-    print("\nMore about one: raydfl data info NAME")  # noqa: T201
-
-
-@data_app.command("info", cls=_TakesSettings)
-def data_info(
-    what: Annotated[
-        str, typer.Argument(metavar="NAME|FILE", help="a data set's name, or a configuration", show_default=False)
-    ],
-    overrides: Overrides = None,
-) -> None:
-    """Describe a data set's layout and options, or who gets what.
-
-    With NAME: layout, licence and options of that data set. With FILE: clips, classes, groups and clients of that configuration,
-    and a split, a partition and settings to begin with.
-    """
-    from raydfl.cli.describe import describe_data, describe_dataset
-
-    if Path(what).suffix in (".yaml", ".yml") or Path(what).is_file():
-        from raydfl.cli.proposal import propose
-        from raydfl.engine import load_config
-
-        config = load_config(Path(what), overrides or [])
-        unfit = None
-        try:
-            for part, data in config.data.each.items():
-                if part:
-                    print(f"\npart {part}")  # noqa: T201
-                for line in describe_data(data, config.run.seed):
-                    print(line)  # noqa: T201
-        except DataError as error:
-            unfit = DataError(f"data.parts.{part}: {error}") if part else error
-        for line in () if config.data.sites or config.data.parts else propose(config, [what, *(overrides or [])]):
-            print(line)  # noqa: T201
-        if unfit is not None:
-            raise unfit
-    elif overrides:
-        raise ConfigError(f"{overrides[0]!r}: settings go with a configuration file, and {what!r} is none")
-    else:
-        print("\n".join(describe_dataset(what)))  # noqa: T201
-
-
-@data_app.command("prepare", cls=_TakesSettings)
-def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, as_json: Json = False) -> None:
-    """Compute the features that FILE needs.
-
-    In parallel, into the cache that all runs share: by this machine, or by the Ray cluster that ray.address or RAY_ADDRESS names.
-    It may be interrupted: the next call goes on.
-    """
-    from raydfl.cluster import check_kept
-    from raydfl.core.files import default_cache
-    from raydfl.data import build_population
-    from raydfl.engine import load_config
-
-    config = load_config(file, overrides or [])
-    check_kept({"data.cache": config.data.cache or default_cache()})
-    with _progress(quiet, as_json) as progress, contextlib.ExitStack() as stack:
-        run_chunks = None
-        if config.ray.address or os.environ.get("RAY_ADDRESS"):
-            from raydfl.cluster import connected, on_the_cluster
-
-            stack.enter_context(connected(config.ray.address, quiet=True))
-            run_chunks = on_the_cluster
-        population = build_population(
-            config.data, config.run.seed, progress, run_chunks, config.parts.attack, labels_needed=config.labels_needed
-        )
-        for message in population.messages:
-            progress.message(message)
-        tested = sum(len(part.test) for part in population.each.values())
-        progress.message(
-            f"features are ready: {len(population)} clients, {tested} test examples, "
-            f"{len(population.classes)} classes, {len(population.skipped)} clips left out"
-        )
-
-
-@data_app.command("plot", cls=_TakesSettings)
-def data_plot(
-    file: File,
-    overrides: Overrides = None,
-    out: Annotated[Path, typer.Option("--out", help="the PNG, SVG or PDF to write")] = Path("partition.png"),
-) -> None:
-    """Draw which client has how much of which class."""
-    from raydfl.data import build_population
-    from raydfl.engine import load_config
-    from raydfl.runs.report import plot_partition
-
-    config = load_config(file, overrides or [])
-    if out.suffix not in (".png", ".svg", ".pdf"):
-        raise InputError(f"--out {out}: the name must end in .png, .svg or .pdf")
-    with _progress(quiet=False, as_json=False) as progress:
-        population = build_population(config.data, config.run.seed, progress, labels_needed=config.labels_needed)
-    with _writing(out):
-        plot_partition(population, out)
-    print(out)  # noqa: T201
 
 
 _INTERRUPTED = 130

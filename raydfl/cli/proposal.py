@@ -43,7 +43,7 @@ class Start:
     local_epochs: int
     batch_size: int
     lr: float
-    """Of Adam."""
+    """Adam's learning rate."""
     rounds: int
     result: str
 

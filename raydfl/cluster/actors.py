@@ -37,7 +37,7 @@ class _Slot:
     actor: ActorHandle[ClientActor]
     ready: Any
     deadline: float
-    """When to give up waiting for ``ready``; infinite once it has answered."""
+    """The time at which to give up waiting for ``ready``; infinite once it has answered."""
     node: str = ""
     """Id of the actor's node, once it has answered."""
     load: int = 0
@@ -45,11 +45,11 @@ class _Slot:
     work: float = 0.0
     """Cost of the orders in those calls."""
     free_at: float = 0.0
-    """When it will have answered them all, as far as can be foreseen (time.monotonic)."""
+    """The time at which it will have answered them all, as far as can be foreseen (time.monotonic)."""
     limit: float = math.inf
     """Seconds that it has for its one call, where there is a deadline."""
     due: float = math.inf
-    """When they are over (time.monotonic)."""
+    """The time at which they are over (time.monotonic)."""
 
     @property
     def starting(self) -> bool:
@@ -63,10 +63,10 @@ class _Call:
 
     orders: list[Order]
     key: Any
-    """Of the place whose actor it was."""
+    """The key of the place whose actor it was."""
     slot: _Slot
     sent: float
-    """When it went out (time.perf_counter)."""
+    """The time at which it went out (time.perf_counter)."""
 
 
 class ActorPool:
@@ -94,7 +94,7 @@ class ActorPool:
         self._patience = patience
         self._slots: dict[Any, _Slot] = {}
         self._numbers: defaultdict[Any, int] = defaultdict(number)
-        """Of places for actors, by key."""
+        """Places for actors, by key."""
         self._pace: dict[tuple[ActorKind, bool], float] = {}
         """Seconds for a unit of cost, lately, by kind of actor: of training (True), and of evaluation."""
         self._failed_starts = 0

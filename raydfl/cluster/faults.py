@@ -17,7 +17,7 @@ class StragglerPolicy:
     """The treatment of clients whose actor is lost or does not answer."""
 
     drop_lost: bool = False
-    """Whether a client whose actor is lost again and again is left out of the round; else the run stops."""
+    """True: a client whose actor is lost again and again is left out of the round; False: the run stops."""
     deadline: float | None = None
     """Seconds that a client may train; ``None``: an actor is waited for as long as it lives."""
     grace: float = 0.0
@@ -42,7 +42,7 @@ class StragglerPolicy:
 
 
 LOST = (RayActorError, OutOfMemoryError, ObjectLostError)
-"""What a lost actor, process, node or result looks like. OutOfMemoryError is no RayActorError."""
+"""Exceptions of a lost actor, process, node or result. OutOfMemoryError is no RayActorError."""
 
 
 def task_cause(error: RayTaskError) -> BaseException:

@@ -108,7 +108,7 @@ def join(reports: Sequence[SiteReport], classes: Sequence[str], separator: str |
 
 
 SHARE = 0.001
-"""Of the Ray resource ``site:NAME``, for everything that has to run at that site: a node offers 1 of it."""
+"""The share of the Ray resource ``site:NAME`` that everything asks for that has to run at that site: a node offers 1 of it."""
 
 
 def resource(site: str) -> str:

@@ -25,14 +25,14 @@ class Score:
     """A score: how it is shown and compared."""
 
     title: str
-    """What reports call it."""
+    """The name in reports."""
     higher_is_better: bool = True
     share: bool = True
-    """Whether it goes from 0 to 1 and is shown in per cent; else it is shown as it is, in ``unit``."""
+    """True of a value from 0 to 1, which is shown in per cent; others are shown as they are, in ``unit``."""
     headline: bool = False
-    """Whether it is the first thing to look at in a run that has it."""
+    """True of the score to look at first in a run that has it."""
     drawn: bool = True
-    """Whether reports draw it over the rounds."""
+    """True where reports draw it over the rounds."""
     unit: str = "%"
 
 
@@ -51,10 +51,10 @@ SCORES: Mapping[str, Score] = {
 """The scores that are compared between clients and runs, by the last part of their names, in the order in which they are shown."""
 
 HIGHER_IS_BETTER: Mapping[str, bool] = {name: score.higher_is_better for name, score in SCORES.items()}
-"""Whether the larger of two values of a score is the better one."""
+"""By score, True where the larger of two values is the better one."""
 
 OF_CLIENTS = ("_client_mean", "_client_std", "_worst_decile")
-"""What is appended to a score's name for its summaries over clients."""
+"""Endings of a score's name for its summaries over clients."""
 
 SHOWN = (*(name for name, score in SCORES.items() if score.headline), "attack_success")
 """The scores of a progress line, by the last part of their names."""

@@ -35,6 +35,16 @@ def plain_name(name: str) -> str:
     return name.partition(_MARK)[0]
 
 
+def beside(name: str, tensor: str) -> str:
+    """Return the name of something that a tensor's part has of its own; unchanged where the tensor is no part's own.
+
+    >>> beside("clients", "model/output.weight@digits"), beside("clients", "model/gru.weight")
+    ('clients@digits', 'clients')
+    """
+    _, mark, part = tensor.partition(_MARK)
+    return f"{name}{mark}{part}"
+
+
 def of_part(tensors: Mapping[str, T], part: str) -> Mapping[str, T]:
     """Return what a part's clients know of the server's tensors, by plain names; all of them where ``part`` is empty."""
     if not part:

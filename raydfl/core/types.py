@@ -73,7 +73,7 @@ class ModelSpec:
     """Numbers that it gives for an example; ``None``: one for each class."""
 
     init_from: tuple[tuple[str, Any], ...] = ()
-    """Which file its first weights come from (raydfl.models.start), sorted by name; empty: from the run's seed."""
+    """The file that its first weights come from (raydfl.models.start), by sorted names of settings; empty: from the run's seed."""
     view: str = ""
     """The view of examples that it reads; empty: the first."""
 
@@ -94,7 +94,7 @@ class Client:
     """Training examples."""
     models: tuple[ModelSpec, ...] = ()
     profile: Mapping[str, Any] = field(default_factory=dict)
-    """What else is known: speaker, device, site, labelled share, modalities ..."""
+    """Further facts: speaker, device, site, labelled share, modalities ..."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,4 +197,4 @@ class Problem:
     """``"diverged"``, ``"one class"`` or ``"missing classes"``."""
     text: str
     worthless: bool
-    """Whether the run shows nothing; else it is a warning."""
+    """True: the run shows nothing; False: it is a warning."""

@@ -117,22 +117,51 @@ class Clients(Sequence[Client]):
             for specs, drawn in zip(self._specs[self._population.part_of(position)], self._drawn, strict=True)
         )
 
+    def of_part(self, part: str) -> Sequence[Client]:
+        """Return the clients of one part, made on demand; all of them where there are no parts (``part`` is empty)."""
+        return _Section(self, self._sections()[part]) if part else self
+
+    def _sections(self) -> dict[str, range]:
+        """Return the positions of each part's clients."""
+        firsts = [part.first for part in self._population.parts] or [0]
+        stops = [*firsts[1:], len(self)]
+        return dict(zip(self._specs, map(range, firsts, stops), strict=True))
+
     def variants(self) -> list[tuple[ModelSpec, ...]]:
         """Return each distinct combination of architectures, in the order of first appearance."""
         return list(dict.fromkeys(specs for variants in self.variants_of_parts().values() for specs in variants))
 
     def variants_of_parts(self) -> dict[str, list[tuple[ModelSpec, ...]]]:
         """Return each part's distinct combinations of architectures; under no name where there are no parts."""
-        firsts = [part.first for part in self._population.parts] or [0]
-        stops = [*firsts[1:], len(self)]
-        return {name: self._variants(first, stop) for name, first, stop in zip(self._specs, firsts, stops, strict=True)}
+        return {part: self._variants(positions) for part, positions in self._sections().items()}
 
-    def _variants(self, first: int, stop: int) -> list[tuple[ModelSpec, ...]]:
+    def _variants(self, positions: range) -> list[tuple[ModelSpec, ...]]:
         if all(drawn is None for drawn in self._drawn):
-            return [self._models(first)]
-        columns = [np.zeros(stop - first, np.int64) if d is None else d[first:stop] for d in self._drawn]
+            return [self._models(positions.start)]
+        part = slice(positions.start, positions.stop)
+        columns = [np.zeros(len(positions), np.int64) if d is None else d[part] for d in self._drawn]
         _, places = np.unique(np.stack(columns, axis=1), axis=0, return_index=True)
-        return [self._models(first + int(i)) for i in sorted(places)]
+        return [self._models(positions[int(i)]) for i in sorted(places)]
+
+
+class _Section(Sequence[Client]):
+    """Clients that follow one another in a population, made on demand."""
+
+    def __init__(self, clients: Clients, positions: range) -> None:
+        self._clients = clients
+        self._positions = positions
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    @overload
+    def __getitem__(self, index: int) -> Client: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Client]: ...
+    def __getitem__(self, index: int | slice) -> Client | list[Client]:
+        if isinstance(index, slice):
+            return [self._clients[position] for position in self._positions[index]]
+        return self._clients[self._positions[index]]
 
 
 def _spec(

@@ -8,11 +8,7 @@ and range of each field.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
-import operator
-import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -21,50 +17,21 @@ import torch
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from raydfl.attacks import Attack
-from raydfl.core import registry
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.files import content_digest
 from raydfl.core.options import check_keys, explain, path_options, plain
-from raydfl.core.remote import check_path, is_uri
+from raydfl.core.remote import is_uri
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import parse_yaml
-from raydfl.data import KNOWN, DataSettings, ProfileSettings, find_dataset, find_transform
-from raydfl.data.features import NEUTRAL, kind_of, needs_waves
+from raydfl.data import KNOWN, DataSettings, ProfileSettings
+from raydfl.data.features import needs_waves
 from raydfl.engine.assembly import ModelChoice, Parts, assemble, split_view, text_of
+from raydfl.engine.digest import deciding, hashed
+from raydfl.engine.paths import absolute
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
-from raydfl.methods import Method
 from raydfl.models import INIT_FROM, check_model, model_paths
 from raydfl.objectives import Objective
-from raydfl.rules import rule_class
 from raydfl.training import TrainSettings, check_device
-
-_CAME_LATER: Mapping[tuple[str, ...], Any] = {
-    ("attack",): None,
-    ("objective",): {"name": "classify"},
-    ("data", "sites"): [],
-    ("data", "leave_out"): [],
-    ("data", "label_sets"): None,
-    ("data", "profile"): {},
-    ("data", "ungrouped"): "keep",
-    ("data", "transforms"): [],
-    ("data", "views"): {},
-    **{("data", "features", name): value for name, value in NEUTRAL.items()},
-    ("data", "columns"): [],
-    ("data", "unseen"): "stop",
-    ("data", "split", "client_test"): None,
-    ("data", "unlabelled"): None,
-    ("data", "pools"): {},
-    ("data", "parts"): {},
-    ("train", "precision"): "float32",
-    ("train", "deadline"): None,
-    ("train", "optimiser", "keep"): False,
-}
-"""Settings that earlier versions did not have, with the value at which a run is what it was without them. The digest leaves that
-out, and so stays what it was."""
-
-
-_OPTION_CAME_LATER: Mapping[tuple[str, str], Any] = {("spoken_words", "label"): "word"}
-"""The same for options of data sets: by set and option."""
 
 
 class Config(Settings):
@@ -253,30 +220,14 @@ class Config(Settings):
         attack = self.parts.attack
         if attack is not None:
             parts["attack"] = {"name": (self.attack or {})["name"], **plain(attack)}
-        # Of sites in the order given, in which clients are numbered; a site's folder, like the cache, is only where things lie.
-        parts["data"]["sites"] = [(name, _options(self.data.at(name))) for name in self.data.sites]
-        parts["data"]["transforms"] = _with_transforms(self.data)
-        if not (self.data.sites or self.data.parts):
-            parts["data"] = _with_options(self.data, parts["data"])
-        _forget_neutral(parts)
-        _note_statistics(self.data, parts["data"])
-        if self.data.parts:
-            # Only what each comes to: it does not matter what stands in data for all of them.
-            parts["data"] = {"parts": [(name, _described(data)) for name, data in self.data.each.items()]}
+        parts = deciding(parts, self.data)
         parts["train"].pop("rounds")
         parts["train"].pop("tape")  # the bits are the same
         if self.train.deadline is None:
             del parts["train"]["late"]  # nobody is
-        parts["data"].pop("cache", None)  # where features lie; what they are decides the numbers
         parts["seed"] = self.run.seed
         parts["threads"] = self.ray.threads
-        text = json.dumps(parts, sort_keys=True, default=str)
-        for path, content in self.files().values():
-            text = text.replace(json.dumps(path), json.dumps(content))  # wherever the file lies
-        text = re.sub(
-            r'"[^"]*/([^"/]+\.py:\w+)"', r'"\1"', text
-        )  # a job's copy of one's own file lies elsewhere each time
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return hashed(parts, self.files())
 
 
 def _check_choices(
@@ -300,57 +251,6 @@ def _check_choices(
     for key in keys if values else ():
         if key not in values:
             raise ConfigError(f"{where}.choices: no client is dealt {column} {key!r}; {nearest(key, values)}")
-
-
-def _described(data: DataSettings) -> dict[str, Any]:
-    """Return what of a part's settings decides the numbers."""
-    values = {**data.model_dump(mode="json"), "transforms": _with_transforms(data)}
-    found = {**_with_options(data, values), "sites": []}
-    _forget_neutral({"data": found}, "data")
-    _note_statistics(data, found)
-    found.pop("cache")
-    return found
-
-
-def _with_transforms(data: DataSettings) -> list[dict[str, Any]]:
-    """Return the transforms with all their options, those that were not given too."""
-    if not data.transforms:
-        return []
-    return [
-        {"name": given["name"], **plain(transform)}
-        for given, transform in zip(data.transforms, data.pipeline.all, strict=True)
-    ]
-
-
-def _with_options(data: DataSettings, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of ``data`` with all the data set's options in place of those that were given."""
-    return {key: values[key] for key in values if key in DataSettings.model_fields} | _options(data) | data.uris
-
-
-def _options(data: DataSettings) -> dict[str, Any]:
-    """Return the data set's options, those that were not given too."""
-    options = plain(data.source.open())
-    return {key: value for key, value in options.items() if _OPTION_CAME_LATER.get((data.name, key), ...) != value}
-
-
-def _forget_neutral(values: dict[str, Any], *of: str) -> None:
-    """Take out the settings that earlier versions did not have, where they are as it was without them.
-
-    Args:
-        values: groups of settings.
-        of: only of this group.
-    """
-    for (*groups, key), neutral in _CAME_LATER.items():
-        if of and groups[:1] != [*of]:
-            continue
-        group = functools.reduce(operator.getitem, groups, values)
-        if key in group and group[key] == neutral:
-            del group[key]
-
-
-def _note_statistics(data: DataSettings, values: dict[str, Any]) -> None:
-    if data.features.normalise == "group":
-        values["features"]["statistics"] = "training clips"  # earlier versions took those of held-out clips too
 
 
 def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -399,7 +299,7 @@ def make_config(values: Any, where: str = "configuration") -> Config:
         )
     check_keys(values, Config, "", Config)
     try:
-        checked = _absolute(values)
+        checked = absolute(values)
         return Config.model_validate(checked)
     except ValidationError as error:
         raise ConfigError(explain(error, "", checked, Config)) from error
@@ -436,87 +336,3 @@ def _instead_of(path: Path) -> str:
         if hint.startswith("did you mean")
         else "give a YAML file, such as jobs/quickstart.yaml (raydfl init writes it)"
     )
-
-
-def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Paths made absolute, so that a run can be resumed from any folder."""
-    result: dict[str, Any] = json.loads(json.dumps(values, default=str))
-    run = result.setdefault("run", {})
-    if isinstance(run, dict):
-        run.setdefault("dir", "runs")
-        _resolve(run, ["dir"])
-    for group in ("method", "models", "objective", "data", "attack"):
-        if group in result:
-            result[group] = _references_resolved(result[group])
-    method = result.get("method")
-    if isinstance(method, dict) and isinstance(method.get("name"), str):
-        _resolve(method, path_options(registry.find("raydfl.methods", method["name"], Method, "method")))
-        rule = method.get("rule")
-        if isinstance(rule, dict) and isinstance(rule.get("name"), str):
-            _resolve(rule, path_options(rule_class(rule["name"])))
-    if isinstance(result.get("models"), dict):
-        _resolve_models(result["models"])
-    objective = result.get("objective")
-    if isinstance(objective, dict) and isinstance(objective.get("name"), str):
-        _resolve(objective, path_options(registry.find("raydfl.objectives", objective["name"], Objective, "objective")))
-    attack = result.get("attack")
-    if isinstance(attack, dict) and isinstance(attack.get("name"), str):
-        _resolve(attack, path_options(registry.find("raydfl.attacks", attack["name"], Attack, "attack")))
-    data = result.get("data")
-    if isinstance(data, dict):
-        _resolve_data(data)
-        parts = data.get("parts")
-        for part in parts.values() if isinstance(parts, dict) else ():
-            if isinstance(part, dict):
-                _resolve_data(part, data.get("name"))
-    return result
-
-
-def _resolve_data(data: dict[str, Any], name: Any = None) -> None:
-    """Make the paths of ``data`` or of a part of it absolute; ``name`` is the data set where it names none itself."""
-    name = data.get("name", name)
-    _resolve(data, ["cache", *(path_options(find_dataset(name)) if isinstance(name, str) and name else ())])
-    for transform in data.get("transforms") or ():
-        if isinstance(transform, dict) and isinstance(transform.get("name"), str):
-            _resolve(transform, path_options(find_transform(transform["name"])))
-    if isinstance(data.get("features"), dict):
-        _resolve(data["features"], path_options(kind_of(data["features"])))
-
-
-def _resolve_models(models: Mapping[str, Any]) -> None:
-    for name, value in models.items():
-        choices = value["choices"] if isinstance(value, dict) and isinstance(value.get("choices"), dict) else value
-        several = [*choices.values()] if choices is not value else value if isinstance(value, list) else [value]
-        for choice in (each for each in several if isinstance(each, dict)):
-            if isinstance(choice.get("name"), str):
-                _resolve(choice, model_paths(choice["name"], f"models.{name}"))
-            if isinstance(choice.get(INIT_FROM), str):
-                choice[INIT_FROM] = {"file": choice[INIT_FROM]}
-            if isinstance(choice.get(INIT_FROM), dict):
-                _resolve(choice[INIT_FROM], ["file"])
-
-
-def _resolve(group: dict[str, Any], keys: Iterable[str]) -> None:
-    for key in keys:
-        if isinstance(group.get(key), str):
-            group[key] = _resolved(group[key])
-
-
-def _resolved(text: str) -> str:
-    check_path(text)
-    try:
-        return text if is_uri(text) else str(Path(os.path.expandvars(text)).expanduser().resolve())
-    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, ~NAME of nobody, a null character
-        raise ConfigError(f"the path {text!r} cannot be found: {error}") from error
-
-
-def _references_resolved(value: Any) -> Any:
-    """``value`` with every ``my_file.py:Class`` in it made absolute."""
-    if isinstance(value, dict):
-        return {key: _references_resolved(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_references_resolved(inner) for inner in value]
-    if isinstance(value, str) and re.fullmatch(r".+\.py:\w+", value):
-        place, _, name = value.rpartition(":")
-        return f"{_resolved(place)}:{name}"
-    return value

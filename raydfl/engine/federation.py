@@ -11,7 +11,7 @@ from torch import nn
 from raydfl.core import part_names, seeds
 from raydfl.core.errors import ConfigError
 from raydfl.core.tensors import FlatTensors
-from raydfl.core.types import Metrics, ModelSpec, Ratio, State, Task
+from raydfl.core.types import Client, Metrics, ModelSpec, Ratio, State, Task
 from raydfl.data import Population
 from raydfl.engine.adversary import Adversary
 from raydfl.engine.arrivals import Arrivals
@@ -55,7 +55,7 @@ class Federation:
         shards = {part: of.shards for part, of in population.each.items()}
         self._evaluation = Evaluation(config.evaluate, self.method, self.clients, shards, variants, self._orders)
         self._rows: list[record.MetricRow] = []
-        """Of the rounds since the last commit."""
+        """Measurements of the rounds since the last commit."""
         self._marked = time.perf_counter()
         commit, self.warnings = store.open_latest()
         if commit is None:
@@ -75,7 +75,10 @@ class Federation:
         self._committer = Committer(store, self.state, self._private)
 
     def _first_state(self, variants: Mapping[str, Variants]) -> State:
-        states = {part: self._init([models for _, models in built]) for part, built in variants.items()}
+        states = {
+            part: self._init(self.clients.of_part(part), [models for _, models in built])
+            for part, built in variants.items()
+        }
         state = states[""] if "" in states else join_states(states, self._with_another_class(variants))
         if not state.tensors:
             raise ConfigError(
@@ -83,8 +86,8 @@ class Federation:
             )
         return as_stored(state)
 
-    def _init(self, models: Sequence[Mapping[str, nn.Module]]) -> State:
-        return self.method.init(self.clients, models, seeds.generator(self.config.run.seed, 0, "", "init"))
+    def _init(self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]]) -> State:
+        return self.method.init(clients, models, seeds.generator(self.config.run.seed, 0, "", "init"))
 
     def _with_another_class(self, variants: Mapping[str, Variants]) -> State:
         """Return what the first part's state would be with one class more: what then has another shape depends on classes."""
@@ -95,7 +98,7 @@ class Federation:
             return dataclasses.replace(spec, classes=spec.classes + 1, outputs=width, init_from=())
 
         wider = [[widened(spec) for spec in specs] for specs, _ in next(iter(variants.values()))]
-        return self._init([build_models(self.method, specs, self.config.run.seed) for specs in wider])
+        return self._init(self.clients, [build_models(self.method, specs, self.config.run.seed) for specs in wider])
 
     def _choose_width(self) -> int:
         setting = self.config.train.together

@@ -52,9 +52,9 @@ class Order:
     group: int = -1
     """Orders of one group are carried out together, in one worker; -1: this one by itself."""
     attacking: bool = False
-    """Whether the client attacks in this round."""
+    """True where the client attacks in this round."""
     part: str = ""
-    """Of which of ``data.parts`` it is; empty: there are none."""
+    """The client's part of ``data.parts``; empty: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Result:
     measured: Mapping[str, Metrics] = field(default_factory=dict)
     """Metrics by split."""
     seconds: float = 0.0
-    """Of its group, divided by the group's clients."""
+    """Seconds of its group, divided by the group's clients."""
     waited: float = 0.0
     """Seconds from the arrival of the order at the worker to the begin of the work on it."""
     span: Span | None = None

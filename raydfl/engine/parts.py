@@ -15,8 +15,9 @@ def join_states(states: Mapping[str, State], wider: State) -> State:
     """Return one state: what fits all parts once, what depends on a part's classes or features for each part.
 
     Args:
-        states: what ``Method.init`` made for each part, by plain names. What all share is the first part's.
-        wider: the same for the first part with one class more.
+        states: what ``Method.init`` made for each part and its clients, by plain names. What all share is the first part's.
+        wider: the same for the first part with one class more, and for all clients. What it says in ``extra`` holds for the whole
+            federation, what a part's state says there is kept under the part's own name.
     """
     first = next(iter(states.values()))
     joined: dict[str, dict[str, Tensor]] = {}
@@ -25,9 +26,10 @@ def join_states(states: Mapping[str, State], wider: State) -> State:
             for name, tensor in tensors.items():
                 shapes = {other.tensors[key][name].shape for other in states.values() if _has(other, key, name)}
                 depends = _has(wider, key, name) and wider.tensors[key][name].shape != first.tensors[key][name].shape
-                own = depends or len(shapes) > 1
-                joined.setdefault(key, {}).setdefault(own_name(name, part) if own else name, tensor)
-    return dataclasses.replace(first, tensors=joined)
+                full = own_name(name, part) if depends or len(shapes) > 1 else name
+                joined.setdefault(key, {}).setdefault(full, tensor)
+    own = {own_name(name, part): value for part, state in states.items() for name, value in state.extra.items()}
+    return dataclasses.replace(first, tensors=joined, extra={**wider.extra, **own})
 
 
 def _has(state: State, key: str, name: str) -> bool:

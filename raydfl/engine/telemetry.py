@@ -28,7 +28,7 @@ class RoundReport:
     loss: float = float("nan")
     """Mean training loss per example, before aggregation."""
     scores: dict[str, float] = field(default_factory=dict)
-    """What was evaluated after the round, pooled: ``"test plugin/accuracy"``."""
+    """Scores of the evaluation after the round, pooled: ``"test plugin/accuracy"``."""
     rejected: dict[str, str] = field(default_factory=dict)
     """Why clients were left out of the round, by client id."""
     cut: dict[str, int] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class RoundReport:
     bytes_down: int = 0
     bytes_up: int = 0
     rows: list[record.MetricRow] = field(default_factory=list)
-    """What has become durable since the last report: rows of rounds before this one, as a rule."""
+    """Rows that have become durable since the last report, of rounds before this one, as a rule."""
 
     @property
     def used(self) -> int:

@@ -10,11 +10,11 @@ import contextlib
 import logging
 import os
 import shutil
-import signal
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from ray import train, tune
 from ray.train.constants import DEFAULT_STORAGE_PATH
@@ -31,13 +31,14 @@ from raydfl.cluster import (
     room_for,
     waiting_text,
 )
-from raydfl.core.errors import ConfigError, ResourcesError
+from raydfl.core.errors import ConfigError, RaydflError, ResourcesError
 from raydfl.data.features import RunChunks
 from raydfl.engine import Config
 from raydfl.experiments.plan import rounds_done
 from raydfl.experiments.trial import REASON, ROUND, SCORE, STATUS, FederationTrial, TrialOrder
 from raydfl.runs import Advance, Progress, StopSignals
 
+T = TypeVar("T")
 Decision = Literal["CONTINUE", "STOP"]
 RunConfig = tune.RunConfig | train.RunConfig
 """Ray's own settings of an experiment, from whoever starts a study from Python."""
@@ -117,11 +118,12 @@ class Executor:
         self._local_cpus = local_cpus
         self.logs = folder / "logs"
         self.stop_file = self.logs / f".stop-{os.getpid()}"
-        """When it appears, trials stop after their round."""
+        """A file at whose appearance trials stop after their round."""
         self._signals = StopSignals(
-            progress, "runs stop after their round", "them", self.stop_file.touch, _end_experiment
+            progress, "runs stop after their round", "them", self._stop_in_order, self._stop_at_once
         )
-        self._waited: ResourcesError | None = None
+        self._error: Exception | None = None
+        self._at_once = False
         _check_run_config(run_config)
 
     @property
@@ -163,16 +165,18 @@ class Executor:
 
         Raises:
             ResourcesError: no trial could begin within ``ray.ready_timeout`` seconds.
+            RaydflError: Ray Tune failed. What the study itself raises goes through, once the trials have stopped after their round.
         """
         os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(ahead)
+        asked = _Asked(study, self._fail)
         with self._signals:
             for count in study.turns():
-                if not self._signals.asked and self._waited is None:
-                    self._fit(study, count)
-        if self._waited is not None:
-            raise self._waited
+                if not self._signals.asked and self._error is None:
+                    self._fit(asked, count)
+        if self._error is not None:
+            raise self._error
 
-    def _fit(self, study: Study, trials: int) -> None:
+    def _fit(self, study: _Asked, trials: int) -> None:
         place = self._folder / f".tune-{os.getpid()}"
         own = tune.RunConfig(
             name="trials",
@@ -180,7 +184,7 @@ class Executor:
             verbose=0,
             failure_config=tune.FailureConfig(max_failures=self._retries),
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # the run folders have their commits
-            callbacks=[_Watch(study, self._config.ray.ready_timeout, self._progress, self._give_up)],
+            callbacks=[_Watch(study, self._config.ray.ready_timeout, self._progress, self._over)],
         )
         given = self._run_config
         if given is not None:
@@ -204,17 +208,50 @@ class Executor:
                 ),
                 run_config=own,
             ).fit()
+        except _EndedError:
+            pass
+        except ResourcesError as error:
+            self._error = self._error or error
+        except Exception as error:  # noqa: BLE001 - Ray's, or that of a callback of the user's
+            if self._error is None:
+                self._error = self._described(error)
         finally:
             shutil.rmtree(place, ignore_errors=True)
 
-    def _give_up(self, error: ResourcesError) -> None:
-        if self._waited is None and not self._signals.asked:
-            self._waited = error
-            _end_experiment()
+    def _described(self, error: Exception) -> RaydflError:
+        """Return what the user reads of a failure of Ray Tune's, which is told in full in a log."""
+        log = self.logs / "ray-tune.log"
+        with contextlib.suppress(OSError):
+            log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        last = (str(error).strip().splitlines() or [""])[-1]  # of a TuneError, which holds a whole traceback
+        described = RaydflError(
+            f"Ray Tune failed: {type(error).__name__}: {last[:_MESSAGE]} (in full in {log}); what runs have committed is kept, and "
+            f"the same command goes on"
+        )
+        described.__cause__ = error
+        return described
+
+    def _fail(self, error: Exception) -> None:
+        """Let trials stop after their round because the study failed."""
+        self._error = error
+        self._stop_in_order()
+
+    def _stop_in_order(self) -> None:
+        try:
+            self.stop_file.touch()
+        except OSError:  # the disk is full, or the folder is gone
+            self._at_once = True
+
+    def _stop_at_once(self) -> None:
+        self._at_once = True
+
+    def _over(self, running: bool) -> bool:
+        """Return whether the experiment ends now: at once, or because it shall stop and no trial is under way."""
+        return self._at_once or (not running and (self._signals.asked or self._error is not None))
 
 
-def _end_experiment() -> None:
-    signal.raise_signal(signal.SIGUSR1)  # what Ray Tune ends an experiment for
+class _EndedError(Exception):
+    """The end of an experiment whose trials have not ended. Ray Tune stops these, and passes it on to who began the experiment."""
 
 
 def _check_run_config(given: RunConfig | None) -> None:
@@ -265,6 +302,40 @@ def _quiet_tune() -> Iterator[None]:
 # -- behind Ray Tune's interfaces ------------------------------------------------------------------------------------
 
 
+class _Asked:
+    """A study as Ray Tune's parts ask it, in any thread. When it fails, it is asked no more and the experiment ends.
+
+    Ray Tune would take its failure (a full disk, say) for the loss of a trial, and do that trial again.
+    """
+
+    def __init__(self, study: Study, fail: Callable[[Exception], None]) -> None:
+        self._study = study
+        self._fail = fail
+        self._failed = False
+
+    def next(self) -> TrialOrder | None:
+        return self._ask(self._study.next, None)
+
+    def begun(self, number: int) -> None:
+        self._ask(lambda: self._study.begun(number), None)
+
+    def scored(self, number: int, round_index: int, score: float) -> Decision:
+        return self._ask(lambda: self._study.scored(number, round_index, score), "CONTINUE")
+
+    def ended(self, number: int, status: Literal["finished", "stopped", "failed"], result: Mapping[str, Any]) -> None:
+        self._ask(lambda: self._study.ended(number, status, result), None)
+
+    def _ask(self, question: Callable[[], T], otherwise: T) -> T:
+        if self._failed:
+            return otherwise
+        try:
+            return question()
+        except Exception as error:  # noqa: BLE001 - the executor raises it when the trials have stopped
+            self._failed = True
+            self._fail(error)
+            return otherwise
+
+
 def _order_of(trial: Any) -> TrialOrder:
     order: TrialOrder = trial.config["order"]
     return order
@@ -287,7 +358,7 @@ class _NotSaved:
 class _Scheduler(_NotSaved, FIFOScheduler):
     """Trials begin in their order; after each evaluation the study decides."""
 
-    def __init__(self, study: Study) -> None:
+    def __init__(self, study: _Asked) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._study = study
 
@@ -307,7 +378,7 @@ class _Scheduler(_NotSaved, FIFOScheduler):
 class _Searcher(_NotSaved, Searcher):
     """The study's trials, one after another."""
 
-    def __init__(self, study: Study, stop_file: Path) -> None:
+    def __init__(self, study: _Asked, stop_file: Path) -> None:
         super().__init__(metric=SCORE, mode="max")  # which is best the study knows
         self._study = study
         self._stop_file = stop_file
@@ -327,13 +398,11 @@ class _Searcher(_NotSaved, Searcher):
 class _Watch(_NotSaved, tune.Callback):
     """The user's view of the trials: rounds done, who was lost, and an end when none can begin for too long."""
 
-    def __init__(
-        self, study: Study, seconds: float, progress: Progress, give_up: Callable[[ResourcesError], None]
-    ) -> None:
+    def __init__(self, study: _Asked, seconds: float, progress: Progress, over: Callable[[bool], bool]) -> None:
         self._study = study
         self._seconds = seconds
         self._progress = progress
-        self._give_up = give_up
+        self._over = over
         self._before = placement_groups()
         self._since = self._looked = time.monotonic()
         self._told = False
@@ -341,8 +410,15 @@ class _Watch(_NotSaved, tune.Callback):
         self._bars: dict[str, tuple[contextlib.ExitStack, Advance, int]] = {}
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        """Look at the trials; called in Ray Tune's loop, many times a second."""
+        """Look at the trials; called in Ray Tune's loop, many times a second.
+
+        Raises:
+            _EndedError: the experiment is to end now.
+            ResourcesError: no trial could begin for too long.
+        """
         running = [_order_of(trial) for trial in trials if trial.status == "RUNNING"]
+        if self._over(bool(running)):
+            raise _EndedError
         now = time.monotonic()
         if self._progress.mode == "bar" and now - self._looked > _LOOK:
             self._looked = now
@@ -362,12 +438,10 @@ class _Watch(_NotSaved, tune.Callback):
             self._told = True
             self._progress.message(f"waiting for resources: {text}")
         if now - self._since > self._seconds:
-            self._give_up(
-                ResourcesError(
-                    f"no trial could begin within {self._seconds:g} s (ray.ready_timeout): {text}; wait until others have ended, "
-                    f"lower ray.actors, ray.cpus, ray.gpus or cpus, or raise ray.ready_timeout if nodes are still starting; the "
-                    f"same command goes on"
-                )
+            raise ResourcesError(
+                f"no trial could begin within {self._seconds:g} s (ray.ready_timeout): {text}; wait until others have ended, "
+                f"lower ray.actors, ray.cpus, ray.gpus or cpus, or raise ray.ready_timeout if nodes are still starting; the "
+                f"same command goes on"
             )
 
     def _show(self, running: Mapping[str, TrialOrder]) -> None:

@@ -8,6 +8,7 @@ shall commit its last round and leave its folder to the next process.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import queue
@@ -51,19 +52,19 @@ class TrialOrder:
     bundles: tuple[Bundle, ...] = ()
     """The placement group that it asks for."""
     judged: bool = True
-    """Whether it waits after each evaluation until it is told to go on; else there is one result, at its end."""
+    """True: it waits after each evaluation until it is told to go on; False: there is one result, at its end."""
     keys: tuple[tuple[str, str], ...] = ()
     """(split, metric) that the score may stand under in the record, the one that counts first; empty: there is no one score."""
     stop: str | None = None
-    """When this file appears, the trial stops after its round."""
+    """A file at whose appearance the trial stops after its round."""
     log: str | None = None
-    """Where a failure is told in full."""
+    """The file in which a failure is told in full."""
     reported: int = 0
     """The last round whose score is known already."""
     parent: str | None = None
     """The run folder that it begins as a copy of."""
     durable: bool = False
-    """Whether a round is committed before its scores are told."""
+    """True: a round is committed before its scores are told."""
 
     @property
     def folder(self) -> Path:
@@ -82,9 +83,9 @@ class Said:
     scores: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """All pooled scores of the round, by (split, metric)."""
     loss: float = math.nan
-    """Of the round's training; of a round that is told again it is not known."""
+    """Loss of the round's training; NaN of a round that is told again."""
     error: BaseException | None = None
-    """What was raised."""
+    """The exception that was raised."""
 
 
 class FederationTrial(tune.Trainable):
@@ -161,9 +162,10 @@ class RunThread:
         except BaseException as error:  # noqa: BLE001  (whatever it is, the other trials go on; it is told at the end)
             if self._order.log is not None:
                 log = Path(self._order.log)
-                log.parent.mkdir(parents=True, exist_ok=True)
-                with log.open("a", encoding="utf-8") as file:
-                    file.write(f"{self._order.name}\n\n{traceback.format_exc()}\n")
+                with contextlib.suppress(OSError):  # the disk is full, perhaps: that must be told all the same
+                    log.parent.mkdir(parents=True, exist_ok=True)
+                    with log.open("a", encoding="utf-8") as file:
+                        file.write(f"{self._order.name}\n\n{traceback.format_exc()}\n")
             kind = "" if isinstance(error, RaydflError) else f"{type(error).__name__}: "
             self._said.put(Said("failed", self._last, reason=f"{kind}{error}", error=error))
 

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import types
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -39,7 +40,7 @@ class Method:
     ] = None
 
     objective: Objective = dataclasses.field(default=Classify(), init=False)
-    """What is learnt: the run's ``objective``, no option of the method. :meth:`loss` and :meth:`evaluate` ask it by default."""
+    """The run's ``objective``, what is learnt; no option of the method. :meth:`loss` and :meth:`evaluate` ask it by default."""
 
     objectives: ClassVar[tuple[str, ...] | None] = None
     """Names of the objectives that the method is defined for; ``None``: any, because it asks :attr:`objective` and nothing else."""
@@ -48,7 +49,7 @@ class Method:
     """Names of the models that a client has, in building order, with the architecture to use when none is configured."""
 
     changes: ClassVar[tuple[str, ...]] = ()
-    """What names of tensors begin with that clients send as changes to something, and not as new values of what they received."""
+    """Beginnings of the names of tensors that clients send as changes to something, and not as new values of what they received."""
 
     pure: ClassVar[bool] = False
     """A promise about every loss that the method gives to ``fit``, by which its steps may be done from a recording (train.tape).
@@ -59,7 +60,7 @@ class Method:
     """
 
     across_parts: ClassVar[bool] = True
-    """Whether it can be trained over several ``data.parts``, where tensors that depend on the classes are each part's own."""
+    """True where it can be trained over several ``data.parts``, where tensors that depend on the classes are each part's own."""
 
     def __init_subclass__(cls) -> None:
         """Let no class inherit ``pure``, and refuse a method that was written when ``build`` still got a client.
@@ -130,7 +131,7 @@ class Method:
         """Return the state before the first round.
 
         Args:
-            clients: the population.
+            clients: the population; over several ``data.parts`` the clients of one, for it is asked for each part.
             models: freshly built models, one set for each distinct ``client.models``.
             rng: seeded by the run seed.
 
@@ -219,13 +220,13 @@ def merge(tensors: Mapping[str, Tensors], changed: Mapping[str, Tensors]) -> dic
 
 
 class Counted(Iterable[Update]):
-    """Updates to be read once, counted as they are."""
+    """Updates to be read once; afterwards ``senders`` says by tensor name how many of them had it."""
 
     def __init__(self, updates: Iterable[Update]) -> None:
-        self.count = 0
+        self.senders: Counter[str] = Counter()
         self._updates = updates
 
     def __iter__(self) -> Iterator[Update]:
         for update in self._updates:
-            self.count += 1
+            self.senders.update(update.tensors.keys())
             yield update

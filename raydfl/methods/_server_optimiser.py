@@ -4,7 +4,8 @@ The clients train as in FedAvg and the rule averages their models; the change fr
 of a gradient (with the opposite sign: the server steps along it). What the optimiser keeps lies in the entry ``"moments"`` of the
 server's state, which no client receives: ``"m/model/gru.weight_ih_l0"`` is what it calls ``m`` of that parameter.
 
-Buffers are averaged and see no optimiser. A round in which nothing arrived moves nothing, momentum included.
+Buffers are averaged and see no optimiser. A round in which nothing arrived moves nothing, momentum included; over several
+data.parts that holds for what each part has of its own, whose steps are counted by themselves.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
+from raydfl.core.part_names import beside
 from raydfl.core.types import Client, Metrics, State, Update
 from raydfl.methods._method import Counted, Method
 
@@ -71,14 +73,14 @@ class ServerOptimiser(Method, ABC):
         """Take one step of every parameter along the clients' mean change."""
         arriving = Counted(updates)
         averaged, report = super().aggregate(state, arriving, rng)
-        if not arriving.count:
-            return averaged, report
-        number = state.extra.get(_STEPS, 0) + 1
         weights, kept = dict(averaged.tensors["global"]), dict(state.tensors["moments"])
+        steps: dict[str, int] = {}
         for name, old in state.tensors["global"].items():
             own = {moment: kept[f"{moment}/{name}"] for moment in self.moments() if f"{moment}/{name}" in kept}
-            if own:  # else it is a buffer
-                weights[name], moved = self.move(old, weights[name], own, number)
+            if own and name in arriving.senders:  # else it is a buffer, or nobody of its part was in the round
+                counter = beside(_STEPS, name)
+                steps[counter] = state.extra.get(counter, 0) + 1
+                weights[name], moved = self.move(old, weights[name], own, steps[counter])
                 kept.update({f"{moment}/{name}": value for moment, value in moved.items()})
         tensors = {**averaged.tensors, "global": weights, "moments": kept}
-        return dataclasses.replace(averaged, tensors=tensors, extra={**averaged.extra, _STEPS: number}), report
+        return dataclasses.replace(averaged, tensors=tensors, extra={**averaged.extra, **steps}), report

@@ -7,6 +7,8 @@ Federated Learning, ICML 2020, algorithm 1, option II:
     after K steps         c_k+ = c_k - c + (x - y) / (K lr),    dc = c_k+ - c_k
     server                x <- x + server_lr mean_S(y - x),     c <- c + (|S| / N) mean_S(dc)
 
+So c is the mean of all clients' c_k. Over several data.parts, S and N of what a part has of its own are that part's clients.
+
 The correction is written as a term of the loss, <y, c - c_k>, whose gradient is exactly c - c_k; so the training loop needs to know
 nothing of it. With momentum rho, K is replaced by the effective number of steps (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho).
 
@@ -27,6 +29,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
+from raydfl.core.part_names import beside
 from raydfl.core.types import Batch, Client, Metrics, Ratio, State, Update
 from raydfl.methods._method import Counted, Method
 from raydfl.rules import Rule, UniformMean
@@ -105,12 +108,10 @@ class Scaffold(Method):
         """Step along the mean change and move the control variate by the cohort's share."""
         arriving = Counted(updates)
         averaged, report = super().aggregate(state, arriving, rng)
-        cohort = arriving.count
         old, new = state.tensors["global"], dict(averaged.tensors["global"])
-        if cohort:
-            for name in old:
-                if name.startswith(CONTROL):
-                    new[name] = old[name] + cohort / state.extra["clients"] * new[name]
-                elif CONTROL + name in old:
-                    new[name] = old[name] + self.server_lr * (new[name] - old[name])
+        for name, senders in arriving.senders.items():
+            if name.startswith(CONTROL):
+                new[name] = old[name] + senders / state.extra[beside("clients", name)] * new[name]
+            elif CONTROL + name in old:
+                new[name] = old[name] + self.server_lr * (new[name] - old[name])
         return dataclasses.replace(averaged, tensors={**averaged.tensors, "global": new}), report

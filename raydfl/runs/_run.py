@@ -212,7 +212,7 @@ def _rounds(
     durable: bool,
 ) -> Outcome:
     total = max(round_index, config.train.rounds)  # it may have done more than are now asked for
-    progress.start(total, round_index, run_dir.name)
+    progress.start(total, round_index, run_dir.name, config.parts.method.objective.headline)
     scores: dict[str, float] = {}
     shown = round_index
 

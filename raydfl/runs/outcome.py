@@ -17,7 +17,7 @@ class Outcome:
     round: int
     """Rounds completed and committed."""
     finished: bool
-    """Whether all configured rounds are done; else it was stopped and can be resumed."""
+    """True when all configured rounds are done; else it was stopped and can be resumed."""
     scores: dict[str, float] = field(default_factory=dict)
     """The last evaluation, ``"test plugin/accuracy" -> 0.81``."""
     problems: tuple[Problem, ...] = ()

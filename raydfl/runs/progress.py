@@ -21,7 +21,7 @@ from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 from raydfl.core.errors import printable
-from raydfl.core.metrics import SHOWN, base_name
+from raydfl.core.metrics import OF_CLIENTS, SHOWN, base_name
 from raydfl.engine import RoundReport
 from raydfl.runs.outcome import Outcome
 
@@ -66,14 +66,19 @@ def size(number_of_bytes: float) -> str:
     return f"{value / 1000:.1f} TB"
 
 
-def scores_text(scores: Mapping[str, float]) -> str:
-    """Return the accuracies (and a backdoor's success) in one line, or the first scores when there is none.
+def scores_text(scores: Mapping[str, float], headline: str = "accuracy") -> str:
+    """Return a run's headline scores (and a backdoor's success) in one line, or its first scores when there is none.
 
     >>> scores_text({"test plugin/loss": 1.2, "test plugin/accuracy": 0.8125})
     'test plugin/accuracy 0.812'
     """
-    accuracies = [item for item in scores.items() if base_name(item[0]) in SHOWN]
-    return "  ".join(f"{name} {value:.3f}" for name, value in (accuracies or list(scores.items()))[:4])
+    shown = _headlines(scores, headline) or {k: v for k, v in scores.items() if not k.endswith(OF_CLIENTS)}
+    return "  ".join(f"{name} {value:.3f}" for name, value in itertools.islice(shown.items(), 4))
+
+
+def _headlines(scores: Mapping[str, float], headline: str) -> dict[str, float]:
+    """Return the scores that are looked at first: the objective's headline, and those of :data:`SHOWN`."""
+    return {name: value for name, value in scores.items() if base_name(name) in (headline, *SHOWN)}
 
 
 class _Bars(RichProgress):
@@ -110,6 +115,7 @@ class Progress:
         self._bar: _Bars | None = None
         self._task: TaskID | None = None
         self._scores: Mapping[str, float] = {}
+        self._headline = "accuracy"
         self._lock = threading.RLock()
         self._waiting: deque[str] = deque()
         self._writing = False
@@ -129,9 +135,9 @@ class Progress:
             self._bar = None
             self._task = None
 
-    def start(self, total_rounds: int, done_rounds: int, description: str) -> None:
-        """Show that the rounds begin, or go on after ``done_rounds`` of them."""
-        self._total = total_rounds
+    def start(self, total_rounds: int, done_rounds: int, description: str, headline: str = "accuracy") -> None:
+        """Show that the rounds begin, or go on after ``done_rounds`` of them; ``headline`` is the objective's score."""
+        self._total, self._headline = total_rounds, headline
         self._times.clear()
         self._times.append((self._clock(), done_rounds))
         if self.mode == "json":
@@ -146,7 +152,7 @@ class Progress:
         """Show that one more round is completed."""
         self._times.append((self._clock(), report.round))
         left = self._seconds_left(report.round)
-        scores = {name: value for name, value in report.scores.items() if base_name(name) in SHOWN}
+        scores = _headlines(report.scores, self._headline)
         self._scores = scores or self._scores
         if self.mode == "json":
             self._event(
@@ -168,14 +174,19 @@ class Progress:
                 seconds_left=left,
             )
         elif self.mode == "bar" and self._task is not None:
-            parts = [_loss_text(report.loss), scores_text(self._scores), *_work(report)]
+            parts = [_loss_text(report.loss), scores_text(self._scores, self._headline), *_work(report)]
             bar = self._show_bar()
             bar.below = printable("  ".join(part for part in parts if part))
             status = f"round {report.round}/{self._total}  {duration(left)} left"
             bar.update(self._task, completed=report.round, status=status)
         else:
             parts = [f"round {report.round:{len(str(self._total))}d}/{self._total}", _loss_text(report.loss)]
-            parts += [scores_text(scores), f"{report.used} clients", *_work(report), f"{size(report.bytes_down)} down"]
+            parts += [
+                scores_text(scores, self._headline),
+                f"{report.used} clients",
+                *_work(report),
+                f"{size(report.bytes_down)} down",
+            ]
             parts += [f"{size(report.bytes_up)} up", f"{duration(left)} left"]
             self._line("  ".join(part for part in parts if part))
 
@@ -208,7 +219,7 @@ class Progress:
                 problems=[asdict(problem) for problem in outcome.problems],
             )
             return
-        scores = f": {scores_text(outcome.scores)}" if outcome.scores else ""
+        scores = f": {scores_text(outcome.scores, self._headline)}" if outcome.scores else ""
         self._line(f"{outcome.status} after {outcome.round} of {self._total} rounds, {duration(seconds)}{scores}")
         for problem in outcome.problems:
             self._line(f"{'worthless' if problem.worthless else 'warning'}: {problem.text}")

@@ -7,6 +7,7 @@ that are alike are computed for all of those clients at once (together/executor.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -193,6 +194,12 @@ def _computing(steps: Sequence[Step]) -> Iterator[None]:
         yield
 
 
+_DIFFERENT_LOSSES = (
+    "the losses given to fit() captured something that differs between clients, or that can be changed (a tensor, a list, an "
+    "object); put tensors into step.state, and what is small and equal for all into step.options"
+)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Fit:
     """A call of fit."""
@@ -248,6 +255,13 @@ class _Fit:
         for step in steps:
             step.together, step.looped_because = len(steps), ""
         return answers
+
+    def apart(self, others: Sequence[_Fit | _Predict]) -> None:
+        calls = [self, *(other for other in others if isinstance(other, _Fit))]
+        plain = [dataclasses.replace(call, losses=self.losses).key() for call in calls]
+        if len(calls) > 1 and plain[0] is not None and len(set(plain)) == 1:  # else they have other work to do
+            for call in calls:
+                call.step.looped_because = _DIFFERENT_LOSSES
 
     def alone(self) -> Metrics:
         with self.step.clock.computing():
@@ -341,6 +355,8 @@ class _Predict:
         steps = [call.step for call in calls]
         with _computing(steps):
             return predict_together(steps, self.model, [call.examples for call in calls], self.batch_size)
+
+    def apart(self, others: Sequence[_Fit | _Predict]) -> None: ...
 
     def alone(self) -> Tensor:
         with self.step.clock.computing():

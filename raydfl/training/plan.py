@@ -56,7 +56,10 @@ class Plan:
         """
         for name in self.rows:
             if name not in data.pools:
-                raise ConfigError(f"Plan(rows=...): there is no pool {name!r}; {nearest(name, data.pools)}")
+                raise ConfigError(
+                    f"the method's Plan(rows=...) names the pool {name!r}, which the clients of this run do not have; "
+                    f"{nearest(name, data.pools)}; data.pools and data.unlabelled make pools"
+                )
         return Examples.joined([data.pools[name] for name in self.rows], POOL)
 
     def order(self, examples: Examples, rng: np.random.Generator) -> list[np.ndarray]:

@@ -92,6 +92,22 @@ def test_the_trunk_is_everybodys_mean_and_a_head_its_parts(tiny: Tiny) -> None:
     server.close()
 
 
+def test_scaffolds_control_is_the_mean_of_the_clients_who_have_the_tensor(tiny: Tiny) -> None:
+    """c = sum_k c_k / N in every round: of the trunk over all clients, of a part's head over that part's."""
+    folder = run(tiny(PARTS, "train.rounds=2", "evaluate.clients=none", method="scaffold")).run_dir
+    population, kept = Population.load(folder / "population"), truth(folder)
+    heads = 0
+    for name, control in final_state(folder).tensors["global"].items():
+        plain, _, part = name.partition("@")
+        if plain.startswith("control/"):
+            clients = [i for i in range(len(population)) if part in ("", population.part_of(i))]
+            own = [kept.get(f"client {i} state:{plain}", bytes(4 * control.numel())) for i in clients]
+            mean = np.mean([np.frombuffer(each, np.float32) for each in own], axis=0)
+            assert control.flatten().numpy() == pytest.approx(mean, abs=1e-6), name
+            heads += bool(part)
+    assert heads == 4
+
+
 def test_parts_of_the_same_classes_have_heads_of_their_own(tiny: Tiny) -> None:
     config = tiny("data.parts={a: {}, b: {first: 20}}", "train.rounds=1")
     names = final_state(run(config).run_dir).tensors["global"]

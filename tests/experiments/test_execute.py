@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 from ray import train, tune
 from studies import StudyFile
 
-from raydfl.core.errors import ConfigError
-from raydfl.experiments.execute import _check_run_config
+from raydfl.core.errors import ConfigError, RaydflError, ResourcesError
+from raydfl.engine.config import Config
+from raydfl.experiments.execute import Executor, _check_run_config
 from raydfl.experiments.search import load_search, run_search
 from raydfl.experiments.sweep import load_sweep, run_sweep
+from raydfl.experiments.trial import REASON, STATUS, TrialOrder
+from raydfl.runs.progress import Progress
 
 
 class Seen(tune.Callback):
@@ -46,6 +53,82 @@ def test_what_a_study_does_not_have_is_refused(
 def test_the_settings_of_ray_train_are_accepted() -> None:
     _check_run_config(train.RunConfig(name="x", failure_config=train.FailureConfig(max_failures=1)))
     _check_run_config(None)
+
+
+class Tune:
+    """Ray Tune, as far as it decides what becomes of failures: a trial whose end cannot be noted is lost, and others go on."""
+
+    asked: ClassVar[list[str]] = []
+
+    def __init__(self, _: Any, tune_config: tune.TuneConfig, run_config: tune.RunConfig) -> None:
+        self.scheduler, self.searcher = tune_config.scheduler, tune_config.search_alg
+        self.watch = (run_config.callbacks or [])[0]
+
+    def fit(self) -> None:
+        while (found := self.searcher.suggest("")) != "FINISHED":
+            type(self).asked.append(found["order"].name)
+            trial = SimpleNamespace(config=found, status="RUNNING", should_recover=lambda: True)
+            self.watch.on_step_begin(0, [trial])
+            with contextlib.suppress(Exception):
+                self.scheduler.on_trial_complete(None, trial, {STATUS: "finished", REASON: ""})
+
+
+class Orders:
+    """A study of two trials; the end of the first cannot be noted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.orders = [TrialOrder(n, f"{n}", {"run": {"dir": str(folder), "name": f"{n}"}}) for n in range(2)]
+
+    def turns(self) -> Iterator[int]:
+        yield 2
+
+    def next(self) -> TrialOrder | None:
+        return self.orders.pop(0) if self.orders else None
+
+    def begun(self, number: int) -> None: ...
+
+    def scored(self, number: int, round_index: int, score: float) -> Any: ...
+
+    def ended(self, number: int, status: str, result: Any) -> None:
+        raise ResourcesError("the disk is full")
+
+
+@pytest.fixture
+def executor(tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Executor:
+    monkeypatch.setattr("ray.tune.Tuner", Tune)
+    monkeypatch.setattr("raydfl.experiments.execute.placement_groups", dict)
+    monkeypatch.setattr(Tune, "asked", [])
+    (tmp_path / "logs").mkdir()
+    return Executor(tiny(), tmp_path, Progress("quiet"), 0, None)
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_what_fails_in_a_study_ends_it_with_that_and_no_further_trial_begins(
+    executor: Executor, tmp_path: Path, writable: bool
+) -> None:
+    if not writable:
+        executor.stop_file = tmp_path / "gone" / "stop"
+    with pytest.raises(ResourcesError, match="the disk is full"):
+        executor.run(Orders(tmp_path))
+    assert Tune.asked == ["0"]
+    assert executor.stop_file.exists() is writable  # runs under way stop after their round
+
+
+def test_a_second_request_to_stop_ends_it_in_any_thread_and_kills_nobody(executor: Executor, tmp_path: Path) -> None:
+    executor._stop_at_once()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(executor.run, Orders(tmp_path)).result()
+    assert Tune.asked == ["0"]
+
+
+def test_a_failure_of_ray_tunes_says_how_to_go_on(
+    executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tune, "fit", lambda _: 1 / 0)
+    with pytest.raises(RaydflError, match="Ray Tune failed: ZeroDivisionError: .* the same command goes on") as error:
+        executor.run(Orders(tmp_path))
+    assert error.value.exit_code == 1
+    assert "Traceback" in (tmp_path / "logs" / "ray-tune.log").read_text()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 import time
@@ -82,6 +83,13 @@ def test_a_trial_that_is_not_judged_has_one_result_and_stops_after_its_round(
     (order.folder / "report.html").unlink()  # killed between the last round and its page
     assert [said.status for said in _all(RunThread(order))] == ["finished"]
     assert (order.folder / "report.html").exists()
+
+
+@pytest.mark.timeout(60)
+def test_a_failure_that_cannot_be_logged_is_told_all_the_same(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    order = dataclasses.replace(_order(tiny(), tmp_path), config={"method": {}}, log=str(tmp_path / "file" / "log"))
+    assert RunThread(order).next().status == "failed"
 
 
 def test_a_diverged_trial_is_finished_and_says_so(tiny: Callable[..., Config], tmp_path: Path) -> None:

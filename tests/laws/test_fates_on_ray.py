@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import ray
 import safetensors.torch
 from helpers import known, same, truth
 
@@ -29,16 +27,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
         ],
     ),
 }
-pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.slow]
-
-
-@pytest.fixture(autouse=True)
-def free_cpus() -> Iterator[None]:
-    """The next test begins when the last one's actors are gone."""
-    yield
-    deadline = time.monotonic() + 30
-    while ray.available_resources().get("CPU", 0) < 4 and time.monotonic() < deadline:
-        time.sleep(0.1)
+pytestmark = [pytest.mark.usefixtures("ray_session", "free_cpus"), pytest.mark.slow]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -11,13 +11,14 @@ import pyarrow as pa
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import differ, finish, same, truth
+from helpers import differ, final_state, finish, same, start, truth
 from pydantic.dataclasses import dataclass
 from tones import Tones
 from torch import Tensor
 
 from raydfl import Batch, Config, Method, Plan, Step, Update, fit, make_manifest, read_rows, run
 from raydfl.cluster.server import Server
+from raydfl.core.errors import ConfigError
 from raydfl.data.population import Population
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
@@ -140,3 +141,13 @@ def test_the_unlabelled_pool_is_trained_on_by_the_plan_alone(tiny: Tiny) -> None
     everything = finish(tiny("train.rounds=2", "run.name=everything"))
     assert differ(by_plan, labelled)
     assert differ(labelled, everything)
+
+
+def test_a_pool_that_is_not_there_ends_the_run_before_anything_is_trained(tiny: Tiny) -> None:
+    """Nobody is left out for it either: it is no failure of a client's."""
+    config = tiny("run.on_error=drop", method=f"{__file__}:PseudoLabels")
+    server = start(config)
+    with pytest.raises(ConfigError, match="names the pool 'labelled', which the clients .* data.unlabelled make pools"):
+        server.round()
+    server.close()
+    assert final_state(Path(config.run.dir, "tiny")).round_index == 0

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,16 +23,7 @@ from raydfl.runs.progress import Progress
 
 Tiny = Callable[..., Config]
 EXTRA = Path(__file__).parent.parent / "extra_methods.py"
-pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.slow]
-
-
-@pytest.fixture(autouse=True)
-def free_cpus() -> Iterator[None]:
-    """The next test begins when the last one's actors are gone."""
-    yield
-    deadline = time.monotonic() + 30
-    while ray.available_resources().get("CPU", 0) < 4 and time.monotonic() < deadline:
-        time.sleep(0.1)
+pytestmark = [pytest.mark.usefixtures("ray_session", "free_cpus"), pytest.mark.slow]
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedmlac", "scaffold"])

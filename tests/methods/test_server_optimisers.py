@@ -189,6 +189,21 @@ def test_a_round_in_which_nothing_arrives_moves_nothing(method: ServerOptimiser)
         assert all(torch.equal(after.tensors[key][name], value) for name, value in tensors.items())
 
 
+@pytest.mark.parametrize("method", ALL, ids=lambda method: type(method).__name__)
+def test_a_parts_own_tensor_moves_as_if_its_rounds_were_the_only_ones(method: ServerOptimiser) -> None:
+    """One part's clients are in every round, the other's in every second one."""
+    alone = method.init(CLIENTS, [{"model": network()}], RNG(0))
+    joined = {key: {f"{n}@{part}": t for n, t in of.items() for part in "ab"} for key, of in alone.tensors.items()}
+    both, rng = dataclasses.replace(alone, tensors=joined), RNG(5)
+    for number in range(4):
+        moved = torch.from_numpy(rng.normal(size=2).astype(np.float32))
+        parts = "ab" if number % 2 else "a"
+        both, _ = method.aggregate(both, iter([Update({f"model/bias@{part}": moved}, 1.0) for part in parts]), RNG(0))
+        if "b" in parts:
+            alone, _ = method.aggregate(alone, iter([Update({"model/bias": moved}, 1.0)]), RNG(0))
+        assert torch.equal(both.tensors["global"]["model/bias@b"], alone.tensors["global"]["model/bias"])
+
+
 def test_an_older_runs_state_without_a_step_count_goes_on() -> None:
     states, sent = rounds_of(FedAdam())
     old = dataclasses.replace(states[2], extra={})

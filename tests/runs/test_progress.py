@@ -241,3 +241,7 @@ def test_sizes(count: float, words: str) -> None:
 def test_without_an_accuracy_the_first_scores_are_shown() -> None:
     assert scores_text({"a/loss": 1.0, "b/own": 0.5}) == "a/loss 1.000  b/own 0.500"
     assert scores_text({}) == ""
+    measured = {"a/loss_client_mean": 1.0, "a/loss": 2.0, "a/dice": 3.0, "a/loss_worst_decile": 4.0}
+    assert scores_text(measured, "dice") == "a/dice 3.000"
+    assert scores_text(measured, "loss") == "a/loss 2.000"
+    assert scores_text(measured) == "a/loss 2.000  a/dice 3.000"

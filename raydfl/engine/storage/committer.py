@@ -38,9 +38,9 @@ class Committer:
         self.round_index = newest.round_index
         """The last round that is committed, or will be once :meth:`begin` has been called."""
         self.mirror: RunMirror | None = None
-        """Where each commit is copied to; ``None``: nowhere."""
+        """The mirror to which each commit is copied; ``None``: there is none."""
         self.seconds = 0.0
-        """What the last commit that is done took."""
+        """Seconds that the last finished commit took."""
         self.waited = 0.0
         """Seconds for which rounds had to wait for commits, since somebody last set it to 0."""
         self._store = store

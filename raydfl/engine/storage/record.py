@@ -45,7 +45,7 @@ SCHEMA = pa.schema(
     ]
 )
 _SEAL = b"raydfl crc32"
-"""What stands before a file's checksum."""
+"""Bytes before a file's checksum."""
 _SEALED = {"raydfl.sealed": ""}
 """Metadata of a file that must have a checksum; older ones have none."""
 _PLAIN = [name for name in SCHEMA.names if name not in ("array", "shape")]
@@ -59,7 +59,7 @@ class MetricRow:
     round: int
     """Rounds completed when it was measured; 0: before training."""
     phase: str
-    """Of the method: ``"train"``, ``"evaluate"``, or a stage's name."""
+    """The method's name for the stage: ``"train"``, ``"evaluate"``, or a stage's name."""
     client: str
     """Empty: the server's, or pooled over the clients."""
     split: str

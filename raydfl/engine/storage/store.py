@@ -46,7 +46,7 @@ _PRIVATE = re.compile(r".+\.(seg|index|part)")
 """Files in private/ that are of our own making: only such are removed, wherever that folder may really lie."""
 _SEPARATOR = "|"
 _FORMAT = 2
-"""Of a commit: tensors are named after their key's place in ``keys``. In format 1, which is read too, after the key itself."""
+"""Format of a commit: tensors are named by their key's place in ``keys``. In format 1, which is read too, by the key itself."""
 _PATIENCE = 600.0
 """Seconds after which an unfinished file beside LATEST is a dead process's: not all that is written there needs the lock."""
 

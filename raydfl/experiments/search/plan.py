@@ -71,7 +71,7 @@ class Search:
     file: Path
     settings: SearchSettings
     folder: Path
-    """Where trials, journal, tables and page lie."""
+    """The folder of trials, journal, tables and page."""
     overrides: tuple[str, ...]
     """Settings of the command line, for all trials."""
     values: Mapping[str, Any]

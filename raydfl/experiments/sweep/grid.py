@@ -71,7 +71,7 @@ class Sweep:
     file: Path
     settings: SweepSettings
     folder: Path
-    """Where the runs and tables lie."""
+    """The folder of runs and tables."""
     runs: tuple[CellRun, ...]
     """All runs: the first repeat of every cell, then the second; what two cells share stands here twice, with one identity."""
 

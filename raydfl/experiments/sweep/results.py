@@ -21,7 +21,7 @@ from raydfl.experiments.table import markdown_table, shown, to_csv, to_parquet, 
 from raydfl.runs.report import Curve, RunRecord, problems_of, read_run
 
 SUMMARIES = {"tail": "mean of last ten", "last": "last", "best": "best"}
-"""What is taken of a run's evaluations."""
+"""Summaries of a run's evaluations, with their words."""
 _ADVICE = "make room or make the folder writable, then write the tables again with raydfl sweep FILE --table"
 
 
@@ -65,7 +65,7 @@ class CellResult:
     rounds: tuple[int, ...]
     """Rounds done of the runs that are not finished."""
     worthless: int = 0
-    """Of the finished runs, those that diverged or could not learn: they count like others, and are named."""
+    """Finished runs that diverged or could not learn: they count like others, and are named."""
     paper: tuple[float, float | None] | None = None
     """The paper's mean and spread."""
     drop: float | None = None
@@ -96,7 +96,7 @@ class Results:
     runs: tuple[dict[str, Any], ...]
     """A row for each run: labels, folder, state and its own numbers."""
     notes: tuple[str, ...] = ()
-    """What a reader must know: features, spread, paper."""
+    """Notes that a reader needs: features, spread, paper."""
 
     @property
     def by_labels(self) -> dict[tuple[str, ...], CellResult]:

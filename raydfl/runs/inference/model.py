@@ -49,13 +49,13 @@ class RunModel:
     classes: tuple[str, ...]
     """Names of the outputs."""
     data: DataSettings
-    """Of the run: its ``features`` and ``segment`` say how a recording becomes the network's input."""
+    """The run's data: its ``features`` and ``segment`` say how a recording becomes the network's input."""
     length: int | None
     """Frames that every example of the run has; ``None`` when they differ, and the network is told the lengths."""
     statistics: np.ndarray | None = None
     """With ``normalise: group``: mean and deviation float64 [2, bands] that a recording is normalised with. ``None``: not known."""
     objective: Objective = field(default_factory=Classify)
-    """What it was trained for: it says what the outputs mean."""
+    """The objective that it was trained for: it says what the outputs mean."""
 
     @property
     def description(self) -> str:

@@ -42,7 +42,7 @@ class Graph:
     frames: int | None
     """Frames that it takes; ``None``: any number."""
     lengths: bool
-    """Whether it has the input ``lengths``."""
+    """True where it has the input ``lengths``."""
     difference: float
     """Largest difference to PyTorch of an output."""
 

@@ -36,7 +36,7 @@ SPLITS = {
     "validation": "clients' own hold-out",
     "train": "training data",
 }
-"""What the splits of the record are called in a report, in the order in which it shows them."""
+"""Names of the record's splits in a report, in the order in which it shows them."""
 _LAST = 10  # measurements behind a tail
 _TIMELINES = 3  # rounds whose timelines are read
 
@@ -80,9 +80,9 @@ class RunRecord:
     clients: Mapping[Key, tuple[int, NDArray[np.float64]]]
     """Each client's value of a headline at the last measurement, with its round."""
     timelines: Mapping[int, NDArray[np.float64]] = field(default_factory=dict)
-    """Of the last rounds: Watch.timeline of raydfl.engine.telemetry, float64 [clients, 4]."""
+    """Times of the last rounds: Watch.timeline of raydfl.engine.telemetry, float64 [clients, 4]."""
     missing: Sequence[str] = field(default_factory=list)
-    """What could not be shown, in sentences."""
+    """Sentences about what could not be shown."""
     incidents: Sequence[tuple[int, str, str, str, str]] = ()
     """Round, phase, client, "failed" or "late", and why: of clients that were left out of a round or stopped early."""
 

@@ -41,6 +41,9 @@ class Call(Protocol):
             NotBatchableError: it cannot be done; nothing has been changed, and each is to be computed alone.
         """
 
+    def apart(self, others: Sequence[Any]) -> None:
+        """Take note that no two of this and the other clients' calls have an equal key: all are computed alone."""
+
 
 class NotBatchableError(Exception):
     """Calls that looked alike cannot be computed together."""
@@ -100,8 +103,12 @@ class _Group:
             for member in waiting:
                 member.resume()
             waiting = [member for member in waiting if not member.done]
-            for calls in _alike(waiting):
-                _compute(calls)
+            groups = _alike(waiting)
+            if len(groups) == len(waiting) > 1:
+                first, *others = (cast(Call, member.call) for member in waiting)
+                first.apart(others)
+            for members in groups:
+                _compute(members)
 
     def abandon(self) -> None:
         self.abandoned = True

@@ -220,7 +220,8 @@ def scaled(scale: float, step: Step, batch: Batch) -> Tensor:
     ],
 )
 def test_losses_that_capture_something_of_their_client_are_not_mixed(make: Callable[[Step], Loss]) -> None:
-    compare(With(make=make))
+    steps = compare(With(make=make))
+    assert all("captured something that differs" in step.looped_because for step in steps)
 
 
 def test_losses_that_capture_the_same_are_computed_together() -> None:

@@ -28,6 +28,8 @@ class Add:
             raise self.failure
         return (self.number, 1)
 
+    def apart(self, others: Sequence[Add]) -> None: ...
+
     def several(self, others: Sequence[Add]) -> list[Any]:
         calls = [self, *others]
         for call in calls:

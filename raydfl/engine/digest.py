@@ -1,0 +1,143 @@
+"""The digest of a configuration: what of its settings decides the numbers of a run.
+
+A setting that is new does not change the digests of configurations that leave it at the value at which a run is what it was before
+there was the setting. tests/engine/test_digest.py asks of every setting whether it is in the digest as it should be.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import operator
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from raydfl.core.options import plain
+from raydfl.data import DataSettings, ViewSettings
+from raydfl.data.features import NEUTRAL
+
+_CAME_LATER: Mapping[tuple[str, ...], Any] = {
+    ("attack",): None,
+    ("objective",): {"name": "classify"},
+    ("data", "sites"): [],
+    ("data", "leave_out"): [],
+    ("data", "label_sets"): None,
+    ("data", "profile"): {},
+    ("data", "ungrouped"): "keep",
+    ("data", "transforms"): [],
+    ("data", "views"): {},
+    **{("data", "features", name): value for name, value in NEUTRAL.items()},
+    ("data", "columns"): [],
+    ("data", "unseen"): "stop",
+    ("data", "split", "client_test"): None,
+    ("data", "unlabelled"): None,
+    ("data", "pools"): {},
+    ("data", "parts"): {},
+    ("train", "precision"): "float32",
+    ("train", "deadline"): None,
+    ("train", "optimiser", "keep"): False,
+}
+"""Settings that earlier versions did not have, with the value at which a run is what it was without them. The digest leaves that
+out, and so stays what it was."""
+
+
+_OPTION_CAME_LATER: Mapping[tuple[str, str], Any] = {("spoken_words", "label"): "word"}
+"""The same for options of data sets: by set and option."""
+
+
+def deciding(groups: Mapping[str, Any], data: DataSettings) -> dict[str, Any]:
+    """Return what of a configuration's groups decides numbers.
+
+    Args:
+        groups: as plain values, with all options of what they name.
+        data: the group ``data``.
+    """
+    found = {**groups, "data": _with_all_options(data, groups["data"])}
+    # Of sites in the order given, in which clients are numbered; a site's folder, like the cache, is only where things lie.
+    found["data"]["sites"] = [(name, _options(data.at(name))) for name in data.sites]
+    if not (data.sites or data.parts):
+        found["data"] = _with_options(data, found["data"])
+    _forget_neutral(found)
+    _note_statistics(data, found["data"])
+    if data.parts:
+        # Only what each comes to: it does not matter what stands in data for all of them.
+        found["data"] = {"parts": [(name, _described(part)) for name, part in data.each.items()]}
+    found["data"].pop("cache", None)  # where features lie; what they are decides the numbers
+    return found
+
+
+def hashed(groups: Mapping[str, Any], files: Mapping[str, tuple[str, str]]) -> str:
+    """Return the digest of plain values.
+
+    Args:
+        files: that options name, by place: path, which is taken out, and digest of the content, which is put in its place.
+    """
+    text = json.dumps(groups, sort_keys=True, default=str)
+    for path, content in files.values():
+        text = text.replace(json.dumps(path), json.dumps(content))  # wherever the file lies
+    # A job's copy of one's own file lies elsewhere each time.
+    text = re.sub(r'"[^"]*/([^"/]+\.py:\w+)"', r'"\1"', text)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _described(data: DataSettings) -> dict[str, Any]:
+    """Return what of a part's settings decides the numbers."""
+    values = _with_all_options(data, data.model_dump(mode="json"))
+    found = {**_with_options(data, values), "sites": []}
+    _forget_neutral({"data": found}, "data")
+    _note_statistics(data, found)
+    found.pop("cache")
+    return found
+
+
+def _with_all_options(data: DataSettings, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of ``data`` with all the transforms' options, those that were not given too, and the pools in their order."""
+    found = {**values, "transforms": _transforms(data)}
+    found["views"] = {
+        name: {**values["views"][name], "transforms": _transforms(view)} for name, view in data.views.items()
+    }
+    if data.pools:
+        found["pools"] = [*values["pools"].items()]  # the first is what is trained on by default
+    return found
+
+
+def _transforms(view: DataSettings | ViewSettings) -> list[dict[str, Any]]:
+    if not view.transforms:
+        return []
+    return [
+        {"name": given["name"], **plain(transform)}
+        for given, transform in zip(view.transforms, view.pipeline.all, strict=True)
+    ]
+
+
+def _with_options(data: DataSettings, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of ``data`` with all the data set's options in place of those that were given."""
+    return {key: values[key] for key in values if key in DataSettings.model_fields} | _options(data) | data.uris
+
+
+def _options(data: DataSettings) -> dict[str, Any]:
+    """Return the data set's options, those that were not given too."""
+    options = plain(data.source.open())
+    return {key: value for key, value in options.items() if _OPTION_CAME_LATER.get((data.name, key), ...) != value}
+
+
+def _forget_neutral(values: dict[str, Any], *of: str) -> None:
+    """Take out the settings that earlier versions did not have, where they are as it was without them.
+
+    Args:
+        values: groups of settings.
+        of: only of this group.
+    """
+    for (*groups, key), neutral in _CAME_LATER.items():
+        if of and groups[:1] != [*of]:
+            continue
+        group = functools.reduce(operator.getitem, groups, values)
+        if key in group and group[key] == neutral:
+            del group[key]
+
+
+def _note_statistics(data: DataSettings, values: dict[str, Any]) -> None:
+    if data.features.normalise == "group":
+        values["features"]["statistics"] = "training clips"  # earlier versions took those of held-out clips too
