@@ -36,7 +36,7 @@ class Examples:
     sets: np.ndarray | None = None
     """bool [labels, classes]: the classes of each label, where a label is a set of them; ``None``: a label is one class."""
     pipeline: Pipeline = PLAIN
-    """What becomes of stored frames on their way into a batch."""
+    """The way of stored frames into a batch."""
     views: Mapping[str, Examples] = field(default_factory=dict)
     """Further views of the same examples, by name; one without frames is absent."""
     stream: int = 0
@@ -211,7 +211,7 @@ class ClientData:
     """A client's examples."""
 
     train: Examples
-    """What it trains on where the method makes no plan of its own: the first of its pools."""
+    """The first of its pools, on which it trains where the method makes no plan of its own."""
     validation: Examples
     """Its own hold-out, clean; may be empty."""
     test: Examples

@@ -34,7 +34,7 @@ from raydfl.data.features.model import ModelFeatures
 _CLIPS = 128
 _SECONDS = 600.0
 _START_UP_S = 5.0
-"""What a helping process costs before its first result: it imports torch."""
+"""The cost of a helping process before its first result: it imports torch."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class ChunkReport:
     number: int
     clips: int
     failures: Mapping[int, str]
-    """Why a clip (by its position in the chunk) could not be read."""
+    """The reasons why clips (by position in the chunk) could not be read."""
     seconds: float
     """Time that reading and computing took."""
 
