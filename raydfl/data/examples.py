@@ -65,7 +65,7 @@ class Examples:
 
     def targets(self, labels: np.ndarray) -> np.ndarray:
         """Return labels (int [n]) as batches have them: int64 [n], or float32 [n, classes] where a label is a set of classes."""
-        return labels.astype(np.int64) if self.sets is None else self.sets[labels].astype(np.float32)
+        return labels.astype(np.int64, copy=False) if self.sets is None else self.sets[labels].astype(np.float32)
 
     @classmethod
     def joined(cls, parts: Sequence[Examples], column: str) -> Examples:
@@ -109,7 +109,7 @@ class Examples:
             x = self._transformed(starts, counts, longest, device, drawn)
         lengths = None
         if self.length is None:
-            lengths = torch.from_numpy(counts.astype(np.int64)).to(device)
+            lengths = torch.from_numpy(counts.astype(np.int64, copy=False)).to(device)
         views = {
             name: view.batch(index, device, None if drawn is None else _of_view(drawn, name))
             for name, view in self.views.items()
