@@ -22,7 +22,7 @@ from raydfl.core.files import write_atomically
 from raydfl.core.processes import available_cpus, share_with_processes
 from raydfl.core.registry import build
 from raydfl.data.corruption import NOISELESS, Noise, add_noise
-from raydfl.data.dataset import Dataset
+from raydfl.data.dataset import Dataset, find_dataset
 from raydfl.data.features.alteration import UNALTERED, Alterations
 from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.data.features.file import FileFeatures, read_features
@@ -52,8 +52,6 @@ class Source:
         Raises:
             ConfigError: unknown name, or options that its class does not take.
         """
-        from raydfl.data.dataset import find_dataset
-
         return build(find_dataset(self.name), self.options, "data")
 
 
