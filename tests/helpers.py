@@ -19,7 +19,11 @@ from raydfl.runs.progress import Progress
 
 def finish(config: Config) -> dict[str, bytes]:
     """All rounds in this process; the exact bytes of everything that the run then knows."""
-    run_dir = create(config, Progress("quiet"))
+    return finish_in(create(config, Progress("quiet")), config)
+
+
+def finish_in(run_dir: Path, config: Config) -> dict[str, bytes]:
+    """The same for a run whose folder is there."""
     server = Server(run_dir, config)
     try:
         while server.round_index < config.train.rounds:
@@ -97,4 +101,4 @@ def start(config: Config) -> Server:
     return Server(create(config, Progress("quiet")), config)
 
 
-__all__ = ["differ", "final_state", "finish", "raw", "same", "start", "truth"]
+__all__ = ["differ", "final_state", "finish", "finish_in", "raw", "same", "start", "truth"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import TypeVar
 
+from raydfl.core.errors import ConfigError
 from raydfl.core.tensors import FlatTensors
 
 _MARK = "@"
@@ -20,10 +21,27 @@ T = TypeVar("T")
 def own_name(name: str, part: str) -> str:
     """Return the name under which the server has a tensor of a part.
 
+    Raises:
+        ConfigError: the name holds an @ already; it could not be told from a part's.
+
     >>> own_name("model/output.weight", "digits")
     'model/output.weight@digits'
     """
-    return f"{name}{_MARK}{part}"
+    return f"{check_name(name)}{_MARK}{part}"
+
+
+def check_name(name: str) -> str:
+    """Return the name of a tensor in a federation of several parts.
+
+    Raises:
+        ConfigError: it holds an @.
+    """
+    if _MARK in name:
+        raise ConfigError(
+            f"the name {name!r} of a tensor holds {_MARK!r}, which with data.parts stands before a part's name; rename it in the "
+            f"network or the method, or do without data.parts"
+        )
+    return name
 
 
 def plain_name(name: str) -> str:
@@ -67,7 +85,10 @@ def marked(values: Mapping[str, T], part: str, server: Container[str]) -> dict[s
         values: by plain names.
         part: the client's; empty: the federation has no parts.
         server: the names that the server has; what it does not know plainly is the part's own.
+
+    Raises:
+        ConfigError: a name holds an @.
     """
     if not part:
         return dict(values)
-    return {name if name in server else own_name(name, part): value for name, value in values.items()}
+    return {name if check_name(name) in server else own_name(name, part): value for name, value in values.items()}

@@ -28,7 +28,7 @@ SPARSITY = 0.4
 
 Share = int | float | tuple[str, ...]
 CLIENTS = "Which clients: a share (0.2; 1.0: all), a number (an integer), or a list of ids; the first two draw them."
-"""What a setting of the type :data:`Share` means."""
+"""The meaning of a setting of the type :data:`Share`."""
 
 
 def share_in_range(value: Share) -> Share:

@@ -44,7 +44,7 @@ class Card:
     licence: str = ""
     """Under which terms it is published."""
     url: str = ""
-    """Where to get it."""
+    """The page to get it from."""
     classes: int | None = None
     """Number of classes with the default options; ``None`` when the recordings decide."""
 
@@ -55,7 +55,7 @@ class Dataset:
 
     card: ClassVar[Card] = Card("a data set of your own")
     images: ClassVar[bool] = False
-    """Whether what it lists are images alone, and no recordings."""
+    """True where it lists images alone, and no recordings."""
 
     def manifest(self) -> pa.Table:
         """List all clips of the set, as :func:`raydfl.make_manifest` returns them.

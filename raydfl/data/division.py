@@ -29,7 +29,7 @@ from raydfl.data.split import (
 )
 
 TRAINING, VALIDATION, CLIENT_TEST = 0, 1, 2
-"""What a client has a clip for."""
+"""The uses that a client has for a clip."""
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,11 @@ def divide(
     if complete and data.unseen == "stop" and data.label_sets is None:
         _check_classes(classes, labels, usable, split, partition)
     drawn = {kind: how for kind, how in _hold_outs(data.split).items() if how and not _by_value(how)}
-    for client_id, start, stop in zip(partition.ids, partition.offsets, partition.offsets[1:], strict=False):
-        if apart and not np.any(role[start:stop] == TRAINING):
-            raise DataError(
-                f"client {client_id!r} would hold out all its {stop - start} clips and have none to train on; choose "
-                f"data.split.client_test, data.split.validation or data.partition differently"
-            )
+    if apart:
+        _check_training(partition, role)
+    for client_id, start, stop in (
+        zip(partition.ids, partition.offsets, partition.offsets[1:], strict=False) if drawn else ()
+    ):
         for kind, how in drawn.items():
             mine = start + np.flatnonzero((role[start:stop] == TRAINING) & (pool[start:stop] == 0))
             rng = generator(seed, 0, client_id, f"local {_PURPOSES[kind]}")
@@ -168,6 +167,17 @@ def _drawn(setting: float | ClientHoldOutSettings | None, labels: np.ndarray, rn
         return hold_out_of_each(labels, setting.fraction or 0.0, rng)
     fraction = setting.fraction if isinstance(setting, ClientHoldOutSettings) else setting
     return hold_out(len(labels), fraction or 0.0, rng)
+
+
+def _check_training(partition: Partition, role: np.ndarray) -> None:
+    """Refuse a client that would hold out all its clips."""
+    trained = np.add.reduceat(role == TRAINING, partition.offsets[:-1], dtype=np.int64)
+    if trained.min() == 0:
+        client = int(trained.argmin())
+        raise DataError(
+            f"client {partition.ids[client]!r} would hold out all its {np.diff(partition.offsets)[client]} clips and have none to "
+            f"train on; choose data.split.client_test, data.split.validation or data.partition differently"
+        )
 
 
 def _check_classes(

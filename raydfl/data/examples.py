@@ -36,7 +36,7 @@ class Examples:
     sets: np.ndarray | None = None
     """bool [labels, classes]: the classes of each label, where a label is a set of them; ``None``: a label is one class."""
     pipeline: Pipeline = PLAIN
-    """What becomes of stored frames on their way into a batch."""
+    """The way of stored frames into a batch."""
     views: Mapping[str, Examples] = field(default_factory=dict)
     """Further views of the same examples, by name; one without frames is absent."""
     stream: int = 0
@@ -65,7 +65,7 @@ class Examples:
 
     def targets(self, labels: np.ndarray) -> np.ndarray:
         """Return labels (int [n]) as batches have them: int64 [n], or float32 [n, classes] where a label is a set of classes."""
-        return labels.astype(np.int64) if self.sets is None else self.sets[labels].astype(np.float32)
+        return labels.astype(np.int64, copy=False) if self.sets is None else self.sets[labels].astype(np.float32)
 
     @classmethod
     def joined(cls, parts: Sequence[Examples], column: str) -> Examples:
@@ -109,7 +109,7 @@ class Examples:
             x = self._transformed(starts, counts, longest, device, drawn)
         lengths = None
         if self.length is None:
-            lengths = torch.from_numpy(counts.astype(np.int64)).to(device)
+            lengths = torch.from_numpy(counts.astype(np.int64, copy=False)).to(device)
         views = {
             name: view.batch(index, device, None if drawn is None else _of_view(drawn, name))
             for name, view in self.views.items()
@@ -211,7 +211,7 @@ class ClientData:
     """A client's examples."""
 
     train: Examples
-    """What it trains on where the method makes no plan of its own: the first of its pools."""
+    """The first of its pools, on which it trains where the method makes no plan of its own."""
     validation: Examples
     """Its own hold-out, clean; may be empty."""
     test: Examples

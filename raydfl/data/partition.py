@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import pyarrow as pa
@@ -174,12 +174,16 @@ def without_groups(clips: int) -> str:
 
 def natural_order(names: Sequence[str]) -> list[str]:
     """Return the names, sorted with the numbers in them as numbers: ``a/2`` before ``a/10``."""
-    return sorted(
-        names,
-        key=lambda name: [
-            (part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"([0-9]+)", name)
-        ],
-    )
+    return sorted(names, key=_natural)
+
+
+_NUMBER = re.compile("([0-9]+)")
+
+
+def _natural(name: str) -> list[Any]:
+    parts: list[Any] = _NUMBER.split(name)  # text and numbers take turns
+    parts[1::2] = [(int(number), number) for number in parts[1::2]]
+    return parts
 
 
 def _sorted_partition(

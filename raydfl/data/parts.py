@@ -20,18 +20,14 @@ def join(populations: Mapping[str, Population]) -> Population:
     Args:
         populations: by the parts' names; each with its examples.
     """
-    parts: list[Part] = []
-    for name, population in populations.items():
-        parts.append(Part(name, sum(len(part.population) for part in parts), population))
+    firsts = np.cumsum([0, *(len(population) for population in populations.values())]).tolist()
+    parts = [Part(name, first, own) for first, (name, own) in zip(firsts, populations.items(), strict=False)]
     ids = Names.of(f"{part.name}/{client}" for part in parts for client in part.population.ids)
-    profiles = [population.profile(index) for population in populations.values() for index in range(len(population))]
-    examples = [population.num_examples(i) for population in populations.values() for i in range(len(population))]
+    sizes = np.concatenate([part.population.sizes() for part in parts])
     arrays = {
-        "train/offsets": np.r_[0, np.cumsum(examples)].astype(np.int64),
-        "groups_of": np.full(len(profiles), -1, np.int32),  # a client's group is asked of its part
-        "noisy": np.array([profile["noisy"] for profile in profiles], bool),
-        "label_errors": np.array([profile["label_errors"] for profile in profiles], bool),
+        "train/offsets": np.r_[0, np.cumsum(sizes)].astype(np.int64),
         **{f"ids/{name}": array for name, array in ids.arrays.items()},
+        # A client's group is asked of its part.
         **{f"groups/{name}": array for name, array in Names.of(()).arrays.items()},
     }
     lengths = {population.length for population in populations.values()}

@@ -10,6 +10,7 @@ makes a plan of its own (:class:`raydfl.training.plan.Plan`); a method for it dr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
@@ -194,20 +195,16 @@ def deal_pools(
         settings = (own.get(name) or partition).model_copy(update={"minimum": 0})
         if len(rows):
             parts.append((number, partition_clips(manifest, rows, labels, settings, seed, "" if number == 0 else name)))
-    ids = natural_order(list({client_id for _, part in parts for client_id in part.ids}))
-    place = {client_id: number for number, client_id in enumerate(ids)}
-    owner, pool, row = [], [], []
-    groups = natural_order(list({group for _, part in parts for group in part.groups}))
-    group_place = {group: number for number, group in enumerate(groups)}
+    ids, places = _joined([part.ids for _, part in parts])
+    groups, group_places = _joined([part.groups for _, part in parts])
     group_of = np.full(len(ids), -1, np.int32)
-    for number, part in parts:
-        places = np.array([place[client_id] for client_id in part.ids], np.int64)
-        owner.append(np.repeat(places, np.diff(part.offsets)))
+    owner, pool, row = [], [], []
+    for (number, part), place, group_place in zip(parts, places, group_places, strict=True):
+        owner.append(np.repeat(place, np.diff(part.offsets)))
         pool.append(np.full(len(part.rows), number))
         row.append(part.rows)
-        for client, group in zip(places.tolist(), part.group_of.tolist(), strict=True):
-            if group >= 0:
-                group_of[client] = group_place[part.groups[group]]
+        grouped = part.group_of >= 0
+        group_of[place[grouped]] = group_place[part.group_of[grouped]]
     owners, numbers, everything = np.concatenate(owner), np.concatenate(pool), np.concatenate(row)
     counts = np.bincount(owners, minlength=len(ids))
     if counts.min() < partition.minimum:
@@ -219,3 +216,10 @@ def deal_pools(
     order = np.lexsort((everything, numbers, owners))
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     return Partition(ids, everything[order], offsets, groups, group_of), numbers[order]
+
+
+def _joined(names: Sequence[Sequence[str]]) -> tuple[list[str], list[np.ndarray]]:
+    """Return all the names that some sequences have, in natural order, and of each sequence their positions there: int64."""
+    everything = natural_order(list(dict.fromkeys(itertools.chain(*names))))  # mostly in order already
+    place = {name: number for number, name in enumerate(everything)}
+    return everything, [np.array([place[name] for name in each], np.int64) for each in names]

@@ -30,7 +30,7 @@ FORMAT = 1
 POPULATION_FILE = "population.safetensors"
 
 TABLES = "transforms"
-"""What the names of the tables of transforms begin with."""
+"""The beginning of the names of transforms' tables."""
 
 CLEAN, NOISY = 0, 1
 """Positions in a population's stores."""
@@ -100,7 +100,8 @@ class Population:
         columns: names of the values of further columns, by column: a code is an index into them. Parts then have the columns
             ``column/NAME`` too.
         pools: names of the pools of training clips, that of the part train first; another's part is ``train@NAME``.
-        parts: where the federation is of several: then all examples are theirs (see raydfl.data.parts).
+        parts: where the federation is of several: then all is theirs but the clients' names and how many training examples each
+            has (see raydfl.data.parts).
         separator: what stands between the classes that a label names; ``None``: a label is one class.
         views: of each further view by name its store, and the frames of every example that has it, ``None`` when they differ. Where
             examples lie in it is in the columns ``starts`` and ``counts`` (0: absent) of the parts train@NAME and so on. No pool
@@ -137,7 +138,7 @@ class Population:
         self.messages: tuple[str, ...] = tuple(messages)
         self._arrays = dict(arrays)
         self.columns: Mapping[str, tuple[str, ...]] = {name: tuple(values) for name, values in (columns or {}).items()}
-        """What the codes of examples' columns stand for: the values, by column."""
+        """The values that the codes of examples' columns stand for, by column."""
         self.pools: tuple[str, ...] = tuple(pools)
         """Names of the pools of training examples."""
         self.bands = stores[CLEAN].bands if bands is None else bands
@@ -145,7 +146,7 @@ class Population:
         self._views = dict(views or {})
         self._pipelines = dict.fromkeys(self._views, PLAIN)
         self.pipeline = PLAIN
-        """What becomes of stored features on their way into a batch: see :meth:`use`."""
+        """The way of stored features into a batch: see :meth:`use`."""
         self.ids = self._names("ids")
         self._groups = self._names("groups")
         of_profiles = [name.split("/")[1] for name in arrays if name.startswith("profile/") and name.endswith("/of")]
@@ -222,7 +223,10 @@ class Population:
 
     def num_examples(self, index: int) -> int:
         """Return how many training examples a client has in the first pool."""
-        mine = self._of_client("train", index)
+        return self._size(self.pools[0], index)
+
+    def _size(self, pool: str, index: int) -> int:
+        mine = self._of_client("train" if pool == self.pools[0] else f"train@{pool}", index)
         return int(mine.stop - mine.start)
 
     def profile(self, index: int) -> dict[str, Any]:
@@ -234,18 +238,46 @@ class Population:
         if self.parts:
             part = self._part(index)
             return {"part": part.name, **part.population.profile(index - part.first)}
-        facts: dict[str, Any] = {
-            "noisy": bool(self._arrays["noisy"][index]),
-            "label_errors": bool(self._arrays["label_errors"][index]),
-        }
-        for name, values in self._profiles.items():
-            facts[name] = values[int(self._arrays[f"profile/{name}/of"][index])]
+        facts = {}
+        for name in ("group", "noisy", "label_errors", *self._profiles):
+            values, of = self.column(name)
+            if of[index] >= 0:
+                facts[name] = values[int(of[index])]
         if len(self.pools) > 1:
-            mine = {name: self._of_client(f"train@{name}", index) for name in self.pools[1:]}
-            sizes = {name: int(where.stop - where.start) for name, where in mine.items()}
-            facts["pools"] = {self.pools[0]: self.num_examples(index), **sizes}
-        group = int(self._arrays["groups_of"][index])
-        return facts if group < 0 else {"group": self._groups[group], **facts}
+            facts["pools"] = {name: self._size(name, index) for name in self.pools}
+        return facts
+
+    def column(self, name: str) -> tuple[Sequence[Any], np.ndarray]:
+        """Return what the profiles of all clients say under one name, but for ``pools``, which are no single value.
+
+        Returns:
+            The values, and int [clients]: the position of each client's among them; -1 where nothing is known of it.
+        """
+        if self.parts:
+            return self._column_of_parts(name)
+        if name == "group":
+            return self._groups, self._arrays["groups_of"]
+        if name in ("noisy", "label_errors"):
+            return (False, True), self._arrays[name].view(np.int8)
+        if name in self._profiles:
+            return self._profiles[name], self._arrays[f"profile/{name}/of"]
+        return (), np.full(len(self), -1)
+
+    def _column_of_parts(self, name: str) -> tuple[Sequence[Any], np.ndarray]:
+        if name == "part":
+            sizes = [len(part.population) for part in self.parts]
+            return [part.name for part in self.parts], np.repeat(np.arange(len(sizes)), sizes)
+        values: list[Any] = []
+        places = []
+        for part in self.parts:
+            own, of = part.population.column(name)
+            places.append(np.where(of < 0, -1, of.astype(np.int64) + len(values)))
+            values += own
+        return values, np.concatenate(places)
+
+    def sizes(self) -> np.ndarray:
+        """Return int64 [clients]: training examples of each client in the first pool."""
+        return np.diff(self._arrays["train/offsets"])
 
     def data(self, index: int, attacking: bool = False) -> ClientData:
         """Return a client's data; its ``test`` is empty unless clients hold out a test set of their own.

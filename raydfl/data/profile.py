@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -67,26 +67,29 @@ def profile_arrays(
             raise DataError(
                 f"{where}: the data have no column {settings.column!r}; {nearest(settings.column, manifest.column_names)}"
             )
-        values = manifest.column(settings.column).take(pa.array(partition.rows)).to_pylist()
-        found = [
-            _one_value(values[start:stop], where, settings.column, client)
-            for client, start, stop in zip(partition.ids, partition.offsets, partition.offsets[1:], strict=False)
-        ]
-        names = sorted(set(found))
-        position = {value: number for number, value in enumerate(names)}
-        arrays[f"profile/{name}/of"] = np.array([position[value] for value in found], np.int32)
+        encoded = manifest.column(settings.column).take(pa.array(partition.rows)).combine_chunks().dictionary_encode()
+        values, codes = encoded.dictionary.to_pylist(), encoded.indices.fill_null(-1).to_numpy()
+        least, most = (extreme.reduceat(codes, partition.offsets[:-1]) for extreme in (np.minimum, np.maximum))
+        for client in np.flatnonzero((least < 0) | (least < most))[:1].tolist():
+            own = codes[partition.offsets[client] : partition.offsets[client + 1]]
+            _refuse(
+                [values[code] if code >= 0 else None for code in own], where, settings.column, partition.ids[client]
+            )
+        texts = [str(value) for value in values]
+        names = sorted({texts[code] for code in np.unique(least)})
+        position = {text: number for number, text in enumerate(names)}
+        arrays[f"profile/{name}/of"] = np.array([position.get(text, -1) for text in texts], np.int32)[least]
         arrays |= {f"profile/{name}/{key}": array for key, array in Names.of(names).arrays.items()}
     return arrays
 
 
-def _one_value(values: Sequence[object], where: str, column: str, client: str) -> str:
+def _refuse(values: Sequence[object], where: str, column: str, client: str) -> NoReturn:
+    """Refuse what a column says of a client's clips, of which one has no value, or has another than the others."""
     different = list(dict.fromkeys(values))
     if None in different:
         raise DataError(f"{where}: column {column!r} has no value for a clip of client {client!r}; fill it in")
-    if len(different) != 1:
-        shown = ", ".join(map(repr, different[:2]))
-        raise DataError(
-            f"{where}: column {column!r} says {shown} of clips of client {client!r}; it must be one value for each client, so "
-            f"partition by a column that it follows (data.partition), or take another column"
-        )
-    return str(different[0])
+    shown = ", ".join(map(repr, different[:2]))
+    raise DataError(
+        f"{where}: column {column!r} says {shown} of clips of client {client!r}; it must be one value for each client, so "
+        f"partition by a column that it follows (data.partition), or take another column"
+    )

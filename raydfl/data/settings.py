@@ -386,7 +386,7 @@ class DataSettings(Settings):
         Raises:
             ConfigError: transforms that are not known, or do not fit the features.
         """
-        from raydfl.data.transforms import make_transforms  # it imports PyTorch
+        from raydfl.data.transforms import make_transforms  # it imports PyTorch, which takes seconds
 
         return make_transforms(self.transforms, self.features, "data.transforms")
 

@@ -48,12 +48,8 @@ class HoldOutSettings(Settings):
 
     @model_validator(mode="after")
     def _one_way(self) -> HoldOutSettings:
-        if self.by == "split" and self.fraction is None:
-            return self
-        if (self.values is None) == (self.fraction is None):
-            raise ValueError(f"by: {self.by} needs either values or fraction")
-        if self.by == "clip" and self.values is not None:
-            raise ValueError("by: clip needs fraction, not values")
+        if self.by != "split" or self.fraction is not None:
+            _check_one_way(self)
         return self
 
 
@@ -80,13 +76,18 @@ class ClientHoldOutSettings(Settings):
 
     @model_validator(mode="after")
     def _one_way(self) -> ClientHoldOutSettings:
-        if (self.values is None) == (self.fraction is None):
-            raise ValueError(f"by: {self.by} needs either values or fraction")
-        if self.by == "clip" and self.values is not None:
-            raise ValueError("by: clip needs fraction, not values")
+        _check_one_way(self)
         if self.by != "clip" and self.stratify:
             raise ValueError(f"stratify goes with by: clip, not with by: {self.by}")
         return self
+
+
+def _check_one_way(settings: HoldOutSettings | ClientHoldOutSettings) -> None:
+    """Refuse a hold-out that is not chosen in exactly one way."""
+    if (settings.values is None) == (settings.fraction is None):
+        raise ValueError(f"by: {settings.by} needs either values or fraction")
+    if settings.by == "clip" and settings.values is not None:
+        raise ValueError("by: clip needs fraction, not values")
 
 
 class SplitSettings(Settings):

@@ -88,15 +88,18 @@ class Clients(Sequence[Client]):
             ConfigError: there is no architecture for what it says of a client.
         """
         number = {key: place for place, key in enumerate(keys)}
-        places = np.zeros(len(self), np.int64)
-        for position in range(len(self)):
-            value = self._profile(position).get(column)
-            if text_of(value) not in number:
-                raise ConfigError(
-                    f"models.{model}.choices: no architecture for client {self._population.ids[position]!r}, whose {column} is "
-                    f"{value!r}; {nearest(text_of(value), keys)}"
-                )
-            places[position] = number[text_of(value)]
+        places = _places(*self._population.column(column), number)
+        for first, dealt_values in self._dealt.values():
+            if column in dealt_values:
+                own = _places(*dealt_values[column], number)
+                places[first : first + len(own)] = own
+        missing = np.flatnonzero(places < 0)
+        if len(missing):
+            value = self._profile(int(missing[0])).get(column)
+            raise ConfigError(
+                f"models.{model}.choices: no architecture for client {self._population.ids[int(missing[0])]!r}, whose {column} is "
+                f"{value!r}; {nearest(text_of(value), keys)}"
+            )
         return places
 
     def by_id(self, client_id: str) -> Client:
@@ -162,6 +165,18 @@ class _Section(Sequence[Client]):
         if isinstance(index, slice):
             return [self._clients[position] for position in self._positions[index]]
         return self._clients[self._positions[index]]
+
+
+def _places(values: Sequence[Any], of: np.ndarray, number: Mapping[str, int]) -> np.ndarray:
+    """Return int64 [clients]: the number of what each client's profile says, -1 where it has none.
+
+    Args:
+        values: that the profile may say.
+        of: int [clients]: the position of each client's, -1 for none.
+        number: of each value's text.
+    """
+    found: np.ndarray = np.array([*(number.get(text_of(value), -1) for value in values), -1], np.int64)[of]
+    return found
 
 
 def _spec(

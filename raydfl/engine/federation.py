@@ -205,10 +205,9 @@ class Federation:
     ) -> tuple[State, Metrics]:
         """Return the state that the method makes of the clients' updates, and what it measured."""
         rng = seeds.generator(self.config.run.seed, self.state.round_index, "", "aggregate")
+        plain = part_names.plain_name if self.config.data.parts else str
         updates = self._attackers.sent(
-            arrivals.updates(
-                self.state.tensors, lambda key, name: self.method.may_send(key, part_names.plain_name(name))
-            ),
+            arrivals.updates(self.state.tensors, lambda key, name: self.method.may_send(key, plain(name))),
             {order.task.client_id: order.cost for order in orders},
             frozenset(attackers),
             self.state.tensors,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from raydfl.core.part_names import own_name
+from raydfl.core.part_names import check_name, own_name
 from raydfl.core.types import State
 
 
@@ -18,8 +18,15 @@ def join_states(states: Mapping[str, State], wider: State) -> State:
         states: what ``Method.init`` made for each part and its clients, by plain names. What all share is the first part's.
         wider: the same for the first part with one class more, and for all clients. What it says in ``extra`` holds for the whole
             federation, what a part's state says there is kept under the part's own name.
+
+    Raises:
+        ConfigError: a tensor's name could be taken for a part's.
     """
     first = next(iter(states.values()))
+    for state in states.values():
+        for tensors in state.tensors.values():
+            for name in tensors:
+                check_name(name)
     joined: dict[str, dict[str, Tensor]] = {}
     for part, state in states.items():
         for key, tensors in state.tensors.items():

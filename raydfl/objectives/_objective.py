@@ -25,13 +25,13 @@ class Objective:
     """Base of every objective. A frozen dataclass: its fields are its options. It holds no state."""
 
     labels: ClassVar[Literal["one", "sets", "any"]] = "any"
-    """What it needs of a clip: one label, a set of labels (``data.label_sets``), or nothing, whatever labels there are."""
+    """The labels that it needs of a clip: one, a set of labels (``data.label_sets``), or nothing, whatever labels there are."""
 
     headline: ClassVar[str] = "loss"
     """The score by which runs are compared where nobody says another, by the last part of its name."""
 
     answers: ClassVar[Literal["class", "set", "score", "none"]] = "none"
-    """What a network says of a recording: the most probable class, a set of classes, how strange it is, or nothing."""
+    """The answer of a network about a recording: the most probable class, a set of classes, how strange it is, or nothing."""
 
     pure: ClassVar[bool] = False
     """A promise about :meth:`loss`, as ``Method.pure`` is about a method's. Each class says it for itself."""

@@ -43,7 +43,7 @@ class Clock:
         self.steps = 0
         """Optimiser steps done; a method takes back those that train nothing of what is sent."""
         self.cut = False
-        """Whether training ended at the deadline with batches left to do."""
+        """True where training ended at the deadline with batches left to do."""
 
     def start(self) -> None:
         """Let it go on."""

@@ -24,8 +24,9 @@ POOL = "pool"
 class Plan:
     """Numbers of examples of each pool in a batch, and of batches in an epoch.
 
-    Each pool is gone through in random order; a pool that ends before the epoch does begins again in a new order. A pool that has
-    no examples at this client gives none, and when it is the one that leads, the first pool that has some leads.
+    Each pool is gone through in random order; a pool that ends before the epoch does begins again in a new order. No example is
+    twice in a batch, also where a batch has the end of one order and the beginning of the next. A pool that has no examples at this
+    client gives none, and when it is the one that leads, the first pool that has some leads.
     """
 
     rows: Mapping[str, int]
@@ -83,13 +84,18 @@ class Plan:
 
 
 def _draw(pool: np.ndarray, rows: int, rng: np.random.Generator, again: bool) -> Iterator[np.ndarray]:
-    """Yield ``rows`` positions of a pool at a time; after its end the rest, or with ``again`` the beginning of a new order."""
+    """Yield ``rows`` positions of a pool at a time, none twice in a batch.
+
+    After the pool's end comes what is left of it, or with ``again`` that and the beginning of a new order.
+    """
     order = rng.permutation(pool)
     while len(order):
         yield order[:rows]
         order = order[rows:]
         if again and len(order) < rows:
-            order = np.concatenate([order, rng.permutation(pool)])
+            fresh = rng.permutation(pool)
+            beside = fresh[~np.isin(fresh, order)][: rows - len(order)]  # in one batch with the rest of the old order
+            order = np.concatenate([order, beside, fresh[~np.isin(fresh, beside)]])
 
 
 def order_of(step: Step, examples: Examples, plan: Plan | None) -> list[np.ndarray]:

@@ -12,10 +12,10 @@ from raydfl.core.errors import ConfigError
 from raydfl.core.tensors import FlatTensors, Layout
 
 _Fates = Callable[[str], bool | None]
-"""Whether a tensor of that flat name is shared; ``None``: it is fixed."""
+"""True where a tensor of that flat name is shared, False where it is private; ``None``: it is fixed."""
 
 _Source = tuple[str | None, int]
-"""Where a stretch of values comes from: the key of what was received, or ``None`` for the initial values; its first element."""
+"""The origin of a stretch of values: the key of what was received, or ``None`` for the initial values; its first element."""
 
 
 class Replica:
@@ -48,7 +48,7 @@ class Replica:
         self._others = [(tensor, tensor.detach().clone()) for tensor in others]
         """Tensors that are neither received nor kept (counters, tables), and their initial values."""
         self.recordings: dict[Hashable, dict[Hashable, Any]] = {}
-        """What was recorded of losses over these networks (tape.py)."""
+        """Recordings of losses over these networks (tape.py)."""
 
     @property
     def whole(self) -> bool:

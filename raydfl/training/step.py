@@ -30,7 +30,7 @@ class Step:
     """The server's tensors as sent, by key; this client's own copy."""
     data: ClientData
     state: dict[str, Tensor]
-    """What the method keeps for this client between its participations, in and out. Never leaves the client."""
+    """Tensors that the method keeps for this client between its participations, in and out. Never leaves the client."""
     rng: np.random.Generator
     """Seeded by (run seed, round, client, phase)."""
     device: torch.device
@@ -51,9 +51,9 @@ class Step:
     looped_because: str = ""
     """Set by ``fit``: why this client's last training could not be batched with others' where that was tried."""
     recordings: dict[Hashable, dict[Hashable, Any]] | None = None
-    """What was recorded of losses over these networks (tape.py); ``None``: losses run by their code in every step."""
+    """Recordings of losses over these networks (tape.py); ``None``: losses run by their code in every step."""
     clock: Clock = field(default_factory=Clock)
-    """How long this client has trained; ``fit`` stops at its deadline."""
+    """The time that this client has trained; ``fit`` stops at its deadline."""
 
     def forward(self, model: str, batch: Batch, tensors: Tensors | None = None) -> Tensor:
         """Return logits float32 [batch, classes] of the named model, whatever train.precision it computes in.
@@ -141,13 +141,13 @@ class Step:
 
 
 Reported = Mapping[str, tuple[Tensor | float, Tensor | float]]
-"""What a loss reports of a batch: by name a sum and the count of what was summed up."""
+"""A loss's reports of a batch: by name a sum and the count of what was summed up."""
 
 Loss = Callable[[Step, Batch], Tensor | tuple[Tensor, Reported]]
 """The loss of a batch, a scalar; or that and what it reports besides."""
 
 _OWN = ("loss", "steps")
-"""What ``fit`` reports by itself."""
+"""Names that ``fit`` reports by itself."""
 
 
 def computed(loss: Loss, step: Step, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -64,7 +64,7 @@ class Tape:
 
     def __init__(self, graph: Graph, inputs: Mapping[Hashable, Tensor]) -> None:
         self.inputs = {name: form(tensor) for name, tensor in inputs.items()}
-        """What :attr:`run` has to be given: the names in its arguments' order, and each one's form."""
+        """The inputs of :attr:`run`: the names in its arguments' order, and each one's form."""
         # Not a GraphModule, which keeps the graph, many times as large as the function.
         source = graph.python_code("_")
         names = dict(source.globals)
@@ -106,10 +106,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known = known
         self._graph = Graph()
         self._nodes: dict[int, tuple[Node, Tensor]] = {}
-        """Of every tensor that was seen; it is kept, so that no other gets its id."""
+        """The node of every tensor that was seen, and the tensor: it is kept, so that no other gets its id."""
         self._inputs: dict[Hashable, Tensor] = {}
         self._begin = self._graph.call_function(tuple)
-        """What inputs stand before; taken out at the end."""
+        """The node that inputs stand before; taken out at the end."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -312,3 +312,4 @@ def test_resolved_settings_can_be_read_again() -> None:
 
 def test_natural_order() -> None:
     assert natural_order(["b", "a10", "a9", "10", "9", "a", "a9b"]) == ["9", "10", "a", "a9", "a9b", "a10", "b"]
+    assert natural_order(["²", "2", "02"]) == ["02", "2", "²"], "a digit that int() cannot read is text"

@@ -14,10 +14,12 @@ from raydfl import Config, final_state, load_model, make_config, read_rows, read
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError
 from raydfl.core.part_names import marked, of_part
+from raydfl.core.types import State
 from raydfl.core.yaml import parse_yaml
 from raydfl.data.build import build_population
 from raydfl.data.population import Population
 from raydfl.engine.clients import Clients
+from raydfl.engine.parts import join_states
 from raydfl.runs._run import run
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
@@ -222,3 +224,12 @@ def test_a_part_without_clips_is_named(tiny: Tiny) -> None:
     config = tiny("data.parts={a: {}, b: {leave_out: [tone0, tone1, tone2]}}")
     with pytest.raises(Exception, match="data.parts.b: data.leave_out names every label"):
         create(config, Progress("quiet"))
+
+
+def test_a_tensor_whose_name_could_be_taken_for_a_parts_is_refused() -> None:
+    """Else a client of one part could change the head of another, and a network's own x@y would get lost on its way."""
+    with pytest.raises(ConfigError, match=r"'model/output.weight@high' of a tensor holds '@', .*rename it"):
+        marked({"model/output.weight@high": torch.zeros(1)}, "low", {"model/output.weight@high"})
+    state = State(0, {"global": {"model/x@y": torch.zeros(1)}})
+    with pytest.raises(ConfigError, match="'model/x@y' of a tensor holds '@'"):
+        join_states({"low": state, "high": state}, state)

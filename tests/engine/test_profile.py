@@ -15,6 +15,7 @@ from tones import Tones
 from raydfl.cli.explain import explain_config
 from raydfl.core.errors import ConfigError, DataError
 from raydfl.core.yaml import parse_yaml
+from raydfl.data.build import build_population
 from raydfl.data.population import Population
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config, make_config
@@ -141,3 +142,29 @@ def test_chosen_by_what_is_known_besides(tiny: Tiny) -> None:
 def test_a_shared_model_must_have_one_architecture(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match=r"models.model is shared between the clients"):
         start(tiny(BY_TURN, CHOICES.replace("local", "model")))
+
+
+def test_architectures_are_chosen_from_columns_without_looking_at_single_clients(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A million clients cost arrays: what columns say is what each client's profile says, and no profile is made for it."""
+    read = f"name: '{HERE}:Rooms', speakers: 4, profile: {{room: {{column: room}}}}"
+    parts = f"data.parts={{read: {{{read}}}, dealt: {{profile: {{room: {{values: [kitchen, hall]}}}}}}}}"
+    rooms = {"kitchen": 4, "hall": 5}
+    choices = ", ".join(f"{room}: {{name: crnn_tiny, hidden: {size}, filters: [4]}}" for room, size in rooms.items())
+    plugin = "models.plugin={name: crnn_tiny, hidden: 4, filters: [4]}"
+    noise = "data.corrupt={noise: {clients: 0.5, snr_db: 10}}"
+    config = tiny(parts, f"models.local={{by: room, choices: {{{choices}}}}}", plugin, noise, method="fedmlac")
+    population = build_population(config.data, 1)
+    profiles = [population.profile(index) for index in range(len(population))]
+    assert {profile["noisy"] for profile in profiles} == {False, True}
+    for name in ("part", "group", "noisy", "label_errors", "room", "nothing"):
+        values, of = population.column(name)
+        said = [values[place] if place >= 0 else None for place in of.tolist()]
+        assert said == [profile.get(name) for profile in profiles]
+    with monkeypatch.context() as patched:
+        patched.delattr(Population, "profile")
+        found = Clients(population, config)
+    for client in found:
+        spec = next(spec for spec in client.models if spec.name == "local")
+        assert dict(spec.options)["hidden"] == rooms[client.profile["room"]]

@@ -11,13 +11,12 @@ import pyarrow as pa
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import differ, final_state, finish, same, start, truth
+from helpers import differ, final_state, finish, finish_in, same, start
 from pydantic.dataclasses import dataclass
 from tones import Tones
 from torch import Tensor
 
 from raydfl import Batch, Config, Method, Plan, Step, Update, fit, make_manifest, read_rows, run
-from raydfl.cluster.server import Server
 from raydfl.core.errors import ConfigError
 from raydfl.data.population import Population
 from raydfl.runs.folder import create
@@ -52,13 +51,7 @@ def run_with(config: Config, change: Callable[[np.ndarray], np.ndarray]) -> dict
     assert len(set(hidden.tolist())) == 3
     population._arrays[column] = change(np.array(hidden))
     population.save(run_dir / "population")
-    server = Server(run_dir, config)
-    try:
-        while server.round_index < config.train.rounds:
-            server.round()
-    finally:
-        server.close()
-    return truth(run_dir)
+    return finish_in(run_dir, config)
 
 
 @pytest.mark.parametrize("together", [1, 3])

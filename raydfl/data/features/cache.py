@@ -86,7 +86,7 @@ class FeatureStore:
     length: int | None
     """Frames of every clip when all have the same number by the settings, else ``None``."""
     failures: Mapping[int, str]
-    """Why a clip (by its number) could not be read."""
+    """The reasons why clips (by number) could not be read."""
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -22,7 +22,7 @@ from raydfl.core.files import write_atomically
 from raydfl.core.processes import available_cpus, share_with_processes
 from raydfl.core.registry import build
 from raydfl.data.corruption import NOISELESS, Noise, add_noise
-from raydfl.data.dataset import Dataset
+from raydfl.data.dataset import Dataset, find_dataset
 from raydfl.data.features.alteration import UNALTERED, Alterations
 from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.data.features.file import FileFeatures, read_features
@@ -34,7 +34,7 @@ from raydfl.data.features.model import ModelFeatures
 _CLIPS = 128
 _SECONDS = 600.0
 _START_UP_S = 5.0
-"""What a helping process costs before its first result: it imports torch."""
+"""The cost of a helping process before its first result: it imports torch."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,6 @@ class Source:
         Raises:
             ConfigError: unknown name, or options that its class does not take.
         """
-        from raydfl.data.dataset import find_dataset
-
         return build(find_dataset(self.name), self.options, "data")
 
 
@@ -80,7 +78,7 @@ class ChunkReport:
     number: int
     clips: int
     failures: Mapping[int, str]
-    """Why a clip (by its position in the chunk) could not be read."""
+    """The reasons why clips (by position in the chunk) could not be read."""
     seconds: float
     """Time that reading and computing took."""
 

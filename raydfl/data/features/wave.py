@@ -24,7 +24,7 @@ GivenNormalise = Annotated[
         "(speaker), of its client, or of the whole part (data set), or none: the numbers as they are."
     ),
 ]
-"""Of features that are not computed here."""
+"""Normalisation of features that are not computed here."""
 Frames = Annotated[
     int | None,
     Field(

@@ -37,7 +37,7 @@ class LateNormalisation:
     of_log_power: float
     """See FeatureSettings."""
     least: float
-    """What smaller power is taken for."""
+    """The power that smaller power is taken for."""
     z_score: bool
 
     def to_power(self, x: Tensor, inside: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class Pipeline:
     pixels: Pixels | None = None
     """``None``: features, not images."""
     tables: Mapping[int, np.ndarray] = field(default_factory=dict, compare=False)
-    """What transforms need of the outside world, by their position."""
+    """The data that transforms need from elsewhere (recordings of noise, say), by their position."""
 
     @property
     def all(self) -> tuple[Transform, ...]:
@@ -256,7 +256,7 @@ class Pipeline:
 
 
 PLAIN = Pipeline()
-"""What is stored is what a batch holds."""
+"""The pipeline that changes nothing: a batch holds what is stored."""
 
 
 def find_transform(name: str) -> type[Transform]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from raydfl.data.features.kinds import AnyFeatures
 
 Drawn = Mapping[str, np.ndarray]
-"""What was drawn for the examples of a batch: [examples, ...] each, by name."""
+"""Random numbers drawn for the examples of a batch: [examples, ...] each, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Transform:
     """Base of every transform. The fields of a subclass (a frozen pydantic dataclass) are its options."""
 
     power: ClassVar[bool] = False
-    """Whether it acts on the power in bands: then features are normalised after it, as each batch is made."""
+    """True where it acts on the power in bands: then features are normalised after it, as each batch is made."""
 
     kinds: ClassVar[tuple[str, ...]] = ("logmel", "file", "model")
     """Kinds of features that it can act on."""

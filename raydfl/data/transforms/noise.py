@@ -26,7 +26,7 @@ from raydfl.data.transforms._values import Range, places
 
 _WHITE_S = 10.0
 _LONGEST_S = 600.0
-"""Of all recordings of noise together; what comes after is not used."""
+"""Limit for all recordings of noise together; what comes after it is not used."""
 
 
 @dataclass(frozen=True, kw_only=True)

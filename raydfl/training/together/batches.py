@@ -13,7 +13,7 @@ from raydfl.data import Drawn, Examples
 from raydfl.data.features import FeatureStore
 
 _SHARE = 1 / 3
-"""Of the memory of a device that is free, what a store may take: the rest is for models and what is computed."""
+"""The share of a device's free memory that a store may take: the rest is for models and what is computed."""
 
 
 def frames_on(store: FeatureStore, device: torch.device) -> Tensor | None:

@@ -44,7 +44,7 @@ _REMEMBERED = 1000
 """Kinds of losses of which something is remembered: one that captures a number of its round is another kind in each."""
 
 _refused: dict[Hashable, str] = {}
-"""Why computations of this kind cannot be vectorised, once it has been found out."""
+"""The reasons why computations of a kind cannot be vectorised, once found out."""
 
 _sources: dict[Hashable, tuple[Source, ...]] = {}
 """Which of a step's tensors losses of this kind read, so that only those are stacked."""

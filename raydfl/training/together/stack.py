@@ -42,7 +42,7 @@ class _Tensors:
         """Names of the parameters that require gradients, by model."""
         self._places: list[tuple[dict[str, Any], str, str]] = []
         self._attributes: list[dict[str, Any]] = []
-        """Of every layer, live."""
+        """The attributes of every layer, live."""
         known: dict[int, str] = {}
         for model, module in models.items():
             for path, layer in module.named_modules():
@@ -105,7 +105,7 @@ class StackedClients:
         self.trained = trained
         self.tensors = [_Tensors({name: step.models[name] for name in names}, step.fixed) for step in steps]
         self.sources: tuple[Source, ...] = ()
-        """What the loss reads of its step, as far as it is known; :meth:`start` stacks it."""
+        """The tensors of its step that the loss reads, as far as they are known; :meth:`start` stacks them."""
         for step in steps:
             if trained:
                 begin_training([(name, step.models[name]) for name in names], step.fixed)

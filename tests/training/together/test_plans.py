@@ -59,6 +59,15 @@ def test_a_number_of_steps_leads_where_no_pool_does() -> None:
     assert set(Counter(i for _, b in batches for i in b).values()) <= {2, 3}
 
 
+def test_no_example_is_twice_in_a_batch_where_a_pool_begins_again() -> None:
+    """And each pass has every example once: the first five batches of 4 are four passes over 5 examples."""
+    for seed in range(20):
+        batches = [b for _, b in epoch(pooled(3, 5), Plan({"labelled": 2, "unlabelled": 4}, steps=5), seed)]
+        assert [len(set(batch)) for batch in batches] == [4] * 5
+        drawn = [i for batch in batches for i in batch]
+        assert all(sorted(drawn[start : start + 5]) == list(range(5)) for start in range(0, 20, 5))
+
+
 @pytest.mark.parametrize(("labelled", "unlabelled", "steps"), [(0, 10, 3), (7, 0, 4), (0, 0, 0)])
 def test_an_empty_pool_gives_nothing_and_the_other_leads(labelled: int, unlabelled: int, steps: int) -> None:
     batches = epoch(pooled(labelled, unlabelled), Plan({"labelled": 2, "unlabelled": 4}, leads="unlabelled"))
