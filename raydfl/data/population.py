@@ -102,9 +102,9 @@ class Population:
         pools: names of the pools of training clips, that of the part train first; another's part is ``train@NAME``.
         parts: where the federation is of several: then all examples are theirs (see raydfl.data.parts).
         separator: what stands between the classes that a label names; ``None``: a label is one class.
-        views: of each further view by name its store, and the frames of every example that has it, ``None`` when they differ. Where
-            examples lie in it is in the columns ``starts`` and ``counts`` (0: absent) of the parts train@NAME and so on. No pool
-            has the name of a view.
+        views: of each further view by name its store (``None``: at the sites), and the frames of every example that has it,
+            ``None`` when they differ. Where examples lie in it is in the columns ``starts`` and ``counts`` (0: absent) of the parts
+            train@NAME and so on. No pool has the name of a view.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Population:
         pools: Sequence[str] = ("train",),
         parts: Sequence[Part] = (),
         separator: str | None = None,
-        views: Mapping[str, tuple[FeatureStore, int | None]] | None = None,
+        views: Mapping[str, tuple[FeatureStore | None, int | None]] | None = None,
     ) -> None:
         self._labels, self._separator = tuple(classes), separator
         self.classes: tuple[str, ...] = self._labels
@@ -142,7 +142,9 @@ class Population:
         """Names of the pools of training examples."""
         self.bands = stores[CLEAN].bands if bands is None else bands
         """Features of a frame."""
-        self._views = dict(views or {})
+        self._views = {name: store for name, (store, _) in (views or {}).items()}
+        self.view_lengths: dict[str, int | None] = {name: length for name, (_, length) in (views or {}).items()}
+        """Like :attr:`length`, of each further view by name, for examples that have it."""
         self._pipelines = dict.fromkeys(self._views, PLAIN)
         self.pipeline = PLAIN
         """What becomes of stored features on their way into a batch: see :meth:`use`."""
@@ -224,6 +226,10 @@ class Population:
         """Return how many training examples a client has in the first pool."""
         mine = self._of_client("train", index)
         return int(mine.stop - mine.start)
+
+    def num_with_view(self, name: str) -> int:
+        """Return how many training examples of the first pool have a further view."""
+        return int(np.count_nonzero(self._arrays[f"train@{name}/counts"]))
 
     def profile(self, index: int) -> dict[str, Any]:
         """Return what else is known of a client.
@@ -357,7 +363,10 @@ class Population:
             "skipped": self.skipped,
             "messages": self.messages,
             "bands": self.bands,
-            "views": {name: [str(store.folder), length] for name, (store, length) in self._views.items()},
+            "views": {
+                name: [None if store is None else str(store.folder), self.view_lengths[name]]
+                for name, store in self._views.items()
+            },
             "sites": [[site.name, site.first, site.stop, dict(site.shards)] for site in self._sites],
             "digest": _digest(arrays),
         }
@@ -377,9 +386,9 @@ class Population:
             return False
         _, metadata = _map_safetensors(folder / POPULATION_FILE)
         facts = json.loads(metadata["raydfl"])
-        keys = [store.folder.name for store in (*self.stores, *(store for store, _ in self._views.values()))]
+        keys = [store.folder.name for store in (*self.stores, *self._views.values()) if store is not None]
         folders = [*facts["stores"], *(store for store, _ in facts.get("views", {}).values())]
-        saved = facts["digest"], list(facts["classes"]), [Path(store).name for store in folders]
+        saved = facts["digest"], list(facts["classes"]), [Path(store).name for store in folders if store is not None]
         return saved == (_digest(self._arrays), list(self._labels), keys)
 
     @classmethod
@@ -416,7 +425,7 @@ class Population:
             stores, views = [], {}
             if bands is None:
                 views = {
-                    name: (open_store(Path(store), verify_features), length)
+                    name: (None if store is None else open_store(Path(store), verify_features), length)
                     for name, (store, length) in facts.get("views", {}).items()
                 }
                 stores = [open_store(Path(store), verify_features) for store in facts["stores"]]
@@ -470,7 +479,8 @@ class Population:
         )
 
     def _view(self, name: str, number: int, part: str, where: slice, labels: np.ndarray, clips: np.ndarray) -> Examples:
-        store, length = self._views[name]
+        store = self._views[name]
+        assert store is not None  # noqa: S101 - examples are asked for where their data lie
         starts, counts = (self._arrays[f"{part}@{name}/{column}"][where] for column in ("starts", "counts"))
         return Examples(
             store,
@@ -478,7 +488,7 @@ class Population:
             counts,
             labels.astype(np.int64),
             clips.astype(np.int64),
-            length,
+            self.view_lengths[name],
             pipeline=self._pipelines[name],
             stream=number,
         )

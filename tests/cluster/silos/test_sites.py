@@ -86,7 +86,7 @@ def test_what_sites_tell_is_written_down_word_for_word(silos: Silos) -> None:
     told = json.loads((folder_of(config) / "sites.json").read_text())
     assert told["classes"] == ["tone0", "tone1", "tone2"]
     assert [site["site"] for site in told["sites"]] == ["north", "south"]
-    assert set(told["sites"][0]) == {"site", "examples", "bands", "length", "shards", "left_out", "trained"}
+    assert set(told["sites"][0]) == {"site", "examples", "bands", "length", "shards", "left_out", "trained", "views"}
     assert [site["trained"] for site in told["sites"]] == [["tone0", "tone1", "tone2"], ["tone0", "tone1"]]
     examples = [count for site in told["sites"] for count in site["examples"]]
     assert examples == [population.num_examples(index) for index in range(len(population))]
