@@ -400,7 +400,8 @@ class Population:
         Args:
             verify: read everything but the features and compare it with its digest.
             verify_features: the same with the features.
-            bands: features of a frame, where no example will be read: the features may be on another machine, or gone.
+            bands: features of a frame, where no example will be read: features, of further views too, may be on another machine, or
+                gone.
 
         Raises:
             RunDirectoryError: the file is missing or damaged.
@@ -422,12 +423,12 @@ class Population:
                 )
                 for name, first, own in facts.get("parts", ())
             ]
-            stores, views = [], {}
+            there, stores = bands is None, []
+            views = {
+                name: (open_store(Path(store), verify_features) if store is not None and there else None, length)
+                for name, (store, length) in facts.get("views", {}).items()
+            }
             if bands is None:
-                views = {
-                    name: (None if store is None else open_store(Path(store), verify_features), length)
-                    for name, (store, length) in facts.get("views", {}).items()
-                }
                 stores = [open_store(Path(store), verify_features) for store in facts["stores"]]
                 bands = facts.get("bands")  # neither this nor sites in a population of an early version
             sites = [Site(*site) for site in facts.get("sites", ())]

@@ -106,6 +106,11 @@ class ViewSettings(Settings):
         found: AnyFeatures = self.features
         return found if self.pipeline.late is None else found.model_copy(update={"normalise": "none"})
 
+    @property
+    def test_segments(self) -> None:
+        """No segments: a further view is measured on whole."""
+        return
+
 
 def _transforms(value: Any) -> list[Any]:
     if not isinstance(value, Sequence) or isinstance(value, str):

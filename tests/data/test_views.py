@@ -14,8 +14,8 @@ import torch
 from helpers import finish, same, start
 from PIL import Image
 
-from raydfl import classify
-from raydfl.core.errors import ConfigError, DataError, InputError
+from raydfl import classify, export_model
+from raydfl.core.errors import ConfigError, DataError
 from raydfl.core.types import Batch
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
@@ -127,13 +127,33 @@ def test_the_digest_knows_views(tiny: Tiny, folder: Path) -> None:
     assert tiny("data.views={}").digest() == tiny().digest()
 
 
-def test_predict_reads_the_first_view_alone(tiny: Tiny, folder: Path) -> None:
-    config = federation(tiny, folder, "train.rounds=1")
+def test_predict_and_export_read_the_view_of_the_model(tiny: Tiny, folder: Path) -> None:
+    """Oracle: the steps of the description, done by hand on files as they are, and ONNX Runtime."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    crop = "data.views.picture.transforms=[{name: random_crop, size: 8, pad: 1}, flip]"
+    view = PICTURES.replace("[8, 9]", "[8, 9], mean: 0.25, deviation: 0.5, resize: true")
+    config = federation(tiny, folder, crop, "train.rounds=1", view=view)
     finish(config)
     run_dir = Path(config.run.dir) / "tiny"
     assert classify(run_dir, [folder / "0.wav"], model="ear")[0].label in ("a", "b")
-    with pytest.raises(InputError, match="reads the view 'picture'"):
-        classify(run_dir, [folder / "0.wav"], model="eye")
+    found = classify(run_dir, [folder], model="eye")
+    assert [each.file.suffix for each in found] == [".png"] * (CLIPS * 3 // 4)
+    exported = export_model(run_dir, folder / "eye.onnx", model="eye")
+    said = exported.description
+    assert (said["view"], said["onnx"]["inputs"]["x"]["shape"]) == ("picture", ["batch", 1, 8, 8])
+    how = said["front_end"]
+    images = np.stack([np.asarray(Image.open(each.file)) for each in found])
+    x = (images / 255 - how["scale"]["mean"][0]) / how["scale"]["deviation"][0]
+    edge = how["pad"]["rows"]
+    x = np.pad(x, ((0, 0), (edge, edge), (edge, edge)))
+    top, left = ((have - how["crop"][name]) // 2 for have, name in zip(x.shape[1:], ("rows", "columns"), strict=True))
+    x = x[:, None, top : top + how["crop"]["rows"], left : left + how["crop"]["columns"]].astype(np.float32)
+    (probabilities,) = onnxruntime.InferenceSession(exported.path).run(["probabilities"], {"x": x})
+    np.testing.assert_allclose(probabilities, np.stack([each.probabilities for each in found]), atol=1e-4)
+    assert np.ptp(probabilities[:, 0]) > 1e-3  # the images matter
+    Image.fromarray(np.zeros((32, 36, 3), np.uint8)).save(folder / "large.png")
+    assert classify(run_dir, [folder / "large.png"], model="eye")[0].label in ("a", "b")
 
 
 @pytest.mark.parametrize(
