@@ -40,7 +40,10 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
     variants = Clients(population, config).variants_of_parts()
     for part, data in config.data.each.items():
         of_part = population.each[part].use(data)
-        method.objective.check(of_part.classes, of_part.length)
+        read = {spec.view: spec.inputs for specs in variants[part] for spec in specs}
+        for view, inputs in (read or {"": 0}).items():
+            length = of_part.view_lengths[view] if view else of_part.length
+            method.objective.check(of_part.classes, None if isinstance(inputs, tuple) else length)
         if config.labels_needed and data.unseen == "stop":
             _check_classes(of_part)
         batch, real = _batch(of_part, data)
