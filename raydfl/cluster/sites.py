@@ -67,14 +67,21 @@ class SiteReport:
     """Further views, by name."""
 
     @classmethod
-    def of(cls, name: str, population: Population) -> SiteReport:
-        """Return what the site of that name tells about its population."""
+    def of(cls, name: str, population: Population, whole: bool = False) -> SiteReport:
+        """Return what the site of that name tells about its population.
+
+        Args:
+            whole: measure its test data in one piece, because scores are made of all of it.
+        """
+        shards = {split: [(int(a), int(b)) for a, b in parts] for split, parts in population.sites[0].shards.items()}
+        if whole:
+            shards = {split: [(parts[0][0], parts[-1][1])] if parts else [] for split, parts in shards.items()}
         return cls(
             name,
             tuple(population.num_examples(index) for index in range(len(population))),
             population.bands,
             population.length,
-            {split: [(int(a), int(b)) for a, b in parts] for split, parts in population.sites[0].shards.items()},
+            shards,
             len(population.skipped),
             tuple(np.array(population.classes)[population.label_counts().any(axis=0)].tolist()),
             {
@@ -201,7 +208,7 @@ def prepare_at(config: Config, site: str, key: str, classes: list[str]) -> SiteR
     """
     population = build_population(config.data.at(site), config.run.seed, classes=classes)
     population.save(run_folder(config, site, key) / "population")
-    return SiteReport.of(site, population)
+    return SiteReport.of(site, population, config.parts.method.objective.answers in ("set", "score"))
 
 
 def open_worker(

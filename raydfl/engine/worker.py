@@ -404,7 +404,8 @@ class Worker:
                 found = self.method.evaluate(step, examples, self.config.evaluate.batch_size)
                 with _malformed(order):
                     metrics = checked_metrics(found, _subject(order))
-                if order.task.client_id != SERVER:
+                at_site = measurement.shard is not None and measurement.shard.site
+                if order.task.client_id != SERVER or at_site:  # single clips' scores stay where the clips are
                     metrics = reduced(metrics)
                 if measurement.split == TRIGGERED and self.attack is not None:
                     metrics = attack_success(metrics, self.attack.target_class(self.population.classes))
