@@ -50,7 +50,8 @@ class Site:
     stop: int
     """Index behind its last client."""
     shards: Mapping[str, Sequence[tuple[int, int]]]
-    """For each of the splits test and triggered, the parts (first example, the one behind the last) in which it is measured."""
+    """For each of the splits test, triggered and server_validation, the parts (first example, the one behind the last) in which it
+    is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,7 @@ class Population:
             return self._sites
         if self.parts:  # what is measured there, each of them says
             return (Site("", 0, len(self), {}),)
-        splits = {"test": self.test, "triggered": self.triggered}
+        splits = {"test": self.test, "triggered": self.triggered, "server_validation": self.validation}
         return (Site("", 0, len(self), {split: shards(each.clips, _SHARD) for split, each in splits.items()}),)
 
     @property
@@ -306,7 +307,7 @@ class Population:
 
     @functools.cached_property
     def validation(self) -> Examples:
-        """The server's validation data (``split.official_validation: validation``); else empty."""
+        """The server's validation data (``split.server_validation``, ``split.official_validation: validation``); else empty."""
         return self._examples("server_validation", slice(None))
 
     def statistics(self, client: int | None = None) -> np.ndarray | None:

@@ -52,6 +52,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "columns"): [],
     ("data", "unseen"): "stop",
     ("data", "split", "client_test"): None,
+    ("data", "split", "server_validation"): None,
     ("data", "unlabelled"): None,
     ("data", "pools"): {},
     ("data", "parts"): {},

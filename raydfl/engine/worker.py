@@ -32,7 +32,7 @@ from raydfl.data import ClientData, Examples, Population
 from raydfl.engine.autotune import best_width, remembered
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
-from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Result, in_groups
+from raydfl.engine.orders import SERVER, SERVER_VALIDATION, TRIGGERED, Measurement, Order, Result, in_groups
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
 from raydfl.engine.validation import check_form, check_weights, checked_metrics, reason_of
 from raydfl.methods import Method
@@ -425,6 +425,8 @@ class Worker:
 
     def _test(self, split: str, part: str) -> Examples:
         held = self._held.each[part]
+        if split == SERVER_VALIDATION:
+            return held.validation
         return held.triggered if split == TRIGGERED else held.test
 
     def _sample(self, split: str, count: int, part: str) -> Examples:
