@@ -64,8 +64,8 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
 out, and so stays what it was."""
 
 
-_OPTION_CAME_LATER: Mapping[tuple[str, str], Any] = {("spoken_words", "label"): "word"}
-"""The same for options of data sets: by set and option."""
+_OPTION_CAME_LATER: Mapping[tuple[str, str], Any] = {("spoken_words", "label"): "word", ("compact", "spread"): 0.0}
+"""The same for options of data sets and objectives: by name of either, and option."""
 
 
 class Config(Settings):
@@ -248,7 +248,10 @@ class Config(Settings):
         # With the options that were not given, so that writing a default down changes nothing.
         parts["method"] = {"name": self.method["name"], **plain(self.parts.method)}
         parts["models"] = self.parts.models
-        parts["objective"] = {"name": self.objective["name"], **plain(self.parts.method.objective)}
+        parts["objective"] = {
+            "name": self.objective["name"],
+            **_without_neutral(self.objective["name"], plain(self.parts.method.objective)),
+        }
         if self.parts.chosen_by:
             parts["chosen_by"] = self.parts.chosen_by
         attack = self.parts.attack
@@ -331,7 +334,12 @@ def _with_options(data: DataSettings, values: Mapping[str, Any]) -> dict[str, An
 def _options(data: DataSettings) -> dict[str, Any]:
     """Return the data set's options, those that were not given too."""
     options = plain(data.source.open())
-    return {key: value for key, value in options.items() if _OPTION_CAME_LATER.get((data.name, key), ...) != value}
+    return _without_neutral(data.name, options)
+
+
+def _without_neutral(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a data set or an objective but those that came later and are neutral."""
+    return {key: value for key, value in options.items() if _OPTION_CAME_LATER.get((name, key), ...) != value}
 
 
 def _forget_neutral(values: dict[str, Any], *of: str) -> None:
