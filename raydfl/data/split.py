@@ -104,13 +104,13 @@ class SplitSettings(Settings):
             "them, to choose a round or a setting), drop."
         ),
     ] = "train"
-    server_validation: Annotated[
-        ClientHoldOutSettings | None,
-        Field(description="What the server holds out besides, of the clips that are left. null: nothing."),
-    ] = None
     client_test: Annotated[
         ClientHoldOutSettings | None,
         Field(description="What every client holds out for a test set of its own. null: none has one."),
+    ] = None
+    server_validation: Annotated[
+        ClientHoldOutSettings | None,
+        Field(description="What the server holds out besides, of the clips that are left. null: nothing."),
     ] = None
     validation: Annotated[
         Annotated[float, Field(ge=0, lt=1)] | ClientHoldOutSettings,
