@@ -212,7 +212,8 @@ ClientId = Annotated[str | None, typer.Option("--client", help="the model of thi
 def predict_command(
     directory: RunDir,
     files: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help="recordings, or folders of them", show_default=False)
+        list[Path],
+        typer.Argument(metavar="FILE...", help="recordings or images, or folders of them", show_default=False),
     ],
     model: ModelName = None,
     client: ClientId = None,
@@ -223,8 +224,8 @@ def predict_command(
 ) -> None:
     """Classify recordings with a model of the run in DIR, or say of them what else the run's objective answers.
 
-    They go through the run's own front end: wav, flac, ogg, opus, mp3, aiff and others, any rate and number of channels. Those that
-    cannot be read are named at the end, with exit code 2; all others are classified.
+    They go through the run's own front end: wav, flac, ogg, opus, mp3, aiff and others, any rate and number of channels; or images,
+    where the model reads these. Those that cannot be read are named at the end, with exit code 2; all others are classified.
     """
     from raydfl.cli.predictions import Form, show
     from raydfl.runs.inference import load_model, predictions

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,16 @@ from raydfl.engine.storage import PrivateStore
 
 
 @dataclass(frozen=True)
+class ViewReport:
+    """All that a site tells about a further view of its examples."""
+
+    examples: int
+    """Training examples that have it."""
+    length: int | None
+    """Frames of each, ``None`` when they differ or there is none."""
+
+
+@dataclass(frozen=True)
 class SiteReport:
     """All that a site tells about its data, besides the names of its classes. Plain values: it is also written as JSON."""
 
@@ -53,18 +63,31 @@ class SiteReport:
     """Clips that cannot be read."""
     trained: tuple[str, ...]
     """Names of the classes of which some client has training examples."""
+    views: Mapping[str, ViewReport] = field(default_factory=dict)
+    """Further views, by name."""
 
     @classmethod
-    def of(cls, name: str, population: Population) -> SiteReport:
-        """Return what the site of that name tells about its population."""
+    def of(cls, name: str, population: Population, whole: bool = False) -> SiteReport:
+        """Return what the site of that name tells about its population.
+
+        Args:
+            whole: measure its test data in one piece, because scores are made of all of it.
+        """
+        shards = {split: [(int(a), int(b)) for a, b in parts] for split, parts in population.sites[0].shards.items()}
+        if whole:
+            shards = {split: [(parts[0][0], parts[-1][1])] if parts else [] for split, parts in shards.items()}
         return cls(
             name,
             tuple(population.num_examples(index) for index in range(len(population))),
             population.bands,
             population.length,
-            {split: [(int(a), int(b)) for a, b in parts] for split, parts in population.sites[0].shards.items()},
+            shards,
             len(population.skipped),
             tuple(np.array(population.classes)[population.label_counts().any(axis=0)].tolist()),
+            {
+                view: ViewReport(population.num_with_view(view), length)
+                for view, length in population.view_lengths.items()
+            },
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -102,9 +125,24 @@ def join(reports: Sequence[SiteReport], classes: Sequence[str], separator: str |
         + (f", {report.left_out} clips cannot be read and are left out" if report.left_out else "")
         for report in reports
     ]
+    views = {view: (None, _common_length([report.views[view] for report in reports])) for view in reports[0].views}
     return Population(
-        classes, length, (), arrays, messages=messages, bands=reports[0].bands, sites=sites, separator=separator
+        classes,
+        length,
+        (),
+        arrays,
+        messages=messages,
+        bands=reports[0].bands,
+        sites=sites,
+        separator=separator,
+        views=views,
     )
+
+
+def _common_length(reports: Sequence[ViewReport]) -> int | None:
+    """Return the frames of a view at all sites that have any of it; ``None`` where they differ."""
+    lengths = {report.length for report in reports if report.examples}
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 SHARE = 0.001
@@ -170,7 +208,7 @@ def prepare_at(config: Config, site: str, key: str, classes: list[str]) -> SiteR
     """
     population = build_population(config.data.at(site), config.run.seed, classes=classes)
     population.save(run_folder(config, site, key) / "population")
-    return SiteReport.of(site, population)
+    return SiteReport.of(site, population, config.parts.method.objective.answers in ("set", "score"))
 
 
 def open_worker(
@@ -200,7 +238,7 @@ def open_worker(
             f"run again under another run.name (ray.actors=0 and raydfl replay need the folders of all sites on one machine)"
         )
     own = Population.load(folder / "population", verify=True, verify_features=True)
-    own.length = population.length
+    own.length, own.view_lengths = population.length, population.view_lengths
     first = next(each.first for each in population.sites if each.name == site)
     kept = folder / "private"
     # Who commits cannot reach the site's folder.
@@ -237,6 +275,12 @@ def prepare_sites(config: Config, key: str, run_dir: Path, progress: Progress) -
             raise DataError(
                 f"no client of any site has a training clip of label {label!r}; choose data.split or data.partition "
                 f"differently, or leave the label out of the data"
+            )
+    for view in config.data.views:
+        if not any(report.views[view].examples for report in reports):
+            raise DataError(
+                f"data.views.{view}.column: no training example of any site has a file in the column "
+                f"{config.data.views[view].column!r}"
             )
     told = {"classes": classes, "sites": [report.as_dict() for report in reports]}
     write_durably(run_dir / "sites.json", json.dumps(told, indent=2).encode())

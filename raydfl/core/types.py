@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -164,6 +164,14 @@ class Batch:
         view = vars(network).get("view") or getattr(type(network), "view", "")
         return (self.views[view], self.view_lengths.get(view)) if view else (self.x, self.lengths)
 
+    def with_input_of(self, network: Any, x: Tensor, lengths: Tensor | None) -> Batch:
+        """Return a batch in which a network reads other x and lengths: see :meth:`input_of`."""
+        view = getattr(network, "view", "")
+        if not view:
+            return replace(self, x=x, lengths=lengths)
+        of_views = self.view_lengths if lengths is None else {**self.view_lengths, view: lengths}
+        return replace(self, views={**self.views, view: x}, view_lengths=of_views)
+
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name; one of a mapping is ``"columns/pool"``."""
         found = {"x": self.x, "y": self.y}
@@ -204,3 +212,9 @@ class Problem:
     text: str
     worthless: bool
     """True: the run shows nothing; False: it is a warning."""
+
+
+def same_view(wrapper: Any, network: Any) -> Any:
+    """Return a module that is called in the place of a network, having it read the network's view: see :meth:`Batch.input_of`."""
+    vars(wrapper)["view"] = getattr(network, "view", "")
+    return wrapper

@@ -92,7 +92,7 @@ def build_population(
         messages.append(
             f"{dropped} training clips belong to no client: theirs would have fewer than {data.partition.minimum} clips"
         )
-    assembler = _Assembler(manifest, division, classes, data, seed, prepared)
+    assembler = _Assembler(manifest, division, classes, data, seed, prepared, complete)
     return assembler.population(store, attack, skipped, messages)
 
 
@@ -154,6 +154,7 @@ class _Assembler:
         data: DataSettings,
         seed: int,
         prepared: Callable[..., FeatureStore],
+        complete: bool,
     ) -> None:
         self.manifest = manifest
         self.division = division
@@ -162,6 +163,7 @@ class _Assembler:
         self.seed = seed
         self.ids = Names.of(division.partition.ids)
         self._prepared = prepared
+        self._complete = complete
         partition = division.partition
         client = np.repeat(np.arange(len(self.ids)), np.diff(partition.offsets))
         trained, validated, tested = (division.role == role for role in (TRAINING, VALIDATION, CLIENT_TEST))
@@ -233,7 +235,7 @@ class _Assembler:
             pipeline.check_size(int(training.rows.frames.max()), store.bands, "data.transforms")
         arrays |= pipeline.make_tables(self.data.features, self.seed, table_prefix(""))
         length = _common_length([array for name, array in arrays.items() if name.endswith("/counts")], pipeline.cut)
-        views: dict[str, tuple[FeatureStore, int | None]] = {}
+        views: dict[str, tuple[FeatureStore | None, int | None]] = {}
         of_views: dict[str, np.ndarray] = {}
         for name, view in self.data.views.items():
             views[name], of_view = self._view(name, view, arrays)
@@ -264,7 +266,7 @@ class _Assembler:
         dataset = self.data.source.open()
         paths = [dataset.file_of(row, view.column) for row in rows_of(manifest)]
         there = np.array([number for number, path in enumerate(paths) if path is not None], np.int64)
-        if not len(there):
+        if not len(there) and self._complete:  # other sites may have some
             raise DataError(f"{where}.column: no row of the manifest has a file in the column {view.column!r}")
         table = manifest.take(pa.array(there))
         table = table.set_column(
@@ -281,7 +283,9 @@ class _Assembler:
                 found[f"{part}@{name}/starts"] = starts[clips]
                 found[f"{part}@{name}/counts"] = counts[clips].astype(np.int32)
         present = counts[counts > 0]
-        view.pipeline.check_size(int(present.max(initial=0)), store.bands, f"{where}.transforms")
+        if not len(present):
+            return (store, None), found
+        view.pipeline.check_size(int(present.max()), store.bands, f"{where}.transforms")
         return (store, _common_length([present], view.pipeline.cut)), found
 
     @functools.cached_property

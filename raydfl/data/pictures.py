@@ -6,6 +6,9 @@ import numpy as np
 
 from raydfl.core.errors import DataError
 
+PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".pgm", ".ppm")
+"""Endings (in lower case) of the files that are taken for pictures where a folder is given."""
+
 
 def read_image(path: str) -> np.ndarray:
     """Read an image file that Pillow knows (PNG, JPEG ...): uint8 [rows, columns] of a grey one, else [rows, columns, 3].

@@ -50,7 +50,8 @@ class Site:
     stop: int
     """Index behind its last client."""
     shards: Mapping[str, Sequence[tuple[int, int]]]
-    """For each of the splits test and triggered, the parts (first example, the one behind the last) in which it is measured."""
+    """For each of the splits test, triggered and server_validation, the parts (first example, the one behind the last) in which it
+    is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +104,9 @@ class Population:
         parts: where the federation is of several: then all is theirs but the clients' names and how many training examples each
             has (see raydfl.data.parts).
         separator: what stands between the classes that a label names; ``None``: a label is one class.
-        views: of each further view by name its store, and the frames of every example that has it, ``None`` when they differ. Where
-            examples lie in it is in the columns ``starts`` and ``counts`` (0: absent) of the parts train@NAME and so on. No pool
-            has the name of a view.
+        views: of each further view by name its store (``None``: at the sites), and the frames of every example that has it,
+            ``None`` when they differ. Where examples lie in it is in the columns ``starts`` and ``counts`` (0: absent) of the parts
+            train@NAME and so on. No pool has the name of a view.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Population:
         pools: Sequence[str] = ("train",),
         parts: Sequence[Part] = (),
         separator: str | None = None,
-        views: Mapping[str, tuple[FeatureStore, int | None]] | None = None,
+        views: Mapping[str, tuple[FeatureStore | None, int | None]] | None = None,
     ) -> None:
         self._labels, self._separator = tuple(classes), separator
         self.classes: tuple[str, ...] = self._labels
@@ -143,7 +144,9 @@ class Population:
         """Names of the pools of training examples."""
         self.bands = stores[CLEAN].bands if bands is None else bands
         """Features of a frame."""
-        self._views = dict(views or {})
+        self._views = {name: store for name, (store, _) in (views or {}).items()}
+        self.view_lengths: dict[str, int | None] = {name: length for name, (_, length) in (views or {}).items()}
+        """Like :attr:`length`, of each further view by name, for examples that have it."""
         self._pipelines = dict.fromkeys(self._views, PLAIN)
         self.pipeline = PLAIN
         """The way of stored features into a batch: see :meth:`use`."""
@@ -179,7 +182,7 @@ class Population:
             return self._sites
         if self.parts:  # what is measured there, each of them says
             return (Site("", 0, len(self), {}),)
-        splits = {"test": self.test, "triggered": self.triggered}
+        splits = {"test": self.test, "triggered": self.triggered, "server_validation": self.validation}
         return (Site("", 0, len(self), {split: shards(each.clips, _SHARD) for split, each in splits.items()}),)
 
     @property
@@ -228,6 +231,10 @@ class Population:
     def _size(self, pool: str, index: int) -> int:
         mine = self._of_client("train" if pool == self.pools[0] else f"train@{pool}", index)
         return int(mine.stop - mine.start)
+
+    def num_with_view(self, name: str) -> int:
+        """Return how many training examples of the first pool have a further view."""
+        return int(np.count_nonzero(self._arrays[f"train@{name}/counts"]))
 
     def profile(self, index: int) -> dict[str, Any]:
         """Return what else is known of a client.
@@ -332,7 +339,7 @@ class Population:
 
     @functools.cached_property
     def validation(self) -> Examples:
-        """The server's validation data (``split.official_validation: validation``); else empty."""
+        """The server's validation data (``split.server_validation``, ``split.official_validation: validation``); else empty."""
         return self._examples("server_validation", slice(None))
 
     def statistics(self, client: int | None = None) -> np.ndarray | None:
@@ -389,7 +396,10 @@ class Population:
             "skipped": self.skipped,
             "messages": self.messages,
             "bands": self.bands,
-            "views": {name: [str(store.folder), length] for name, (store, length) in self._views.items()},
+            "views": {
+                name: [None if store is None else str(store.folder), self.view_lengths[name]]
+                for name, store in self._views.items()
+            },
             "sites": [[site.name, site.first, site.stop, dict(site.shards)] for site in self._sites],
             "digest": _digest(arrays),
         }
@@ -409,9 +419,9 @@ class Population:
             return False
         _, metadata = _map_safetensors(folder / POPULATION_FILE)
         facts = json.loads(metadata["raydfl"])
-        keys = [store.folder.name for store in (*self.stores, *(store for store, _ in self._views.values()))]
+        keys = [store.folder.name for store in (*self.stores, *self._views.values()) if store is not None]
         folders = [*facts["stores"], *(store for store, _ in facts.get("views", {}).values())]
-        saved = facts["digest"], list(facts["classes"]), [Path(store).name for store in folders]
+        saved = facts["digest"], list(facts["classes"]), [Path(store).name for store in folders if store is not None]
         return saved == (_digest(self._arrays), list(self._labels), keys)
 
     @classmethod
@@ -423,7 +433,8 @@ class Population:
         Args:
             verify: read everything but the features and compare it with its digest.
             verify_features: the same with the features.
-            bands: features of a frame, where no example will be read: the features may be on another machine, or gone.
+            bands: features of a frame, where no example will be read: features, of further views too, may be on another machine, or
+                gone.
 
         Raises:
             RunDirectoryError: the file is missing or damaged.
@@ -445,12 +456,12 @@ class Population:
                 )
                 for name, first, own in facts.get("parts", ())
             ]
-            stores, views = [], {}
+            there, stores = bands is None, []
+            views = {
+                name: (open_store(Path(store), verify_features) if store is not None and there else None, length)
+                for name, (store, length) in facts.get("views", {}).items()
+            }
             if bands is None:
-                views = {
-                    name: (open_store(Path(store), verify_features), length)
-                    for name, (store, length) in facts.get("views", {}).items()
-                }
                 stores = [open_store(Path(store), verify_features) for store in facts["stores"]]
                 bands = facts.get("bands")  # neither this nor sites in a population of an early version
             sites = [Site(*site) for site in facts.get("sites", ())]
@@ -502,7 +513,8 @@ class Population:
         )
 
     def _view(self, name: str, number: int, part: str, where: slice, labels: np.ndarray, clips: np.ndarray) -> Examples:
-        store, length = self._views[name]
+        store = self._views[name]
+        assert store is not None  # noqa: S101 - examples are asked for where their data lie
         starts, counts = (self._arrays[f"{part}@{name}/{column}"][where] for column in ("starts", "counts"))
         return Examples(
             store,
@@ -510,7 +522,7 @@ class Population:
             counts,
             labels.astype(np.int64),
             clips.astype(np.int64),
-            length,
+            self.view_lengths[name],
             pipeline=self._pipelines[name],
             stream=number,
         )

@@ -88,8 +88,8 @@ class ViewSettings(Settings):
             or (crop and crop.test == "segments")
         ):
             raise ConfigError(
-                "data.views: a further view has features of the kind logmel, model or image, is not normalised by group, "
-                "client or part, and not cut into segments; change its features or transforms"
+                "data.views: a further view has features of the kind logmel, model or image, is not normalised by group, client or "
+                "part, and is not cut into segments, of which the first view alone decides; change its features or transforms"
             )
         return self
 
@@ -105,6 +105,11 @@ class ViewSettings(Settings):
         """The features as the cache has them: see :attr:`DataSettings.stored_features`."""
         found: AnyFeatures = self.features
         return found if self.pipeline.late is None else found.model_copy(update={"normalise": "none"})
+
+    @property
+    def test_segments(self) -> None:
+        """No segments: a further view is measured on whole."""
+        return
 
 
 def _transforms(value: Any) -> list[Any]:
@@ -336,16 +341,11 @@ class DataSettings(Settings):
         return self
 
     def _check_sites_and_views(self) -> None:
-        """Refuse what cannot be done where the data lie, and views that do not fit."""
+        """Refuse what cannot be done where the data lie, and views without a usable name."""
         columns = [name for name, profile in self.profile.items() if profile.column is not None]
         if self.sites and columns:
             raise ConfigError(
                 f"data.profile.{columns[0]}.column: the lists of clips are at the sites (data.sites); deal values instead"
-            )
-        crop = self.pipeline.crop if self.transforms else None
-        if self.views and (self.segment is not None or self.sites or (crop is not None and crop.test == "segments")):
-            raise ConfigError(
-                "data.views: several views go neither with sites nor with segments; leave one of them out"
             )
         for name in self.views:
             if not name.isidentifier():

@@ -54,7 +54,7 @@ class HoldOutSettings(Settings):
 
 
 class ClientHoldOutSettings(Settings):
-    """A hold-out of each client, of its own clips."""
+    """A hold-out of each client, of its own clips; or of the server, of all clips that are left."""
 
     by: Annotated[
         str,
@@ -67,12 +67,14 @@ class ClientHoldOutSettings(Settings):
     fraction: Annotated[
         float | None,
         Field(
-            gt=0, lt=1, description="Share of each client's clips, or of the column's values, that is drawn, 0 to 1."
+            gt=0,
+            lt=1,
+            description="Share of the clips (each client's), or of the column's values, that is drawn, 0 to 1.",
         ),
     ] = None
-    stratify: Annotated[
-        bool, Field(description="clip: the same share of every label that the client has, each rounded.")
-    ] = False
+    stratify: Annotated[bool, Field(description="clip: the same share of every label that there is, each rounded.")] = (
+        False
+    )
 
     @model_validator(mode="after")
     def _one_way(self) -> ClientHoldOutSettings:
@@ -99,13 +101,17 @@ class SplitSettings(Settings):
     official_validation: Annotated[
         Literal["train", "validation", "drop"],
         Field(
-            description="Clips of the official validation split: train (clients train on them), validation (the server keeps "
+            description="Clips of the official validation split: train (clients train on them), validation (the server measures on "
             "them, to choose a round or a setting), drop."
         ),
     ] = "train"
     client_test: Annotated[
         ClientHoldOutSettings | None,
         Field(description="What every client holds out for a test set of its own. null: none has one."),
+    ] = None
+    server_validation: Annotated[
+        ClientHoldOutSettings | None,
+        Field(description="What the server holds out besides, of the clips that are left. null: nothing."),
     ] = None
     validation: Annotated[
         Annotated[float, Field(ge=0, lt=1)] | ClientHoldOutSettings,
@@ -143,7 +149,10 @@ def split_clips(manifest: pa.Table, settings: SplitSettings, seed: int) -> Split
     train = ~held_out
     if settings.official_validation != "train":
         train &= ~validation
-    kept = validation if settings.official_validation == "validation" else np.zeros_like(validation)
+    kept = validation.copy() if settings.official_validation == "validation" else np.zeros_like(validation)
+    if settings.server_validation is not None:
+        chosen = _chosen_for_server(manifest, np.flatnonzero(train), settings.server_validation, seed)
+        kept[chosen], train[chosen] = True, False
     split = Split(np.flatnonzero(train), np.flatnonzero(kept), np.flatnonzero(held_out))
     if not len(split.train):
         raise DataError(
@@ -151,6 +160,23 @@ def split_clips(manifest: pa.Table, settings: SplitSettings, seed: int) -> Split
             f"{int(validation.sum())} the official validation set; {_another_way(manifest)}"
         )
     return split
+
+
+def _chosen_for_server(manifest: pa.Table, rows: np.ndarray, settings: ClientHoldOutSettings, seed: int) -> np.ndarray:
+    """Return those of the clips ``rows`` that the server holds out for its validation."""
+    where = "data.split.server_validation"
+    rng, fraction = generator(seed, 0, "", where), settings.fraction or 0.0
+    if settings.by == "clip":  # nothing could be measured on clips without a label
+        rows = rows[[label is not None for label in _column(manifest, "label")[rows]]]
+    if settings.by != "clip":
+        chosen = with_values(manifest, rows, settings, seed, where)
+    elif settings.stratify:
+        labels = np.array([str(label) for label in _column(manifest, "label")[rows]])
+        chosen = hold_out_of_each(np.unique(labels, return_inverse=True)[1], fraction, rng)
+    else:
+        chosen = hold_out(len(rows), fraction, rng)
+    found: np.ndarray = rows[chosen]
+    return found
 
 
 def hold_out(count: int, fraction: float, rng: np.random.Generator) -> np.ndarray:
@@ -203,7 +229,7 @@ def with_values(
         for value in wanted:
             if value not in present:
                 hint = nearest(value, present) if present else "the column is empty"
-                raise DataError(f"{where}: no clip of the clients has {value!r} in column {settings.by!r} ({hint})")
+                raise DataError(f"{where}: no clip that is left has {value!r} in column {settings.by!r} ({hint})")
     else:
         number = max(1, _rounded(settings.fraction * len(present)))
         order = generator(seed, 0, "", where).permutation(len(present))

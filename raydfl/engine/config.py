@@ -26,7 +26,7 @@ from raydfl.core.yaml import parse_yaml
 from raydfl.data import KNOWN, DataSettings, ProfileSettings
 from raydfl.data.features import needs_waves
 from raydfl.engine.assembly import ModelChoice, Parts, assemble, split_view, text_of
-from raydfl.engine.digest import deciding, hashed
+from raydfl.engine.digest import deciding, hashed, without_neutral
 from raydfl.engine.paths import absolute
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
 from raydfl.models import INIT_FROM, check_model, model_paths
@@ -214,7 +214,10 @@ class Config(Settings):
         # With the options that were not given, so that writing a default down changes nothing.
         parts["method"] = {"name": self.method["name"], **plain(self.parts.method)}
         parts["models"] = self.parts.models
-        parts["objective"] = {"name": self.objective["name"], **plain(self.parts.method.objective)}
+        parts["objective"] = {
+            "name": self.objective["name"],
+            **without_neutral(self.objective["name"], plain(self.parts.method.objective)),
+        }
         if self.parts.chosen_by:
             parts["chosen_by"] = self.parts.chosen_by
         attack = self.parts.attack

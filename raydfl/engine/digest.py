@@ -32,6 +32,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "columns"): [],
     ("data", "unseen"): "stop",
     ("data", "split", "client_test"): None,
+    ("data", "split", "server_validation"): None,
     ("data", "unlabelled"): None,
     ("data", "pools"): {},
     ("data", "parts"): {},
@@ -43,8 +44,8 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
 out, and so stays what it was."""
 
 
-_OPTION_CAME_LATER: Mapping[tuple[str, str], Any] = {("spoken_words", "label"): "word"}
-"""The same for options of data sets: by set and option."""
+_OPTION_CAME_LATER: Mapping[tuple[str, str], Any] = {("spoken_words", "label"): "word", ("compact", "spread"): 0.0}
+"""The same for options of data sets and objectives: by name of either, and option."""
 
 
 def deciding(groups: Mapping[str, Any], data: DataSettings) -> dict[str, Any]:
@@ -80,6 +81,11 @@ def hashed(groups: Mapping[str, Any], files: Mapping[str, tuple[str, str]]) -> s
     # A job's copy of one's own file lies elsewhere each time.
     text = re.sub(r'"[^"]*/([^"/]+\.py:\w+)"', r'"\1"', text)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def without_neutral(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a data set or an objective but those that came later and are neutral."""
+    return {key: value for key, value in options.items() if _OPTION_CAME_LATER.get((name, key), ...) != value}
 
 
 def _described(data: DataSettings) -> dict[str, Any]:
@@ -119,8 +125,7 @@ def _with_options(data: DataSettings, values: Mapping[str, Any]) -> dict[str, An
 
 def _options(data: DataSettings) -> dict[str, Any]:
     """Return the data set's options, those that were not given too."""
-    options = plain(data.source.open())
-    return {key: value for key, value in options.items() if _OPTION_CAME_LATER.get((data.name, key), ...) != value}
+    return without_neutral(data.name, plain(data.source.open()))
 
 
 def _forget_neutral(values: dict[str, Any], *of: str) -> None:

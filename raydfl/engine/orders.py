@@ -18,6 +18,8 @@ SERVER = ""
 
 TRIGGERED = "triggered"
 """The split of test clips that carry a backdoor's trigger."""
+SERVER_VALIDATION = "server_validation"
+"""The split that the server holds out beside its test, to choose a round or a setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,8 @@ class Measurement:
 
     split: str
     """``"test"`` (the server's held-out data), ``"triggered"`` (copies of them with a backdoor's trigger, of which only its success
-    is measured), ``"validation"`` (the client's own hold-out) or ``"client_test"`` (the client's own test data)."""
+    is measured), ``"server_validation"`` (the server's other hold-out), ``"validation"`` (the client's own hold-out) or
+    ``"client_test"`` (the client's own test data)."""
     models: tuple[str, ...]
     shard: Shard | None = None
     """The part of the server's data that is measured; ``None``: all of the split."""
@@ -118,6 +121,7 @@ def check_tasks(tasks: Sequence[Task], keys: Collection[str]) -> None:
 
 
 _SERVERS_OPTIONS = ("models", "split")
+_SERVERS_SPLITS = ("test", TRIGGERED, SERVER_VALIDATION)
 
 
 def check_server_tasks(tasks: Sequence[Task], keys: Collection[str], models: Collection[str]) -> None:
@@ -145,14 +149,14 @@ def check_server_tasks(tasks: Sequence[Task], keys: Collection[str], models: Col
             if name not in _SERVERS_OPTIONS:
                 raise ConfigError(f"{where} it has the option {name!r}; {nearest(name, _SERVERS_OPTIONS)}")
         split, named = task.options.get("split"), task.options.get("models", models)
-        if split not in (None, "test", TRIGGERED):
-            raise ConfigError(f"{where} there is no split {split!r}; {nearest(str(split), ('test', TRIGGERED))}")
+        if split is not None and split not in _SERVERS_SPLITS:
+            raise ConfigError(f"{where} there is no split {split!r}; {nearest(str(split), _SERVERS_SPLITS)}")
         if isinstance(named, str) or not named:
             raise ConfigError(f"{where} models is {named!r}; give a list of names, of {', '.join(map(repr, models))}")
         for name in named:
             if name not in models:
                 raise ConfigError(f"{where} the server has no whole model {name!r}; {nearest(name, models)}")
-            for each in ("test", TRIGGERED) if split is None else (split,):
+            for each in _SERVERS_SPLITS if split is None else (split,):
                 if (task.receive[0], each, name) in seen:
                     raise ConfigError(
                         f"{where} {name!r} of {task.receive[0]!r} is measured twice on the split {each!r}"

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from raydfl.core.errors import ConfigError, DataError, RaydflError
 from raydfl.core.types import Batch, ModelSpec
 from raydfl.core.users_code import place_of
-from raydfl.data import Population
+from raydfl.data import DataSettings, Population
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.worker import build_models
@@ -40,10 +40,13 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
     variants = Clients(population, config).variants_of_parts()
     for part, data in config.data.each.items():
         of_part = population.each[part].use(data)
-        method.objective.check(of_part.classes, of_part.length)
+        read = {spec.view: spec.inputs for specs in variants[part] for spec in specs}
+        for view, inputs in (read or {"": 0}).items():
+            length = of_part.view_lengths[view] if view else of_part.length
+            method.objective.check(of_part.classes, None if isinstance(inputs, tuple) else length)
         if config.labels_needed and data.unseen == "stop":
             _check_classes(of_part)
-        batch, real = _batch(of_part)
+        batch, real = _batch(of_part, data)
         with preserved(), torch.no_grad():
             for specs in variants[part]:
                 models = _built(method, specs, config.run.seed)
@@ -73,16 +76,32 @@ def _check_classes(population: Population) -> None:
         )
 
 
-def _batch(population: Population) -> tuple[Batch, bool]:
+def _batch(population: Population, data: DataSettings) -> tuple[Batch, bool]:
     """Return two training examples; where none are here, noise of their size."""
     examples = population.first_examples(2)
     if examples is not None:
         return next(examples.batches(len(examples), None)), True
-    shape = population.pipeline.shape(population.bands)
-    size = shape if isinstance(shape, tuple) else (population.length or _FRAMES, shape)
+    x, lengths = _noise(population.pipeline.shape(population.bands), population.length)
+    views = {
+        name: _noise(view.pipeline.shape(view.features.bands), population.view_lengths[name])
+        for name, view in data.views.items()
+    }
+    batch = Batch(
+        x,
+        torch.zeros(2, dtype=torch.int64),
+        lengths,
+        views={name: of_view for name, (of_view, _) in views.items()},
+        view_lengths={name: own for name, (_, own) in views.items() if own is not None},
+        present={name: torch.ones(2, dtype=torch.bool) for name in views},
+    )
+    return batch, False
+
+
+def _noise(shape: int | tuple[int, int, int], length: int | None) -> tuple[Tensor, Tensor | None]:
+    """Return two examples of that shape, and their lengths where these differ."""
+    size = shape if isinstance(shape, tuple) else (length or _FRAMES, shape)
     x = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
-    lengths = None if population.length else torch.tensor([x.shape[1], x.shape[1] // 2])
-    return Batch(x, torch.zeros(2, dtype=torch.int64), lengths), False
+    return x, None if length else torch.tensor([x.shape[1], x.shape[1] // 2])
 
 
 def _built(method: Method, specs: Sequence[ModelSpec], seed: int) -> Mapping[str, nn.Module]:

@@ -32,7 +32,7 @@ from raydfl.data import ClientData, Examples, Population
 from raydfl.engine.autotune import best_width, remembered
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
-from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Result, in_groups
+from raydfl.engine.orders import SERVER, SERVER_VALIDATION, TRIGGERED, Measurement, Order, Result, in_groups
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
 from raydfl.engine.validation import check_form, check_weights, checked_metrics, reason_of
 from raydfl.methods import Method
@@ -404,7 +404,8 @@ class Worker:
                 found = self.method.evaluate(step, examples, self.config.evaluate.batch_size)
                 with _malformed(order):
                     metrics = checked_metrics(found, _subject(order))
-                if order.task.client_id != SERVER:
+                at_site = measurement.shard is not None and measurement.shard.site
+                if order.task.client_id != SERVER or at_site:  # single clips' scores stay where the clips are
                     metrics = reduced(metrics)
                 if measurement.split == TRIGGERED and self.attack is not None:
                     metrics = attack_success(metrics, self.attack.target_class(self.population.classes))
@@ -424,6 +425,8 @@ class Worker:
 
     def _test(self, split: str, part: str) -> Examples:
         held = self._held.each[part]
+        if split == SERVER_VALIDATION:
+            return held.validation
         return held.triggered if split == TRIGGERED else held.test
 
     def _sample(self, split: str, count: int, part: str) -> Examples:

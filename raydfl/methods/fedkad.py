@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from raydfl.core.errors import ConfigError
 from raydfl.core.metrics import classification_metrics
 from raydfl.core.seeds import generator
-from raydfl.core.types import Batch, Client, Metrics, State, Update
+from raydfl.core.types import Batch, Client, Metrics, State, Update, same_view
 from raydfl.data import Examples
 from raydfl.methods._method import Method
 from raydfl.training import Step, fit, predict
@@ -107,7 +107,7 @@ class FedKAD(Method):
     def loss(self, step: Step, batch: Batch) -> Tensor:
         """Cross-entropy plus the distance to the class means that are known."""
         network = cast(Any, step.models["model"])
-        features = network.embed(batch.x, batch.lengths)
+        features = network.embed(*batch.input_of(network))
         value = batch.mean(F.cross_entropy(network.output(features), batch.y, reduction="none"))
         if self.lam == 0:
             return value
@@ -152,7 +152,8 @@ class FedKAD(Method):
 
     def _features(self, step: Step, examples: Examples, batch_size: int = 64) -> Tensor:
         """g(x) of some examples, in evaluation mode: float32 [examples, size], on the CPU."""
-        up_to_top: dict[str, nn.Module] = {"model": _TopFeatures(step.models["model"], self.size)}
+        network = step.models["model"]
+        up_to_top: dict[str, nn.Module] = {"model": same_view(_TopFeatures(network, self.size), network)}
         return predict(dataclasses.replace(step, models=up_to_top), "model", examples, batch_size)
 
 

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
-from raydfl.core.types import Batch, Metrics, ModelSpec
+from raydfl.core.types import Batch, Metrics, ModelSpec, same_view
 from raydfl.data import Examples
 from raydfl.training import Step, predict
 
@@ -46,7 +46,7 @@ class Objective:
 
         Args:
             classes: names of the classes.
-            length: frames of every example; ``None``: they differ.
+            length: frames of every example of a view that a network reads; ``None``: they differ, or it is one of images.
         """
 
     def outputs(self, classes: int) -> int:
@@ -130,8 +130,7 @@ class Objective:
         network = step.models[name]
         predictor = self.predictor(network)
         if predictor is not network:
-            vars(predictor)["view"] = vars(network).get("view", "")  # what Batch.input_of looks for
-            step = dataclasses.replace(step, models={**step.models, name: predictor})
+            step = dataclasses.replace(step, models={**step.models, name: same_view(predictor, network)})
         return self.metrics(predict(step, name, examples, batch_size), examples)
 
 

@@ -2,14 +2,17 @@
 
     z_i   what the network gives for clip i, scaled to length 1
     m_c   the mean of z over the batch's clips of class c, or over all of the batch
-    loss  mean over the batch of ||z_i - m||^2
+    loss  mean over the batch of ||z_i - m||^2, plus ``spread`` times v
+    v     mean over the d numbers j of z of max(0, 1 - sqrt(d var(z_j) + 1e-4)), var over the batch
 
 after L. Ruff and others, Deep One-Class Classification, ICML 2018, with the batch's mean in the place of a fixed centre. What is
 far is told by a running mean of the centres, which is a part of the network (``model/objective.sums`` and ``.counts``, decayed by
 ``momentum`` at each step), so that it travels and is averaged as the network is, each client counting as it does there. A
 recording's score is the squared distance to the nearest centre of a class that some client has.
 
-Brought near enough to each other, all clips are one point: train for few rounds, and watch the AUC.
+Brought near enough to each other, all clips are one point, and no score says anything: the loss of normal clips is then 0. Against
+this stands v, the variance term of A. Bardes, J. Ponce and Y. LeCun, VICReg, ICLR 2022, equation 1. Their z has any length and its
+deviation is held at 1; here z has length 1, so 1 / sqrt(d) takes that place: what z has where it is spread over the whole sphere.
 """
 
 from __future__ import annotations
@@ -45,6 +48,14 @@ class Compact(AnomalyObjective):
         Field(ge=0, lt=1, description="what is kept of the running centres at each step; 0: those of the last batch"),
     ] = 0.9
 
+    spread: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="weight of a term that keeps all clips from becoming one point (VICReg's variance term); 0: none",
+        ),
+    ] = 0.0
+
     def outputs(self, classes: int) -> int:
         """Return ``size``."""
         return self.size
@@ -54,7 +65,7 @@ class Compact(AnomalyObjective):
         return _Centres(spec.classes if self.by == "class" else 1, self.size)
 
     def loss(self, step: Step, name: str, batch: Batch) -> Tensor:
-        """Mean squared distance to the batch's own centres; the running ones follow."""
+        """Mean squared distance to the batch's own centres, and the spread's term; the running centres follow."""
         centres = cast(Any, step.models[name]).objective
         z = F.normalize(step.forward(name, batch), dim=1)
         member = self._membership(batch, z, centres.counts)
@@ -64,7 +75,8 @@ class Compact(AnomalyObjective):
         with torch.no_grad():
             centres.sums.mul_(self.momentum).add_(mass.T @ z)
             centres.counts.mul_(self.momentum).add_(counts)
-        return batch.mean((z - member @ means).square().sum(dim=1))
+        away = (z - member @ means).square().sum(dim=1)
+        return batch.mean(away + self.spread * _narrowness(z, batch) if self.spread else away)
 
     def _membership(self, batch: Batch, z: Tensor, counts: Tensor) -> Tensor:
         """Return the centre that each example belongs to, float32 [batch, centres]; to the mean of several of a set of classes."""
@@ -77,6 +89,19 @@ class Compact(AnomalyObjective):
     def predictor(self, network: nn.Module) -> nn.Module:
         """Return the network with the distance to its nearest centre."""
         return _Distance(network)
+
+
+def _narrowness(z: Tensor, batch: Batch) -> Tensor:
+    """Return how much the deviations of numbers fall short of those on the whole sphere: a scalar, 0 to 1, padding left out.
+
+    Args:
+        z: float32 [batch, size], of length 1.
+        batch: whose weights say what is padding.
+    """
+    weight = torch.ones_like(z[:, :1]) if batch.weight is None else batch.weight.unsqueeze(1)
+    mean = (weight * z).sum(dim=0) / weight.sum().clamp_min(1.0)
+    variance = (weight * (z - mean).square()).sum(dim=0) / (weight.sum() - 1).clamp_min(1.0)
+    return (1 - (z.shape[1] * variance + 1e-4).sqrt()).relu().mean()
 
 
 class _Centres(nn.Module):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.ops import uniform
-from raydfl.core.types import Batch, Metrics, ModelSpec, Ratio
+from raydfl.core.types import Batch, Metrics, ModelSpec, Ratio, same_view
 from raydfl.data import Examples
 from raydfl.objectives._objective import Objective
 from raydfl.training import Step, predict
@@ -57,32 +57,42 @@ class Contrast(Objective):
         return tuple(str(number) for number in range(self.size))
 
     def extension(self, spec: ModelSpec) -> nn.Module:
-        """Return the similarity of two crops."""
+        """Return the similarity of two crops.
+
+        Raises:
+            ConfigError: the network reads images.
+        """
+        if not isinstance(spec.inputs, int):
+            raise ConfigError(
+                "objective: contrast takes crops of a clip's frames, and the network reads images; take objective=compact"
+            )
         return _Similarity(self.size)
 
     def loss(self, step: Step, name: str, batch: Batch) -> Tensor:
         """Mean cross-entropy of finding a clip's other crop among the batch's."""
-        first, second = (step.forward(name, self._cropped(batch)) for _ in range(2))
-        similar = cast(Any, step.models[name]).objective(first, second)
+        network = step.models[name]
+        first, second = (step.forward(name, self._cropped(batch, network)) for _ in range(2))
+        similar = cast(Any, network).objective(first, second)
         if batch.weight is not None:
             similar = similar.masked_fill(batch.weight.unsqueeze(0) == 0, -1e4)  # padding is nobody's other crop
         return batch.mean(similar.logsumexp(dim=1) - similar.diagonal())
 
-    def _cropped(self, batch: Batch) -> Batch:
-        """Return a crop of each clip of a batch, which begins at random."""
-        frames = batch.x.shape[1]
-        counts = torch.full_like(batch.x[:, 0, 0], frames) if batch.lengths is None else batch.lengths.float()
+    def _cropped(self, batch: Batch, network: nn.Module) -> Batch:
+        """Return a crop of what a network reads of each clip of a batch, which begins at random."""
+        x, lengths = batch.input_of(network)
+        counts = torch.full_like(x[:, 0, 0], x.shape[1]) if lengths is None else lengths.float()
         latest = (counts - self.frames).clamp_min(0)
-        begin = (uniform(len(batch.x), batch.x.device) * (latest + 1)).floor().minimum(latest).long()
-        x, lengths = _crops(batch.x, batch.lengths, begin, self.frames)
-        return dataclasses.replace(batch, x=x, lengths=lengths)
+        begin = (uniform(len(x), x.device) * (latest + 1)).floor().minimum(latest).long()
+        return batch.with_input_of(network, *_crops(x, lengths, begin, self.frames))
 
     def evaluate(self, step: Step, name: str, examples: Examples, batch_size: int) -> Metrics:
         """Measure ``loss`` and ``accuracy`` of finding the last crop of each example by its first."""
         network = step.models[name]
         first, last = (
             predict(
-                dataclasses.replace(step, models={**step.models, name: _OfCrop(network, self.frames, last)}),
+                dataclasses.replace(
+                    step, models={**step.models, name: same_view(_OfCrop(network, self.frames, last), network)}
+                ),
                 name,
                 examples,
                 batch_size,

@@ -54,8 +54,9 @@ class Reconstruct(AnomalyObjective):
 
     def loss(self, step: Step, name: str, batch: Batch) -> Tensor:
         """Mean squared error."""
-        decoder = cast(Any, step.models[name]).objective
-        return batch.mean(_errors(decoder(step.forward(name, batch)), batch.x, batch.lengths, self.bins))
+        network = cast(Any, step.models[name])
+        given_back = network.objective(step.forward(name, batch))
+        return batch.mean(_errors(given_back, *batch.input_of(network), self.bins))
 
     def predictor(self, network: nn.Module) -> nn.Module:
         """Return the network with its decoder and the error."""

@@ -24,6 +24,10 @@ def clips(population: Population, role: str) -> list[list[int]]:
     return [sorted(set(getattr(population.data(i), role).clips.tolist())) for i in range(len(population))]
 
 
+def trained(population: Population) -> list[int]:
+    return [clip for own in clips(population, "train") for clip in own]
+
+
 def takes(settings: DataSettings, rows: list[int]) -> set[int]:
     return set(settings.source.open().manifest().column("take").take(rows).to_pylist())
 
@@ -47,6 +51,26 @@ def test_tests_and_validation_by_value_lie_with_the_owner_of_the_clips(made: Mak
         for part in (data.test, data.validation, data.train):
             assert {groups[c] for c in part.clips.tolist()} == {population.ids[i]}
     assert sum(map(len, clips(population, "test"))) == 24
+
+
+def test_the_servers_validation_is_chosen_by_value_or_drawn_and_leaves_the_test_as_it_was(made: Make) -> None:
+    plain = build_population(made(), 1)
+    by_value = made(split={"server_validation": {"by": "take", "values": [2, 3]}})
+    population = build_population(by_value, 1)
+    assert takes(by_value, population.validation.clips.tolist()) == {2, 3}
+    assert takes(by_value, trained(population)) == {1, 4}
+    share = made(split={"server_validation": {"fraction": 0.25, "stratify": True}})
+    drawn = build_population(share, 1)
+    labels = Counter(drawn.validation.labels.tolist())
+    assert labels == dict.fromkeys(range(4), 6)  # of each label a quarter of 6 groups' 4 takes
+    for found in (population, drawn):
+        assert found.test.clips.tolist() == plain.test.clips.tolist()
+        assert sorted(trained(found) + found.validation.clips.tolist()) == sorted(trained(plain))
+        assert [(s.start, s.stop) for s in found.shards if s.split == "server_validation"] == [
+            (0, len(found.validation))
+        ]
+    with pytest.raises(DataError, match="data.split.server_validation: no clip that is left has '7' in column 'take'"):
+        build_population(made(split={"server_validation": {"by": "take", "values": [7]}}), 1)
 
 
 def test_roles_leave_others_training_clips_and_validation_as_they_were(made: Make) -> None:
@@ -96,7 +120,7 @@ def test_a_label_that_only_tests_have_is_kept_if_that_is_wanted(made: Make) -> N
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        ({"client_test": {"by": "take", "values": [9]}}, "data.split.client_test: no clip of the clients has '9' in"),
+        ({"client_test": {"by": "take", "values": [9]}}, "data.split.client_test: no clip that is left has '9' in"),
         ({"validation": {"by": "tak", "values": [1]}}, "the manifest has no column 'tak'; did you mean 'take'"),
         ({"client_test": {"by": "take", "values": [1, 2, 3, 4]}}, "holds out all 96 clips and leaves none to train on"),
         ({"client_test": {"by": "group", "values": ["g0"]}}, "client 'g0' would hold out all its 16 clips"),

@@ -139,6 +139,33 @@ def test_noise_has_the_drawn_ratio_and_the_bands_of_white_noise() -> None:
     assert fluctuation.min() > 0.2  # real noise, not its mean
 
 
+def test_noise_and_rooms_in_bands_are_on_average_those_in_waves() -> None:
+    """Oracle: the features of a wave to which noise was added, or which was convolved with decaying noise, at the same levels."""
+    rng = np.random.default_rng(2)
+    seconds = 10
+    wave = np.sin(2 * np.pi * 700 * np.arange(seconds * RATE) / RATE) * (np.arange(seconds * RATE) % 4000 < 800)
+    noise = rng.standard_normal(len(wave)) * np.sqrt(np.mean(wave**2))  # 0 dB
+    response = rng.standard_normal(RATE // 2) * 10 ** (-3 * np.arange(RATE // 2) / RATE / 0.5)
+    room = np.convolve(wave, response / np.sqrt(np.sum(response**2)))[: len(wave)]
+    extractor = FeatureExtractor(FeatureSettings(**PLAIN))
+    stored = extractor(wave.astype(np.float32), RATE)
+    for transform, mixed in (
+        ({"name": "noise", "snr_db": [0, 0]}, wave + noise),
+        ({"name": "reverberation", "seconds": [0.5, 0.5]}, room),
+    ):
+        data = examples(pipeline(transform), (len(stored),))
+        data.store.frames[:] = stored
+        _, after, _ = batches(data)
+        by_time = [
+            power(x).sum(axis=1)[:1000].reshape(-1, 5).mean(axis=1)
+            for x in (after[0], extractor(mixed.astype(np.float32), RATE))
+        ]
+        heard = by_time[1] > by_time[1].max() / 30
+        error = 10 * np.log10(by_time[0] / by_time[1])[heard]
+        assert abs(error.mean()) < 0.5, transform
+        assert error.std() < 2, transform
+
+
 def test_the_share_of_noisy_examples() -> None:
     before, after, _ = batches(examples(pipeline({"name": "noise", "share": 0.25, "snr_db": [0, 0]}), (FRAMES,) * 400))
     noisy = np.abs(after - before).max(axis=(1, 2)) > 0.1

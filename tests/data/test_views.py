@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import torch
 from helpers import finish, same, start
 from PIL import Image
 
-from raydfl import classify
-from raydfl.core.errors import ConfigError, DataError, InputError
+from raydfl import classify, export_model
+from raydfl.core.errors import ConfigError, DataError
 from raydfl.core.types import Batch
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
@@ -126,13 +127,89 @@ def test_the_digest_knows_views(tiny: Tiny, folder: Path) -> None:
     assert tiny("data.views={}").digest() == tiny().digest()
 
 
-def test_predict_reads_the_first_view_alone(tiny: Tiny, folder: Path) -> None:
-    config = federation(tiny, folder, "train.rounds=1")
+def test_predict_and_export_read_the_view_of_the_model(tiny: Tiny, folder: Path) -> None:
+    """Oracle: the steps of the description, done by hand on files as they are, and ONNX Runtime."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    crop = "data.views.picture.transforms=[{name: random_crop, size: 8, pad: 1}, flip]"
+    view = PICTURES.replace("[8, 9]", "[8, 9], mean: 0.25, deviation: 0.5, resize: true")
+    config = federation(tiny, folder, crop, "train.rounds=1", view=view)
     finish(config)
     run_dir = Path(config.run.dir) / "tiny"
     assert classify(run_dir, [folder / "0.wav"], model="ear")[0].label in ("a", "b")
-    with pytest.raises(InputError, match="reads the view 'picture'"):
-        classify(run_dir, [folder / "0.wav"], model="eye")
+    found = classify(run_dir, [folder], model="eye")
+    assert [each.file.suffix for each in found] == [".png"] * (CLIPS * 3 // 4)
+    exported = export_model(run_dir, folder / "eye.onnx", model="eye")
+    said = exported.description
+    assert (said["view"], said["onnx"]["inputs"]["x"]["shape"]) == ("picture", ["batch", 1, 8, 8])
+    how = said["front_end"]
+    images = np.stack([np.asarray(Image.open(each.file)) for each in found])
+    x = (images / 255 - how["scale"]["mean"][0]) / how["scale"]["deviation"][0]
+    edge = how["pad"]["rows"]
+    x = np.pad(x, ((0, 0), (edge, edge), (edge, edge)))
+    top, left = ((have - how["crop"][name]) // 2 for have, name in zip(x.shape[1:], ("rows", "columns"), strict=True))
+    x = x[:, None, top : top + how["crop"]["rows"], left : left + how["crop"]["columns"]].astype(np.float32)
+    (probabilities,) = onnxruntime.InferenceSession(exported.path).run(["probabilities"], {"x": x})
+    np.testing.assert_allclose(probabilities, np.stack([each.probabilities for each in found]), atol=1e-4)
+    assert np.ptp(probabilities[:, 0]) > 1e-3  # the images matter
+    Image.fromarray(np.zeros((32, 36, 3), np.uint8)).save(folder / "large.png")
+    assert classify(run_dir, [folder / "large.png"], model="eye")[0].label in ("a", "b")
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        "data.segment={frames: 10, stride: 8}",
+        "data.transforms=[{name: random_crop, size: 10, test: segments, stride: 8}]",
+    ],
+)
+def test_each_segment_of_a_clip_comes_with_its_whole_picture(tiny: Tiny, folder: Path, cut: str) -> None:
+    seconds = "data.features.seconds=null"
+    config = federation(tiny, folder, seconds, cut, "train.rounds=1", "train.cohort=6")
+    finish(config)
+    population = Population.load(Path(config.run.dir) / "tiny" / "population").use(config.data)
+    test, whole = population.test, np.arange(len(population.test))
+    assert np.bincount(test.clips)[:12].tolist() == [3] * 12  # (26 - 10) / 8 + 1
+    batch = test.batch(whole)
+    assert batch.x.shape == (36, 10, 16)
+    for row, clip in enumerate(test.clips):
+        expected = np.zeros((8, 9)) if clip % 4 == 3 else np.asarray(Image.open(folder / f"{clip}.png")) / 255
+        np.testing.assert_allclose(batch.views["picture"][row, 0].numpy(), expected, atol=1e-6)
+    ear = load_model(Path(config.run.dir) / "tiny", "ear").logits(batch.x, None).softmax(dim=1).numpy()
+    right = ear.reshape(12, 3, 2).mean(axis=1).argmax(axis=1) == np.arange(12) % 2  # a clip is measured once
+    rows = record.read_rows(Path(config.run.dir) / "tiny").to_pylist()
+    measured = [row for row in rows if row["metric"] == "ear/accuracy" and row["split"] == "test"]
+    assert (measured[-1]["count"], measured[-1]["value"]) == (12, pytest.approx(right.mean()))
+
+
+def test_sites_with_views_compute_what_one_place_does(tiny: Tiny, folder: Path) -> None:
+    """One site has a picture of most clips, the other has none: the first one's clients have the batches of a run without sites."""
+    table = (folder / "list.csv").read_text().splitlines()
+    for name, groups in (("north", "012"), ("south", "345")):
+        rows = [row for row in table[1:] if row.split(",")[2][1] in groups]
+        if name == "south":
+            rows = [row.rpartition(",")[0] + "," for row in rows]
+        (folder / f"{name}.csv").write_text("\n".join([table[0], *rows]))
+    (folder / "list.csv").write_text("\n".join([table[0], *(folder / "north.csv").read_text().splitlines()[1:]]))
+    sites = [f"{name}: {{file: {folder}/{name}.csv, folder: {folder}/nodes/{name}}}" for name in ("north", "south")]
+    config = federation(tiny, folder, f"data.sites={{{', '.join(sites)}}}", "train.cohort=6", "train.rounds=1")
+    finish(config)
+    run_dir = Path(config.run.dir) / "tiny"
+    told = json.loads((run_dir / "sites.json").read_text())["sites"]
+    assert [site["views"]["picture"] for site in told] == [
+        {"examples": 15, "length": 8},
+        {"examples": 0, "length": None},
+    ]
+    alone = federation(tiny, folder, "run.name=alone", "train.cohort=3", "train.rounds=1")
+    finish(alone)
+    at_site = Population.load(
+        folder / "nodes/north/runs" / json.loads((run_dir / "run.json").read_text())["site_key"] / "north/population"
+    )
+    here = Population.load(Path(alone.run.dir) / "alone" / "population")
+    for client in range(3):
+        mine, theirs = (p.use(alone.data).data(client).train for p in (at_site, here))
+        for name, tensor in mine.batch(np.arange(len(mine))).tensors().items():
+            torch.testing.assert_close(tensor, theirs.batch(np.arange(len(theirs))).tensors()[name], rtol=0, atol=0)
 
 
 def test_what_does_not_fit_is_refused(tiny: Tiny, folder: Path) -> None:
@@ -149,6 +226,5 @@ def test_what_does_not_fit_is_refused(tiny: Tiny, folder: Path) -> None:
     refused(
         "8 rows and 9 columns, not 8 and 8", error=DataError, view="{column: frame, features: {kind: image, size: 8}}"
     )
-    refused("neither with sites nor with segments", "data.features.seconds=null", "data.segment={frames: 5, stride: 5}")
     (folder / "1.png").unlink()
     refused("clips cannot be read", error=DataError)

@@ -14,6 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.types import Client, Metrics, Ratio, State, Task, Update
+from raydfl.data.population import Population
 from raydfl.engine.config import Config
 from raydfl.engine.storage import record
 from raydfl.methods import Method
@@ -130,3 +131,17 @@ def test_metrics_stay_on_updates_at_the_server(tiny: Tiny) -> None:
         np.testing.assert_allclose(said, losses.mean())
     resumed = tiny("run.name=uneven", f"method.name={HERE}:ByLoss")
     assert reference != finish(resumed)
+
+
+def test_shared_models_are_measured_on_the_servers_validation(tiny: Tiny) -> None:
+    """Oracle: the published model's own answers for those clips."""
+    held_out = "data.split.server_validation={fraction: 0.3, stratify: true}"
+    folder = run(tiny(held_out, "train.rounds=1")).run_dir
+    examples = Population.load(folder / "population").validation
+    batch = examples.batch(np.arange(len(examples)))
+    right = (load_model(folder).logits(batch.x, None).argmax(dim=1) == batch.y).float().mean()
+    rows = [row for row in record.read_rows(folder).to_pylist() if row["split"] == "server_validation"]
+    (accuracy,) = [row for row in rows if row["metric"] == "model/accuracy" and row["round"] == 1]
+    assert (accuracy["count"], accuracy["value"]) == (len(examples), pytest.approx(float(right)))
+    assert len(examples) == 39  # of each of 3 labels 30 % of 42 clips, rounded
+    assert tiny("data.split.server_validation=null").digest() == tiny().digest() != tiny(held_out).digest()

@@ -67,6 +67,30 @@ def test_compact_is_the_variance_about_the_batchs_mean() -> None:
     torch.testing.assert_close(score[REAL, 0], (z - z.mean(dim=0)).square().sum(dim=1))
 
 
+def test_spread_is_the_variance_term_of_vicreg_for_points_of_length_1() -> None:
+    objective, network, step = made("compact", size=4, spread=0.7)
+    plain, *_ = made("compact", size=4)
+    given = batch(weight=WEIGHT)
+    z = F.normalize(network(given.x), dim=1)[REAL]
+    term = (1 - (4 * z.var(dim=0) + 1e-4).sqrt()).clamp_min(0).mean()
+    difference = float(objective.loss(step, "model", given)) - float(plain.loss(step, "model", given))
+    assert difference == pytest.approx(0.7 * float(term), rel=1e-5)
+
+
+@pytest.mark.parametrize("spread", [0.0, 2.0])
+def test_without_spread_all_clips_become_one_point(spread: float) -> None:
+    objective, network, step = made("compact", size=4, spread=spread)
+    given = batch()
+    optimiser = torch.optim.Adam(network.parameters(), lr=0.02)
+    for _ in range(150):
+        optimiser.zero_grad()
+        objective.loss(step, "model", given).backward()
+        optimiser.step()
+    z = F.normalize(network(given.x), dim=1)
+    distance = float((z - z.mean(dim=0)).square().sum(dim=1).mean())
+    assert distance < 0.01 if not spread else distance > 0.2, distance
+
+
 def test_compact_by_class_takes_the_nearest_known_centre() -> None:
     objective, network, step = made("compact", size=4, by="class")
     given = batch(weight=torch.tensor([1.0, 1, 1, 1, 0, 1]))  # nobody of class 2

@@ -8,6 +8,7 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -58,19 +59,63 @@ def accepts(method: str, objective: str) -> bool:
     return accepted is None or objective in accepted
 
 
-@pytest.mark.parametrize("objective", registry.names("raydfl.objectives"))
-@pytest.mark.parametrize("method", registry.names("raydfl.methods"))
-def test_every_method_learns_every_objective_that_it_takes_and_refuses_the_others(
-    tiny: Tiny, method: str, objective: str
+SEEN = f"data.name={HERE / 'seen.py'}:Seen"
+OF_SEEN: dict[str, tuple[str, ...]] = {
+    **SETTINGS,
+    "multi_label": ("data.label_sets={}", "objective=multi_label"),
+    "compact": ("objective={name: compact, size: 4, normal: [a]}",),
+    "reconstruct": ("objective={name: reconstruct, size: 4, bins: 4, hidden: 16, normal: [a]}",),
+}
+SECOND = "{column: second, features: {sample_rate: 8000, bands: 12, window_ms: 25, hop_ms: 10, seconds: 0.3}}"
+VIEWS: dict[str, tuple[str, ...]] = {
+    "first": (),
+    "image": (SEEN, "data.features={kind: image, size: 8}"),
+    "further": (SEEN, f"data.views={{second: {SECOND}}}"),
+}
+NETWORKS = {
+    "first": [],
+    "image": ["{name: cnn_small, hidden: 8}"],
+    "further": ["{name: crnn_tiny, hidden: 8, filters: [4], view: second}"],
+}
+"""On "further" the last of a method's models reads the second microphone, which has other bands and frames than the first."""
+
+
+def table() -> list[Any]:
+    """Methods by objectives by views; in the fast suite, of a view beside the first, each method and each objective once."""
+    cases = []
+    for view in VIEWS:
+        for method in registry.names("raydfl.methods"):
+            for objective in registry.names("raydfl.objectives"):
+                slow = view != "first" and method != "fedavg" and objective != "classify"
+                cases.append(pytest.param(method, objective, view, marks=[pytest.mark.slow] if slow else []))
+    return cases
+
+
+@pytest.mark.parametrize(("method", "objective", "view"), table())
+def test_every_method_learns_every_objective_that_it_takes_from_every_view_and_refuses_the_others(
+    tiny: Tiny, method: str, objective: str, view: str
 ) -> None:
-    given = (*SETTINGS[objective], "train.rounds=2", "evaluate.every=2")
+    rounds = 2 if view == "first" else 1
+    given = [
+        *(SETTINGS if view == "first" else OF_SEEN)[objective],
+        f"train.rounds={rounds}",
+        f"evaluate.every={rounds}",
+    ]
+    given += VIEWS[view]
+    for network in NETWORKS[view]:
+        names = [*registry.find("raydfl.methods", method, Method, "method").models]
+        given += [f"models.{name}={network}" for name in (names if view == "image" else names[-1:])]
     if not accepts(method, objective):
         with pytest.raises(ConfigError, match=f"method '{method}' is defined for classify only, not for '{objective}'"):
             tiny(*given, method=method)
         return
     config = tiny(*given, method=method)
+    if view == "image" and objective in ("reconstruct", "contrast"):
+        with pytest.raises(ConfigError, match=f"objective: {objective} .* the network reads images"):
+            start(config)
+        return
     server = start(config)
-    for _ in range(2):
+    for _ in range(rounds):
         server.round()
     server.finish()
     server.close()

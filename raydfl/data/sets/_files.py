@@ -17,6 +17,7 @@ from raydfl.core.errors import DataError
 from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card
 from raydfl.data.manifest import FFMPEG_SUFFIXES, make_manifest, shown_name
+from raydfl.data.pictures import PICTURE_SUFFIXES
 
 _NAMED = 3
 """Files that a message names."""
@@ -85,15 +86,20 @@ def list_audio(folder: Path, suffixes: tuple[str, ...] = (".wav",)) -> list[str]
     return names
 
 
-def list_recordings(folder: Path) -> tuple[list[str], str]:
+def list_recordings(folder: Path, pictures: bool = False) -> tuple[list[str], str]:
     """List all files that can be decoded, as :func:`list_audio`, with any name; and describe the other files there.
+
+    Args:
+        pictures: list images in place of recordings.
 
     Raises:
         DataError: a folder that cannot be opened, or a link to a folder that it lies in.
     """
     names = _list_files(folder)
-    found = [name for name in names if name.lower().endswith(AUDIO_SUFFIXES)]
-    return found, _left_out(folder, [name for name in names if not name.lower().endswith(AUDIO_SUFFIXES)], found)
+    wanted = PICTURE_SUFFIXES if pictures else AUDIO_SUFFIXES
+    found = [name for name in names if name.lower().endswith(wanted)]
+    others = [name for name in names if not name.lower().endswith(wanted)]
+    return found, _left_out(folder, others, found, "images" if pictures else "recordings")
 
 
 def check_name(name: str, folder: Path) -> None:
@@ -111,22 +117,22 @@ def check_name(name: str, folder: Path) -> None:
         ) from None
 
 
-def _left_out(folder: Path, others: Sequence[str], found: Iterable[str]) -> str:
-    """Describe files in a folder that are no recordings, or none that can be decoded; empty when there are none."""
+def _left_out(folder: Path, others: Sequence[str], found: Iterable[str], what: str) -> str:
+    """Describe files in a folder that are no recordings (``what``), or none that can be decoded; empty when there are none."""
     if not others:
         return ""
     kinds = Counter(Path(name).suffix.lower() for name in others).most_common()
     counts = [f"{count} {shown_name(suffix) or 'without an ending'}" for suffix, count in kinds[:_KINDS]]
     counts += [f"{sum(count for _, count in kinds[_KINDS:])} of other kinds"] if len(kinds) > _KINDS else []
     names = ", ".join(shown_name(name) for name in others[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
-    said = f"left out of {folder}, as no recordings of a kind that is read: {', '.join(counts)} ({len(others)} in all: {names})"
+    said = f"left out of {folder}, as no {what} of a kind that is read: {', '.join(counts)} ({len(others)} in all: {names})"
     decoded = {name.rpartition(".")[0] for name in found}
     foreign = {
         Path(name).suffix.lower()
         for name in others
         if name.lower().endswith(FFMPEG_SUFFIXES) and name.rpartition(".")[0] not in decoded
     }
-    if not foreign:
+    if not foreign or what != "recordings":
         return said
     tests = " -o ".join(f"-iname '*{suffix}'" for suffix in sorted(foreign))
     return (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from raydfl.data.transforms._pipeline import PLAIN, LateNormalisation, Pipeline, Pixels, find_transform, make_transforms
 from raydfl.data.transforms._transform import Drawn, Transform
+from raydfl.data.transforms.random_crop import RandomCrop
 
 __all__ = [
     "PLAIN",
@@ -14,6 +15,7 @@ __all__ = [
     "LateNormalisation",
     "Pipeline",
     "Pixels",
+    "RandomCrop",
     "Transform",
     "find_transform",
     "make_transforms",

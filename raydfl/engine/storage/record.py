@@ -64,7 +64,7 @@ class MetricRow:
     """Empty: the server's, or pooled over the clients."""
     split: str
     """The data behind it: ``"train"``, ``"validation"`` and ``"client_test"`` (a client's own hold-outs), ``"test"`` (the common
-    test data); or ``"server"``, for what the server counts (bytes, seconds, clients left out)."""
+    test data), ``"server_validation"``; or ``"server"``, for what the server counts (bytes, seconds, clients left out)."""
     metric: str
     """``"loss"``, ``"plugin/accuracy"``, ``"lpa/pruned/plugin/gru"``, ``"bytes_up"``, ``"seconds/fit"`` ..."""
     value: float

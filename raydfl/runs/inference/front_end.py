@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from raydfl.data import DataSettings
+from raydfl.data import DataSettings, ViewSettings
 from raydfl.data.features import (
     EPSILON,
     LARGEST_DENOMINATOR,
@@ -19,14 +19,16 @@ from raydfl.data.features import (
     ImageFeatures,
     ModelFeatures,
 )
+from raydfl.data.transforms import RandomCrop
 
 
-def describe_front_end(data: DataSettings, statistics: np.ndarray | None = None) -> dict[str, Any]:
+def describe_front_end(data: DataSettings | ViewSettings, statistics: np.ndarray | None = None) -> dict[str, Any]:
     """Describe how a recording becomes the input of a network: one entry for each step, in the order in which they are done.
 
     Features from a file begin with the matrices in it; what a model of the user's does is told by its name.
 
     Args:
+        data: settings of the view that the network reads.
         statistics: of ``normalise: group``, float64 [2, bands]: mean and deviation. ``None``: not known, or not needed.
     """
     settings = data.features
@@ -35,7 +37,7 @@ def describe_front_end(data: DataSettings, statistics: np.ndarray | None = None)
             "file": {"name": settings.path.name, "bands": settings.bands, "frames": settings.frames, "note": _GIVEN}
         }
     elif isinstance(settings, ImageFeatures):
-        first = {"image": settings.model_dump(mode="json")}
+        return {"kind": settings.kind, **_image(settings, data.pipeline.crop)}
     elif isinstance(settings, ModelFeatures):
         first = {**_wave(settings), "model": _model(settings)}
     else:
@@ -123,7 +125,40 @@ def _log_mel(settings: FeatureSettings) -> dict[str, Any]:
     }
 
 
-def _end(data: DataSettings, statistics: np.ndarray | None) -> dict[str, Any]:
+def _image(settings: ImageFeatures, crop: RandomCrop | None) -> dict[str, Any]:
+    rows, columns = settings.size
+    of_each = [(values * settings.channels)[: settings.channels] for values in (settings.mean, settings.deviation)]
+    return {
+        "convert": {
+            "channels": settings.channels,
+            "note": "of colours one channel: (299 R + 587 G + 114 B) / 1000, rounded; of grey three channels: three times the same",
+        },
+        "resize": {
+            "rows": rows,
+            "columns": columns,
+            "note": "images of another size: bilinear, over as many pixels as become one (Pillow's)"
+            if settings.resize
+            else "images of another size are an error",
+        },
+        "scale": {
+            "formula": "(byte / 255 - mean) / deviation in each channel",
+            "mean": of_each[0],
+            "deviation": of_each[1],
+        },
+        "pad": {
+            "rows": 0 if crop is None else crop.pad,
+            "note": "rows and columns of zeros on each side, after the scale",
+        },
+        "crop": {
+            "rows": rows if crop is None else crop.size,
+            "columns": columns if crop is None else crop.size,
+            "note": "the middle: from row (R - rows) // 2 of R and column (C - columns) // 2 of C, both with padding",
+        },
+        "axes": "channels, rows, columns",
+    }
+
+
+def _end(data: DataSettings | ViewSettings, statistics: np.ndarray | None) -> dict[str, Any]:
     settings, segment, pipeline = data.features, data.test_segments, data.pipeline
     mean, deviation = (None, None) if statistics is None else statistics.tolist()
     middle = pipeline.cut if pipeline.crop is not None and pipeline.crop.test == "centre" else None

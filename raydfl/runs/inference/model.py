@@ -19,7 +19,7 @@ from raydfl.core import part_names
 from raydfl.core.errors import InputError, RunDirectoryError, nearest
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import ModelSpec, Tensors
-from raydfl.data import DataSettings, Population
+from raydfl.data import DataSettings, Population, ViewSettings
 from raydfl.engine import KEPT_MODEL, SERVER, Clients, Config, build_models
 from raydfl.engine.storage import Commit, PrivateStore, RunStore, local_run, stored_config
 from raydfl.methods import Method
@@ -63,11 +63,16 @@ class RunModel:
         whose = f"of client {self.client!r}" if self.client else "shared by all clients"
         return f"{self.name} ({self.spec.architecture}) of {self.run_dir}, round {self.round}, {whose}"
 
+    @property
+    def view(self) -> DataSettings | ViewSettings:
+        """The settings that say how a recording or an image becomes the network's input: of the view that it reads."""
+        return self.data.views[self.spec.view] if self.spec.view else self.data
+
     def logits(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         """Return the network's outputs float32 [batch, outputs]: those of a classifier, or what the objective makes of them.
 
         Args:
-            x: float32 [batch, frames, bands].
+            x: float32 [batch, frames, bands]; of images [batch, channels, rows, columns].
             lengths: int64 [batch]: frames that count; ``None``: all.
 
         Raises:
@@ -201,17 +206,22 @@ class _Run:
         population, data = self.population.each[part], self.config.data.each[part]
         inputs = data.pipeline.shape(population.bands)
         unnamed = ModelSpec(name, type(network).__name__, inputs, len(population.classes))
+        spec = next((spec for spec in specs if spec.name == name), unnamed)
+        first = not spec.view
+        statistics = population.statistics()
+        if client_id:
+            statistics = self.population.statistics(self.clients.index_of(client_id))
         return RunModel(
             self.run_dir,
             label,
             client_id,
             self.commit.state.round_index,
             self.method.objective.predictor(network).eval(),
-            next((spec for spec in specs if spec.name == name), unnamed),
+            spec,
             self.method.objective.names(population.classes),
             data,
-            population.length,
-            self.population.statistics(self.clients.index_of(client_id)) if client_id else population.statistics(),
+            population.length if first else population.view_lengths[spec.view],
+            statistics if first else None,
             self.method.objective,
         )
 

@@ -14,7 +14,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -53,10 +53,11 @@ def to_onnx(model: RunModel) -> Graph:
     Raises:
         InputError: the network contains what cannot be exported, or the graph gives other results than the network.
     """
-    with_lengths = model.length is None
+    images = isinstance(model.spec.inputs, tuple)
+    with_lengths = model.length is None and not images
     reasons = []
     # With a fixed number of frames only where all recordings have it.
-    for frames in (None, model.length)[: 1 if with_lengths else 2]:
+    for frames in (None,) if with_lengths or images else (None, model.length):
         try:
             network = _Outputs(_replaced(model.network), model.objective).eval()
             content = _traced(network, model, frames, with_lengths)
@@ -178,7 +179,8 @@ def _replaced(network: nn.Module) -> nn.Module:
 
 def _traced(network: nn.Module, model: RunModel, frames: int | None, with_lengths: bool) -> bytes:
     x, lengths = _example(model, _BATCH, frames or _FRAMES, with_lengths)
-    any_size = {0: "batch"} if frames else {0: "batch", 1: "frames"}
+    fixed = frames or isinstance(model.spec.inputs, tuple)
+    any_size = {0: "batch"} if fixed else {0: "batch", 1: "frames"}
     sizes = (any_size, {0: "batch"}) if with_lengths else (any_size,)
     with _quiet(), use("torch"), torch.no_grad():
         program: Any = torch.onnx.export(
@@ -196,10 +198,10 @@ def _traced(network: nn.Module, model: RunModel, frames: int | None, with_length
 
 
 def _example(model: RunModel, batch: int, frames: int, with_lengths: bool) -> tuple[Tensor, Tensor | None]:
-    """Random input of that size; of several lengths the first is the longest, as in every batch."""
+    """Random input of that size, images of their own; of several lengths the first is the longest, as in every batch."""
     random = torch.Generator().manual_seed(batch * 10_000 + frames)
-    bands = cast(int, model.spec.inputs)  # export_model refuses images
-    x = torch.randn(batch, frames, bands, generator=random)
+    inputs = model.spec.inputs
+    x = torch.randn(batch, *(inputs if isinstance(inputs, tuple) else (frames, inputs)), generator=random)
     if not with_lengths:
         return x, None
     lengths = torch.randint(1, frames + 1, (batch,), generator=random)
@@ -229,7 +231,7 @@ def _checked(content: bytes, model: RunModel, frames: int | None, with_lengths: 
         if not difference <= limit or not all(np.abs(answer - said).max() <= limit for answer in answers):
             raise InputError(
                 f"the ONNX graph of model {model.name!r} ({model.spec.architecture}) differs from PyTorch by {difference:.1e} in "
-                f"an output (batch {batch}, {length} frames); nothing was written: use the model with raydfl predict"
+                f"an output (x {list(x.shape)}); nothing was written: use the model with raydfl predict"
             )
         worst = max(worst, difference)
     return worst

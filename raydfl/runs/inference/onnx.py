@@ -80,11 +80,6 @@ def export_model(
     from raydfl.runs.inference.network import to_onnx
 
     loaded = load_model(run_dir, model, client, trust)
-    if isinstance(loaded.spec.inputs, tuple) or loaded.spec.view:
-        raise InputError(
-            f"{run_dir} was trained on images or further views, and raydfl export writes networks on features "
-            f"alone; its model.safetensors has the weights for PyTorch"
-        )
     path = _default_path(loaded) if out is None else Path(out)
     if path.suffix != ".onnx":
         raise InputError(f"--out {path}: the name must end in .onnx")
@@ -105,9 +100,10 @@ def _default_path(model: RunModel) -> Path:
 def _describe(model: RunModel, graph: Graph, file: str) -> dict[str, Any]:
     from raydfl.runs.inference.network import output_names
 
-    bands, classes = model.spec.inputs, len(model.classes)
-    frames: int | str = "any" if graph.frames is None else graph.frames
-    inputs: dict[str, Any] = {"x": {"dtype": "float32", "shape": ["batch", frames, bands], "what": "features"}}
+    size, classes = model.spec.inputs, len(model.classes)
+    shape = [*size] if isinstance(size, tuple) else ["any" if graph.frames is None else graph.frames, size]
+    what = "images" if isinstance(size, tuple) else "features"
+    inputs: dict[str, Any] = {"x": {"dtype": "float32", "shape": ["batch", *shape], "what": what}}
     if graph.lengths:
         inputs["x"]["what"] = (
             "features, each followed by frames of zeros up to the longest of the batch and to least_frames"
@@ -121,6 +117,7 @@ def _describe(model: RunModel, graph: Graph, file: str) -> dict[str, Any]:
         "round": model.round,
         "model": model.name,
         "client": model.client or None,
+        **({"view": model.spec.view} if model.spec.view else {}),
         "architecture": {"name": model.spec.architecture, **dict(model.spec.options)},
         "parameters": sum(parameter.numel() for parameter in model.network.parameters()),
         "classes": list(model.classes),
@@ -133,7 +130,7 @@ def _describe(model: RunModel, graph: Graph, file: str) -> dict[str, Any]:
             },
             "largest_difference_to_pytorch": graph.difference,
         },
-        "front_end": describe_front_end(model.data, model.statistics),
+        "front_end": describe_front_end(model.view, model.statistics),
     }
 
 

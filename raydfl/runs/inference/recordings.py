@@ -117,10 +117,10 @@ def predictions(model: RunModel, files: Sequence[Path]) -> Iterator[Prediction]:
             f"has learnt as the beginning of another model, or take its outputs with raydfl.load_model or raydfl export"
         )
     front_end = _FrontEnd(model)
-    listed, failures = recordings(files)
+    listed, failures = recordings(files, isinstance(model.view.features, ImageFeatures))
     for file, reason in failures.items():
         yield Prediction(file, model.classes, np.zeros(0), reason)
-    if model.data.features.normalise in BY_TRAINING_CLIPS and model.statistics is None:
+    if model.view.features.normalise in BY_TRAINING_CLIPS and model.statistics is None:
         folders: dict[Path, list[Path]] = {}
         for file in listed:
             folders.setdefault(file.absolute().parent, []).append(file)
@@ -140,10 +140,14 @@ def predictions(model: RunModel, files: Sequence[Path]) -> Iterator[Prediction]:
                 yield Prediction(file, classes, found, answers=objective.answers, labels=labels)
 
 
-def recordings(files: Iterable[Path]) -> tuple[list[Path], dict[Path, str]]:
+def recordings(files: Iterable[Path], pictures: bool = False) -> tuple[list[Path], dict[Path, str]]:
     """Return the recordings that are meant, folders searched at any depth, each once; and folders without any, with the reason.
 
     A warning says which other files there are in the folders.
+
+    Args:
+        files: files and folders.
+        pictures: look for images in folders, not for recordings.
     """
     listed: dict[Path, None] = {}
     failures: dict[Path, str] = {}
@@ -152,14 +156,15 @@ def recordings(files: Iterable[Path]) -> tuple[list[Path], dict[Path, str]]:
             listed[file] = None
             continue
         try:
-            inside, left_out = list_recordings(file)
+            inside, left_out = list_recordings(file, pictures)
         except DataError as error:
             failures[file] = str(error)
             continue
         if left_out:
             _log.warning(left_out)
         if not inside:
-            failures[file] = "there is no recording of a kind that is read in this folder"
+            what = "image" if pictures else "recording"
+            failures[file] = f"there is no {what} of a kind that is read in this folder"
         listed.update(dict.fromkeys(file / name for name in inside))
     return list(listed), failures
 
@@ -169,17 +174,13 @@ class _FrontEnd:
 
     def __init__(self, model: RunModel) -> None:
         self._model = model
-        if model.spec.view:
+        features = model.view.features
+        if isinstance(features, FileFeatures):
             raise InputError(
-                f"model {model.name!r} of {model.run_dir} reads the view {model.spec.view!r}, and raydfl predict reads the "
-                f"first view alone; take another model with --model"
+                f"{model.run_dir} was trained on features from a file ({features.path.name}): nothing in it can make features of "
+                "recordings; use raydfl export, and give the network features that were made in the same way"
             )
-        if isinstance(model.data.features, FileFeatures):
-            raise InputError(
-                f"{model.run_dir} was trained on features from a file ({model.data.features.path.name}): nothing in it can make "
-                "features of recordings; use raydfl export, and give the network features that were made in the same way"
-            )
-        self._settings = model.data.stored_features
+        self._settings = model.view.stored_features
         self._extractor = None
         if isinstance(self._settings, FeatureSettings | ModelFeatures):
             self._extractor = FeatureExtractor(self._settings)
@@ -221,13 +222,13 @@ class _FrontEnd:
 
     def _examples(self, matrix: np.ndarray) -> Examples:
         """Return the recording's segments, stored and padded as those of the run's test clips are."""
-        settings, segment = self._settings, self._model.data.test_segments
+        settings, segment = self._settings, self._model.view.test_segments
         padded = matrix
         if settings.frames is not None:
             padded = np.zeros((settings.frames, matrix.shape[1]), np.float32)
             padded[: len(matrix)] = matrix
         frames = padded.astype(settings.dtype)
-        pipeline = self._model.data.pipeline
+        pipeline = self._model.view.pipeline
         stride = None if segment is None else segment.test_stride
         _, starts, counts = segments(np.array([len(frames)]), segment, stride)
         length = self._model.length

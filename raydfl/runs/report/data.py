@@ -31,6 +31,7 @@ from raydfl.engine.storage import (
 SPLITS = {
     "test": "test data",
     "triggered": "test data with the trigger",
+    "server_validation": "server's validation data",
     "server": "server's data",
     "client_test": "clients' own test data",
     "validation": "clients' own hold-out",

@@ -54,7 +54,8 @@ class Resident:
         device: torch.device,
     ) -> None:
         store = examples[0].store
-        whole = frames_on(store, device) if all(own.store is store for own in examples) else None
+        one = len(store.frames) > 0 and all(own.store is store for own in examples)
+        whole = frames_on(store, device) if one else None
         starts = np.zeros((len(plans[0]), len(plans), widest), np.int64)
         counts = np.zeros_like(starts)
         place = 0

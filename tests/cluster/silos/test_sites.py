@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import differ, same, start, truth
+from sklearn.metrics import average_precision_score
 
 from raydfl.cluster.sites import SiteReport, join, run_folder
 from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError
@@ -22,11 +23,13 @@ from raydfl.engine.config import Config, make_config
 from raydfl.engine.federation import Federation
 from raydfl.engine.storage.folder import stored_about, stored_config
 from raydfl.engine.storage.private import PrivateStore
+from raydfl.engine.storage.record import read_rows
 from raydfl.experiments import prepare
 from raydfl.runs import _run as runs
 from raydfl.runs import folder as rundir
 from raydfl.runs._replay import replay
 from raydfl.runs.folder import create
+from raydfl.runs.inference import load_model
 from raydfl.runs.progress import Progress
 from raydfl.runs.report.data import read_run
 
@@ -86,7 +89,7 @@ def test_what_sites_tell_is_written_down_word_for_word(silos: Silos) -> None:
     told = json.loads((folder_of(config) / "sites.json").read_text())
     assert told["classes"] == ["tone0", "tone1", "tone2"]
     assert [site["site"] for site in told["sites"]] == ["north", "south"]
-    assert set(told["sites"][0]) == {"site", "examples", "bands", "length", "shards", "left_out", "trained"}
+    assert set(told["sites"][0]) == {"site", "examples", "bands", "length", "shards", "left_out", "trained", "views"}
     assert [site["trained"] for site in told["sites"]] == [["tone0", "tone1", "tone2"], ["tone0", "tone1"]]
     examples = [count for site in told["sites"] for count in site["examples"]]
     assert examples == [population.num_examples(index) for index in range(len(population))]
@@ -151,6 +154,42 @@ def test_it_trains_and_measures_at_all_sites(silos: Silos) -> None:
     ]
     _, confusion = run.confusions["test", "plugin/confusion"]
     assert confusion.sum() == sum(tests)
+
+
+def test_sets_of_classes_at_sites_are_numbered_alike_and_measured_where_they_are(
+    tiny: Silos, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: scikit-learn's score of each site's test clips by itself, weighted by clips; no clip's own score leaves."""
+    monkeypatch.setattr("raydfl.data.population._SHARD", 3)  # of several shards of a site the score would be another
+    chords = {"north": ["low", "high|middle", "|"], "south": ["middle|low", "high", "low"]}
+    sites = {name: {"folder": str(tmp_path / name), "chords": labels} for name, labels in chords.items()}
+    config = tiny(
+        f"data.sites={json.dumps(sites)}",
+        f"data.name={Path(__file__).parents[2]}/objectives/machines.py:Chords",
+        "data.label_sets={}",
+        "objective=multi_label",
+        "train.rounds=1",
+        "train.cohort=8",
+    )
+    runs.run(config)
+    model, weighted, clips = load_model(folder_of(config)), 0.0, 0
+    assert model.classes == ("high", "low", "middle")
+    for site, written in chords.items():
+        own = Population.load(at(config, site) / "population")
+        assert own.classes == model.classes
+        batch = own.test.batch(np.arange(len(own.test)))
+        wanted = {tuple(name in label.split("|") for name in model.classes) for label in written}
+        assert {tuple(row) for row in batch.y.bool().tolist()} == wanted
+        truth_of, said = batch.y.numpy(), model.logits(batch.x, batch.lengths).sigmoid().numpy()
+        weighted += len(batch.y) * average_precision_score(truth_of, said, average="macro")
+        clips += len(batch.y)
+    rows = [
+        row
+        for row in read_rows(folder_of(config)).to_pylist()
+        if row["metric"] == "model/map" and row["split"] == "test"
+    ]
+    assert (rows[-1]["count"], rows[-1]["value"]) == (clips, pytest.approx(weighted / clips, abs=1e-6))
+    assert all(row["array"] is None for row in rows)
 
 
 def test_where_the_folders_lie_does_not_decide_the_numbers(silos: Silos) -> None:

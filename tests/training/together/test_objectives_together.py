@@ -30,7 +30,7 @@ assert recorded_early  # a fixture of every test here
 OBJECTIVES: dict[str, list[dict[str, Any]]] = {
     "classify": [{}],
     "multi_label": [{}],
-    "compact": [{"size": 4}, {"size": 4, "by": "class"}],
+    "compact": [{"size": 4}, {"size": 4, "by": "class", "spread": 0.5}],
     "reconstruct": [{"size": 4, "bins": 3, "hidden": 8}],
     "contrast": [{"size": 4, "frames": 5}],
 }
