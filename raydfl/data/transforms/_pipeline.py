@@ -132,7 +132,7 @@ class Pipeline:
             for wanted, there, name in zip(transform.least(), (frames, bands), what, strict=True):
                 if wanted > there:
                     raise ConfigError(
-                        f"{where}: {type(transform).__name__} needs examples of at least {wanted} {name}, and here the longest has "
+                        f"{where}: {_name(transform)} needs examples of at least {wanted} {name}, and here the longest has "
                         f"{there}; give it smaller values, or take longer clips"
                     )
             if transform is self.crop:
@@ -298,6 +298,12 @@ def make_transforms(values: Sequence[Mapping[str, Any]], features: AnyFeatures, 
     if features.frames is not None:
         found.check_size(features.frames, features.bands, where)
     return found
+
+
+def _name(transform: Transform) -> str:
+    """Return what a configuration calls it; of a user's own the class."""
+    package, _, name = type(transform).__module__.rpartition(".")
+    return name if package == _PACKAGE else type(transform).__name__
 
 
 def _pixels(features: AnyFeatures) -> Pixels | None:
