@@ -54,7 +54,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]!r}?"
-    return f"known: {', '.join(names)}"
+    return f"known: {', '.join(names)}" if names else "there is none"
 
 
 def first_line(error: BaseException) -> str:

@@ -137,7 +137,8 @@ class Config(Settings):
                 read.add(view)
                 if view and view not in data.views:
                     raise ConfigError(
-                        f"models.{name}.view: there is no view {view!r} in data.views; {nearest(str(view), data.views)}"
+                        f"models.{name}.view: there is no view {view!r} in data.views (a model without view reads data.features); "
+                        f"{nearest(str(view), data.views)}"
                     )
                 seen = data.views[view] if view else data
                 frames, cut = seen.features.frames, seen.pipeline.cut

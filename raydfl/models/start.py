@@ -198,6 +198,8 @@ def _read(file: Path, where: str) -> dict[str, Tensor]:
             head = opened.read(16)
     except OSError as error:
         raise ConfigError(f"{where}: {file} cannot be read: {error.strerror}") from error
+    if not head:
+        raise ConfigError(f"{where}: {file} is empty; fetch it again")
     kind = "checkpoint" if head[:2] in (b"PK", b"\x80\x02") else "safetensors" if head[8:9] == b"{" else ""
     if not kind:
         raise ConfigError(

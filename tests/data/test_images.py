@@ -176,7 +176,7 @@ def test_mcmahans_network_has_the_papers_parameters() -> None:
     ("file", "change", "says"),
     [
         ("train-images-idx3-ubyte.gz", lambda content: content[:-20], "the packed file is truncated or damaged"),
-        ("t10k-images-idx3-ubyte", lambda content: content[:-20], "= 360 bytes, and 340 follow"),
+        ("t10k-images-idx3-ubyte", lambda content: content[:-20], "bytes, and 340 of 360 follow"),
         ("t10k-images-idx3-ubyte", lambda content: content[:9], "9 bytes are too few for an idx header of 16"),
         (
             "t10k-images-idx3-ubyte",

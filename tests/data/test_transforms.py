@@ -280,6 +280,14 @@ def test_any_leading_dimensions_give_the_same() -> None:
         torch.testing.assert_close(copy, alone)
 
 
+def test_an_example_does_not_depend_on_the_longest_beside_it() -> None:
+    data = examples(pipeline(*ALL[1:]), (12, 15, 40))
+    drawn = data.draw(np.arange(3), 3, 0)
+    together = data.batch(np.arange(3), drawn=drawn).x
+    alone = data.batch(np.arange(2), drawn={name: values[:2] for name, values in drawn.items()}).x
+    torch.testing.assert_close(together[:2, :15], alone)
+
+
 @pytest.mark.parametrize(
     ("transforms", "features", "says"),
     [

@@ -55,6 +55,7 @@ def test_pages_are_there_and_have_blocks() -> None:
         "configuration.md",
         "data.md",
         "engine.md",
+        "examples.md",
         "faults.md",
         "fedmlac.md",
         "gpu.md",

@@ -153,7 +153,7 @@ def test_bad_files_are_refused_and_nothing_is_changed(tmp_path: Path) -> None:
         "mislabelled.safetensors": r"a checkpoint file under the name of another kind; name it .pt",
         "mislabelled.pt": r"a safetensors file under the name of another kind; name it .safetensors",
         "text.pt": "neither safetensors nor a PyTorch checkpoint, but begins with b'version '",
-        "empty.pt": "neither safetensors nor a PyTorch checkpoint",
+        "empty.pt": "empty.pt is empty; fetch it again",
         "code.pt": r"would load \S*open and could run code. Save the tensors alone",
         "module.pt": r"would load torch.nn.modules.linear.Linear and could run code",
         "names.pt": r"lacks 'hidden.bias', 'output.weight', 'output.bias' of the network \(nearest: 'hidden.weight'\) and has "

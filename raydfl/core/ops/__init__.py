@@ -10,11 +10,13 @@
 
 They cannot be differentiated twice.
 
-``ClientVectors`` are the sums over clients that aggregation rules are made of.
+``spectra`` has what transforms do to the spectra of a batch; ``ClientVectors`` are the sums over clients that aggregation rules are
+made of.
 """
 
 from __future__ import annotations
 
+from raydfl.core.ops import spectra
 from raydfl.core.ops._backend import compiled, use
 from raydfl.core.ops.conv import Conv1d, conv1d
 from raydfl.core.ops.dropout import Dropout, random_state, uniform
@@ -34,6 +36,7 @@ __all__ = [
     "gru",
     "mean_over_time",
     "random_state",
+    "spectra",
     "sums_are_compiled",
     "uniform",
     "use",

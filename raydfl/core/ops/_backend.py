@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Compiled:
-    """The forward operators of csrc/operators.cpp."""
+    """The forward operators of csrc/operators.cpp, and those of csrc/spectra.cpp."""
 
     def __init__(self) -> None:
         library = torch.ops.raydfl
@@ -31,6 +31,11 @@ class _Compiled:
         self.gru_forward = library.gru_forward.default
         self.mean_forward = library.mean_forward.default
         self.drop = library.drop.default
+        self.to_power = library.to_power.default
+        self.to_logarithm = library.to_logarithm.default
+        self.to_z_scores = library.to_z_scores.default
+        self.add_noise = library.add_noise.default
+        self.mask = library.mask.default
 
 
 @cache
@@ -43,12 +48,12 @@ def _compiled() -> _Compiled | None:
         return None
     try:
         torch.ops.load_library(str(_LIBRARY))  # type: ignore[no-untyped-call]
-    except OSError as error:  # built for another PyTorch
+        return _Compiled()
+    except (OSError, AttributeError) as error:  # built for another PyTorch, or of another version of raydfl
         _log.warning(
             "raydfl.ops: %s does not load, install raydfl again; training on a CPU is slower: %s", _LIBRARY, error
         )
         return None
-    return _Compiled()
 
 
 def compiled() -> bool:

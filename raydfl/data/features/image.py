@@ -85,7 +85,7 @@ class ImageFeatures(Settings):
         if image.shape[:2] != self.size and not self.resize:
             raise DataError(
                 f"the image has {image.shape[0]} rows and {image.shape[1]} columns, not {self.size[0]} and {self.size[1]}; images "
-                f"of several sizes need data.features.resize: true"
+                f"of several sizes need resize: true, beside size"
             )
         channels = 1 if image.ndim == 2 else image.shape[2]
         if image.shape[:2] != self.size or channels != self.channels:

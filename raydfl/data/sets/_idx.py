@@ -60,7 +60,7 @@ def _read(path: Path, dimensions: int, changed: int) -> np.ndarray:
     wanted = math.prod(shape)
     if len(content) - start != wanted:
         raise DataError(
-            f"{path}: its header says {' x '.join(map(str, shape))} = {wanted} bytes, and {len(content) - start} follow; the file "
-            f"is truncated or damaged: fetch it again"
+            f"{path}: its header announces {' x '.join(map(str, shape))} bytes, and {len(content) - start} of {wanted} follow; the "
+            f"file is truncated or damaged: fetch it again"
         )
     return np.frombuffer(content, np.uint8, wanted, start).reshape(shape)

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError
+from raydfl.core.ops import spectra
 from raydfl.data.features.image import ImageFeatures
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.wave import BY_TRAINING_CLIPS, EPSILON
 from raydfl.data.transforms._transform import Drawn, Transform
-from raydfl.data.transforms._values import places
 from raydfl.data.transforms.random_crop import RandomCrop
 
 _PACKAGE = "raydfl.data.transforms"
@@ -40,30 +40,17 @@ class LateNormalisation:
     """The power that smaller power is taken for."""
     z_score: bool
 
-    def to_power(self, x: Tensor, inside: Tensor) -> Tensor:
+    def to_power(self, x: Tensor, frames: Tensor) -> Tensor:
         """Return the power of features: float32, of the shape of ``x``, which is overwritten; 0 in padding."""
-        return x.mul_(1 / self.of_log_power).exp_().mul_(inside)
+        return spectra.to_power(x, frames, self.least, self.of_log_power).mul_(spectra.inside(x, frames))
 
-    def of_power(self, power: Tensor, inside: Tensor) -> Tensor:
-        """Return the features of power, which is overwritten.
+    def of_power(self, power: Tensor, frames: Tensor) -> Tensor:
+        """Return the features of power float32 [..., frames, bands], which is overwritten."""
+        return self.normalised(spectra.to_logarithm(power, frames, self.least, self.of_log_power), frames)
 
-        Args:
-            power: float32 [..., frames, bands].
-            inside: float32 [..., frames, 1]: 0 in padding, else 1.
-        """
-        x = power.clamp_min_(self.least).log_()
-        if self.z_score:  # what features are of the logarithm is divided out again
-            return _z_scores(x, inside, EPSILON / self.of_log_power)
-        return x.mul_(self.of_log_power)
-
-
-def _z_scores(x: Tensor, inside: Tensor, epsilon: float) -> Tensor:
-    """Return the z-scores of each band over an example's frames; ``x`` is overwritten. Padding becomes 0."""
-    # Multiplied and not filled by a mask: that is vectorised, and takes a tenth of the time.
-    count = inside.sum(dim=-2, keepdim=True).clamp_min_(1.0)
-    x = x.mul_(inside)
-    x = x.sub_(x.sum(dim=-2, keepdim=True).div_(count)).mul_(inside)
-    return x.div_(x.square().sum(dim=-2, keepdim=True).div_(count).sqrt_().add_(epsilon))
+    def normalised(self, x: Tensor, frames: Tensor) -> Tensor:
+        """Return features normalised, where that had to wait; ``x`` is overwritten."""
+        return spectra.to_z_scores(x, frames, EPSILON) if self.z_score else x
 
 
 @dataclass(frozen=True)
@@ -145,7 +132,7 @@ class Pipeline:
             for wanted, there, name in zip(transform.least(), (frames, bands), what, strict=True):
                 if wanted > there:
                     raise ConfigError(
-                        f"{where}: {type(transform).__name__} needs examples of at least {wanted} {name}, and here the longest has "
+                        f"{where}: {_name(transform)} needs examples of at least {wanted} {name}, and here the longest has "
                         f"{there}; give it smaller values, or take longer clips"
                     )
             if transform is self.crop:
@@ -210,17 +197,16 @@ class Pipeline:
             if self.crop is not None:
                 x = self.crop.cut_images(x, drawn)
             return x if drawn is None else self._transformed(x, frames, drawn, False)
-        inside = (places(x.shape[-2], x.device) < frames.unsqueeze(-1)).unsqueeze(-1).float()
         if self.late is not None:
             if drawn is not None:
-                x = self.late.to_power(x, inside)
+                x = self.late.to_power(x, frames)
                 x = self._transformed(x, frames, drawn, True)
-                x = self.late.of_power(x, inside)
-            elif self.late.z_score:
-                x = _z_scores(x, inside, EPSILON)
+                x = self.late.of_power(x, frames)
+            else:
+                x = self.late.normalised(x, frames)
         if drawn is not None:
             x = self._transformed(x, frames, drawn, False)
-        return x.mul_(inside)
+        return x.mul_(spectra.inside(x, frames))
 
     def _transformed(self, x: Tensor, frames: Tensor, drawn: Mapping[str, Tensor], power: bool) -> Tensor:
         for place, transform in enumerate(self.transforms):
@@ -312,6 +298,12 @@ def make_transforms(values: Sequence[Mapping[str, Any]], features: AnyFeatures, 
     if features.frames is not None:
         found.check_size(features.frames, features.bands, where)
     return found
+
+
+def _name(transform: Transform) -> str:
+    """Return what a configuration calls it; of a user's own the class."""
+    package, _, name = type(transform).__module__.rpartition(".")
+    return name if package == _PACKAGE else type(transform).__name__
 
 
 def _pixels(features: AnyFeatures) -> Pixels | None:

@@ -1,13 +1,10 @@
-"""Values that several transforms need: types of options, and the places of an example."""
+"""Values that several transforms need: types of options."""
 
 from __future__ import annotations
 
-import functools
 from typing import Annotated
 
-import torch
 from pydantic import AfterValidator
-from torch import Tensor
 
 
 def _ascending(value: tuple[float, float]) -> tuple[float, float]:
@@ -18,9 +15,3 @@ def _ascending(value: tuple[float, float]) -> tuple[float, float]:
 
 Range = Annotated[tuple[float, float], AfterValidator(_ascending)]
 """Lowest and highest value of what is drawn."""
-
-
-@functools.lru_cache(maxsize=256)
-def places(size: int, device: torch.device) -> Tensor:
-    """Return 0 to ``size`` - 1: int64 [size], to be read only. It is made once, for every batch asks for it."""
-    return torch.arange(size, device=device)

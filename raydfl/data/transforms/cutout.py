@@ -14,8 +14,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from raydfl.core.ops import spectra
 from raydfl.data.transforms._transform import Transform
-from raydfl.data.transforms._values import places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,5 +48,5 @@ class Cutout(Transform):
 def _within(middle: Tensor, length: int, size: int) -> Tensor:
     """Return which of ``size`` places lie in a stretch of that length around the middle: bool [..., size]."""
     first = (middle - length // 2).unsqueeze(-1)
-    place = places(size, middle.device)
+    place = spectra.places(size, middle.device)
     return (place >= first) & (place < first + length)

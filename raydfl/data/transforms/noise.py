@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 import numpy as np
-import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from raydfl.core.ops import spectra
 from raydfl.core.seeds import generator
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.transforms._recordings import extractor_of_power, power_of, waves_in
 from raydfl.data.transforms._transform import Transform
-from raydfl.data.transforms._values import Range, places
+from raydfl.data.transforms._values import Range
 
 _WHITE_S = 10.0
 _LONGEST_S = 600.0
@@ -78,10 +78,4 @@ class Noise(Transform):
     def apply(self, x: Tensor, frames: Tensor, drawn: Mapping[str, Tensor], table: Tensor | None) -> Tensor:
         """See :class:`Transform`."""
         assert table is not None  # noqa: S101
-        mean = x.sum(dim=(-2, -1)) / frames.clamp_min(1)
-        while len(table) < 2 * x.shape[-2]:  # from any of its frames on there are enough
-            table = torch.cat([table, table])
-        first = drawn["first"] % (len(table) - x.shape[-2] + 1)
-        rows = first.unsqueeze(-1) + places(x.shape[-2], x.device)
-        noise = table.index_select(0, rows.flatten()).view(*rows.shape, x.shape[-1])
-        return x.addcmul_(noise, (drawn["ratio"] * mean)[..., None, None])
+        return spectra.add_noise(x, frames, table, drawn["first"], drawn["ratio"])

@@ -12,9 +12,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl.core.errors import ConfigError
+from raydfl.core.ops import spectra
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.transforms._transform import Transform
-from raydfl.data.transforms._values import places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class RandomCrop(Transform):
         """Return the parts [..., images, channels, size, size] of images; their middles where nothing is drawn."""
         x = torch.nn.functional.pad(x, (self.pad, self.pad, self.pad, self.pad))
         rows, columns = x.shape[-2:]
-        steps = places(self.size, x.device)
+        steps = spectra.places(self.size, x.device)
         if drawn is None:
             top, left = (rows - self.size) // 2, (columns - self.size) // 2
             return x[..., top : top + self.size, left : left + self.size].contiguous()

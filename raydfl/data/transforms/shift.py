@@ -10,8 +10,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from raydfl.core.ops import spectra
 from raydfl.data.transforms._transform import Transform
-from raydfl.data.transforms._values import places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,6 @@ class Shift(Transform):
 
     def apply(self, x: Tensor, frames: Tensor, drawn: Mapping[str, Tensor], table: Tensor | None) -> Tensor:
         """See :class:`Transform`."""
-        place = places(x.shape[-2], x.device)
+        place = spectra.places(x.shape[-2], x.device)
         source = (place - drawn["by"].unsqueeze(-1)) % frames.clamp_min(1).unsqueeze(-1)
         return x.gather(-2, source.unsqueeze(-1).expand(x.shape))

@@ -15,8 +15,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from raydfl.core.ops import spectra
 from raydfl.data.transforms._transform import Transform
-from raydfl.data.transforms._values import places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,26 +39,19 @@ class SpecAugment(Transform):
         self, rng: np.random.Generator, frames: np.ndarray, bands: int, table: np.ndarray | None
     ) -> dict[str, np.ndarray]:
         """See :class:`Transform`: first frames (bands) and lengths of masks, int64 [examples, masks]."""
-        longest = np.minimum(np.floor(frames * self.share).astype(np.int64), self.frames)[:, None]
-        lengths = rng.integers(0, longest + 1, (len(frames), self.frame_masks))
-        widths = rng.integers(0, self.bands + 1, (len(frames), self.band_masks))
+        longest = np.minimum(np.floor(frames * self.share), self.frames)[:, None]
+        share = rng.random((2, len(frames), self.frame_masks + self.band_masks))
+        # Rounded down, which is faster than integers between bounds of each example's own, and as even to 1e-13.
+        lengths = (share[0, :, : self.frame_masks] * (longest + 1)).astype(np.int64)
+        widths = (share[0, :, self.frame_masks :] * (self.bands + 1)).astype(np.int64)
         return {
             "lengths": lengths,
-            "firsts": rng.integers(0, frames[:, None] - lengths + 1),
+            "firsts": (share[1, :, : self.frame_masks] * (frames[:, None] - lengths + 1)).astype(np.int64),
             "widths": widths,
-            "lowest": rng.integers(0, bands - widths + 1),
+            "lowest": (share[1, :, self.frame_masks :] * (bands - widths + 1)).astype(np.int64),
         }
 
     def apply(self, x: Tensor, frames: Tensor, drawn: Mapping[str, Tensor], table: Tensor | None) -> Tensor:
         """See :class:`Transform`."""
-        mean = x.sum(dim=(-2, -1)) / (frames.clamp_min(1) * x.shape[-1])
-        frames_kept = _left(drawn["firsts"], drawn["lengths"], x.shape[-2]).unsqueeze(-1)
-        kept = frames_kept * _left(drawn["lowest"], drawn["widths"], x.shape[-1]).unsqueeze(-2)
-        return x.mul_(kept).addcmul_(1 - kept, mean[..., None, None])
-
-
-def _left(first: Tensor, length: Tensor, size: int) -> Tensor:
-    """Return which of ``size`` places no mask covers: float32 [..., size], 1 or 0."""
-    place = places(size, first.device)
-    first = first.unsqueeze(-1)
-    return ((place < first) | (place >= first + length.unsqueeze(-1))).all(dim=-2).float()
+        masks = (drawn[name] for name in ("firsts", "lengths", "lowest", "widths"))
+        return spectra.mask(x, frames, *masks)

@@ -80,6 +80,10 @@ def test_without_the_library_one_line_says_so(
         _backend._compiled.cache_clear()
         assert not ops.compiled()
         assert "does not load, install raydfl again; training on a CPU is slower" in caplog.text
+        monkeypatch.undo()  # the library of an older version, which lacks an operator
+        monkeypatch.setattr(_backend.torch.ops, "raydfl", object())
+        _backend._compiled.cache_clear()
+        assert not ops.compiled()
     finally:
         _backend._compiled.cache_clear()
 
@@ -109,6 +113,7 @@ def test_the_compiled_operators_check_what_they_are_given() -> None:
 ALIKE = """
 import torch
 from raydfl import ops
+from raydfl.core.ops import spectra
 assert ops.compiled() and torch.ops.raydfl.instruction_set() == "portable"
 torch.manual_seed(0)
 for shape in ((2, 9, 5, 7), (3, 12, 32, 33)):
@@ -122,6 +127,8 @@ for shape in ((2, 9, 5, 7), (3, 12, 32, 33)):
         with ops.use(choice), ops.random_state(torch.tensor(3)):
             y = gru.outputs(ops.Dropout(0.3)(convolution.pooled(x, 2)))
             found[choice] = [y, *torch.autograd.grad(y.square().sum(), leaves)]
+            power = spectra.to_power(x.detach().clone(), torch.full((batch,), frames), 1e-10, 4.0)
+            found[choice] += [power, spectra.to_logarithm(power.clone(), torch.full((batch,), frames), 1e-10, 4.0)]
     for one, other in zip(*found.values(), strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 """

@@ -52,6 +52,10 @@ struct Kernels {
   // x and y [rows, columns]: what dropout.py's formula keeps of x, times scale.
   void (*drop)(long rows, long columns, uint32_t first_key, uint32_t second_key, uint32_t threshold, float scale,
                const float* x, float* y);
+  // x [count] becomes e^(factor x), which must lie within 4e-38 and 2e37.
+  void (*exponentiate)(long count, float factor, float* x);
+  // x [count] becomes factor times the logarithm of x, or of "least" where x is smaller; least is 1.2e-38 or more.
+  void (*take_logarithm)(long count, float least, float factor, float* x);
 };
 
 constexpr uint8_t NOWHERE = 255;
