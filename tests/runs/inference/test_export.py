@@ -20,13 +20,16 @@ from raydfl import classify, export_model, load_model
 from raydfl.core.errors import InputError, ResourcesError
 from raydfl.core.types import ModelSpec
 from raydfl.data.features.extractor import FeatureExtractor
-from raydfl.models import architectures, build_model
+from raydfl.models import architectures, build_model, find_architecture
 from raydfl.runs.inference.model import RunModel
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")),
     reason="the packages of the extra onnx are not installed",
 )
+
+
+OF_FRAMES = [name for name in architectures() if not getattr(find_architecture(name, "")[0], "images", False)]
 
 
 @pytest.fixture(scope="session")
@@ -139,7 +142,7 @@ def test_a_clients_own_model(raydfl: Raydfl, mutual: Finished) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lengths", [False, True])
-@pytest.mark.parametrize("architecture", architectures())
+@pytest.mark.parametrize("architecture", OF_FRAMES)
 def test_every_architecture(mutual: Finished, architecture: str, lengths: bool) -> None:
     """The check in the export itself is the oracle: it refuses what differs."""
     from raydfl.runs.inference.network import to_onnx
