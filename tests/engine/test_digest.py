@@ -32,7 +32,8 @@ CONFIGURATIONS = {
         "data.pools={a: {column: label, values: [tone0], partition: {by: iid, clients: 6}}}",
         "data.views={seen: {column: frame, features: {sample_rate: 8000, bands: 16, seconds: 0.25}}}",
         "models.model.view=seen",
-        "data.split={test: {by: split}, client_test: {by: clip, fraction: 0.1}, server_validation: {by: clip, fraction: 0.1}, validation: {by: clip, fraction: 0.1}}",
+        "data.split={test: {by: split}, client_test: {by: clip, fraction: 0.1}, validation: {by: clip, fraction: 0.1}, "
+        "server_validation: {by: clip, fraction: 0.1}}",
         "data.transforms=[shift]",
     ],
     "segments": [
