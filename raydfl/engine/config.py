@@ -40,6 +40,7 @@ from raydfl.training import TrainSettings, check_device
 
 _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("attack",): None,
+    ("objective", "average"): "probabilities",
     ("objective",): {"name": "classify"},
     ("data", "sites"): [],
     ("data", "leave_out"): [],

@@ -21,13 +21,16 @@ from raydfl.data.features import (
 )
 
 
-def describe_front_end(data: DataSettings, statistics: np.ndarray | None = None) -> dict[str, Any]:
+def describe_front_end(
+    data: DataSettings, statistics: np.ndarray | None = None, average: str = "probabilities"
+) -> dict[str, Any]:
     """Describe how a recording becomes the input of a network: one entry for each step, in the order in which they are done.
 
     Features from a file begin with the matrices in it; what a model of the user's does is told by its name.
 
     Args:
         statistics: of ``normalise: group``, float64 [2, bands]: mean and deviation. ``None``: not known, or not needed.
+        average: which of the network's outputs is averaged over the segments of a recording.
     """
     settings = data.features
     if isinstance(settings, FileFeatures):
@@ -40,7 +43,7 @@ def describe_front_end(data: DataSettings, statistics: np.ndarray | None = None)
         first = {**_wave(settings), "model": _model(settings)}
     else:
         first = {**_wave(settings), **_log_mel(settings)}
-    return {"kind": settings.kind, **first, **_end(data, statistics)}
+    return {"kind": settings.kind, **first, **_end(data, statistics, average)}
 
 
 _GIVEN = "features [frames, bands] that were made elsewhere, longer ones cut to frames (null: to nothing)"
@@ -123,7 +126,7 @@ def _log_mel(settings: FeatureSettings) -> dict[str, Any]:
     }
 
 
-def _end(data: DataSettings, statistics: np.ndarray | None) -> dict[str, Any]:
+def _end(data: DataSettings, statistics: np.ndarray | None, average: str) -> dict[str, Any]:
     settings, segment, pipeline = data.features, data.test_segments, data.pipeline
     mean, deviation = (None, None) if statistics is None else statistics.tolist()
     middle = pipeline.cut if pipeline.crop is not None and pipeline.crop.test == "centre" else None
@@ -151,6 +154,7 @@ def _end(data: DataSettings, statistics: np.ndarray | None) -> dict[str, Any]:
             "stride": segment.test_stride or segment.stride,
             "keep_last": segment.keep_last,
             "number": "keep_last: 1 + (T - frames) // stride of T; else max(1, round((T - frames) / stride)), halves to even",
-            "note": "recordings no longer than a segment are one; the recording's probabilities are the mean over its segments",
+            "average": average,
+            "note": "recordings no longer than a segment are one; the mean over its segments is of the output named by average",
         },
     }

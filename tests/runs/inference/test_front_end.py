@@ -164,7 +164,7 @@ def test_a_crop_and_normalisation_after_it(front_end: ModuleType, test: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mutual", "segmented"])
+@pytest.mark.parametrize("name", ["mutual", "segmented", "averaging_logits"])
 def test_the_printed_program_says_what_predict_says(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
