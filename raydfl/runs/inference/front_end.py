@@ -83,6 +83,10 @@ def _model(settings: ModelFeatures) -> dict[str, Any]:
 def _log_mel(settings: FeatureSettings) -> dict[str, Any]:
     centred = settings.centred
     return {
+        "silence": {
+            "least_samples": settings.least_samples,
+            "note": "shorter recordings stand in so many zeros, (least_samples - T) // 2 of them before T samples",
+        },
         "scale": {
             "unit_norm": settings.wave == "unit_norm",
             "least": LEAST_SQUARES,

@@ -69,6 +69,7 @@ def described(features: FeatureSettings, segment: SegmentSettings | None = None)
             "spectrum": "magnitude",
             "scale": "log",
             "normalise": "none",
+            "least_seconds": 0.5,
         },
         {
             "sample_rate": 8000,
