@@ -28,7 +28,7 @@ from raydfl.core.options import check_keys, explain, path_options, plain
 from raydfl.core.remote import check_path, is_uri
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import parse_yaml
-from raydfl.data import KNOWN, DataSettings, ProfileSettings, find_dataset, find_transform
+from raydfl.data import KNOWN, LABELLED, UNLABELLED, DataSettings, ProfileSettings, find_dataset, find_transform
 from raydfl.data.features import NEUTRAL, kind_of, needs_waves
 from raydfl.engine.assembly import ModelChoice, Parts, assemble, split_view, text_of
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
@@ -56,6 +56,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "unlabelled"): None,
     ("data", "pools"): {},
     ("data", "parts"): {},
+    ("data", "partition", "variance"): 0.0,
     ("train", "precision"): "float32",
     ("train", "deadline"): None,
     ("train", "optimiser", "keep"): False,
@@ -113,6 +114,7 @@ class Config(Settings):
             self._check_parts()
         for data in self.data.each.values():
             self._objective_fits(method.objective, attack, data)
+            self._pools_fit(method, data)
         declared = type(method).models
         for name in self.models:
             if name not in declared:
@@ -162,9 +164,29 @@ class Config(Settings):
                 f"learn; take an attack on updates (sign_flip, gaussian_noise ...), or objective=classify"
             )
 
+    def _pools_fit(self, method: Method, data: DataSettings) -> None:
+        """Refuse data without the pools that a method draws from."""
+        made = [*data.pools] if data.unlabelled is None else [LABELLED, UNLABELLED]
+        for pool in method.needs_pools():
+            if pool not in made:
+                raise ConfigError(
+                    f"method {self.method['name']!r} learns from the pool {pool!r}, and data has {made or 'none'}; hide labels "
+                    f"with data.unlabelled='{{keep: 0.1}}', or take clips by a column with data.pools"
+                )
+            if pool == UNLABELLED and data.unlabelled is not None and data.unlabelled.use == 0:
+                raise ConfigError(
+                    f"method {self.method['name']!r} learns from clips without labels, and data.unlabelled.use is 0: none of them "
+                    f"is used; set it above 0, or take a method that learns from labels alone"
+                )
+
     def _models_fit(self, data: DataSettings) -> None:
-        """Refuse networks that cannot read their views, and views that no model reads."""
-        read = set[str]()
+        """Refuse networks that cannot read their views, and views that nobody reads."""
+        read = set(self.parts.method.reads_views())
+        for view in read:
+            if view not in data.views:
+                raise ConfigError(
+                    f"method {self.method['name']!r}: there is no view {view!r} in data.views; {nearest(view, data.views)}"
+                )
         for name, choices in self.parts.models.items():
             for architecture, options in choices:
                 view, own = split_view({key: value for key, value in options.items() if key != INIT_FROM})
@@ -347,6 +369,10 @@ def _forget_neutral(values: dict[str, Any], *of: str) -> None:
         group = functools.reduce(operator.getitem, groups, values)
         if key in group and group[key] == neutral:
             del group[key]
+    data = values["data"]
+    for pool in (data.get("unlabelled"), *data.get("pools", {}).values()):
+        if pool and pool["partition"] and not pool["partition"]["variance"]:
+            del pool["partition"]["variance"]
 
 
 def _note_statistics(data: DataSettings, values: dict[str, Any]) -> None:

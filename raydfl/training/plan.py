@@ -29,11 +29,13 @@ class Plan:
     """
 
     rows: Mapping[str, int]
-    """Examples of each pool in a batch, by the pool's name. A pool smaller than that gives all it has."""
+    """Examples of each pool in a batch, by the pool's name. A pool smaller than that gives all it has (see ``repeats``)."""
     leads: str | None = None
     """The pool that an epoch goes through once; its last batch may have fewer examples of it. ``None``: the first of ``rows``."""
     steps: int | None = None
     """Batches of an epoch, in place of a pool that leads."""
+    repeats: bool = False
+    """Whether a pool smaller than its rows fills them, with some examples several times in a batch."""
 
     def __post_init__(self) -> None:
         """Check the numbers.
@@ -70,7 +72,10 @@ class Plan:
         full = [number for number, pool in enumerate(pools) if len(pool)]
         if not full:
             return []
-        rows = [min(count, len(pool)) for count, pool in zip(self.rows.values(), pools, strict=True)]
+        rows = [
+            count if self.repeats else min(count, len(pool))
+            for count, pool in zip(self.rows.values(), pools, strict=True)
+        ]
         leader = 0 if self.leads is None else [*self.rows].index(self.leads)
         leader = leader if leader in full else full[0]
         steps = self.steps if self.steps is not None else -(-len(pools[leader]) // rows[leader])
@@ -82,11 +87,13 @@ class Plan:
 def _draw(pool: np.ndarray, rows: int, rng: np.random.Generator, again: bool) -> Iterator[np.ndarray]:
     """Yield ``rows`` positions of a pool at a time; after its end the rest, or with ``again`` the beginning of a new order."""
     order = rng.permutation(pool)
-    while len(order):
+    while True:
+        while again and len(order) < rows:
+            order = np.concatenate([order, rng.permutation(pool)])
+        if not len(order):
+            return
         yield order[:rows]
         order = order[rows:]
-        if again and len(order) < rows:
-            order = np.concatenate([order, rng.permutation(pool)])
 
 
 def order_of(step: Step, examples: Examples, plan: Plan | None) -> list[np.ndarray]:

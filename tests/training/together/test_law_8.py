@@ -26,6 +26,7 @@ from raydfl.methods.fedmlac import FedMLAC
 from raydfl.methods.fedopt import FedOpt
 from raydfl.methods.fedper import FedPer
 from raydfl.methods.fedprox import FedProx
+from raydfl.methods.fedstar import FedSTAR
 from raydfl.methods.fedyogi import FedYogi
 from raydfl.methods.scaffold import Scaffold
 from raydfl.models.crnn import CRNN
@@ -57,6 +58,7 @@ METHODS: dict[str, list[Method]] = {
     "fedkad": [FedKAD(size=8), FedKAD(size=8, weights=True)],
     "fedprox": [FedProx(mu=1.0), FedProx(mu=1.0, squared=False)],
     "fedper": [FedPer()],
+    "fedstar": [FedSTAR(learn_from="labelled", kernel_decay=0.01)],  # with pools in test_plans.py
     "scaffold": [Scaffold()],
     "fedmlac": [
         FedMLAC(),
