@@ -63,6 +63,7 @@ def test_pages_are_there_and_have_blocks() -> None:
         "engine.md",
         "faults.md",
         "fedmlac.md",
+        "fedstar.md",
         "gpu.md",
         "jobs.md",
         "methods.md",
