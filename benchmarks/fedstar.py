@@ -87,10 +87,13 @@ class Bench:
                 the job's own.
         """
         values = load_config(JOB, [f"data.root={self.root}"]).model_dump(mode="json", exclude={"track"})
-        values["method"] = {"name": "fedstar", "rising_rounds": self.rounds} | dict(changes.get("method", {}))
+        method = dict(changes.get("method", {}))
+        values["method"] = method if "name" in method else {"name": "fedstar", "rising_rounds": self.rounds} | method
         values["data"]["transforms"][0] |= {"size": self.frames, "stride": 98 if self.frames == 96 else self.frames}
         values["data"]["partition"]["clients"] = changes.get("clients", 15)
         values["data"] |= changes.get("data", {})
+        if values["data"]["root"] is None:  # generated speech
+            del values["data"]["root"]
         values["data"]["unlabelled"] = changes.get("unlabelled", values["data"]["unlabelled"])
         values["train"] |= {"rounds": self.rounds} | changes.get("train", {})
         values["evaluate"]["every"] = changes.get("every", self.rounds)
