@@ -246,6 +246,8 @@ def configured(method: str, folder: Path, name: str, *overrides: str) -> Config:
     """The tiny federation with that method, its runs in a folder."""
     values = load_config(ROOT / "jobs" / "tiny.yaml").model_dump(mode="json", exclude={"method", "models"})
     values |= {"method": {"name": method}, "run": {"name": name, "dir": str(folder / "runs"), "seed": 1}}
+    if method == "fedstar":
+        values["data"]["unlabelled"] = {"keep": 0.4}
     if method == "fedmlac":
         values["models"] = {"plugin": "crnn_tiny", "local": ["crnn_tiny", {"name": "crnn_tiny", "hidden": 8}]}
     else:

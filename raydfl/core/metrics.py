@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -59,6 +59,9 @@ OF_CLIENTS = ("_client_mean", "_client_std", "_worst_decile")
 SHOWN = (*(name for name, score in SCORES.items() if score.headline), "attack_success")
 """The scores of a progress line, by the last part of their names."""
 
+Average = Literal["probabilities", "logits"]
+"""What the mean over the segments of a clip is taken of."""
+
 MAX_FALSE_POSITIVES = 0.1
 """The rate of false positives up to which the partial AUC is taken (DCASE's p)."""
 
@@ -86,12 +89,17 @@ def _numpy(values: ArrayLike | Tensor) -> NDArray[Any]:
 
 
 def classification_metrics(
-    logits: ArrayLike | Tensor, labels: ArrayLike | Tensor, clips: ArrayLike | Tensor | None, classes: int
+    logits: ArrayLike | Tensor,
+    labels: ArrayLike | Tensor,
+    clips: ArrayLike | Tensor | None,
+    classes: int,
+    average: Average = "probabilities",
 ) -> dict[str, Ratio | np.ndarray]:
     """Loss, accuracy and confusion matrix of single-label predictions.
 
     With ``clips``, several rows are segments of one clip: the clip is one example, its probabilities are the mean of
-    the softmax over its segments (FedMLAC's protocol), and loss and accuracy are those of these probabilities.
+    the softmax over its segments (FedMLAC's protocol), or the softmax of the mean logits (FedSTAR's), and loss and
+    accuracy are those of these probabilities.
 
     A non-finite logit makes the loss non-finite, which the pooled loss then shows; the predicted class means nothing
     then.
@@ -101,6 +109,7 @@ def classification_metrics(
         labels: int [rows]: class indices, 0 to classes - 1; equal within a clip.
         clips: int [rows]: which clip a row belongs to, any numbers in any order; ``None``: each row is an example.
         classes: number of classes.
+        average: what the mean over a clip's segments is taken of.
 
     Returns:
         ``loss`` and ``accuracy`` (ratios over the examples) and ``confusion`` (int64 [classes, classes]; row: truth,
@@ -126,7 +135,7 @@ def classification_metrics(
         scores = scores - scores.max(axis=1, keepdims=True, initial=-np.inf)
         log_probabilities = scores - np.logaddexp.reduce(scores, axis=1, keepdims=True)
         if clips is not None:
-            log_probabilities, truth = _mean_over_clips(log_probabilities, truth, _numpy(clips))
+            log_probabilities, truth = _mean_over_clips(log_probabilities, truth, _numpy(clips), average)
         loss = 0.0 - log_probabilities[np.arange(len(truth)), truth].sum()  # 0.0 at best: never -0.0
     predicted = log_probabilities.argmax(axis=1)
     confusion = np.bincount(truth * classes + predicted, minlength=classes * classes).reshape(classes, classes)
@@ -138,9 +147,9 @@ def classification_metrics(
 
 
 def _mean_over_clips(
-    log_probabilities: NDArray[np.float64], labels: NDArray[np.int64], clips: NDArray[Any]
+    log_probabilities: NDArray[np.float64], labels: NDArray[np.int64], clips: NDArray[Any], average: Average
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return one row for each clip: the log of its segments' mean probabilities, in the order of the clips' numbers."""
+    """Return one row for each clip, log probabilities of its segments' mean, in the order of the clips' numbers."""
     if clips.shape != labels.shape:
         raise DataError(
             f"{len(clips)} clip numbers for {len(labels)} labels; every segment needs the number of its clip"
@@ -152,6 +161,11 @@ def _mean_over_clips(
     if (truth[clip_of_row] != labels).any():
         wrong = numbers[clip_of_row[(truth[clip_of_row] != labels).argmax()]]
         raise DataError(f"clip {wrong} has segments with different labels; a clip has one label")
+    if average == "logits":  # the logarithms differ from them by a number for each row, which the softmax forgets
+        sums = np.zeros((len(numbers), log_probabilities.shape[1]))
+        np.add.at(sums, clip_of_row, log_probabilities)
+        scores = sums / segments[:, None]
+        return scores - np.logaddexp.reduce(scores, axis=1, keepdims=True), truth
     mean = np.full((len(numbers), log_probabilities.shape[1]), -np.inf)
     # The sum is taken of logarithms: a clip whose right class got probability 1e-400 has a large loss, not an infinite
     # one.

@@ -7,7 +7,8 @@
 - ``quantity``: labels alike, sizes not: Dirichlet(alpha) over the clients, or with ``spread`` sigma FedSTAR's rule: everyone
   starts with int(m - v) clips, m the mean and v = int(sigma m), and the others go one by one to random clients with less than
   int(m + v).
-- ``classes``: every client has ``classes`` labels; a label's clips are dealt evenly to those who have it.
+- ``classes``: every client has ``classes`` labels, or with ``variance`` a number drawn about it, FedSTAR's rule; a label's clips
+  are dealt evenly to those who have it, and everyone has one at least.
 - ``iid``: shuffled and dealt evenly.
 
 All of them end: a draw that leaves a client below ``minimum`` is repeated a fixed number of times, then it is an error with
@@ -44,7 +45,7 @@ _USES = {
     "group": ({"column", "shards", "smaller"}, set()),
     "dirichlet": ({"column", "balance"}, {"clients", "alpha"}),
     "quantity": ({"alpha", "spread"}, {"clients"}),
-    "classes": (set(), {"clients", "classes"}),
+    "classes": ({"variance"}, {"clients", "classes"}),
     "iid": (set(), {"clients"}),
 }
 """By kind of partition: the fields that it may and those that it must be given, besides ``minimum``."""
@@ -90,6 +91,12 @@ class PartitionSettings(Settings):
         Field(ge=0, le=1, description="quantity: sizes between (1 - spread) and (1 + spread) times the mean. 0 to 1."),
     ] = None
     classes: Annotated[int | None, Field(ge=1, description="classes: labels of each client.")] = None
+    variance: Annotated[
+        float,
+        Field(
+            ge=0, description="classes: variance of their number, drawn from a normal distribution and rounded down."
+        ),
+    ] = 0.0
     minimum: Annotated[
         int,
         Field(
@@ -392,7 +399,11 @@ def _classes(labels: np.ndarray, settings: PartitionSettings, clients: int, rng:
     members = [np.flatnonzero(labels == label) for label in present]
 
     def draw() -> np.ndarray:
-        has = _class_holders(len(present), clients, wanted, rng)
+        numbers = np.full(clients, wanted)
+        if settings.variance:
+            drawn = rng.normal(wanted, settings.variance**0.5, clients).astype(np.int64)
+            numbers = np.clip(drawn, 1, len(present))
+        has = _class_holders(len(present), numbers, rng)
         owner = np.empty(len(labels), np.int64)
         for number, group in enumerate(members):
             holders = rng.permutation(np.flatnonzero(has[:, number]))
@@ -405,12 +416,13 @@ def _classes(labels: np.ndarray, settings: PartitionSettings, clients: int, rng:
     )
 
 
-def _class_holders(classes: int, clients: int, wanted: int, rng: np.random.Generator) -> np.ndarray:
-    """Bool [clients, classes]: ``wanted`` classes for every client, at least one client for every class."""
+def _class_holders(classes: int, wanted: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Bool [clients, classes]: so many classes for every client (int [clients]), at least one client for every class."""
+    clients = len(wanted)
     has = np.zeros((clients, classes), bool)
     # Each class to one client first, all clients taking turns; then everyone fills up at random.
     has[np.resize(rng.permutation(clients), classes), rng.permutation(classes)] = True
-    for mine in has:
+    for mine, number in zip(has, wanted.tolist(), strict=True):
         others = rng.permutation(np.flatnonzero(~mine))
-        mine[others[: wanted - int(mine.sum())]] = True
+        mine[others[: max(number - int(mine.sum()), 0)]] = True
     return has

@@ -157,7 +157,7 @@ def _hidden(
         raise DataError("data.unlabelled: no training clip has a label, so nothing says what the classes are")
     others = rng.permutation(rows[~kept])
     used = np.sort(others[: int(settings.use * len(others) + 1e-9)])
-    if settings.use and not len(used):
+    if settings.use and not len(used) and settings.keep != 1:  # a share of 1 was asked for
         raise DataError(
             f"data.unlabelled: the pool unlabelled is empty at every client: {len(others)} of {len(rows)} training clips are "
             f"without a label, and data.unlabelled.use={settings.use:g} of them is none; hide labels with keep or keep_clips"

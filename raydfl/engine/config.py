@@ -23,12 +23,13 @@ from raydfl.core.options import check_keys, explain, path_options, plain
 from raydfl.core.remote import is_uri
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import parse_yaml
-from raydfl.data import KNOWN, DataSettings, ProfileSettings
+from raydfl.data import KNOWN, LABELLED, UNLABELLED, DataSettings, ProfileSettings
 from raydfl.data.features import needs_waves
 from raydfl.engine.assembly import ModelChoice, Parts, assemble, split_view, text_of
 from raydfl.engine.digest import deciding, hashed, without_neutral
 from raydfl.engine.paths import absolute
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
+from raydfl.methods import Method
 from raydfl.models import INIT_FROM, check_model, model_paths
 from raydfl.objectives import Objective
 from raydfl.training import TrainSettings, check_device
@@ -79,6 +80,7 @@ class Config(Settings):
             self._check_parts()
         for data in self.data.each.values():
             self._objective_fits(method.objective, attack, data)
+            self._pools_fit(method, data)
         declared = type(method).models
         for name in self.models:
             if name not in declared:
@@ -128,9 +130,29 @@ class Config(Settings):
                 f"learn; take an attack on updates (sign_flip, gaussian_noise ...), or objective=classify"
             )
 
+    def _pools_fit(self, method: Method, data: DataSettings) -> None:
+        """Refuse data without the pools that a method draws from."""
+        made = [*data.pools] if data.unlabelled is None else [LABELLED, UNLABELLED]
+        for pool in method.needs_pools():
+            if pool not in made:
+                raise ConfigError(
+                    f"method {self.method['name']!r} learns from the pool {pool!r}, and data has {made or 'none'}; hide labels "
+                    f"with data.unlabelled='{{keep: 0.1}}', or take clips by a column with data.pools"
+                )
+            if pool == UNLABELLED and data.unlabelled is not None and data.unlabelled.use == 0:
+                raise ConfigError(
+                    f"method {self.method['name']!r} learns from clips without labels, and data.unlabelled.use is 0: none of them "
+                    f"is used; set it above 0, or take a method that learns from labels alone"
+                )
+
     def _models_fit(self, data: DataSettings) -> None:
-        """Refuse networks that cannot read their views, and views that no model reads."""
-        read = set[str]()
+        """Refuse networks that cannot read their views, and views that nobody reads."""
+        read = set(self.parts.method.reads_views())
+        for view in read:
+            if view not in data.views:
+                raise ConfigError(
+                    f"method {self.method['name']!r}: there is no view {view!r} in data.views; {nearest(view, data.views)}"
+                )
         for name, choices in self.parts.models.items():
             for architecture, options in choices:
                 view, own = split_view({key: value for key, value in options.items() if key != INIT_FROM})

@@ -20,6 +20,7 @@ from raydfl.data.features import NEUTRAL
 
 _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("attack",): None,
+    ("objective", "average"): "probabilities",
     ("objective",): {"name": "classify"},
     ("data", "sites"): [],
     ("data", "leave_out"): [],
@@ -36,6 +37,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "unlabelled"): None,
     ("data", "pools"): {},
     ("data", "parts"): {},
+    ("data", "partition", "variance"): 0.0,
     ("train", "precision"): "float32",
     ("train", "deadline"): None,
     ("train", "optimiser", "keep"): False,
@@ -141,6 +143,15 @@ def _forget_neutral(values: dict[str, Any], *of: str) -> None:
         group = functools.reduce(operator.getitem, groups, values)
         if key in group and group[key] == neutral:
             del group[key]
+    _forget_variance(values["data"])
+
+
+def _forget_variance(data: dict[str, Any]) -> None:
+    """Take it out of the pools' partitions where it is 0."""
+    pools = data.get("pools", {})
+    for pool in (data.get("unlabelled"), *dict(pools).values()):
+        if pool and pool["partition"] and not pool["partition"]["variance"]:
+            del pool["partition"]["variance"]
 
 
 def _note_statistics(data: DataSettings, values: dict[str, Any]) -> None:

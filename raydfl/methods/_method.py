@@ -81,6 +81,14 @@ class Method:
     def check(self, train: TrainSettings) -> None:
         """Refuse training settings that the method is not defined for, with a ConfigError."""
 
+    def needs_pools(self) -> tuple[str, ...]:
+        """Return the names of the pools that the method draws from by name: data without them are refused."""
+        return ()
+
+    def reads_views(self) -> tuple[str, ...]:
+        """Return the names of the views that the method reads itself, besides those of its models."""
+        return ()
+
     def build(self, models: Sequence[ModelSpec]) -> dict[str, nn.Module]:
         """Build the models by name, freshly initialised, of clients for which these architectures were chosen.
 

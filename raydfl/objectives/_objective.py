@@ -98,7 +98,7 @@ class Objective:
         return network
 
     def answer(self, outputs: Tensor) -> Tensor:
-        """Return what the predictor's outputs say, in the form that is averaged over the segments of a clip.
+        """Return what the predictor's outputs say, in the form that is averaged over the segments of a clip by default.
 
         Args:
             outputs: float64 [rows, answers], of the :meth:`predictor`.
@@ -107,6 +107,16 @@ class Objective:
             float64 [rows, answers]: probabilities or scores; by default the outputs as they are.
         """
         return outputs
+
+    def averages_logits(self) -> bool:
+        """Return whether a clip's answer is that of the mean of its segments' outputs, and not the mean of their answers."""
+        return False
+
+    def answer_of_clip(self, outputs: Tensor) -> Tensor:
+        """Return what is said of a clip: float64 [answers], of its segments' outputs float64 [segments, answers]."""
+        if self.averages_logits():
+            return self.answer(outputs.mean(dim=0, keepdim=True))[0]
+        return self.answer(outputs).mean(dim=0)
 
     def chosen(self, answer: np.ndarray) -> np.ndarray:
         """Return which classes a clip has: bool [classes], of its answer float64 [classes]; asked where ``answers`` is "set"."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch.nn.functional as F
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from raydfl.core.metrics import classification_metrics
+from raydfl.core.metrics import Average, classification_metrics
 from raydfl.core.types import Batch, Metrics
 from raydfl.data import Examples
 from raydfl.objectives._objective import Objective
@@ -24,6 +25,10 @@ class Classify(Objective):
     answers: ClassVar[Literal["class", "set", "score", "none"]] = "class"
     pure: ClassVar[bool] = True
 
+    average: Annotated[
+        Average, Field(description="what is averaged over a clip's segments: their probabilities, or their logits")
+    ] = "probabilities"
+
     def loss(self, step: Step, name: str, batch: Batch) -> Tensor:
         """Mean cross-entropy."""
         logits = step.forward(name, batch)
@@ -33,6 +38,10 @@ class Classify(Objective):
         """Probabilities: the softmax."""
         return outputs.softmax(dim=1)
 
+    def averages_logits(self) -> bool:
+        """Return whether that was chosen."""
+        return self.average == "logits"
+
     def metrics(self, outputs: Tensor, examples: Examples) -> Metrics:
-        """Measure ``loss``, ``accuracy`` and ``confusion`` of the mean probabilities of each clip."""
-        return classification_metrics(outputs, examples.labels, examples.clips, outputs.shape[1])
+        """Measure ``loss``, ``accuracy`` and ``confusion`` of each clip, from the mean over its segments."""
+        return classification_metrics(outputs, examples.labels, examples.clips, outputs.shape[1], self.average)

@@ -11,13 +11,14 @@ from raydfl.training.precision import check_device, computing_in
 from raydfl.training.randomness import preserved
 from raydfl.training.replica import Replica
 from raydfl.training.settings import TrainSettings
-from raydfl.training.step import Step
+from raydfl.training.step import Reported, Step
 
 __all__ = [
     "Clock",
     "DeadlineExceededError",
     "Plan",
     "Replica",
+    "Reported",
     "Step",
     "TrainSettings",
     "check_device",

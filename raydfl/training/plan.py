@@ -30,11 +30,13 @@ class Plan:
     """
 
     rows: Mapping[str, int]
-    """Examples of each pool in a batch, by the pool's name. A pool smaller than that gives all it has."""
+    """Examples of each pool in a batch, by the pool's name. A pool smaller than that gives all it has (see ``repeats``)."""
     leads: str | None = None
     """The pool that an epoch goes through once; its last batch may have fewer examples of it. ``None``: the first of ``rows``."""
     steps: int | None = None
     """Batches of an epoch, in place of a pool that leads."""
+    repeats: bool = False
+    """Whether a pool smaller than its rows fills them, with some examples several times in a batch."""
 
     def __post_init__(self) -> None:
         """Check the numbers.
@@ -74,7 +76,10 @@ class Plan:
         full = [number for number, pool in enumerate(pools) if len(pool)]
         if not full:
             return []
-        rows = [min(count, len(pool)) for count, pool in zip(self.rows.values(), pools, strict=True)]
+        rows = [
+            count if self.repeats else min(count, len(pool))
+            for count, pool in zip(self.rows.values(), pools, strict=True)
+        ]
         leader = 0 if self.leads is None else [*self.rows].index(self.leads)
         leader = leader if leader in full else full[0]
         steps = self.steps if self.steps is not None else -(-len(pools[leader]) // rows[leader])
@@ -84,18 +89,20 @@ class Plan:
 
 
 def _draw(pool: np.ndarray, rows: int, rng: np.random.Generator, again: bool) -> Iterator[np.ndarray]:
-    """Yield ``rows`` positions of a pool at a time, none twice in a batch.
+    """Yield ``rows`` positions of a pool at a time, none twice in a batch if the pool has so many.
 
     After the pool's end comes what is left of it, or with ``again`` that and the beginning of a new order.
     """
     order = rng.permutation(pool)
-    while len(order):
-        yield order[:rows]
-        order = order[rows:]
-        if again and len(order) < rows:
+    while True:
+        while again and len(order) < rows:
             fresh = rng.permutation(pool)
             beside = fresh[~np.isin(fresh, order)][: rows - len(order)]  # in one batch with the rest of the old order
             order = np.concatenate([order, beside, fresh[~np.isin(fresh, beside)]])
+        if not len(order):
+            return
+        yield order[:rows]
+        order = order[rows:]
 
 
 def order_of(step: Step, examples: Examples, plan: Plan | None) -> list[np.ndarray]:

@@ -127,6 +127,17 @@ def test_segments_of_a_clip_decide_together() -> None:
     assert array(measured["confusion"]).tolist() == [[1, 0], [0, 1]]
 
 
+def test_or_their_mean_logits_decide() -> None:
+    """The third segment's logits are large enough to outweigh two that lean to class 1; its probability would not be."""
+    logits = np.array([[10.0, 10.8], [-3.0, -2.2], [9.0, 7.3], [5.0, 6.0]])
+    labels, clips = np.array([0, 0, 0, 1]), np.array([7, 7, 7, 3])
+    measured = classification_metrics(logits, labels, clips, 2, "logits")
+    gap = (1.7 - 0.8 - 0.8) / 3
+    assert measured["accuracy"] == Ratio(2.0, 2)
+    assert ratio(measured["loss"]).total == pytest.approx(np.log1p(np.exp(-gap)) + np.log1p(np.exp(-1.0)))
+    assert ratio(classification_metrics(logits, labels, clips, 2)["accuracy"]).total == 1.0
+
+
 @given(seed=st.integers(0, 1000))
 def test_clips_of_one_segment_change_nothing_and_order_does_not_matter(seed: int) -> None:
     logits, labels = random_predictions(seed, 20)

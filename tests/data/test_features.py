@@ -126,6 +126,19 @@ def test_every_option_of_the_front_end_equals_its_definition(options: dict[str, 
         assert plain.shape != actual.shape or np.abs(plain - actual).max() > 0.1
 
 
+def test_a_short_clip_stands_in_the_middle_of_silence() -> None:
+    """FedSTAR's front end: 1 s of samples are 98 frames, of which a crop has 96."""
+    options = {"centred": False, "fft": 1024, "wave": "unit_norm", "spectrum": "magnitude", "scale": "log"}
+    settings = FeatureSettings(**options, normalise="none", least_seconds=1.0)
+    short = noise(7_001, seed=3)[:, 0]
+    found = FeatureExtractor(settings)(short, 16_000)
+    assert found.shape == (98, 64)
+    np.testing.assert_allclose(found, numpy_front_end(np.pad(short, (4499, 4500)), settings), atol=5e-3)
+    assert settings.frames_of(np.array([7_001 / 16_000, 2.0])).tolist() == [98, 198]
+    with pytest.raises(ValidationError, match="least_seconds 1.0 is longer than seconds 0.5"):
+        FeatureSettings(least_seconds=1.0, seconds=0.5)
+
+
 def test_frames_that_are_not_centred_lie_within_the_clip() -> None:
     fedstar = FeatureSettings(fft=1024, seconds=15_690 / 16_000, centred=False)
     assert fedstar.frames == 96

@@ -46,6 +46,7 @@ EVERY_KIND: list[dict[str, Any]] = [
     {"by": "quantity", "clients": 9, "alpha": 2.0},
     {"by": "quantity", "clients": 9, "spread": 0.25},
     {"by": "classes", "clients": 9, "classes": 2},
+    {"by": "classes", "clients": 9, "classes": 2, "variance": 0.5},
     {"by": "iid", "clients": 9},
 ]
 COLUMNS = {"group": [f"s{i % 4}" for i in range(400)], "recording": [f"r{i % 80}" for i in range(400)]}
@@ -224,6 +225,18 @@ def test_classes_per_client(clients: int, wanted: int, classes: int) -> None:
         held = table[:, label][table[:, label] > 0]
         assert np.ptp(held) <= 1
         assert held.sum() == 300
+
+
+def test_a_number_of_classes_drawn_for_each_client() -> None:
+    """FedSTAR's rule: int(Normal(3, sqrt(0.5))), so that 2 and 3 are the usual numbers; every label is with somebody."""
+    table = counts(*deal(400 * 12, 12, by="classes", clients=400, classes=3, variance=0.5))
+    numbers = (table > 0).sum(axis=1)
+    assert set(numbers.tolist()) <= {1, 2, 3, 4, 5}
+    normal = stats.norm(3, 0.5**0.5)
+    for number in (2, 3):
+        share = normal.cdf(number + 1) - normal.cdf(number)
+        assert (numbers == number).mean() == pytest.approx(share, abs=4 * (share * (1 - share) / 400) ** 0.5)
+    assert (table.sum(axis=0) == 400).all()
 
 
 def test_iid() -> None:

@@ -58,6 +58,7 @@ def test_pages_are_there_and_have_blocks() -> None:
         "examples.md",
         "faults.md",
         "fedmlac.md",
+        "fedstar.md",
         "gpu.md",
         "jobs.md",
         "methods.md",

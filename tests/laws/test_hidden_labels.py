@@ -71,6 +71,21 @@ def test_hidden_labels_permuted_give_the_same_bits(tiny: Tiny, together: int) ->
     assert differ(*runs(cheats=True)), "a method that looks at them is found out"
 
 
+def test_fedstar_looks_at_them_for_the_accuracy_of_its_guesses_alone(tiny: Tiny) -> None:
+    known, said = [], []
+    for name, change in {"a": lambda hidden: hidden, "b": np.random.default_rng(0).permutation}.items():
+        config = tiny(*POOLS, f"run.name={name}", "method.threshold=[0.0, 0.0]", method="fedstar")
+        known.append(run_with(config, change))
+        rows = [row for row in read_rows(config_folder(config)).to_pylist() if row["split"] == "train"]
+        said.append(
+            {(row["round"], row["client"], row["metric"]): row["value"] for row in rows if row["array"] is None}
+        )
+    same(*known)
+    other = {metric for (number, client, metric), value in said[0].items() if value != said[1][number, client, metric]}
+    assert other & {"accepted", "pseudo_label_accuracy", "loss", "steps"} == {"pseudo_label_accuracy"}
+    assert {number for number, client, metric in said[0] if metric == "accepted" and not client} == {1, 2}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Machines(Tones):
     """Tones of which some takes are anomalous, under the labels of others where ``mislabelled`` says so."""

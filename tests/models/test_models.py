@@ -20,7 +20,18 @@ def spec(architecture: str, **options: Any) -> ModelSpec:
 
 def test_every_architecture_builds_and_works_on_padded_batches() -> None:
     names = [name for name in architectures() if not name.startswith("cnn")]
-    assert names == ["crnn", "crnn_base", "crnn_deep", "crnn_lite", "crnn_mid", "crnn_tiny", "linear", "mlp"]
+    assert names == [
+        "crnn",
+        "crnn_base",
+        "crnn_deep",
+        "crnn_lite",
+        "crnn_mid",
+        "crnn_tiny",
+        "linear",
+        "mlp",
+        "split_cnn",
+        "split_cnn_tiny",
+    ]
     x, lengths = torch.randn(4, 30, 5), torch.tensor([30, 12, 8, 21])
     for name in names:
         network: Any = build_model(spec(name)).eval()

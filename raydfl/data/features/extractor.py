@@ -79,6 +79,9 @@ class FeatureExtractor:
             DataError: a model of one's own gives something else than features.
         """
         wave = wave[: self.settings.samples]
+        if isinstance(self.settings, FeatureSettings) and len(wave) < self.settings.least_samples:
+            missing = self.settings.least_samples - len(wave)
+            wave = np.pad(wave, (missing // 2, missing - missing // 2))
         if isinstance(self.settings, FeatureSettings) and self.settings.wave == "unit_norm":
             wave = wave / np.sqrt(np.maximum(np.square(wave, dtype=np.float64).sum(), LEAST_SQUARES)).astype(np.float32)
         matrix = self._matrix(wave)

@@ -66,6 +66,15 @@ class FeatureSettings(Settings):
             "so that all have 1 + seconds / hop frames. null: every clip keeps its length.",
         ),
     ] = None
+    least_seconds: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            le=3_600,
+            description="Shorter clips get silence on both sides, equally much, up to this length, before unit_norm; its frames "
+            "count. null: they stay short.",
+        ),
+    ] = None
     channel: Channel = "first"
     wave: Annotated[
         Literal["as_is", "unit_norm"],
@@ -121,6 +130,11 @@ class FeatureSettings(Settings):
             raise ValueError(
                 f"low_hz {self.low_hz} < high_hz {self.highest_hz} <= sample_rate / 2 = {self.sample_rate / 2} must hold"
             )
+        if self.least_seconds is not None and self.seconds is not None and self.least_seconds > self.seconds:
+            raise ValueError(
+                f"least_seconds {self.least_seconds} is longer than seconds {self.seconds}, to which clips are cut before; take "
+                f"at most that"
+            )
         if self.fft is not None and self.fft < self.window:
             raise ValueError(
                 f"fft {self.fft} is shorter than the window of {self.window} samples ({self.window_ms} ms)"
@@ -164,6 +178,11 @@ class FeatureSettings(Settings):
         return None if self.seconds is None else max(1, round(self.seconds * self.sample_rate))
 
     @property
+    def least_samples(self) -> int:
+        """Samples that waves have at least, of silence where need be; 0 when clips stay short."""
+        return 0 if self.least_seconds is None else max(1, round(self.least_seconds * self.sample_rate))
+
+    @property
     def frames(self) -> int | None:
         """Frames that every clip has; ``None`` when clips keep their length."""
         return None if self.samples is None else self.frames_within(self.samples)
@@ -190,7 +209,7 @@ class FeatureSettings(Settings):
         """Return how many frames such clips take in the cache (to within the rounding of resampling): int64, as ``seconds``."""
         if self.frames is not None:
             return np.full(seconds.shape, self.frames, np.int64)
-        samples = np.ceil(seconds * self.sample_rate).astype(np.int64)
+        samples = np.maximum(np.ceil(seconds * self.sample_rate).astype(np.int64), self.least_samples)
         frames: np.ndarray = np.maximum(1 + (samples if self.centred else samples - self.window) // self.hop, 1)
         return frames
 
@@ -202,6 +221,7 @@ class FeatureSettings(Settings):
 
 
 NEUTRAL: dict[str, Any] = {
+    "least_seconds": None,
     "wave": "as_is",
     "centred": True,
     "spectrum": "power",

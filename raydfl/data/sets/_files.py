@@ -218,6 +218,18 @@ def read_rows(path: Path, needed: tuple[str, ...], card: Card) -> list[dict[str,
     return rows
 
 
+def read_lines(path: Path, card: Card) -> list[str]:
+    """Read the lines of one of a set's lists that are not empty.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        return [line for line in path.read_text("utf-8-sig").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{card.title}: {path} cannot be read: {error}") from error
+
+
 def list_folder(root: Path, name: str, card: Card) -> list[str]:
     """List the wav files in one folder of a set, as :func:`list_audio`.
 

@@ -22,7 +22,9 @@ from raydfl.data.features import (
 from raydfl.data.transforms import RandomCrop
 
 
-def describe_front_end(data: DataSettings | ViewSettings, statistics: np.ndarray | None = None) -> dict[str, Any]:
+def describe_front_end(
+    data: DataSettings | ViewSettings, statistics: np.ndarray | None = None, average: str = "probabilities"
+) -> dict[str, Any]:
     """Describe how a recording becomes the input of a network: one entry for each step, in the order in which they are done.
 
     Features from a file begin with the matrices in it; what a model of the user's does is told by its name.
@@ -30,6 +32,7 @@ def describe_front_end(data: DataSettings | ViewSettings, statistics: np.ndarray
     Args:
         data: settings of the view that the network reads.
         statistics: of ``normalise: group``, float64 [2, bands]: mean and deviation. ``None``: not known, or not needed.
+        average: which of the network's outputs is averaged over the segments of a recording.
     """
     settings = data.features
     if isinstance(settings, FileFeatures):
@@ -42,7 +45,7 @@ def describe_front_end(data: DataSettings | ViewSettings, statistics: np.ndarray
         first = {**_wave(settings), "model": _model(settings)}
     else:
         first = {**_wave(settings), **_log_mel(settings)}
-    return {"kind": settings.kind, **first, **_end(data, statistics)}
+    return {"kind": settings.kind, **first, **_end(data, statistics, average)}
 
 
 _GIVEN = "features [frames, bands] that were made elsewhere, longer ones cut to frames (null: to nothing)"
@@ -82,6 +85,10 @@ def _model(settings: ModelFeatures) -> dict[str, Any]:
 def _log_mel(settings: FeatureSettings) -> dict[str, Any]:
     centred = settings.centred
     return {
+        "silence": {
+            "least_samples": settings.least_samples,
+            "note": "shorter recordings stand in so many zeros, (least_samples - T) // 2 of them before T samples",
+        },
         "scale": {
             "unit_norm": settings.wave == "unit_norm",
             "least": LEAST_SQUARES,
@@ -158,7 +165,7 @@ def _image(settings: ImageFeatures, crop: RandomCrop | None) -> dict[str, Any]:
     }
 
 
-def _end(data: DataSettings | ViewSettings, statistics: np.ndarray | None) -> dict[str, Any]:
+def _end(data: DataSettings | ViewSettings, statistics: np.ndarray | None, average: str) -> dict[str, Any]:
     settings, segment, pipeline = data.features, data.test_segments, data.pipeline
     mean, deviation = (None, None) if statistics is None else statistics.tolist()
     middle = pipeline.cut if pipeline.crop is not None and pipeline.crop.test == "centre" else None
@@ -186,6 +193,7 @@ def _end(data: DataSettings | ViewSettings, statistics: np.ndarray | None) -> di
             "stride": segment.test_stride or segment.stride,
             "keep_last": segment.keep_last,
             "number": "keep_last: 1 + (T - frames) // stride of T; else max(1, round((T - frames) / stride)), halves to even",
-            "note": "recordings no longer than a segment are one; the recording's probabilities are the mean over its segments",
+            "average": average,
+            "note": "recordings no longer than a segment are one; the mean over its segments is of the output named by average",
         },
     }

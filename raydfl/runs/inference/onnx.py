@@ -130,7 +130,11 @@ def _describe(model: RunModel, graph: Graph, file: str) -> dict[str, Any]:
             },
             "largest_difference_to_pytorch": graph.difference,
         },
-        "front_end": describe_front_end(model.view, model.statistics),
+        "front_end": describe_front_end(
+            model.view,
+            model.statistics,
+            output_names(model.objective)[0 if model.objective.averages_logits() else -1],
+        ),
     }
 
 

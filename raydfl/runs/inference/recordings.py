@@ -215,7 +215,7 @@ class _FrontEnd:
             if batch.lengths is not None and x.shape[1] < LEAST_FRAMES:
                 x = torch.nn.functional.pad(x, (0, 0, 0, LEAST_FRAMES - x.shape[1]))
             parts.append(self._model.logits(x, batch.lengths).double())
-        found: np.ndarray = self._model.objective.answer(torch.cat(parts)).mean(dim=0).numpy()
+        found: np.ndarray = self._model.objective.answer_of_clip(torch.cat(parts)).numpy()
         if not np.isfinite(found).all():
             raise RaydflError("the model's output is not finite: its training diverged")
         return found

@@ -11,8 +11,8 @@ from raydfl.core.registry import build
 from raydfl.data.dataset import Card, Dataset, dataset_names, find_dataset
 
 NAMES = [
-    *("crema_d", "emodb", "esc", "folder", "fsdd", "iemocap", "manifest"),
-    *("mnist", "ravdess", "speech_commands", "spoken_words", "urbansound8k"),
+    *("ambient_contexts", "crema_d", "emodb", "esc", "folder", "fsd50k", "fsdd", "iemocap", "manifest"),
+    *("mnist", "ravdess", "speech_commands", "spoken_words", "urbansound8k", "voxforge"),
 ]
 
 OWN = """

@@ -16,13 +16,16 @@ from raydfl.core.errors import DataError
 from raydfl.core.registry import build
 from raydfl.core.yaml import parse_yaml
 from raydfl.data.dataset import Dataset, find_dataset
+from raydfl.data.sets.ambient_contexts import AmbientContexts
 from raydfl.data.sets.crema_d import CremaD
 from raydfl.data.sets.emodb import EmoDB
 from raydfl.data.sets.esc import ESC
+from raydfl.data.sets.fsd50k import FSD50K
 from raydfl.data.sets.fsdd import FSDD
 from raydfl.data.sets.iemocap import IEMOCAP
 from raydfl.data.sets.ravdess import RAVDESS
 from raydfl.data.sets.urbansound8k import UrbanSound8K
+from raydfl.data.sets.voxforge import VoxForge
 from raydfl.data.settings import DataSettings
 
 WriteAudio = Callable[..., Path]
@@ -53,7 +56,10 @@ def read_all(dataset: Dataset, rows: list[dict[str, Any]]) -> tuple[float, set[t
 # Every set that has a root
 
 
-ROOTED = ["crema_d", "emodb", "esc", "folder", "fsdd", "iemocap", "mnist", "ravdess", "speech_commands", "urbansound8k"]
+ROOTED = [
+    *("ambient_contexts", "crema_d", "emodb", "esc", "folder", "fsd50k", "fsdd", "iemocap", "mnist", "ravdess"),
+    *("speech_commands", "urbansound8k", "voxforge"),
+]
 
 
 @pytest.mark.parametrize("name", ROOTED)
@@ -114,6 +120,72 @@ def test_what_a_mac_leaves_behind_is_no_clip(tmp_path: Path, write_audio: WriteA
     (tmp_path / "recordings/._3_anna_7.wav").write_text("x")
     write_audio("recordings/.cache/3_anna_8.wav")
     assert [row["clip"] for row in rows_of(FSDD(root=tmp_path))] == ["recordings/3_anna_7.wav"]
+
+
+# Ambient Acoustic Contexts, VoxForge, FSD50K: built here, for want of a sample
+
+
+def test_ambient_contexts_are_those_on_the_lists(tmp_path: Path, write_audio: WriteAudio) -> None:
+    write_audio("Data/Train/id_a_b-c_10_20_03.wav")
+    write_audio("Data/Test/id__x_0_9_00.wav")
+    write_audio("Data/Test/id_unlisted_0_9_00.wav")
+    (tmp_path / "train_split.txt").write_text("id_a_b-c_10_20_03.wav\t Walk\n")
+    (tmp_path / "test_split.txt").write_text("id__x_0_9_00.wav\tCrowd\n\n")
+    rows = {row["clip"]: row for row in AmbientContexts(root=tmp_path).manifest().to_pylist()}
+    found = {clip: (row["label"], row["split"], row["recording"], row["take"]) for clip, row in rows.items()}
+    assert found == {
+        "Data/Train/id_a_b-c_10_20_03.wav": ("Walk", "train", "a_b-c", 3),
+        "Data/Test/id__x_0_9_00.wav": ("Crowd", "test", "_x", 0),
+    }
+    (tmp_path / "test_split.txt").write_text("id_gone_0_9_00.wav\tCrowd\n")
+    with pytest.raises(DataError, match="'id_gone_0_9_00.wav' of test_split.txt is not there; below"):
+        AmbientContexts(root=tmp_path).manifest()
+    (tmp_path / "test_split.txt").write_text("id__x_0_9_00.wav\n")
+    with pytest.raises(DataError, match="is not a file, a tab and a class"):
+        AmbientContexts(root=tmp_path).manifest()
+
+
+def test_voxforge_is_told_by_language_and_speaker(tmp_path: Path, write_audio: WriteAudio) -> None:
+    trunk = "Trunk/Audio/Main/16kHz_16bit"
+    spoken = f"en/{trunk}/k-k-20090202-wgd/wav/a0077.wav", f"en/{trunk}/cmu_us_bdl_arctic/wav/arctic_b0111.wav"
+    for name in (*spoken, f"de/{trunk}/ich-20120715-csb/wav/de5-056.wav", f"de/{trunk}/ich-20130101/wav/de5-1.wav"):
+        write_audio(name)
+    rows = rows_of(VoxForge(root=tmp_path))
+    assert Counter((row["label"], row["group"]) for row in rows) == {
+        ("de", "de/ich"): 2,
+        ("en", "en/k-k"): 1,
+        ("en", "en/cmu_us_bdl_arctic"): 1,
+    }
+    assert {row["split"] for row in rows} == {None}
+    (tmp_path / "test_split.txt").write_text(f"{spoken[0]}\nen/absent.wav\n")
+    split = {row["clip"]: row["split"] for row in VoxForge(root=tmp_path, languages=("en",)).manifest().to_pylist()}
+    assert split == {spoken[0]: "test", spoken[1]: "train"}
+    with pytest.raises(DataError, match="there is no folder ru/ with recordings"):
+        VoxForge(root=tmp_path, languages=("ru",)).manifest()
+    (tmp_path / "test_split.txt").write_text("en/absent.wav\n")
+    with pytest.raises(DataError, match="none of the recordings in .* is on "):
+        VoxForge(root=tmp_path).manifest()
+
+
+def test_fsd50k_has_sets_of_labels(tmp_path: Path, write_audio: WriteAudio) -> None:
+    for name in ("FSD50K.dev_audio/64760.wav", "FSD50K.dev_audio/16399.wav", "FSD50K.eval_audio/37199.wav"):
+        write_audio(name)
+    truth = tmp_path / "FSD50K.ground_truth"
+    truth.mkdir()
+    (truth / "dev.csv").write_text(
+        'fname,labels,mids,split\n64760,"Guitar,Music","/m/0,/m/1",train\n16399,Dog,/m/2,val\n'
+    )
+    (truth / "eval.csv").write_text('fname,labels,mids\n37199,"Dog,Music","/m/2,/m/1"\n')
+    assert {row["clip"]: (row["label"], row["split"]) for row in rows_of(FSD50K(root=tmp_path))} == {
+        "FSD50K.dev_audio/16399.wav": ("Dog", "validation"),
+        "FSD50K.dev_audio/64760.wav": ("Guitar,Music", "train"),
+        "FSD50K.eval_audio/37199.wav": ("Dog,Music", "test"),
+    }
+    assert {row["split"] for row in rows_of(FSD50K(root=tmp_path, subset="eval"))} == {None}
+    (truth / "eval.csv").unlink()
+    assert len(rows_of(FSD50K(root=tmp_path, subset="dev"))) == 2
+    with pytest.raises(DataError, match=r"there is no FSD50K.ground_truth/eval.csv in "):
+        FSD50K(root=tmp_path).manifest()
 
 
 # FSDD

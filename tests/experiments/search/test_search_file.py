@@ -155,6 +155,10 @@ NOT_SEARCHED = {
     "form": "FedMLAC: plug_ce_weight covers both forms",
     "lpa": "FedMLAC: an ablation",
     "mutual": "FedMLAC: an ablation",
+    "learn_from": "FedSTAR: its baselines",
+    "weight": "FedSTAR: two readings of the paper",
+    "rising_rounds": "FedSTAR: the rounds of the run",
+    "strong": "FedSTAR: needs a view of one's own",
 }
 
 

@@ -27,6 +27,10 @@ SIZES = {
     "fedmlac/table7_twin": (4 * 9, 4 * 9 * 3),
     "fedmlac/figure2_twin": (2 * 4, 2 * 4 * 3),
     "fedmlac/figure3_twin": (3 * 4, 3 * 4 * 3),
+    "fedstar/table4_speech_commands": (4 * 4 * 3, 4 * 4 * 3 * 3),
+    "fedstar/table4_ambient_contexts": (4 * 4 * 3, 4 * 4 * 3 * 3),
+    "fedstar/table4_voxforge": (4 * 4 * 3, 4 * 4 * 3 * 3),
+    "fedstar/table6": (4 * 4, 4 * 4 * 3),
     "matrix": (12 * 12, 12 * 12),
     "matrix_tiny": (3 * 2, 3 * 2),
     "tiny_sweep": (2 * 2, 2 * 2 * 2),
@@ -50,10 +54,13 @@ def test_every_grid_has_a_size_here_and_every_table_a_twin() -> None:
         "fedmlac/iemocap",
         "fedmlac/crema_d",
         "fedmlac/urbansound8k",
+        "fedstar/fsdd",
+        "fedstar/speech_commands",
+        "fedstar/ambient_contexts",
+        "fedstar/voxforge",
+        "fedstar/cola",
     }
-    there = {
-        str(path.relative_to(JOBS).with_suffix("")) for path in (*JOBS.glob("*.yaml"), *JOBS.glob("fedmlac/*.yaml"))
-    }
+    there = {str(path.relative_to(JOBS).with_suffix("")) for path in (*JOBS.glob("*.yaml"), *JOBS.glob("fed*/*.yaml"))}
     assert set(SIZES) <= there
     assert there & (set(SIZES) | bases) == set(SIZES) | bases
     papers = {name for name in SIZES if name.startswith("fedmlac/") and not name.endswith("_twin")}
@@ -90,6 +97,20 @@ def test_the_published_protocol_is_that_of_the_paper(name: str) -> None:
         assert run.metric.score == ("accuracy" if ONE[name] == "GSC" or name.startswith("figure") else "macro_f1")
     folds = {"GSC": 5, "IEMOCAP": 5, "CREMA-D": 5, "UrbanSound8K": 10}[ONE[name]]
     assert all(len({run.identity for run in runs}) == folds for runs in sweep.cells.values())
+
+
+def test_fedstars_protocol_is_that_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYDFL_DATA", "/recordings")
+    for name in ("speech_commands", "ambient_contexts", "voxforge"):
+        config = load_config(JOBS / "fedstar" / f"{name}.yaml")
+        train, features, crop = config.train, config.data.features, config.data.pipeline.crop
+        assert (train.rounds, train.cohort_size(15), train.local_epochs, train.batch_size) == (100, 12, 1, 64)
+        assert (train.optimiser.name, train.optimiser.lr, train.optimiser.eps) == ("adam", 0.001, 1e-7)
+        assert (features.window, features.hop, features.points, features.bands) == (400, 160, 1024, 64)
+        assert crop is not None
+        assert (features.frames_within(15_690), crop.size) == (96, 96)
+        assert features.hop * (crop.stride or 0) == 15_680
+        assert (config.parts.method.beta, config.data.unlabelled.keep) == (0.5, 0.03)
 
 
 def test_bases_are_jobs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

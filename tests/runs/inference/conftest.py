@@ -20,6 +20,21 @@ def segmented(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return finished(tmp_path_factory.mktemp("segmented"), uneven=True, features={}, data={"segment": segment})
 
 
+@pytest.fixture(scope="session")
+def averaging_logits(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Test clips in segments, of whose logits the mean is taken."""
+    crop = {"name": "random_crop", "size": 15, "test": "segments"}
+    return finished(
+        tmp_path_factory.mktemp("logits"),
+        uneven=True,
+        features={},
+        data={"transforms": [crop]},
+        method={"name": "fedavg"},
+        models={"model": {"name": "mlp", "hidden": 5}},
+        objective={"name": "classify", "average": "logits"},
+    )
+
+
 @pytest.fixture
 def raydfl(capfd: pytest.CaptureFixture[str]) -> Raydfl:
     """The command line."""

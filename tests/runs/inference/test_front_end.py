@@ -69,6 +69,7 @@ def described(features: FeatureSettings, segment: SegmentSettings | None = None)
             "spectrum": "magnitude",
             "scale": "log",
             "normalise": "none",
+            "least_seconds": 0.5,
         },
         {
             "sample_rate": 8000,
@@ -164,7 +165,7 @@ def test_a_crop_and_normalisation_after_it(front_end: ModuleType, test: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mutual", "segmented"])
+@pytest.mark.parametrize("name", ["mutual", "segmented", "averaging_logits"])
 def test_the_printed_program_says_what_predict_says(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")

@@ -89,10 +89,14 @@ def test_segments_are_there_and_matter(segmented: Finished) -> None:
         ({"seconds": 0.25, "normalise": "none"}, {}),
         ({"seconds": 0.4, "dtype": "float16"}, {}),
         ({"normalise": "none"}, {"segment": {"frames": 25, "stride": 20, "keep_last": False}}),
+        ({"normalise": "none"}, {"transforms": [{"name": "random_crop", "size": 15, "test": "segments"}]}),
     ],
-    ids=["decibels", "padded-float16", "fedaudio-segments"],
+    ids=["decibels", "padded-float16", "fedaudio-segments", "logits"],
 )
-def test_every_front_end_is_the_engines(tmp_path: Path, features: dict[str, Any], data: dict[str, Any]) -> None:
+def test_every_front_end_is_the_engines(
+    request: pytest.FixtureRequest, tmp_path: Path, features: dict[str, Any], data: dict[str, Any]
+) -> None:
+    logits = request.node.callspec.id == "logits"
     run = finished(
         tmp_path,
         uneven=True,
@@ -100,6 +104,7 @@ def test_every_front_end_is_the_engines(tmp_path: Path, features: dict[str, Any]
         data=data,
         method={"name": "fedavg"},
         models={"model": {"name": "mlp", "hidden": 5}},
+        **({"objective": {"name": "classify", "average": "logits"}} if logits else {}),
     )
     agrees(run, model="model")
 

@@ -128,7 +128,8 @@ class Finished:
         """Probabilities [clips, classes] that the engine's evaluation gives on the test set, by clip."""
         examples = Population.load(self.folder / "population").test
         logits = predict(self.step(client), model, examples).double()
-        logs, _ = _mean_over_clips(torch.log_softmax(logits, 1).numpy(), examples.labels, examples.clips)
+        average = self.config.objective.get("average", "probabilities")
+        logs, _ = _mean_over_clips(torch.log_softmax(logits, 1).numpy(), examples.labels, examples.clips, average)
         return np.exp(logs)
 
 

@@ -26,10 +26,12 @@ from raydfl.methods.fedmlac import FedMLAC
 from raydfl.methods.fedopt import FedOpt
 from raydfl.methods.fedper import FedPer
 from raydfl.methods.fedprox import FedProx
+from raydfl.methods.fedstar import FedSTAR
 from raydfl.methods.fedyogi import FedYogi
 from raydfl.methods.scaffold import Scaffold
 from raydfl.models.crnn import CRNN
 from raydfl.models.dense import MeanLinear, MeanMLP
+from raydfl.models.split_cnn import SplitCNN
 from raydfl.training._fit import fit, predict
 from raydfl.training.step import Step
 from raydfl.training.together import lockstep as together
@@ -56,6 +58,7 @@ METHODS: dict[str, list[Method]] = {
     "fedkad": [FedKAD(size=8), FedKAD(size=8, weights=True)],
     "fedprox": [FedProx(mu=1.0), FedProx(mu=1.0, squared=False)],
     "fedper": [FedPer()],
+    "fedstar": [FedSTAR(learn_from="labelled", kernel_decay=0.01)],  # with pools in test_plans.py
     "scaffold": [Scaffold()],
     "fedmlac": [
         FedMLAC(),
@@ -95,6 +98,11 @@ def test_an_optimiser_at_the_server_leaves_the_clients_work_as_it_is() -> None:
 def test_every_method_and_family(name: str, family: str, lengths: bool) -> None:
     for method in METHODS[name]:
         both(method, networks(method, family), lengths=lengths)
+
+
+@pytest.mark.parametrize("lengths", [False, True], ids=["fixed", "lengths"])
+def test_split_cnn_with_dropped_maps(lengths: bool) -> None:
+    both(FedAvg(), lambda: {"model": SplitCNN(BANDS, CLASSES, filters=(4,), groups=2, dropout=0.3)}, lengths=lengths)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from raydfl.core.errors import ConfigError
 from raydfl.core.types import Batch, Update
 from raydfl.data.examples import ClientData
 from raydfl.methods._method import Method
+from raydfl.methods.fedstar import FedSTAR
+from raydfl.models.crnn import CRNN
 from raydfl.models.dense import MeanLinear
 from raydfl.training import fit, tape
 from raydfl.training.plan import POOL, Plan
@@ -50,6 +52,12 @@ def test_an_epoch_goes_once_through_the_leading_pool_and_round_and_round_the_oth
     assert sorted(i for _, b in batches for i in b) == list(range(10))
     assert [len(a) for a, _ in batches] == [2, 2, 2]
     assert set(Counter(i for a, _ in batches for i in a).values()) == {2}, "6 draws of 3 examples: each twice"
+
+
+def test_a_pool_smaller_than_its_rows_may_fill_them() -> None:
+    batches = epoch(pooled(3, 5), Plan({"labelled": 7}, steps=3, repeats=True))
+    assert [len(b[0]) for b in batches] == [7, 7, 7]
+    assert set(Counter(i for b in batches for i in b[0]).values()) == {7}, "21 draws of 3 examples"
 
 
 def test_a_number_of_steps_leads_where_no_pool_does() -> None:
@@ -121,7 +129,12 @@ def networks() -> dict[str, torch.nn.Module]:
 SIZES = ((2, 9), (5, 4), (0, 7), (3, 0))
 
 
-def test_planned_clients_train_together_as_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def convolutional() -> dict[str, torch.nn.Module]:
+    return {"model": CRNN(BANDS, CLASSES, filters=(4,), hidden=5)}
+
+
+@pytest.mark.parametrize("method", [Guessing(), FedSTAR(threshold=(0.35, 0.35))], ids=["own", "fedstar"])
+def test_planned_clients_train_together_as_one_after_another(monkeypatch: pytest.MonkeyPatch, method: Method) -> None:
     data = [pooled(*sizes, seed) for seed, sizes in enumerate(SIZES)]
 
     def steps_with_pools(*given: object, **settings: object) -> list[Step]:
@@ -131,7 +144,7 @@ def test_planned_clients_train_together_as_one_after_another(monkeypatch: pytest
         return steps
 
     monkeypatch.setattr("several_clients.make_steps", steps_with_pools)
-    both(Guessing(), networks)
+    both(method, networks if isinstance(method, Guessing) else convolutional)
 
 
 def test_a_planned_loss_is_recorded_with_the_bits_of_its_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,316 @@
+"""FedSTAR against its baselines, on data that are at hand: the tables of docs/fedstar.md.
+
+One split for each seed, the same clips with labels for all contestants, the last round counts, and nothing is chosen by the test.
+Each table begins with the budget of its runs. ``--frames 48`` takes half as much time; the table says so.
+
+    python benchmarks/fedstar.py --root PATH/TO/fsdd
+    python benchmarks/fedstar.py --root PATH/TO/fsdd --tables contestants scarce --seeds 1 --rounds 3 --frames 48
+    python benchmarks/fedstar.py --root PATH/TO/fsdd --esc PATH/TO/ESC-10 --tables uses
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from raydfl import read_rows
+from raydfl.cluster.server import Server
+from raydfl.data import Population
+from raydfl.engine.config import load_config, make_config
+from raydfl.runs.folder import create, export
+from raydfl.runs.progress import Progress
+
+JOB = Path(__file__).parents[1] / "jobs" / "fedstar" / "fsdd.yaml"
+LANGUAGES = ["en-us", "de", "fr-fr", "es", "it", "ru"]
+POINTS = (1, 2, 5, 10, 20, 30)
+"""Rounds of which the table of acceptance has a column, as far as there are so many."""
+
+CONTESTANTS: Mapping[str, Mapping[str, Any]] = {
+    "FedSTAR, T = 1": {},
+    "FedSTAR, T = 4": {"method": {"temperature": 4.0}},
+    "supervised": {"method": {"learn_from": "labelled"}},
+    "supervised, as often": {"method": {"learn_from": "labelled_as_often"}},
+    "all labels": {"method": {"learn_from": "labelled"}, "unlabelled": None},
+}
+CENTRALISED = {
+    "one client, FedSTAR": {"clients": 1},
+    "one client, all labels": {"clients": 1, "method": {"learn_from": "labelled"}, "unlabelled": None},
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run."""
+
+    accuracy: list[tuple[int, float]]
+    """Of the test clips, by round."""
+    train: dict[str, dict[int, tuple[float, float]]]
+    """Value and count of what was reported in training, by name and round, over all clients of the round."""
+    without_labels: int
+    """Clients that have no clip with a label."""
+    seconds: float
+    """Processor time of the rounds."""
+
+    @property
+    def last(self) -> float:
+        """Accuracy in the last round that was measured."""
+        return self.accuracy[-1][1]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all runs have in common."""
+
+    root: Path
+    folder: Path
+    rounds: int
+    frames: int
+    seeds: Sequence[int]
+    esc: Path | None
+
+    def run(self, seed: int, **changes: Any) -> Result:
+        """Train one federation and read what was recorded.
+
+        Args:
+            seed: of the run.
+            changes: ``method``, ``data``, ``unlabelled``, ``clients``, ``models``, ``train``, ``evaluate`` and ``objective``, over
+                the job's own.
+        """
+        values = load_config(JOB, [f"data.root={self.root}"]).model_dump(mode="json", exclude={"track"})
+        method = dict(changes.get("method", {}))
+        values["method"] = method if "name" in method else {"name": "fedstar", "rising_rounds": self.rounds} | method
+        values["data"]["transforms"][0] |= {"size": self.frames, "stride": 98 if self.frames == 96 else self.frames}
+        values["data"]["partition"]["clients"] = changes.get("clients", 15)
+        values["data"] |= changes.get("data", {})
+        if values["data"]["root"] is None:  # generated speech
+            del values["data"]["root"]
+        values["data"]["unlabelled"] = changes.get("unlabelled", values["data"]["unlabelled"])
+        values["train"] |= {"rounds": self.rounds} | changes.get("train", {})
+        values["evaluate"]["every"] = changes.get("every", self.rounds)
+        values["models"] = changes.get("models", values["models"])
+        values["objective"] = changes.get("objective", values["objective"])
+        values["ray"] |= {"actors": 0}
+        values["run"] = {"seed": seed, "dir": str(self.folder), "name": f"run{len(list(self.folder.iterdir()))}"}
+        config = make_config(values)
+        folder = create(config, Progress("quiet"))
+        server = Server(folder, config)
+        began = time.process_time()
+        try:
+            while server.round_index < config.train.rounds:
+                server.round()
+            server.finish()
+        finally:
+            server.close()
+        population = Population.load(folder / "population")
+        pools = [population.profile(index).get("pools") for index in range(len(population))]
+        if changes.get("export"):
+            export(folder, config)[0].replace(changes["export"])
+        return _read(
+            folder, time.process_time() - began, sum(each is not None and not each["labelled"] for each in pools)
+        )
+
+
+def _read(folder: Path, seconds: float, without_labels: int) -> Result:
+    accuracy, train = [], {}
+    for row in read_rows(folder, where=None).to_pylist():
+        if row["client"]:
+            continue
+        if row["split"] == "test" and row["metric"] == "model/accuracy":
+            accuracy.append((row["round"], row["value"]))
+        if row["split"] == "train":
+            train.setdefault(row["metric"], {})[row["round"]] = row["value"], row["count"]
+    return Result(sorted(accuracy), train, without_labels, seconds)
+
+
+def _spread(values: Sequence[float]) -> str:
+    """Mean and standard deviation in per cent."""
+    mean = 100 * statistics.fmean(values)
+    return f"{mean:.1f}" + (f" ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else "")
+
+
+def _compare(bench: Bench, contestants: Mapping[str, Mapping[str, Any]], **common: Any) -> None:
+    """Print accuracy in the last round and what it took: steps and clips in a round of all its clients, processor time."""
+    print("| | accuracy, % | steps a round | clips a round | clients without a label | processor, s |")
+    print("|---|---|---|---|---|---|")
+    for name, changes in contestants.items():
+        found = [bench.run(seed, **{**common, **changes}) for seed in bench.seeds]
+        steps = [value * count for each in found for value, count in each.train["steps"].values()]
+        clips = [count for each in found for _, count in each.train["loss"].values()]
+        print(
+            f"| {name} | {_spread([each.last for each in found])} | {statistics.fmean(steps):.0f} | {statistics.fmean(clips):.0f} "
+            f"| {statistics.fmean(each.without_labels for each in found):.1f} "
+            f"| {statistics.fmean(each.seconds for each in found):.0f} |",
+            flush=True,
+        )
+
+
+def contestants(bench: Bench) -> None:
+    """FSDD, 3 % of the labels, 15 clients."""
+    _compare(bench, {**CONTESTANTS, **CENTRALISED})
+
+
+def speakers(bench: Bench) -> None:
+    """The same, tested on speakers that nobody trained on."""
+    _compare(bench, CONTESTANTS, data={"split": {"test": {"by": "group", "values": ["theo", "yweweler"]}}})
+
+
+def scarce(bench: Bench) -> None:
+    """FSDD, 3 % of the labels dealt by label, 30 clients: labels are scarcer than clients."""
+    _compare(bench, CONTESTANTS, clients=30)
+    print("\nWith one clip of each label in all:\n")
+    few = {"keep_clips": 1, "partition": {"by": "iid", "clients": 30}}
+    data = {"partition": {"by": "dirichlet", "clients": 30, "alpha": 100.0}}
+    _compare(
+        bench, {name: own for name, own in CONTESTANTS.items() if "unlabelled" not in own}, unlabelled=few, data=data
+    )
+
+
+def acceptance(bench: Bench) -> None:
+    """Accepted guesses and right ones among these over the rounds, %."""
+    points = [point for point in POINTS if point <= bench.rounds]
+    print("| | " + " | ".join(f"round {point}" for point in points) + " |")
+    print("|---|" + "---|" * len(points))
+    for name in ("FedSTAR, T = 1", "FedSTAR, T = 4"):
+        found = [bench.run(seed, **CONTESTANTS[name]) for seed in bench.seeds]
+        for metric, said in {"accepted": "accepted", "pseudo_label_accuracy": "right ones"}.items():
+            cells = []
+            for point in points:
+                known = [each.train[metric][point][0] for each in found if each.train[metric].get(point, (0, 0))[1]]
+                cells.append(_spread(known) if known else "none accepted")
+            print(f"| {name}: {said} | " + " | ".join(cells) + " |", flush=True)
+
+
+def pretraining(bench: Bench) -> None:
+    """Rounds to 50 % accuracy with and without COLA pre-training on generated speakers, who say other words."""
+    target, keep = 0.5, ["output.*"]
+    front_end = load_config(JOB, [f"data.root={bench.root}"]).data.features.model_dump(mode="json") | {
+        "least_seconds": 1.5
+    }
+    with tempfile.TemporaryDirectory(prefix="raydfl-cola-") as folder:
+        cola, noise = Path(folder) / "cola.safetensors", Path(folder) / "noise.safetensors"
+        corpus = {
+            "name": "spoken_words",
+            "speakers": 40,
+            "words": "speech_commands_10",
+            "takes": 4,
+            "features": front_end,
+        }
+        made = bench.run(
+            bench.seeds[0],
+            method={"name": "fedavg"},
+            objective={"name": "contrast", "frames": bench.frames, "size": 256},
+            data={**corpus, "root": None, "transforms": [], "partition": {"by": "iid", "clients": 4}, "split": {}},
+            unlabelled=None,
+            train={"cohort": 1.0, "batch_size": 128, "optimiser": {"name": "adam", "lr": 0.0001}},
+            export=cola,
+        )
+        print(f"Pre-training: {bench.rounds} rounds, {made.seconds:.0f} s, {made.last:.2f} of the other crops found.\n")
+        random = torch.Generator().manual_seed(0)
+        drawn = {}
+        for name, tensor in load_file(cola).items():
+            values = torch.randn(tensor.shape, generator=random)
+            drawn[name] = values * (tensor.norm() / values.norm().clamp_min(1e-12))
+        save_file(drawn, noise)
+        starts: dict[str, Any] = {"none": {}, "COLA": cola, "random weights of the same norm": noise}
+        print(f"| begins with | rounds to {100 * target:.0f} % | accuracy, % |")
+        print("|---|---|---|")
+        for name, file in starts.items():
+            start = {"file": str(file), "keep": keep, "ignore": [*keep, "objective.*"]}
+            model = {"name": "split_cnn", **({"init_from": start} if file else {})}
+            found = [bench.run(seed, models={"model": model}, every=1) for seed in bench.seeds]
+            reached = [next((r for r, value in each.accuracy if value >= target), None) for each in found]
+            said = ", ".join("not reached" if each is None else str(each) for each in reached)
+            print(f"| {name} | {said} | {_spread([each.last for each in found])} |", flush=True)
+
+
+def limited(bench: Bench) -> None:
+    """Clients with labels of few classes: 3 each, and of a number drawn with variance 0.5."""
+    for variance in (0.0, 0.5):
+        print(f"\nsigma_c {variance:g}:\n")
+        labelled = {"by": "classes", "clients": 15, "classes": 3, "variance": variance}
+        unlabelled = {"keep": 0.03, "partition": {"by": "quantity", "clients": 15, "spread": 0.25}}
+        chosen = {name: own for name, own in CONTESTANTS.items() if "unlabelled" not in own}
+        _compare(bench, chosen, data={"partition": labelled}, unlabelled=unlabelled)
+
+
+def uses(bench: Bench) -> None:
+    """What it is worth: languages of generated speech, and ESC-10, with 5 labels a class."""
+    few = {"unlabelled": {"keep_clips": 5}}
+    print("\nSix languages, 8 clients:\n")
+    words = {"name": "spoken_words", "root": None, "label": "language", "languages": LANGUAGES, "speakers": 60}
+    chosen = {name: {**own, **({} if "unlabelled" in own else few)} for name, own in CONTESTANTS.items()}
+    _compare(bench, chosen, clients=8, data={**words, "words": ["one", "two", "three"], "split": {}})
+    if bench.esc is not None:
+        print("\nESC-10, 4 clients:\n")
+        sounds = {"name": "esc", "root": str(bench.esc), "split": {"test": {"by": "clip", "fraction": 0.25}}}
+        _compare(bench, chosen, clients=4, data=sounds)
+
+
+def beyond(bench: Bench) -> None:
+    """Thresholds for each class, and weak and strong views. Views go with no segments: the middle of test clips is taken."""
+    crop = {"name": "random_crop", "size": bench.frames}
+    features = load_config(JOB, [f"data.root={bench.root}"]).data.features.model_dump(mode="json")
+    masks = {"name": "spec_augment", "frames": bench.frames // 5, "bands": 12}
+    strong = {"strong": {"column": "path", "features": features, "transforms": [crop, masks]}}
+    kinds: dict[str, Mapping[str, Any]] = {
+        "FedSTAR": {"method": {}},
+        "thresholds for each class": {"method": {"per_class": True}},
+        "weak and strong view": {"method": {"strong": "strong"}, "data": {"transforms": [crop], "views": strong}},
+        "both": {
+            "method": {"per_class": True, "strong": "strong"},
+            "data": {"transforms": [crop], "views": strong},
+        },
+        "both, threshold 0.95": {
+            "method": {"per_class": True, "strong": "strong", "threshold": [0.95, 0.95], "mix": "added"},
+            "data": {"transforms": [crop], "views": strong},
+        },
+    }
+    _compare(bench, kinds, data={"transforms": [crop]})
+
+
+TABLES: Mapping[str, Callable[[Bench], None]] = {
+    "contestants": contestants,
+    "speakers": speakers,
+    "scarce": scarce,
+    "acceptance": acceptance,
+    "pretraining": pretraining,
+    "limited": limited,
+    "uses": uses,
+    "beyond": beyond,
+}
+
+
+def main() -> None:
+    """Train what the tables need, and print them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--root", type=Path, required=True, help="the Free Spoken Digit Dataset")
+    parser.add_argument("--esc", type=Path, help="ESC-10 or ESC-50; without it that part of uses is left out")
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=[*TABLES])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--frames", type=int, default=96, help="frames of a crop; the paper has 96")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--threads", type=int, default=1)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    for name in given.tables:
+        began = time.process_time()
+        print(
+            f"\n## {TABLES[name].__doc__}\n\n{given.rounds} rounds, crops of {given.frames} frames, seeds {given.seeds}.\n"
+        )
+        with tempfile.TemporaryDirectory(prefix="raydfl-fedstar-") as folder:
+            TABLES[name](Bench(given.root.absolute(), Path(folder), given.rounds, given.frames, given.seeds, given.esc))
+        print(f"\nProcessor time of this table: {math.ceil((time.process_time() - began) / 60)} min.", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Split CNN: blocks of one convolution over time and one over frequency, side by side; group normalisation; the maximum over all.
+
+The network of FedSTAR (V. Tsouvalas, A. Saeed, T. Ozcelebi, Federated Self-Training for Semi-Supervised Audio Recognition, ACM
+TECS 2022), as its code has it: in each of four blocks
+
+    time       convolution of 4 frames x 1 band, group norm, ReLU    ┐ joined
+    frequency  convolution of 1 frame x 4 bands, group norm, ReLU    ┘
+    mix        convolution of 1 x 1, group norm, ReLU, 2 x 2 maximum, dropout of whole maps
+
+then the maximum over what is left of time and frequency, and one linear layer: 134,648 weights below it. Where a kernel is even it
+sees one place more after than before, as TensorFlow pads; kernels begin as Glorot and Bengio drew them, biases at 0.
+
+Deviation: where an odd number of frames or bands is pooled, the last stands for itself and is not left out, so that clips of any
+length can be taken. At the paper's 96 frames and 64 bands nothing is odd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from raydfl.core.errors import ConfigError
+from raydfl.core.ops import Dropout
+
+Count = Annotated[int, Field(ge=1)]
+
+EPSILON = 1e-3
+"""What group normalisation adds to the variance: TensorFlow's default."""
+
+
+class SplitCNN(nn.Module):
+    """A network for sequences of feature frames, without recurrence. With ``lengths`` a batch gives the same as its items alone."""
+
+    def __init__(
+        self,
+        inputs: int,
+        classes: int,
+        filters: Annotated[tuple[Count, ...], Field(min_length=1)] = (24, 32, 64, 128),
+        kernel: Count = 4,
+        groups: Count = 4,
+        dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1,
+    ) -> None:
+        """Build it.
+
+        Args:
+            inputs: features of a frame, neighbours in frequency side by side; any number.
+            classes: outputs.
+            filters: channels of each block.
+            kernel: frames, and bands, that a convolution sees.
+            groups: of channels that are normalised together.
+            dropout: share of each block's maps zeroed while training, 0..1.
+
+        Raises:
+            ConfigError: channels that cannot be divided into so many groups.
+        """
+        super().__init__()
+        for channels in filters:
+            if channels % groups:
+                raise ConfigError(
+                    f"filters are {list(filters)} and groups {groups}: {channels} channels make no equal groups; take multiples of "
+                    f"{groups}"
+                )
+        self.blocks = nn.ModuleList(
+            _Block(before, after, kernel, groups, dropout) for before, after in pairwise((1, *filters))
+        )
+        self.output = nn.Linear(filters[-1], classes)
+        for layer in self.modules():
+            if isinstance(layer, (nn.Conv2d, nn.Linear)):
+                nn.init.xavier_uniform_(layer.weight)
+                nn.init.zeros_(layer.bias)  # type: ignore[arg-type]  # all have one
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Return logits float32 [batch, classes]; see :meth:`embed` for the arguments."""
+        logits: Tensor = self.output(self.embed(x, lengths))
+        return logits
+
+    def embed(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Return each map's maximum: float32 [batch, channels of the last block].
+
+        Args:
+            x: float32 [batch, frames, inputs].
+            lengths: int64 [batch]: frames that count; ``None``: all.
+        """
+        x = x.unsqueeze(1)
+        for block in self.blocks:
+            x = block(x, lengths)
+            lengths = None if lengths is None else (lengths + 1) // 2
+        return x.amax(dim=(2, 3))
+
+
+class _Block(nn.Module):
+    def __init__(self, before: int, after: int, kernel: int, groups: int, dropout: float) -> None:
+        super().__init__()
+        self.around = ((kernel - 1) // 2, kernel // 2)
+        self.time = nn.Conv2d(before, after, (kernel, 1))
+        self.time_norm = _GroupNorm(groups, after, EPSILON)
+        self.frequency = nn.Conv2d(before, after, (1, kernel))
+        self.frequency_norm = _GroupNorm(groups, after, EPSILON)
+        self.mix = nn.Conv2d(2 * after, after, 1)
+        self.mix_norm = _GroupNorm(groups, after, EPSILON)
+        self.dropout = Dropout(dropout)
+
+    def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        """Return [batch, channels, (frames + 1) // 2, (bands + 1) // 2] of [batch, channels, frames, bands]; 0 in padding."""
+        inside = None
+        if lengths is not None:
+            counting = torch.arange(x.shape[2], device=x.device) < lengths.unsqueeze(1)
+            inside = counting.to(x.dtype)[:, None, :, None]
+            x = x * inside
+        in_time = self.time_norm(self.time(F.pad(x, (0, 0, *self.around))), inside).relu()
+        in_frequency = self.frequency_norm(self.frequency(F.pad(x, self.around)), inside).relu()
+        mixed = self.mix_norm(self.mix(torch.cat([in_time, in_frequency], dim=1)), inside).relu()
+        if inside is not None:
+            mixed = mixed * inside  # nothing is below 0 after ReLU, so padding is never the maximum
+        pooled: Tensor = F.max_pool2d(mixed, 2, ceil_mode=True)
+        kept: Tensor = self.dropout(torch.ones_like(pooled[:, :, 0, 0]))
+        return pooled * kept[:, :, None, None]
+
+
+class _GroupNorm(nn.GroupNorm):
+    def forward(self, x: Tensor, inside: Tensor | None = None) -> Tensor:
+        """Return x [batch, channels, frames, bands] normalised, with the statistics of the frames where ``inside`` is 1."""
+        if inside is None:
+            return super().forward(x)
+        groups = (x * inside).view(len(x), self.num_groups, -1, x.shape[3])
+        # Zeros in padding add nothing to the sums.
+        count = (inside.sum(dim=(1, 2, 3)) * (x.shape[1] // self.num_groups * x.shape[3])).clamp_min(1.0)[:, None]
+        mean = groups.sum(dim=(2, 3)) / count
+        variance = (groups.square().sum(dim=(2, 3)) / count - mean.square()).clamp_min(0.0)
+        scale, shift = (
+            each.repeat_interleave(x.shape[1] // self.num_groups, dim=1)[:, :, None, None]
+            for each in ((variance + self.eps).rsqrt(), mean)
+        )
+        return (x - shift) * scale * self.weight[:, None, None] + self.bias[:, None, None]
+
+
+ARCHITECTURES: Mapping[str, tuple[type[nn.Module], Mapping[str, Any]]] = {
+    "split_cnn": (SplitCNN, {}),
+    "split_cnn_tiny": (SplitCNN, {"filters": (4, 8)}),
+}
+"""``split_cnn`` is FedSTAR's; ``split_cnn_tiny`` is for tests and first tries."""

@@ -1,0 +1,265 @@
+"""FedSTAR's formulas, written out once more in NumPy, and what its settings come to."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from helpers import differ, finish, same, stop_after
+from torch import Tensor, nn
+
+from raydfl import read_rows
+from raydfl.core.errors import ConfigError
+from raydfl.core.types import Batch, Ratio
+from raydfl.data.population import Population
+from raydfl.engine.config import Config
+from raydfl.methods.fedstar import FedSTAR
+from raydfl.models.split_cnn import SplitCNN
+
+Tiny = Callable[..., Config]
+CLASSES = 3
+
+
+def batch_of(labelled: int, unlabelled: int) -> Batch:
+    random = torch.Generator().manual_seed(labelled)
+    rows = labelled + unlabelled
+    pool = torch.tensor([0] * labelled + [1] * unlabelled)
+    truth = torch.randint(CLASSES, (rows,), generator=random)
+    hidden = torch.where((pool == 1) & (torch.arange(rows) != rows - 1), truth, -1)  # of the last nobody knows it
+    columns = {"pool": pool, "hidden_label": hidden}
+    return Batch(3 * torch.randn(rows, 8, 6, generator=random), torch.where(pool == 0, truth, -100), columns=columns)
+
+
+def step_of(network: nn.Module, threshold: Tensor) -> Any:
+    parameters = {f"model/{name}": parameter for name, parameter in network.named_parameters()}
+    return SimpleNamespace(
+        forward=lambda name, batch: network(batch.x, batch.lengths),
+        parameters=lambda *names: parameters,
+        state={"threshold": threshold},
+        device=torch.device("cpu"),
+    )
+
+
+def by_hand(method: FedSTAR, network: nn.Module, batch: Batch, tau: np.ndarray) -> tuple[float, int, int, int]:
+    """Loss, guesses taken, of these those of which the label is known, and right ones: float64, clip by clip."""
+    supervised, guessed, taken, known, right = [], 0.0, 0, 0, 0
+    logits = network(batch.x).detach().double().numpy()
+    for z, pool, label, hidden in zip(
+        logits, batch.columns["pool"], batch.y, batch.columns["hidden_label"], strict=True
+    ):
+        log_p = z - np.log(np.exp(z).sum())
+        if pool == 0:
+            supervised.append(-log_p[int(label)])
+            continue
+        soft = np.exp(z / method.temperature) / np.exp(z / method.temperature).sum()
+        guess = int(soft.argmax())
+        if soft[guess] >= tau[guess]:
+            guessed, taken = guessed - log_p[guess], taken + 1
+            known, right = known + int(hidden >= 0), right + int(hidden == guess)
+    unlabelled = int((batch.columns["pool"] == 1).sum())
+    loss = (1 - method.beta if method.mix == "weighted" else 1) * float(np.mean(supervised or [0]))
+    loss += method.beta * guessed / max(unlabelled, 1)
+    kernels = [p for p in network.parameters() if p.dim() == 4]
+    return loss + method.kernel_decay * sum(float(k.detach().square().sum()) for k in kernels), taken, known, right
+
+
+@pytest.mark.parametrize(
+    ("labelled", "unlabelled"), [(4, 12), (0, 9), (5, 0)], ids=["both", "no labels", "labels only"]
+)
+@pytest.mark.parametrize(
+    "method",
+    [
+        FedSTAR(kernel_decay=0.01),
+        FedSTAR(beta=0.3, mix="added", temperature=2.0, kernel_decay=0.0),
+        FedSTAR(beta=0.0),
+    ],
+    ids=["code", "paper", "labels"],
+)
+def test_the_loss_and_its_reports(method: FedSTAR, labelled: int, unlabelled: int) -> None:
+    torch.manual_seed(3)
+    network = SplitCNN(6, CLASSES, filters=(4,), dropout=0.0)
+    with torch.no_grad():  # so that all classes are guessed, some of them surely
+        network.output.weight.mul_(1.5)
+        network.output.bias.sub_(network(batch_of(4, 12).x).mean(dim=0))
+    tau = np.array([0.415, 0.39, 0.42], np.float32)
+    batch = batch_of(labelled, unlabelled)
+    loss, taken, known, right = by_hand(method, network, batch, tau)
+    value, reports = method.self_training(step_of(network, torch.from_numpy(tau)), batch)
+    assert float(value.detach()) == pytest.approx(loss, rel=1e-5)
+    assert [float(n) for n in reports["accepted"]] == [taken, unlabelled]
+    assert [float(n) for n in reports["pseudo_label_accuracy"]] == [right, known]
+    assert not unlabelled or 0 < taken < unlabelled, "the threshold has to matter"
+    padding = dataclasses.replace(batch, weight=torch.ones(labelled + unlabelled))
+    assert float(method.self_training(step_of(network, torch.from_numpy(tau)), padding)[0].detach()) == float(
+        value.detach()
+    )
+
+
+def test_no_gradient_reaches_guesses_and_a_threshold_above_1_takes_none() -> None:
+    """Above 1 nothing is learnt but from labels, with the share that they have: beta 0 up to the factor."""
+    network, batch = SplitCNN(6, CLASSES, filters=(4,), dropout=0.0), batch_of(4, 12)
+
+    def gradients(method: FedSTAR, tau: float) -> list[Tensor]:
+        value, _ = method.self_training(step_of(network, torch.full((CLASSES,), tau)), batch)
+        return list(torch.autograd.grad(value, list(network.parameters())))
+
+    none = gradients(FedSTAR(beta=0.5, kernel_decay=0.0), 1.01)
+    labels = gradients(FedSTAR(beta=0.0, kernel_decay=0.0), 0.0)
+    for one, other in zip(none, labels, strict=True):
+        torch.testing.assert_close(2 * one, other)
+    everything = gradients(FedSTAR(beta=1.0, kernel_decay=0.0), 0.0)
+    logits = network(batch.x)
+    fixed = nn.functional.cross_entropy(logits[4:], logits[4:].argmax(dim=1))
+    for one, other in zip(everything, torch.autograd.grad(fixed, list(network.parameters())), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_the_threshold_rises_with_the_round_counted_from_1() -> None:
+    method = FedSTAR(threshold=(0.5, 0.9), rising_rounds=4)
+    found = [method.threshold_in(round_index) for round_index in range(6)]
+    quarter = 0.9 - 0.2 * (1 + 2**-0.5)
+    np.testing.assert_allclose(found, [quarter, 0.7, 0.7 + (0.7 - quarter), 0.9, 0.9, 0.9])
+
+
+def test_flexmatchs_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 clips 5 are sure: 4 of class 0, 1 of class 1. By equations 7 and 11: progress 1, 1/4, 0; by 6: 1, 1/7, 0."""
+    sure = torch.tensor([[9.0, 0, 0]] * 4 + [[0, 9.0, 0]] + [[0, 0, 0.1]] * 3)
+    monkeypatch.setattr("raydfl.methods.fedstar.predict", lambda step, model, clips: sure)
+    spec = SimpleNamespace(name="model", width=3)
+    step: Any = SimpleNamespace(
+        client=SimpleNamespace(models=(spec,)),
+        round_index=9,
+        data=SimpleNamespace(pools={"unlabelled": range(8)}),
+        device=torch.device("cpu"),
+    )
+    method = FedSTAR(threshold=(0.5, 0.8), rising_rounds=10, per_class=True)
+    torch.testing.assert_close(method._thresholds(step), 0.8 * torch.tensor([1.0, 1 / 7, 0.0]))
+    torch.testing.assert_close(FedSTAR(threshold=(0.5, 0.8), rising_rounds=10)._thresholds(step), torch.full((3,), 0.8))
+
+
+def test_a_strong_view_learns_what_the_own_one_guesses() -> None:
+    network, batch = SplitCNN(6, CLASSES, filters=(4,), dropout=0.0), batch_of(2, 6)
+    step, strong = step_of(network, torch.zeros(CLASSES)), torch.randn_like(batch.x)
+    method = FedSTAR(beta=1.0, kernel_decay=0.0, strong="loud")
+    value, _ = method.self_training(step, dataclasses.replace(batch, views={"loud": strong}))
+    guess = network(batch.x).argmax(dim=1)
+    expected = nn.functional.cross_entropy(network(strong)[2:], guess[2:])
+    torch.testing.assert_close(value, expected)
+
+
+def test_a_strong_view_of_the_same_files(tiny: Tiny, tmp_path: Path) -> None:
+    for speaker, label, take in itertools.product(range(3), range(3), range(4)):
+        wave = 0.2 * np.sin(np.arange(2000) * (label + 1) * (0.2 + 0.01 * take + 0.001 * speaker))
+        file = tmp_path / "files" / ("test" if take == 0 else "train") / f"tone{label}" / f"s{speaker}_{take}.wav"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        soundfile.write(file, wave, 8000)
+    features = "{sample_rate: 8000, bands: 16, seconds: 0.25}"
+    masked = f"loud: {{column: path, features: {features}, transforms: [{{name: spec_augment, frames: 9}}]}}"
+    source = f"{{name: folder, root: {tmp_path / 'files'}, group_pattern: '(?P<group>s[0-9])_', features: {features}"
+    data = f"data={source}, unlabelled: {{keep: 0.4}}, partition: {{by: group}}"
+    common = ("train.rounds=1", "method.threshold=[0.0, 0.0]", "evaluate.server=false", "evaluate.clients=none")
+    weak = finish(tiny(f"{data}}}", *common, "run.name=weak", method="fedstar"))
+    settings = (f"{data}, views: {{{masked}}}}}", "method.strong=loud", *common)
+    assert differ(weak, finish(tiny(*settings, "run.name=strong", method="fedstar")))
+
+
+def weights_and_steps(config: Config) -> tuple[dict[str, list[int]], dict[str, dict[str, float]]]:
+    """Clips by client and pool, and what each client reported in the first round."""
+    stop_after(config, 1)
+    folder = Path(config.run.dir) / str(config.run.name)
+    population = Population.load(folder / "population")
+    sizes = {
+        population.ids[i]: [len(pool) for pool in population.data(i).pools.values()] for i in range(len(population))
+    }
+    reported: dict[str, dict[str, float]] = {}
+    for row in read_rows(folder).to_pylist():
+        if row["client"] and row["split"] == "train":
+            reported.setdefault(row["client"], {})[row["metric"]] = row["value"]
+    return sizes, reported
+
+
+def test_steps_of_fedstar_and_of_its_baselines(tiny: Tiny) -> None:
+    """Batches of 8: half of them without labels lead; the supervised baseline takes 8 with labels, as few times as there are."""
+    common = ("train.rounds=1", "train.cohort=1.0", "evaluate.server=false", "evaluate.clients=none")
+    counted = {
+        "all": lambda labelled, unlabelled: -(-unlabelled // 4),
+        "labelled": lambda labelled, unlabelled: -(-labelled // 8),
+        "labelled_as_often": lambda labelled, unlabelled: -(-unlabelled // 4),
+    }
+    for name, steps in counted.items():
+        given = (*common, f"method.learn_from={name}", f"run.name={name}")
+        sizes, reported = weights_and_steps(tiny(*given, method="fedstar"))
+        assert len(reported) == 6
+        for client, found in reported.items():
+            assert found["steps"] == steps(*sizes[client])
+            assert ("accepted" in found) is (name == "all")
+
+
+def test_what_a_client_counts_as() -> None:
+    """The paper's n_l + n_u, and as the code ran: batches of clips without labels, 32 in each, times 64."""
+    pools = {"labelled": range(5), "unlabelled": range(70)}
+    found: list[float] = []
+    step: Any = SimpleNamespace(
+        data=SimpleNamespace(pools=pools, train=pools["labelled"]),
+        training=SimpleNamespace(batch_size=64),
+        state={},
+        round_index=0,
+        client=SimpleNamespace(models=(SimpleNamespace(name="model", width=3),)),
+        device=torch.device("cpu"),
+        update=lambda metrics, weight: found.append(weight),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("raydfl.methods.fedstar.fit", lambda *args, **options: {"loss": Ratio(0, 0)})
+        for weight in ("clips", "batches"):
+            for learn_from in ("all", "labelled"):
+                FedSTAR(weight=weight, learn_from=learn_from).local(step)  # type: ignore[arg-type]
+    assert found == [75, 5, 3 * 64, 64]
+
+
+def test_all_labels_run_and_no_unlabelled_clips_are_refused(tiny: Tiny) -> None:
+    """L 1: the labelled loss alone, in half batches of 4: FedAvg's steps there, up to the factor of the loss."""
+    common = ("train.rounds=1", "data.unlabelled={keep: 1.0}", "train.cohort=1.0", "evaluate.server=false")
+    options = ("method.kernel_decay=0.0", "method.mix=added", "train.batch_size=8")
+    whole = finish(tiny(*common, *options, "run.name=all", method="fedstar"))
+    plain = finish(tiny(*common, "train.batch_size=4", "run.name=fedavg"))
+    assert {name for name in whole if name.startswith("server")} == {
+        name for name in plain if name.startswith("server")
+    }
+    for name, tensor in plain.items():
+        if name.startswith("server"):
+            np.testing.assert_allclose(
+                np.frombuffer(whole[name], np.float32), np.frombuffer(tensor, np.float32), rtol=1e-4, atol=1e-5
+            )
+    with pytest.raises(ConfigError, match=r"data.unlabelled.use is 0: none of them is used; set it above 0"):
+        tiny("data.unlabelled.use=0", method="fedstar")
+    with pytest.raises(ConfigError, match=r"'fedstar' learns from the pool 'labelled', and data has none; hide labels"):
+        tiny("data.unlabelled=null", method="fedstar")
+    with pytest.raises(ConfigError, match="train.batch_size is 1, but half of a batch"):
+        tiny("train.batch_size=1", method="fedstar")
+    with pytest.raises(ConfigError, match="'fedstar': there is no view 'loud' in data.views"):
+        tiny("method.strong=loud", method="fedstar")
+
+
+def test_beta_0_is_the_labelled_loss_under_the_same_plan(tiny: Tiny) -> None:
+    """Whatever is guessed; another beta is another model."""
+    common = ("train.rounds=1", "method.mix=added", "evaluate.server=false", "evaluate.clients=none")
+    settings = {
+        "labels": ("method.beta=0.0",),
+        "cold": ("method.beta=0.0", "method.temperature=4.0", "method.threshold=[0.0, 0.0]"),
+        "none": ("method.beta=0.7", "method.threshold=[1.5, 1.5]"),
+        "guesses": ("method.beta=0.7", "method.threshold=[0.0, 0.0]"),
+    }
+    labels, cold, none, guesses = (
+        finish(tiny(*common, *own, f"run.name={name}", method="fedstar")) for name, own in settings.items()
+    )
+    same(labels, cold)
+    same(labels, none)
+    assert differ(labels, guesses)

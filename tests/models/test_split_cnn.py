@@ -1,0 +1,88 @@
+"""Split CNN: the published number of weights, each step written out in NumPy, dropout of whole maps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from raydfl.core.errors import ConfigError
+from raydfl.core.ops import random_state
+from raydfl.models.split_cnn import SplitCNN
+
+
+def test_weights_are_the_published_number() -> None:
+    network = SplitCNN(64, 12)
+    sizes = {name: parameter.numel() for name, parameter in network.named_parameters()}
+    assert sum(size for name, size in sizes.items() if not name.startswith("output.")) == 134_648
+    assert sum(sizes.values()) == 136_196
+    with torch.no_grad():
+        x = torch.randn(1, 96, 64).unsqueeze(1)
+        shapes = [tuple((x := block(x, None)).shape[1:]) for block in network.blocks]
+    assert shapes == [(24, 48, 32), (32, 24, 16), (64, 12, 8), (128, 6, 4)]
+
+
+def test_every_step_as_its_formula_reads() -> None:
+    """In float64, with loops: kernels of 4 see one place before and two after; groups of channels over all time and bands."""
+    torch.manual_seed(0)
+    network = SplitCNN(5, 3, filters=(4, 8), groups=2).eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    weights = {name: value.double().numpy() for name, value in network.state_dict().items()}
+
+    def convolved(x: np.ndarray, name: str) -> np.ndarray:
+        kernel, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
+        rows, columns = kernel.shape[2:]
+        padded = np.pad(x, ((0, 0), (int(rows == 4), 2 * int(rows == 4)), (int(columns == 4), 2 * int(columns == 4))))
+        y = np.zeros((len(kernel), *x.shape[1:]))
+        for row in range(rows):
+            for column in range(columns):
+                part = padded[:, row : row + x.shape[1], column : column + x.shape[2]]
+                y += np.einsum("oi,itf->otf", kernel[:, :, row, column], part)
+        y += bias[:, None, None]
+        for group in np.split(np.arange(len(y)), 2):
+            y[group] = (y[group] - y[group].mean()) / np.sqrt(y[group].var() + 1e-3)
+        y = y * weights[f"{name}_norm.weight"][:, None, None] + weights[f"{name}_norm.bias"][:, None, None]
+        return np.maximum(y, 0)
+
+    x = torch.randn(2, 7, 5)
+    for item, logits in zip(x.double().numpy(), network(x).detach().numpy(), strict=True):
+        maps = item[None]
+        for block in ("blocks.0", "blocks.1"):
+            maps = np.concatenate([convolved(maps, f"{block}.time"), convolved(maps, f"{block}.frequency")])
+            maps = convolved(maps, f"{block}.mix")
+            maps = np.stack([maps[:, t : t + 2].max(axis=1) for t in range(0, maps.shape[1], 2)], axis=1)
+            maps = np.stack([maps[:, :, f : f + 2].max(axis=2) for f in range(0, maps.shape[2], 2)], axis=2)
+        expected = weights["output.weight"] @ maps.max(axis=(1, 2)) + weights["output.bias"]
+        np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_drops_maps_by_the_seed() -> None:
+    block, x = SplitCNN(6, 3, filters=(8,), dropout=0.5).blocks[0], torch.randn(9, 1, 8, 6)
+
+    def trained(seed: int) -> torch.Tensor:
+        with random_state(torch.tensor(seed)), torch.no_grad():
+            return block.train()(x, None)  # type: ignore[no-any-return]
+
+    with torch.no_grad():
+        whole = block.eval()(x, None)
+    kept = trained(1).abs().sum(dim=(2, 3)) > 0
+    assert 0.3 < kept.float().mean() < 0.7
+    torch.testing.assert_close(trained(1), 2 * whole * kept[:, :, None, None])
+    assert torch.equal(trained(1), trained(1))
+    assert not torch.equal(trained(1), trained(2))
+
+
+def test_first_weights_are_glorots() -> None:
+    """Uniform with the variance 2 / (fan in + fan out), biases 0."""
+    torch.manual_seed(0)
+    layer = SplitCNN(64, 12).blocks[2].time
+    assert float(layer.weight.detach().abs().max()) <= (6 / (4 * (32 + 64))) ** 0.5
+    assert float(layer.weight.detach().var()) == pytest.approx(2 / (4 * (32 + 64)), rel=0.05)
+    assert not layer.bias.any()
+
+
+def test_channels_are_of_equal_groups() -> None:
+    with pytest.raises(ConfigError, match="groups 4: 6 channels make no equal groups; take multiples of 4"):
+        SplitCNN(8, 3, filters=(4, 6))

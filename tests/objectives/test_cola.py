@@ -1,0 +1,84 @@
+"""COLA: contrast, with the shards of a folder as clients. One shard is centralised training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from helpers import final_state, stop_after
+
+from raydfl.core.ops import random_state, uniform
+from raydfl.core.seeds import generator
+from raydfl.data.population import Population
+from raydfl.engine.clients import Clients
+from raydfl.engine.config import Config
+from raydfl.engine.worker import build_models
+from raydfl.runs.folder import export
+from raydfl.training.randomness import fit_seed, seed_of_step
+
+Tiny = Callable[..., Config]
+FRAMES, SIZE, ROUNDS, BATCH = 12, 8, 2, 8
+SETTINGS = (
+    f"objective={{name: contrast, frames: {FRAMES}, size: {SIZE}}}",
+    "models.model=mlp",
+    f"train.rounds={ROUNDS}",
+    "train.cohort=1.0",
+    "data.split.validation=0.0",
+    "evaluate.server=false",
+    "evaluate.clients=none",
+)
+
+
+def test_one_shard_is_a_bare_loop(tiny: Tiny) -> None:
+    """The same weights as a loop over all clips with PyTorch's own Adam, layer norm and cross-entropy."""
+    config = tiny(
+        *SETTINGS, "data.partition={by: iid, clients: 1}", "train.optimiser={name: adam, lr: 0.01, eps: 0.001}"
+    )
+    stop_after(config, ROUNDS)
+    folder = Path(config.run.dir) / str(config.run.name)
+    population = Population.load(folder / "population")
+    clips = population.data(0).train
+    x = clips.batch(np.arange(len(clips))).x
+    network: Any = build_models(config.parts.method, Clients(population, config)[0].models, config.run.seed)["model"]
+
+    def projected(rows: np.ndarray) -> torch.Tensor:
+        begin = (uniform(len(rows), x.device) * (x.shape[1] - FRAMES + 1)).floor().long().tolist()
+        crops = torch.stack([x[row, first : first + FRAMES] for row, first in zip(rows, begin, strict=True)])
+        norm = network.objective.norm
+        return F.layer_norm(network(crops), (SIZE,), norm.weight, norm.bias).tanh()
+
+    for round_index in range(ROUNDS):
+        optimiser = torch.optim.Adam(network.parameters(), lr=0.01, eps=0.001)
+        rng = generator(config.run.seed, round_index, population.ids[0], "train")
+        seed = torch.tensor(fit_seed(SimpleNamespace(rng=rng)))  # type: ignore[arg-type]
+        order = rng.permutation(len(clips))
+        for number, start in enumerate(range(0, len(clips), BATCH)):
+            rows = order[start : start + BATCH]
+            with random_state(seed_of_step(seed, number)):
+                one, other = projected(rows), projected(rows)
+            optimiser.zero_grad()
+            F.cross_entropy(one @ network.objective.weight @ other.T, torch.arange(len(rows))).backward()
+            optimiser.step()
+    trained = final_state(folder).tensors["global"]
+    assert len(clips) > 2 * BATCH
+    for name, tensor in network.state_dict().items():
+        torch.testing.assert_close(trained[f"model/{name}"], tensor, rtol=0, atol=1e-6)
+
+
+def test_a_federation_begins_with_its_encoder(tiny: Tiny) -> None:
+    """All but the last layer, which has another width, and the similarity."""
+    cola = tiny(*SETTINGS, "run.name=cola")
+    stop_after(cola, ROUNDS)
+    (file,) = export(Path(cola.run.dir) / "cola", cola)
+    start = f"{{file: {file}, keep: ['output.*'], ignore: ['output.*', 'objective.*']}}"
+    config = tiny(f"models.model={{name: mlp, init_from: {start}}}", "run.name=begun")
+    encoder = final_state(Path(cola.run.dir) / "cola").tensors["global"]["model/hidden.weight"]
+    population = Population.load(Path(cola.run.dir) / "cola" / "population")
+    network = build_models(config.parts.method, Clients(population, config)[0].models, config.run.seed)["model"]
+    assert torch.equal(network.state_dict()["hidden.weight"], encoder)
+    assert network.state_dict()["output.weight"].shape == (3, 32)
