@@ -146,6 +146,7 @@ def test_clients_trained_together_are_drawn_one_after_another(tiny: Tiny, record
     assert (np.diff(timeline[:, 2:].ravel()) >= -1e-9).all()
 
 
+@pytest.mark.usefixtures("pictures")
 def test_the_parts_of_the_page_add_up_to_the_round(tiny: Tiny, recorded: Any, tmp_path: Path) -> None:
     folder, _ = recorded(tiny("train.rounds=5", "run.name=page"))
     found = read_run(folder)
@@ -170,6 +171,7 @@ def test_the_parts_of_the_page_add_up_to_the_round(tiny: Tiny, recorded: Any, tm
     assert any(f">{name}<" in text for name in ids)
 
 
+@pytest.mark.usefixtures("pictures")
 def test_the_page_of_a_run_whose_data_are_elsewhere_numbers_its_clients(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     array = np.array([[4.0, 0.0, 0.0, 1.0]])

@@ -89,6 +89,8 @@ def test_the_input_may_lie_anyhow_in_memory() -> None:
     torch.testing.assert_close(
         spectra.to_z_scores(x.permute(2, 1, 0), count, 1e-5),
         spectra.to_z_scores(x.permute(2, 1, 0).contiguous(), count, 1e-5),
+        rtol=1e-5,
+        atol=1e-4,  # sums in another order
     )
 
 
