@@ -57,6 +57,14 @@ TINY_DATA = {"fedstar": {"unlabelled": {"keep": 0.4}}}
 TINY_MODELS = {"fedmlac": FEDMLAC_MODELS, f"{TESTS}/extra_methods.py:Slow": FEDMLAC_MODELS}
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Fast tests need no Ray: what opens one is slow."""
+    for item in items:
+        if "ray_session" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def drawing() -> Iterator[Callable[..., str]]:
     """What draws a picture. Only tests that ask for ``pictures`` have any drawn: they take most of a tiny run's time."""

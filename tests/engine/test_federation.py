@@ -237,12 +237,12 @@ def test_server_evaluation_agrees_with_a_direct_computation(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize("method", registry.names("raydfl.methods"))
 def test_every_method_beats_chance_on_easy_data(tiny: Tiny, method: str) -> None:
-    """Tones of three pitches, ten rounds: whoever does not learn these does not learn."""
+    """Tones of three pitches, six rounds: whoever does not learn these does not learn."""
     settings = [
-        "train.rounds=10",
+        "train.rounds=6",
         "train.cohort=1.0",
         "train.local_epochs=3",
-        "evaluate.every=10",
+        "evaluate.every=6",
         "train.optimiser.momentum=0.9",
     ]
     settings.append("data.features.normalise=group")  # normalised by clip, a tone that does not change has nothing left
