@@ -12,7 +12,7 @@ client takes clips x_l with labels y and clips x_u without, and computes from on
 The clips without labels are gone through once an epoch, ``train.batch_size`` / 2 in a step; those with labels again and again,
 as many in a step. The optimiser is Adam at 0.001 with ``eps: 1e-7``, begun anew in each round.
 
-Readings. The paper and its code differ; the defaults are the code's, which made the paper's tables:
+Readings. The paper and its code differ; the defaults are the code's, which made the paper's tables, but for the weight:
 
 - The paper adds beta L_u to L_s (``mix: added``); the code weights them (``mix: weighted``).
 - The paper says T = 4; in the code it stays at 1 (``temperature``).
