@@ -87,8 +87,9 @@ class Config(Settings):
                 raise ConfigError(f"models: {self.method['name']} has no model {name!r}; {nearest(name, declared)}")
         for data in self.data.each.values():
             self._models_fit(data)
-            for name, (column, keys) in self.parts.chosen_by.items():
-                _check_choices(f"models.{name}", column, keys, data.profile, list(self.data.parts))
+        profiles = [data.profile for data in self.data.each.values()]
+        for name, (column, keys) in self.parts.chosen_by.items():
+            _check_choices(f"models.{name}", column, keys, profiles, list(self.data.parts))
         for name in self.train.optimiser.models:
             if name not in declared:
                 raise ConfigError(
@@ -257,24 +258,32 @@ class Config(Settings):
 
 
 def _check_choices(
-    where: str, column: str, keys: Sequence[str], profile: Mapping[str, ProfileSettings], parts: Sequence[str]
+    where: str,
+    column: str,
+    keys: Sequence[str],
+    profiles: Sequence[Mapping[str, ProfileSettings]],
+    parts: Sequence[str],
 ) -> None:
     """Refuse an architecture chosen by a column that clients do not have, or a value of it without an architecture.
+
+    Args:
+        profiles: of each part.
 
     Raises:
         ConfigError: naming it.
     """
-    if column not in profile and column not in KNOWN:
-        raise ConfigError(
-            f"{where}.by: clients have no {column!r} in their profile; {nearest(column, [*profile, *KNOWN])}"
-        )
-    values = [text_of(value) for value in profile[column].values] if column in profile else []
-    if column == "part":
-        values = list(parts)
+    for profile in profiles:
+        if column not in profile and column not in KNOWN:
+            raise ConfigError(
+                f"{where}.by: clients have no {column!r} in their profile; {nearest(column, [*profile, *KNOWN])}"
+            )
+    dealt = [profile[column].values if column in profile else () for profile in profiles]
+    values = list(parts) if column == "part" else [text_of(value) for each in dealt for value in each]
     for value in values:
         if value not in keys:
             raise ConfigError(f"{where}.choices: no architecture for {column} {value!r}; {nearest(value, keys)}")
-    for key in keys if values else ():
+    known = column == "part" or all(dealt)  # what a column of the manifest says is known only when its clients are
+    for key in keys if known else ():
         if key not in values:
             raise ConfigError(f"{where}.choices: no client is dealt {column} {key!r}; {nearest(key, values)}")
 

@@ -83,6 +83,13 @@ def test_bad_columns(tiny: Tiny, column: str, message: str) -> None:
         create(tiny(f"data.name={HERE}:Rooms", f"data.profile={{room: {{column: {column}}}}}"), Progress("quiet"))
 
 
+def test_parts_may_deal_different_values(tiny: Tiny) -> None:
+    parts = "data.parts={a: {profile: {capability: {values: [low]}}}, b: {first: 20, profile: {capability: {values: [high]}}}}"
+    tiny(parts, CHOICES, method="fedmlac")
+    with pytest.raises(ConfigError, match="no client is dealt capability 'high'"):
+        tiny(parts.replace("[high]", "[low]"), CHOICES, method="fedmlac")
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
