@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import safetensors.numpy
 
 from raydfl.core.errors import DataError, RunDirectoryError, nearest
 from raydfl.core.files import RESUME, write_atomically, writing
+from raydfl.data.array_file import digest, map_arrays
 from raydfl.data.examples import ClientData, Examples
 from raydfl.data.features.cache import FeatureStore, open_store
 from raydfl.data.label_sets import sets_of
@@ -417,7 +417,7 @@ class Population:
         """Return whether it is the population that :meth:`save` wrote there, whose features may lie in another cache."""
         if not all(part.population.is_saved_in(folder / _folder_of(part.name)) for part in self.parts):
             return False
-        _, metadata = _map_safetensors(folder / POPULATION_FILE)
+        _, metadata = map_arrays(folder / POPULATION_FILE)
         facts = json.loads(metadata["raydfl"])
         keys = [store.folder.name for store in (*self.stores, *self._views.values()) if store is not None]
         folders = [*facts["stores"], *(store for store, _ in facts.get("views", {}).values())]
@@ -442,7 +442,7 @@ class Population:
         """
         path = folder / POPULATION_FILE
         try:
-            arrays, metadata = _map_safetensors(path)
+            arrays, metadata = map_arrays(path)
             facts = json.loads(metadata["raydfl"])
             if facts["format"] != FORMAT:
                 raise ValueError(f"it is of format {facts['format']}, this version of raydfl reads {FORMAT}")
@@ -566,33 +566,5 @@ def _folder_of(part: str) -> str:
 
 
 def _digest(arrays: Mapping[str, np.ndarray]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for name, array in sorted(arrays.items()):
-        if name == "statistics/values" or name.startswith(TABLES):
-            continue  # computed from features, whose last bits another machine's processor may round differently
-        digest.update(f"{name} {array.dtype} {array.shape};".encode())
-        digest.update(array.tobytes())
-    return digest.hexdigest()
-
-
-_DTYPES = {"BOOL": np.bool_, "U8": np.uint8, "I32": np.int32, "I64": np.int64, "F32": np.float32, "F64": np.float64}
-
-
-def _map_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Map the arrays of a safetensors file as read-only views (the library itself copies them); with its metadata.
-
-    Raises:
-        ValueError: the file is not of that format, or not whole.
-    """
-    whole = np.asarray(np.memmap(path, np.uint8, "r"))
-    start = 8 + int.from_bytes(whole[:8].tobytes(), "little")
-    header = json.loads(whole[8:start].tobytes())
-    metadata = header.pop("__metadata__")
-    ends = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if start + ends != len(whole):
-        raise ValueError(f"it has {len(whole)} bytes instead of {start + ends}")
-    arrays = {}
-    for name, entry in header.items():
-        first, stop = (start + offset for offset in entry["data_offsets"])
-        arrays[name] = whole[first:stop].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    return arrays, metadata
+    # Statistics and tables are computed from features, whose last bits another machine's processor may round differently.
+    return digest(arrays, [name for name in arrays if name == "statistics/values" or name.startswith(TABLES)])
