@@ -53,6 +53,9 @@ SCORES: Mapping[str, Score] = {
 HIGHER_IS_BETTER: Mapping[str, bool] = {name: score.higher_is_better for name, score in SCORES.items()}
 """By score, True where the larger of two values is the better one."""
 
+OF_FIT = ("loss", "steps")
+"""Names that ``fit`` reports by itself."""
+
 OF_CLIENTS = ("_client_mean", "_client_std", "_worst_decile")
 """Endings of a score's name for its summaries over clients."""
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from raydfl.core.metrics import OF_FIT
 from raydfl.core.types import Batch, Client, Metrics, Tensors, Update
 from raydfl.data import ClientData
 from raydfl.training.clock import Clock
@@ -146,9 +147,6 @@ Reported = Mapping[str, tuple[Tensor | float, Tensor | float]]
 Loss = Callable[[Step, Batch], Tensor | tuple[Tensor, Reported]]
 """The loss of a batch, a scalar; or that and what it reports besides."""
 
-_OWN = ("loss", "steps")
-"""Names that ``fit`` reports by itself."""
-
 
 def computed(loss: Loss, step: Step, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a loss's value, and its reports by name as float32 [2]: sum and count.
@@ -162,7 +160,7 @@ def computed(loss: Loss, step: Step, batch: Batch) -> tuple[Tensor, dict[str, Te
     value, reported = found
     reports: dict[str, Tensor] = {}
     for name, pair in reported.items():
-        if name in _OWN or not isinstance(pair, tuple) or len(pair) != 2:
+        if name in OF_FIT or not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(
                 f"a loss reports {name!r}: {type(pair).__name__}; give a pair (sum, count), under another name than loss and steps"
             )

@@ -16,13 +16,16 @@ import torch
 from helpers import differ, finish, same, stop_after
 from torch import Tensor, nn
 
-from raydfl import read_rows
+from raydfl import read_rows, run
 from raydfl.core.errors import ConfigError
 from raydfl.core.types import Batch, Ratio
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
 from raydfl.methods.fedstar import FedSTAR
 from raydfl.models.split_cnn import SplitCNN
+from raydfl.runs.report.data import read_run
+from raydfl.runs.report.page import Pictures
+from raydfl.runs.report.run import _reported_pictures
 
 Tiny = Callable[..., Config]
 CLASSES = 3
@@ -201,6 +204,13 @@ def test_steps_of_fedstar_and_of_its_baselines(tiny: Tiny) -> None:
         for client, found in reported.items():
             assert found["steps"] == steps(*sizes[client])
             assert ("accepted" in found) is (name == "all")
+
+
+def test_the_page_draws_what_a_loss_reports(tiny: Tiny) -> None:
+    for name, reports in (("all", ["accepted", "pseudo_label_accuracy"]), ("labelled", [])):
+        config = tiny("train.rounds=2", f"method.learn_from={name}", f"run.name={name}", method="fedstar")
+        drawn = _reported_pictures(read_run(run(config).run_dir), Pictures())
+        assert [picture.title for picture in drawn] == reports
 
 
 def test_what_a_client_counts_as() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from raydfl.core.metrics import OF_CLIENTS, SCORES, base_name, model_name, worst_decile
+from raydfl.core.metrics import OF_CLIENTS, OF_FIT, SCORES, base_name, model_name, worst_decile
 from raydfl.core.nested import flatten, get_path
 from raydfl.runs.progress import duration, size
 from raydfl.runs.report import figures as plots
@@ -43,7 +43,7 @@ def single_page(run: RunRecord) -> str:
         subtitle=_subtitle(run),
         notes=[note for note in notes if note],
         tiles=_tiles(run),
-        learning=_learning_curves(run, pictures),
+        learning=[*_learning_curves(run, pictures), *_reported_pictures(run, pictures)],
         results=[_result_row(run, key) for key in run.ordered()],
         clients=_spread_pictures(run, pictures),
         confusions=_confusion_pictures(run, pictures),
@@ -165,6 +165,17 @@ def _learning_curves(run: RunRecord, pictures: Pictures) -> list[Picture]:
             made.append(
                 pictures.add(SCORES[base].title, caption, plots.curves(series, unit, percent=SCORES[base].share))
             )
+    return made
+
+
+def _reported_pictures(run: RunRecord, pictures: Pictures) -> list[Picture]:
+    """Return a figure for each number that losses report besides their value."""
+    made = []
+    for (split, name), curve in run.curves.items():
+        of_engine = name in OF_FIT or name.endswith(OF_CLIENTS) or base_name(name) in SCORES or "/" in name
+        if split == "train" and not of_engine:
+            figure = plots.curves([Series(name, curve.rounds, curve.values)], name)
+            made.append(pictures.add(name, "Reported by the losses in training, over all clients of a round.", figure))
     return made
 
 
