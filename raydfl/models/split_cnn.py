@@ -128,7 +128,7 @@ class _GroupNorm(nn.GroupNorm):
         """Return x [batch, channels, frames, bands] normalised, with the statistics of the frames where ``inside`` is 1."""
         if inside is None:
             return super().forward(x)
-        groups = (x * inside).view(len(x), self.num_groups, -1, x.shape[3])
+        groups = (x * inside).view(x.shape[0], self.num_groups, -1, x.shape[3])
         # Zeros in padding add nothing to the sums.
         count = (inside.sum(dim=(1, 2, 3)) * (x.shape[1] // self.num_groups * x.shape[3])).clamp_min(1.0)[:, None]
         mean = groups.sum(dim=(2, 3)) / count

@@ -133,6 +133,10 @@ def test_what_fails_is_raised(tiny: Callable[..., Config]) -> None:
 # -- with Ray Tune ---------------------------------------------------------------------------------------------------
 
 
+TRIALS = {"asha": 3, "pbt": 2}
+"""Of own_tuner.py, by scheduler."""
+
+
 def _begin(scheduler: str, folder: Path) -> subprocess.Popen[bytes]:
     own = {"TUNE_GLOBAL_CHECKPOINT_S": "0", "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0"}
     program = str(Path(__file__).with_name("own_tuner.py"))
@@ -143,12 +147,15 @@ def _begin(scheduler: str, folder: Path) -> subprocess.Popen[bytes]:
 
 
 def _killed_and_restored(scheduler: str, folder: Path, config: Config) -> list[dict[str, Any]]:
-    """The results of a Tuner whose driver was killed once a trial had done three rounds."""
+    """The results of a Tuner whose driver was killed once all trials had begun and one had done three rounds."""
     (folder / "config.json").write_text(json.dumps(_plain(config)))
     driver = _begin(scheduler, folder)
     place = folder / "tune" / scheduler
     try:
-        while not list(place.glob("*/checkpoint_*/commits/000003-*")):
+        # Tune knows nothing of a trial again that it had not begun.
+        while len(list(place.glob("*/params.json"))) < TRIALS[scheduler] or not list(
+            place.glob("*/checkpoint_*/commits/000003-*")
+        ):
             assert driver.poll() is None, (folder / "log").read_text()[-3000:]
             time.sleep(0.02)
     finally:
