@@ -176,7 +176,8 @@ def test_block(block: Block, run_block: Callable[[Block], None]) -> None:
     # What stands before it on its page, when it is run alone.
     before = [other for other in RUNNABLE if other.page == block.page and other.line < block.line]
     for earlier in before:
-        if earlier.mark not in ("slow", "skip") and earlier not in _done and not earlier.needs_recordings:
+        left_out = earlier.mark in ("slow", "skip") or (earlier.needs_recordings and earlier.file is None)
+        if earlier not in _done and not left_out:
             _done.add(earlier)
             run_block(earlier)
     _done.add(block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -146,16 +147,22 @@ def _begin(scheduler: str, folder: Path) -> subprocess.Popen[bytes]:
         )
 
 
+def _rounds_that_tune_knows(place: Path) -> list[int]:
+    """The rounds of each trial in what Tune saved last: what came later is done again."""
+    for file in place.glob("experiment_state-*.json"):
+        with contextlib.suppress(json.JSONDecodeError):  # being written
+            trials = json.loads(file.read_text())["trial_data"]
+            return [json.loads(runtime)["last_result"].get("round", 0) for _, runtime in trials]
+    return []
+
+
 def _killed_and_restored(scheduler: str, folder: Path, config: Config) -> list[dict[str, Any]]:
-    """The results of a Tuner whose driver was killed once all trials had begun and one had done three rounds."""
+    """The results of a Tuner whose driver was killed once it had saved all trials, and that one had done three rounds."""
     (folder / "config.json").write_text(json.dumps(_plain(config)))
     driver = _begin(scheduler, folder)
     place = folder / "tune" / scheduler
     try:
-        # Tune knows nothing of a trial again that it had not begun.
-        while len(list(place.glob("*/params.json"))) < TRIALS[scheduler] or not list(
-            place.glob("*/checkpoint_*/commits/000003-*")
-        ):
+        while len(rounds := _rounds_that_tune_knows(place)) < TRIALS[scheduler] or max(rounds) < 3:
             assert driver.poll() is None, (folder / "log").read_text()[-3000:]
             time.sleep(0.02)
     finally:
