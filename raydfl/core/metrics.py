@@ -63,7 +63,7 @@ SHOWN = (*(name for name, score in SCORES.items() if score.headline), "attack_su
 """The scores of a progress line, by the last part of their names."""
 
 Average = Literal["probabilities", "logits"]
-"""What the mean over the segments of a clip is taken of."""
+"""Outputs that are averaged over the segments of a clip."""
 
 MAX_FALSE_POSITIVES = 0.1
 """The rate of false positives up to which the partial AUC is taken (DCASE's p)."""

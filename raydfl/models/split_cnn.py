@@ -31,7 +31,7 @@ from raydfl.core.ops import Dropout
 Count = Annotated[int, Field(ge=1)]
 
 EPSILON = 1e-3
-"""What group normalisation adds to the variance: TensorFlow's default."""
+"""Constant that group normalisation adds to the variance: TensorFlow's default."""
 
 
 class SplitCNN(nn.Module):

@@ -25,7 +25,7 @@ class Plan:
     """Numbers of examples of each pool in a batch, and of batches in an epoch.
 
     Each pool is gone through in random order; a pool that ends before the epoch does begins again in a new order. No example is
-    twice in a batch, also where a batch has the end of one order and the beginning of the next. A pool that has no examples at this
+    twice in a batch (but see ``repeats``), also where a batch has the end of one order and the beginning of the next. A pool that has no examples at this
     client gives none, and when it is the one that leads, the first pool that has some leads.
     """
 
@@ -36,7 +36,7 @@ class Plan:
     steps: int | None = None
     """Batches of an epoch, in place of a pool that leads."""
     repeats: bool = False
-    """Whether a pool smaller than its rows fills them, with some examples several times in a batch."""
+    """True: a pool smaller than its rows fills them, with some examples several times in a batch."""
 
     def __post_init__(self) -> None:
         """Check the numbers.

@@ -15,7 +15,7 @@ from torch import Tensor
 from raydfl.core.ops._backend import compiled_for
 
 _LEAST_NORMAL = 2e-37
-"""Of power: with less the compiled exponential and logarithm are not exact."""
+"""Least power: below it the compiled exponential and logarithm are not exact."""
 
 
 @functools.lru_cache(maxsize=256)
