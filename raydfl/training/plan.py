@@ -25,8 +25,8 @@ class Plan:
     """Numbers of examples of each pool in a batch, and of batches in an epoch.
 
     Each pool is gone through in random order; a pool that ends before the epoch does begins again in a new order. No example is
-    twice in a batch (but see ``repeats``), also where a batch has the end of one order and the beginning of the next. A pool that has no examples at this
-    client gives none, and when it is the one that leads, the first pool that has some leads.
+    twice in a batch (but see ``repeats``), also where a batch has the end of one order and the beginning of the next. A pool that
+    has no examples at this client gives none, and when it is the one that leads, the first pool that has some leads.
     """
 
     rows: Mapping[str, int]
