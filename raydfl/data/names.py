@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import overload
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from raydfl.core.sequences import OnDemand
 
-class Names(Sequence[str]):
+
+class Names(OnDemand[str]):
     """An immutable sequence of distinct strings with fast look-up both ways.
 
     Args:
@@ -36,14 +37,9 @@ class Names(Sequence[str]):
     def __len__(self) -> int:
         return len(self._ends)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return self._bytes(range(len(self))[index]).decode()
+    def item(self, position: int) -> str:
+        """Return a string."""
+        return self._bytes(position).decode()
 
     def index(self, value: str, start: int = 0, stop: int | None = None) -> int:
         """Return the position of a string, by binary search.

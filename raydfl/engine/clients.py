@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
 from raydfl.core import seeds
 from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.sequences import OnDemand
 from raydfl.core.types import Client, ModelSpec
 from raydfl.data import DataSettings, Population, dealt
 from raydfl.engine.assembly import split_view, text_of
@@ -20,7 +21,7 @@ _REMEMBERED = 4096
 """Clients that are kept once made: those of a round are asked for several times."""
 
 
-class Clients(Sequence[Client]):
+class Clients(OnDemand[Client]):
     """Every client of a population with the architectures that its profile says, or that were drawn for it (by the run seed)."""
 
     def __init__(self, population: Population, config: Config) -> None:
@@ -58,14 +59,10 @@ class Clients(Sequence[Client]):
     def __len__(self) -> int:
         return len(self._population)
 
-    @overload
-    def __getitem__(self, index: int) -> Client: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Client]: ...
-    def __getitem__(self, index: int | slice) -> Client | list[Client]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return self._client(range(len(self))[index])
+    def item(self, position: int) -> Client:
+        """Return a client."""
+        client: Client = self._client(position)
+        return client
 
     def _make(self, position: int) -> Client:
         return Client(
@@ -147,7 +144,7 @@ class Clients(Sequence[Client]):
         return [self._models(positions[int(i)]) for i in sorted(places)]
 
 
-class _Section(Sequence[Client]):
+class _Section(OnDemand[Client]):
     """Clients that follow one another in a population, made on demand."""
 
     def __init__(self, clients: Clients, positions: range) -> None:
@@ -157,14 +154,9 @@ class _Section(Sequence[Client]):
     def __len__(self) -> int:
         return len(self._positions)
 
-    @overload
-    def __getitem__(self, index: int) -> Client: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Client]: ...
-    def __getitem__(self, index: int | slice) -> Client | list[Client]:
-        if isinstance(index, slice):
-            return [self._clients[position] for position in self._positions[index]]
-        return self._clients[self._positions[index]]
+    def item(self, position: int) -> Client:
+        """Return a client."""
+        return self._clients[self._positions[position]]
 
 
 def _places(values: Sequence[Any], of: np.ndarray, number: Mapping[str, int]) -> np.ndarray:
