@@ -41,7 +41,7 @@ from raydfl.runs.folder import create, export
 from raydfl.runs.progress import Progress
 
 JOB = Path(__file__).parents[1] / "jobs" / "fedstar" / "fsdd.yaml"
-LANGUAGES = ["en-us", "de", "fr-fr", "es", "it", "ru"]
+LANGUAGES = ["en-us", "de", "fr", "es", "it", "ru"]
 POINTS = (1, 2, 5, 10, 20, 30)
 """Rounds of which the table of acceptance has a column, as far as there are so many."""
 
