@@ -40,7 +40,7 @@ class MNIST(ArraySet):
 
     @property
     def prefixes(self) -> Mapping[str, str]:
-        """What names of files begin with, and of which split they are."""
+        """Beginnings of the files' names, and the split of each."""
         return {"train": "train", "t10k": "test"}
 
     def files(self, folder: Path) -> Iterator[ArrayFile]:

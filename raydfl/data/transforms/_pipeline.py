@@ -202,7 +202,8 @@ class Pipeline:
         if self.pixels is not None:
             x = self.pixels.images(x)
             if self.crop is not None:
-                x = self.crop.cut_images(x, drawn, self.pixels.black(x.device))
+                black = self.pixels.black(x.device) if self.crop.pad_with == "black" else None
+                x = self.crop.cut_images(x, drawn, black)
             return x if drawn is None else self._transformed(x, frames, drawn, False)
         if self.late is not None:
             if drawn is not None:

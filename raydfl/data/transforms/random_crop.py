@@ -60,19 +60,17 @@ class RandomCrop(Transform):
         bounds = {"top": rows + 2 * self.pad - self.size, "left": columns + 2 * self.pad - self.size}
         return {f"crop/{name}": rng.integers(0, free + 1, count) for name, free in bounds.items()}
 
-    def cut_images(self, x: Tensor, drawn: Mapping[str, Tensor] | None, black: Tensor) -> Tensor:
+    def cut_images(self, x: Tensor, drawn: Mapping[str, Tensor] | None, black: Tensor | None) -> Tensor:
         """Return the parts [..., images, channels, size, size] of images; their middles where nothing is drawn.
 
         Args:
             x: float32 [..., images, channels, rows, columns].
             drawn: see :meth:`corners`.
-            black: float32 [channels, 1, 1]: what a pixel of 0 has become.
+            black: float32 [channels, 1, 1]: what a pixel of 0 has become, where ``pad_with`` needs it.
         """
         around = (self.pad, self.pad, self.pad, self.pad)
-        if self.pad_with == "black" and self.pad:
-            x = torch.nn.functional.pad(x - black, around) + black
-        else:
-            x = torch.nn.functional.pad(x, around)
+        pad = torch.nn.functional.pad
+        x = pad(x, around) if black is None else pad(x - black, around) + black
         rows, columns = x.shape[-2:]
         steps = spectra.places(self.size, x.device)
         if drawn is None:
