@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 
-_LIBRARIES = frozenset({*sys.stdlib_module_names, "numpy", "raydfl", "torch"})
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "numpy", "raydfl", "torch", "torchvision"})
 
 
 def is_users(module: str | None) -> bool:

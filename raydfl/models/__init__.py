@@ -5,7 +5,7 @@ An architecture is an ``nn.Module`` with the constructor ``(inputs, classes, **o
 - ``forward(x, lengths=None) -> logits``: x float32 [batch, frames, inputs], lengths int64 [batch] = frames that count (all,
   if ``None``), logits float32 [batch, classes].
   An architecture for images has the attribute ``images`` true; its ``inputs`` are (channels, rows, columns), its x is float32
-  [batch, channels, rows, columns];
+  [batch, channels, rows, columns]. Where the attribute is ``None`` it takes both;
 - ``embed(x, lengths=None)`` -> float32 [batch, width]: what the last layer, ``output``, sees. Only some methods need it.
 
 A file of this package lists its architectures in ``ARCHITECTURES``: name -> (class, options that the name stands for). A

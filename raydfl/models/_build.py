@@ -74,11 +74,10 @@ def check_model(
     network = (architecture, repr(sorted(checked.items())), inputs, frames)
     if ":" in architecture or network in _TRIED:
         return
-    if getattr(cls, "images", False) is not isinstance(inputs, tuple):
+    if getattr(cls, "images", False) not in (None, isinstance(inputs, tuple)):
         takes, given = ("images", "features") if isinstance(inputs, int) else ("features", "images")
-        fitting = [
-            name for name, (kind, _) in _built_in().items() if getattr(kind, "images", False) is (given == "images")
-        ]
+        fits = (None, given == "images")
+        fitting = [name for name, (kind, _) in _built_in().items() if getattr(kind, "images", False) in fits]
         raise ConfigError(
             f"{where}: {architecture} takes {takes}, and the data are {given}; set {where} to one of {', '.join(fitting)}, or to a "
             f"network of your own"

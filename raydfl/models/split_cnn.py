@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.ops import Dropout
+from raydfl.models._norm import GroupNorm, inside_of
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -99,19 +100,17 @@ class _Block(nn.Module):
         super().__init__()
         self.around = ((kernel - 1) // 2, kernel // 2)
         self.time = nn.Conv2d(before, after, (kernel, 1))
-        self.time_norm = _GroupNorm(groups, after, EPSILON)
+        self.time_norm = GroupNorm(groups, after, EPSILON)
         self.frequency = nn.Conv2d(before, after, (1, kernel))
-        self.frequency_norm = _GroupNorm(groups, after, EPSILON)
+        self.frequency_norm = GroupNorm(groups, after, EPSILON)
         self.mix = nn.Conv2d(2 * after, after, 1)
-        self.mix_norm = _GroupNorm(groups, after, EPSILON)
+        self.mix_norm = GroupNorm(groups, after, EPSILON)
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         """Return [batch, channels, (frames + 1) // 2, (bands + 1) // 2] of [batch, channels, frames, bands]; 0 in padding."""
-        inside = None
-        if lengths is not None:
-            counting = torch.arange(x.shape[2], device=x.device) < lengths.unsqueeze(1)
-            inside = counting.to(x.dtype)[:, None, :, None]
+        inside = inside_of(x, lengths)
+        if inside is not None:
             x = x * inside
         in_time = self.time_norm(self.time(F.pad(x, (0, 0, *self.around))), inside).relu()
         in_frequency = self.frequency_norm(self.frequency(F.pad(x, self.around)), inside).relu()
@@ -121,23 +120,6 @@ class _Block(nn.Module):
         pooled: Tensor = F.max_pool2d(mixed, 2, ceil_mode=True)
         kept: Tensor = self.dropout(torch.ones_like(pooled[:, :, 0, 0]))
         return pooled * kept[:, :, None, None]
-
-
-class _GroupNorm(nn.GroupNorm):
-    def forward(self, x: Tensor, inside: Tensor | None = None) -> Tensor:
-        """Return x [batch, channels, frames, bands] normalised, with the statistics of the frames where ``inside`` is 1."""
-        if inside is None:
-            return super().forward(x)
-        groups = (x * inside).view(x.shape[0], self.num_groups, -1, x.shape[3])
-        # Zeros in padding add nothing to the sums.
-        count = (inside.sum(dim=(1, 2, 3)) * (x.shape[1] // self.num_groups * x.shape[3])).clamp_min(1.0)[:, None]
-        mean = groups.sum(dim=(2, 3)) / count
-        variance = (groups.square().sum(dim=(2, 3)) / count - mean.square()).clamp_min(0.0)
-        scale, shift = (
-            each.repeat_interleave(x.shape[1] // self.num_groups, dim=1)[:, :, None, None]
-            for each in ((variance + self.eps).rsqrt(), mean)
-        )
-        return (x - shift) * scale * self.weight[:, None, None] + self.bias[:, None, None]
 
 
 ARCHITECTURES: Mapping[str, tuple[type[nn.Module], Mapping[str, Any]]] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 from helpers import finish, same
 from PIL import Image
+from tiny_sets import idx
 
 from raydfl import classify
 from raydfl.core.errors import ConfigError, DataError
@@ -31,10 +31,6 @@ from raydfl.runs.progress import Progress
 
 Tiny = Callable[..., Config]
 ROWS, COLUMNS, COUNT = 6, 5, 60
-
-
-def idx(array: np.ndarray) -> bytes:
-    return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
 
 
 @pytest.fixture
@@ -130,6 +126,26 @@ def test_what_is_measured_on_is_the_middle(root: Path, tmp_path: Path) -> None:
     expected = np.pad(pixels(root)[train.clips[:3]] / 255, ((0, 0), (1, 1), (2, 2)))[:, :, :8]
     assert found.shape == (3, 8, 8)
     np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_fedaptas_images(root: Path, tmp_path: Path) -> None:
+    """Black around each, a part, its mirror image, scaled, then a square of 0: the order of torchvision's transforms, in NumPy."""
+    crop = {"name": "random_crop", "size": 8, "pad": 2, "pad_with": "black"}
+    scale = {"mean": [0.1, 0.2, 0.3], "deviation": [0.5, 0.6, 0.7], "channels": 3}
+    data = settings(root, tmp_path, features=scale, transforms=[crop, "flip", {"name": "cutout", "size": 4}])
+    train = build_population(data, 1).data(0).train
+    index = np.arange(len(train))
+    drawn = train.draw(index, 3, 0)
+    found = train.batch(index, drawn=drawn).x.numpy()
+    padded = np.pad(pixels(root)[train.clips] / 255, ((0, 0), (2, 2), (2, 2)))
+    mean, deviation = (np.array(scale[name])[:, None, None] for name in ("mean", "deviation"))
+    for row in range(len(index)):
+        top, left = drawn["crop/top"][row], drawn["crop/left"][row]
+        part = padded[row, top : top + 8, left : left + 8]
+        scaled = ((part[:, ::-1] if drawn["0/flipped"][row] else part)[None] - mean) / deviation
+        above, beside = drawn["1/row"][row] - 2, drawn["1/column"][row] - 2
+        scaled[:, max(above, 0) : max(above + 4, 0), max(beside, 0) : max(beside + 4, 0)] = 0
+        np.testing.assert_allclose(found[row], scaled, atol=1e-5)
 
 
 def federation(tiny: Tiny, root: Path, *overrides: str) -> Config:

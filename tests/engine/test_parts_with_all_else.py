@@ -83,6 +83,9 @@ def test_an_architecture_may_be_chosen_by_the_part_or_by_what_the_part_deals(tin
     config = tiny(parts, "data.profile={room: {values: [yard, attic]}}")
     rooms = [client.profile["room"] for client in Clients(build_population(config.data, 1), config)]
     assert rooms == ["yard", "attic", "yard", "attic", "hall", "hall", "hall"]
+    config = tiny(PARTS, "data.profile={ratio: {values: [0, 0.4, 0.8]}}")  # by turn within each part
+    ratios = [client.profile["ratio"] for client in Clients(build_population(config.data, 1), config)]
+    assert ratios == [0, 0.4, 0.8, 0, 0, 0.4, 0.8]
 
 
 def test_parts_start_from_the_weights_of_a_file(tiny: Tiny) -> None:

@@ -6,7 +6,6 @@ number, most significant byte first.
 
 from __future__ import annotations
 
-import functools
 import gzip
 import math
 import struct
@@ -16,10 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from raydfl.core.errors import DataError
+from raydfl.data.sets._arrays import once_for_each_file
 
 _UNSIGNED_BYTES = 8
 
 
+@once_for_each_file
 def read_idx(path: Path, dimensions: int) -> np.ndarray:
     """Read an idx file of unsigned bytes: uint8, read-only.
 
@@ -30,15 +31,6 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
     Raises:
         DataError: the file is missing, truncated, or something else.
     """
-    try:
-        return _read(path, dimensions, path.stat().st_mtime_ns)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-
-
-@functools.lru_cache(maxsize=4)
-def _read(path: Path, dimensions: int, changed: int) -> np.ndarray:
-    """See :func:`read_idx`; ``changed`` is the file's time of change: a file is unpacked once in a process."""
     content = path.read_bytes()
     if content[:2] == b"\x1f\x8b":
         try:

@@ -66,10 +66,17 @@ class Pixels:
     def images(self, x: Tensor) -> Tensor:
         """Return float32 [..., channels, rows, columns] of bytes float32 [..., rows, columns * channels]."""
         x = x.view(*x.shape[:-1], self.columns, self.channels).movedim(-1, -3) / 255.0
+        return self._scaled(x).contiguous()
+
+    def black(self, device: torch.device) -> Tensor:
+        """Return what a pixel of 0 becomes: float32 [channels, 1, 1]."""
+        return self._scaled(torch.zeros(self.channels, 1, 1, device=device))
+
+    def _scaled(self, x: Tensor) -> Tensor:
         mean, deviation = (
             torch.tensor(values, device=x.device)[:, None, None] for values in (self.mean, self.deviation)
         )
-        return ((x - mean) / deviation).contiguous()
+        return (x - mean) / deviation
 
 
 @dataclass(frozen=True)
@@ -195,7 +202,8 @@ class Pipeline:
         if self.pixels is not None:
             x = self.pixels.images(x)
             if self.crop is not None:
-                x = self.crop.cut_images(x, drawn)
+                black = self.pixels.black(x.device) if self.crop.pad_with == "black" else None
+                x = self.crop.cut_images(x, drawn, black)
             return x if drawn is None else self._transformed(x, frames, drawn, False)
         if self.late is not None:
             if drawn is not None:

@@ -24,9 +24,11 @@ class RandomCrop(Transform):
     kinds: ClassVar[tuple[str, ...]] = ("logmel", "file", "model", "image")
 
     size: Annotated[int, Field(ge=1, description="Frames of the part; of images its rows and columns.")]
-    pad: Annotated[
-        int, Field(ge=0, description="Of images: rows and columns of zeros put around each before it is cut.")
-    ] = 0
+    pad: Annotated[int, Field(ge=0, description="Of images: rows and columns put around each before it is cut.")] = 0
+    pad_with: Annotated[
+        Literal["zero", "black"],
+        Field(description="What these are: zero after mean and deviation, so the mean; or black, zero before."),
+    ] = "zero"
     test: Annotated[
         Literal["centre", "segments"],
         Field(
@@ -48,6 +50,8 @@ class RandomCrop(Transform):
             raise ConfigError("test: segments and stride are for clips; of images the middle is taken")
         if features.kind != "image" and self.pad:
             raise ConfigError("pad is for images; clips that are shorter than the part stay whole")
+        if self.pad_with != "zero" and not self.pad:
+            raise ConfigError("pad_with says what is put around images, and pad is 0; set pad, or leave pad_with out")
         if self.stride is not None and self.test != "segments":
             raise ConfigError("stride is for test: segments; leave it out")
 
@@ -56,9 +60,17 @@ class RandomCrop(Transform):
         bounds = {"top": rows + 2 * self.pad - self.size, "left": columns + 2 * self.pad - self.size}
         return {f"crop/{name}": rng.integers(0, free + 1, count) for name, free in bounds.items()}
 
-    def cut_images(self, x: Tensor, drawn: Mapping[str, Tensor] | None) -> Tensor:
-        """Return the parts [..., images, channels, size, size] of images; their middles where nothing is drawn."""
-        x = torch.nn.functional.pad(x, (self.pad, self.pad, self.pad, self.pad))
+    def cut_images(self, x: Tensor, drawn: Mapping[str, Tensor] | None, black: Tensor | None) -> Tensor:
+        """Return the parts [..., images, channels, size, size] of images; their middles where nothing is drawn.
+
+        Args:
+            x: float32 [..., images, channels, rows, columns].
+            drawn: see :meth:`corners`.
+            black: float32 [channels, 1, 1]: what a pixel of 0 has become, where ``pad_with`` needs it.
+        """
+        around = (self.pad, self.pad, self.pad, self.pad)
+        pad = torch.nn.functional.pad
+        x = pad(x, around) if black is None else pad(x - black, around) + black
         rows, columns = x.shape[-2:]
         steps = spectra.places(self.size, x.device)
         if drawn is None:

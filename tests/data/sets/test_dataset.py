@@ -11,8 +11,8 @@ from raydfl.core.registry import build
 from raydfl.data.dataset import Card, Dataset, dataset_names, find_dataset
 
 NAMES = [
-    *("ambient_contexts", "crema_d", "emodb", "esc", "folder", "fsd50k", "fsdd", "iemocap", "manifest"),
-    *("mnist", "ravdess", "speech_commands", "spoken_words", "urbansound8k", "voxforge"),
+    *("ambient_contexts", "cifar10", "crema_d", "emnist", "emodb", "esc", "fashion_mnist", "folder", "fsd50k", "fsdd"),
+    *("iemocap", "manifest", "mnist", "ravdess", "speech_commands", "spoken_words", "svhn", "urbansound8k", "voxforge"),
 ]
 
 OWN = """

@@ -57,8 +57,8 @@ def read_all(dataset: Dataset, rows: list[dict[str, Any]]) -> tuple[float, set[t
 
 
 ROOTED = [
-    *("ambient_contexts", "crema_d", "emodb", "esc", "folder", "fsd50k", "fsdd", "iemocap", "mnist", "ravdess"),
-    *("speech_commands", "urbansound8k", "voxforge"),
+    *("ambient_contexts", "cifar10", "crema_d", "emnist", "emodb", "esc", "fashion_mnist", "folder", "fsd50k", "fsdd"),
+    *("iemocap", "mnist", "ravdess", "speech_commands", "svhn", "urbansound8k", "voxforge"),
 ]
 
 

@@ -31,6 +31,8 @@ from raydfl.methods.fedyogi import FedYogi
 from raydfl.methods.scaffold import Scaffold
 from raydfl.models.crnn import CRNN
 from raydfl.models.dense import MeanLinear, MeanMLP
+from raydfl.models.resnet18 import ResNet18
+from raydfl.models.shufflenet_v2 import ShuffleNetV2
 from raydfl.models.split_cnn import SplitCNN
 from raydfl.training._fit import fit, predict
 from raydfl.training.step import Step
@@ -103,6 +105,18 @@ def test_every_method_and_family(name: str, family: str, lengths: bool) -> None:
 @pytest.mark.parametrize("lengths", [False, True], ids=["fixed", "lengths"])
 def test_split_cnn_with_dropped_maps(lengths: bool) -> None:
     both(FedAvg(), lambda: {"model": SplitCNN(BANDS, CLASSES, filters=(4,), groups=2, dropout=0.3)}, lengths=lengths)
+
+
+@pytest.mark.parametrize(
+    ("network", "lengths"),
+    [
+        (ShuffleNetV2, True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((ShuffleNetV2, False), (ResNet18, True))),
+    ],
+)
+def test_torchvisions_networks_with_a_frozen_stem(network: type[nn.Module], lengths: bool) -> None:
+    few: dict[str, Any] = {"sizes": (3, 5), "epochs": 1, "optimiser": {"lr": 0.01}}
+    both(FedAvg(), lambda: {"model": network(BANDS, CLASSES, freeze=True)}, lengths=lengths, **few)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from raydfl.methods.fedkad import FedKAD
 from raydfl.methods.fedprox import FedProx
 from raydfl.models.crnn import CRNN
 from raydfl.models.dense import MeanLinear
+from raydfl.models.shufflenet_v2 import ShuffleNetV2
 from raydfl.training import _fit as fit_module
 from raydfl.training import tape
 from raydfl.training._fit import fit
@@ -141,6 +142,12 @@ def test_fedkad_with_features_of_the_size_of_its_class_means() -> None:
     method = FedKAD(size=BANDS)
     assert_same_bits(method, networks(method, "linear"))
     assert taped() > 0
+
+
+def test_torchvisions_layers_are_declared() -> None:
+    few: dict[str, Any] = {"sizes": (4, 4), "number": 2, "epochs": 1}
+    assert_same_bits(FedAvg(), lambda: {"model": ShuffleNetV2(BANDS, CLASSES)}, **few)
+    assert taped() == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,59 @@
+"""EMNIST (G. Cohen, S. Afshar, J. Tapson, A. van Schaik, arXiv:1702.05373): digits and letters, in MNIST's format.
+
+The images are transposed, as they are published: rows are columns. ``raydfl`` leaves them so, as torchvision does.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from raydfl.data.dataset import Card
+from raydfl.data.sets.mnist import MNIST
+
+_BY_CLASS = string.digits + string.ascii_uppercase + string.ascii_lowercase
+_BY_MERGE = string.digits + string.ascii_uppercase + "abdefghnqrt"
+_NAMES = {
+    "byclass": _BY_CLASS,
+    "bymerge": _BY_MERGE,
+    "balanced": _BY_MERGE,
+    "letters": "-" + string.ascii_lowercase,  # numbered from 1
+    "digits": string.digits,
+    "mnist": string.digits,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EMNIST(MNIST):
+    """Images of digits and letters; nobody owns them."""
+
+    card: ClassVar[Card] = Card(
+        title="EMNIST",
+        layout="emnist-{variant}-{train,test}-images-idx3-ubyte and ...-labels-idx1-ubyte, packed with gzip (.gz) or not",
+        licence="CC BY-SA 3.0",
+        url="https://www.nist.gov/itl/products-and-services/emnist-dataset",
+        classes=62,
+    )
+    below: ClassVar[tuple[str, ...]] = ("gzip", "raw", "EMNIST/raw")
+
+    variant: Annotated[
+        Literal["byclass", "bymerge", "balanced", "letters", "digits", "mnist"],
+        Field(
+            description="which files: byclass (62 classes), bymerge and balanced (47: small letters that look like capitals are "
+            "these), letters (26: both are one), digits, mnist (10)"
+        ),
+    ] = "byclass"
+
+    @property
+    def published(self) -> tuple[str, ...]:
+        """See :class:`ArraySet`."""
+        return tuple(_NAMES[self.variant])
+
+    @property
+    def prefixes(self) -> Mapping[str, str]:
+        """See :class:`MNIST`."""
+        return {f"emnist-{self.variant}-{split}": split for split in ("train", "test")}

@@ -1,0 +1,133 @@
+"""Vision: the common part of torchvision's networks: images or features in, group normalisation, padding that is not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from raydfl.core.errors import ConfigError
+from raydfl.models._norm import GroupNorm, inside_of
+
+COLOURS = 3
+"""Channels that the first convolution sees."""
+
+Groups = Annotated[int, Field(ge=1)]
+
+
+class VisionNetwork(nn.Module):
+    """A network of torchvision's for images, or for features as images of one channel; its layers have torchvision's names.
+
+    One channel is repeated for the first convolution, which is thus torchvision's for any data, and fits its weights.
+    """
+
+    images: ClassVar[bool | None] = None
+
+    def __init__(self, network: nn.Module, inputs: int | tuple[int, int, int], classes: int) -> None:
+        """Take the layers of ``network``, in their order, but for its last, ``fc``.
+
+        Args:
+            network: torchvision's, with group normalisation.
+            inputs: channels (1 or 3), rows and columns of an image; features of a frame.
+            classes: outputs.
+
+        Raises:
+            ConfigError: images of another number of channels.
+        """
+        super().__init__()
+        if isinstance(inputs, tuple) and inputs[0] not in (1, COLOURS):
+            raise ConfigError(
+                f"images of {inputs[0]} channels; one (grey, which is repeated) or {COLOURS} can be taken"
+            )
+        self.steps: list[str] = []
+        for name, part in network.named_children():
+            if not isinstance(part, nn.Linear | nn.AdaptiveAvgPool2d):
+                self.add_module(name, part)
+                self.steps.append(name)
+            elif isinstance(part, nn.Linear):
+                self.output = nn.Linear(part.in_features, classes)
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Return logits float32 [batch, classes]; see :meth:`embed` for the arguments."""
+        logits: Tensor = self.output(self.embed(x, lengths))
+        return logits
+
+    def embed(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Return the mean over what is left of rows and columns: float32 [batch, channels of the last convolution].
+
+        Args:
+            x: images, float32 [batch, channels, rows, columns]; or features, float32 [batch, frames, inputs].
+            lengths: of features, int64 [batch]: frames that count; ``None``: all.
+        """
+        if x.ndim == 3:
+            x = x.unsqueeze(1)
+        inside = inside_of(x, lengths)
+        x = x.expand(-1, COLOURS, -1, -1)
+        x, inside = self._chain((getattr(self, name) for name in self.steps), x, inside)
+        if inside is None:
+            return x.mean(dim=(2, 3))
+        return (x * inside).mean(dim=3).sum(dim=2) / inside.sum(dim=2).squeeze(-1).clamp_min(1.0)
+
+    def freeze(self, *names: str) -> None:
+        """Let these parts keep their first weights: nothing trains them, and nobody sends them."""
+        for name in names:
+            getattr(self, name).requires_grad_(False)
+
+    def _through(self, part: nn.Module, x: Tensor, inside: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return what a part makes of x [batch, channels, frames, bands], and which frames of that count.
+
+        Args:
+            inside: float32 [batch, 1, frames, 1], 1 where a frame counts; ``None``: all do, and the part computes by itself.
+        """
+        if inside is None:
+            return part(x), None
+        if isinstance(part, GroupNorm):
+            return part(x, inside), inside
+        if isinstance(part, nn.Conv2d | nn.MaxPool2d):
+            # Nothing is below 0 after ReLU, so padding is never the maximum. All kernels are odd: a frame of the result counts
+            # where the frame in the kernel's middle does.
+            stride = part.stride if isinstance(part.stride, int) else part.stride[0]
+            return part(x * inside), inside[:, :, ::stride]
+        if isinstance(part, nn.Sequential):
+            return self._chain([*part], x, inside)
+        return self._block(part, x, inside) if [*part.children()] else (part(x), inside)
+
+    def _chain(self, parts: Iterable[nn.Module], x: Tensor, inside: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return what some parts make of x one after another; see :meth:`_through`."""
+        for part in parts:
+            x, inside = self._through(part, x, inside)
+        return x, inside
+
+    def _block(self, block: Any, x: Tensor, inside: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return what a block of the network makes of x: its ``forward``, written with :meth:`_chain`."""
+        raise NotImplementedError
+
+
+def group_norm(groups: int, channels: int) -> GroupNorm:
+    """Return a fresh normalisation over so many groups of channels.
+
+    Raises:
+        ConfigError: the channels cannot be divided so.
+    """
+    if channels % groups:
+        raise ConfigError(f"groups is {groups}, and {channels} channels make no {groups} equal groups; take 1 or 2")
+    return GroupNorm(groups, channels)
+
+
+def torchvision_models() -> ModuleType:
+    """Return ``torchvision.models``.
+
+    Raises:
+        ConfigError: torchvision is not installed.
+    """
+    try:
+        from torchvision import models
+    except (ImportError, RuntimeError) as error:  # RuntimeError: it was built for another PyTorch
+        raise ConfigError(
+            f"this network is torchvision's, which cannot be imported ({error}): pip install 'raydfl[vision]'"
+        ) from error
+    module: ModuleType = models
+    return module

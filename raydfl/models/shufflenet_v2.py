@@ -1,0 +1,60 @@
+"""ShuffleNet V2 with group normalisation: torchvision's, for images and, as images of one channel, for log-mel features.
+
+N. Ma, X. Zhang, H.-T. Zheng, J. Sun, ShuffleNet V2: Practical Guidelines for Efficient CNN Architecture Design, ECCV 2018, table 5,
+width 1.0; each batch normalisation is replaced by one over groups of channels, as FedAPTA's code has it, since batch normalisation
+would make a client's examples influence each other.
+
+Names of layers are torchvision's, but for the last, ``output``. 1,253,604 parameters below it, of which the convolutions of stage3,
+stage4 and conv5, which FedAPTA prunes (the depthwise ones too), have 1,208,140.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raydfl.models._vision import Groups, VisionNetwork, group_norm, torchvision_models
+
+_BRANCHES = 2
+
+
+class ShuffleNetV2(VisionNetwork):
+    """A small network for images or sequences of feature frames. With ``lengths`` a batch gives the same as its items alone."""
+
+    def __init__(
+        self, inputs: int | tuple[int, int, int], classes: int, groups: Groups = 2, freeze: bool = False
+    ) -> None:
+        """Build it.
+
+        Args:
+            inputs: channels (1 or 3), rows and columns of an image; features of a frame.
+            classes: outputs.
+            groups: of channels that are normalised together; 1 or 2.
+            freeze: true: the first convolution with its normalisation and stage2 keep their first weights, and are never sent.
+
+        Raises:
+            ConfigError: torchvision is not installed, images of another number of channels, or another number of groups.
+        """
+        network = torchvision_models().shufflenet_v2_x1_0(num_classes=1)
+        for part in [*network.modules()]:
+            for name, child in part.named_children():
+                if isinstance(child, nn.BatchNorm2d):
+                    setattr(part, name, group_norm(groups, child.num_features))
+        super().__init__(network, inputs, classes)
+        if freeze:
+            self.freeze("conv1", "stage2")
+
+    def _block(self, block: Any, x: Tensor, inside: Tensor) -> tuple[Tensor, Tensor | None]:
+        left, right = x.chunk(_BRANCHES, dim=1) if block.stride == 1 else (x, x)
+        if block.stride > 1:
+            left, _ = self._through(block.branch1, left, inside)
+        right, after = self._through(block.branch2, right, inside)
+        # The channels of both branches take turns.
+        y = torch.stack([left, right], dim=2).flatten(1, 2)
+        return y, after
+
+
+ARCHITECTURES: Mapping[str, tuple[type[nn.Module], Mapping[str, Any]]] = {"shufflenet_v2": (ShuffleNetV2, {})}

@@ -1,0 +1,182 @@
+"""Sets of images in their published layouts: tiny files written here, read back pixel by pixel, and damaged."""
+
+from __future__ import annotations
+
+import pickle
+import string
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.io
+from tiny_sets import idx
+
+from raydfl.core.errors import DataError
+from raydfl.data.sets._arrays import ArraySet
+from raydfl.data.sets.cifar10 import CIFAR10
+from raydfl.data.sets.emnist import EMNIST
+from raydfl.data.sets.fashion_mnist import FashionMNIST
+from raydfl.data.sets.mnist import MNIST
+from raydfl.data.sets.svhn import SVHN
+
+RNG = np.random.default_rng(0)
+
+
+def batch(count: int) -> dict[bytes, Any]:
+    """As Python 2 wrote it: rows of 3,072 bytes, all red before all green before all blue."""
+    data = RNG.integers(0, 256, (count, 3072)).astype(np.uint8)
+    return {b"batch_label": b"one of five", b"labels": [number % 10 for number in range(count)], b"data": data}
+
+
+def write_cifar(folder: Path) -> dict[str, dict[bytes, Any]]:
+    folder.mkdir(parents=True)
+    batches = {name: batch(4) for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")}
+    for name, content in batches.items():
+        (folder / name).write_bytes(pickle.dumps(content, protocol=2))
+    return batches
+
+
+def write_idx(folder: Path, prefix: str, labels: list[int]) -> np.ndarray:
+    folder.mkdir(parents=True, exist_ok=True)
+    images = RNG.integers(0, 256, (len(labels), 3, 2)).astype(np.uint8)
+    (folder / f"{prefix}-images-idx3-ubyte").write_bytes(idx(images))
+    (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(idx(np.array(labels, np.uint8)))
+    return images
+
+
+def write_mat(folder: Path, split: str, labels: list[int], **more: Any) -> np.ndarray:
+    images = RNG.integers(0, 256, (32, 32, 3, len(labels))).astype(np.uint8)
+    content = {"X": images, "y": np.array(labels, np.uint8)[:, None], **more}
+    scipy.io.savemat(
+        folder / f"{split}_32x32.mat", {name: value for name, value in content.items() if value is not None}
+    )
+    return images
+
+
+def rows_of(dataset: ArraySet) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = dataset.manifest().to_pylist()
+    return rows
+
+
+def test_cifar_10(tmp_path: Path) -> None:
+    """The red of the first row comes first; torchvision's folder is found below the root; labels have the published names."""
+    batches = write_cifar(tmp_path / "cifar-10-batches-py")
+    dataset = CIFAR10(root=tmp_path)
+    rows = rows_of(dataset)
+    assert [row["split"] for row in rows] == ["train"] * 20 + ["test"] * 4
+    assert [row["label"] for row in rows[:4]] == ["airplane", "automobile", "bird", "cat"]
+    assert rows[6]["clip"] == "data_batch_2/00002"
+    pixels = batches["data_batch_2"][b"data"][2]
+    np.testing.assert_array_equal(dataset.image(rows[6]), np.stack(np.split(pixels, 3), axis=1).reshape(32, 32, 3))
+    assert dataset.part(rows[6]) == "2"
+    (tmp_path / "cifar-10-batches-py" / "test_batch").unlink()
+    assert {row["split"] for row in rows_of(dataset)} == {None}
+    assert dataset.manifest().num_rows == 20
+
+
+def test_svhn(tmp_path: Path) -> None:
+    """The last axis of X counts images, and a 0 is called 10; of one split alone none is official."""
+    images = write_mat(tmp_path, "train", [1, 10, 9])
+    dataset = SVHN(root=tmp_path)
+    assert [(row["label"], row["split"]) for row in rows_of(dataset)] == [("1", None), ("0", None), ("9", None)]
+    np.testing.assert_array_equal(dataset.image(rows_of(dataset)[1]), images[:, :, :, 1])
+    write_mat(tmp_path, "test", [2])
+    assert [row["split"] for row in rows_of(dataset)] == ["train", "train", "train", "test"]
+
+
+def test_fashion_mnist_and_emnist(tmp_path: Path) -> None:
+    """The published names of the classes, torchvision's folders, and images as they lie in the file."""
+    write_idx(tmp_path / "FashionMNIST" / "raw", "train", [0, 9])
+    assert [row["label"] for row in rows_of(FashionMNIST(root=tmp_path))] == ["T-shirt/top", "Ankle boot"]
+    folder = tmp_path / "EMNIST" / "raw"
+    images = write_idx(folder, "emnist-byclass-train", [0, 10, 35, 36, 61])
+    write_idx(folder, "emnist-byclass-test", [1])
+    write_idx(folder, "emnist-letters-test", [1, 26])
+    write_idx(folder, "emnist-balanced-test", [35, 36, 46])
+    rows = rows_of(EMNIST(root=tmp_path))
+    assert [(row["label"], row["split"]) for row in rows] == [
+        *(("0", "train"), ("A", "train"), ("Z", "train"), ("a", "train"), ("z", "train"), ("1", "test"))
+    ]
+    np.testing.assert_array_equal(EMNIST(root=tmp_path).image(rows[3]), images[3])  # transposed, as it was published
+    assert [row["label"] for row in rows_of(EMNIST(root=tmp_path, variant="letters"))] == ["a", "z"]
+    assert [row["label"] for row in rows_of(EMNIST(root=folder, variant="balanced"))] == ["Z", "a", "t"]
+    counts = {name: len(EMNIST(root=tmp_path, variant=name).published) for name in ("byclass", "bymerge", "balanced")}
+    assert counts == {"byclass": 62, "bymerge": 47, "balanced": 47}
+    merged = set(EMNIST(root=tmp_path).published) - set(EMNIST(root=tmp_path, variant="bymerge").published)
+    assert merged == set("cijklmopsuvwxyz") < set(string.ascii_lowercase)
+
+
+def test_the_sample_of_notmnist_is_read_as_mnist(recordings: Path) -> None:
+    rows = rows_of(MNIST(root=recordings / "notmnist", names=tuple("ABCDEFGHIJ")))
+    assert len(rows) == 10_000
+    assert {row["label"] for row in rows} == set("ABCDEFGHIJ")
+
+
+class Opens:
+    """Names a function of the operating system in its pickle."""
+
+    def __reduce__(self) -> Any:
+        return open, ("/dev/null",)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-40])
+
+
+def rewritten(**change: Any) -> Callable[[Path], None]:
+    """Writes a batch with other values; ``None``: without."""
+
+    def write(file: Path) -> None:
+        content = {**batch(4), **{name.encode(): value for name, value in change.items()}}
+        file.write_bytes(pickle.dumps({name: value for name, value in content.items() if value is not None}, 2))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (cut, "data_batch_3: this is no pickle, or it is truncated or damaged"),
+        (lambda file: file.write_bytes(b""), "data_batch_3: this is no pickle"),
+        (rewritten(labels=None), "data_batch_3: the batch has no 'labels'"),
+        (rewritten(labels=[1, 2]), "data_batch_3 holds 4 images and 2 labels"),
+        (rewritten(labels=[1, 2, 3, 10]), "data_batch_3 has the label 10, and the set has 10 names"),
+        (rewritten(labels="abcd"), "data_batch_3: its labels are no list of whole numbers"),
+        (
+            rewritten(data=np.zeros((4, 3071), np.uint8)),
+            r"its images are uint8 \[4, 3071\], not bytes \[images, 3072\]",
+        ),
+        (
+            rewritten(batch_label=Opens()),
+            r"data_batch_3: it holds more than arrays: reading it would load \w*io.open and",
+        ),
+        (lambda file: file.unlink(), "there is no data_batch_3 in"),
+    ],
+)
+def test_damaged_batches(tmp_path: Path, change: Callable[[Path], None], says: str) -> None:
+    write_cifar(tmp_path / "set")
+    change(tmp_path / "set" / "data_batch_3")
+    with pytest.raises(DataError, match=says):
+        CIFAR10(root=tmp_path / "set").manifest()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"X": None}, "train_32x32.mat: the file has no 'X'"),
+        ({"y": None}, "train_32x32.mat: the file has no 'y'"),
+        ({"y": np.zeros((2, 1), np.uint8)}, "train_32x32.mat holds 3 images and 2 labels; it is damaged"),
+        ({"y": np.array([[1.5], [2], [3]])}, "its labels are no list of whole numbers"),
+        ({"X": np.zeros((32, 32, 3, 3))}, r"its images are float64 \[3, 32, 32, 3\], not bytes \[images, 32, 32, 3\]"),
+        (cut, "train_32x32.mat: this is no MATLAB file of version 4 to 7, or it is truncated"),
+        (lambda file: file.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(600)), "train_32x32.mat: this is no MATLAB file"),
+    ],
+)
+def test_damaged_mat_files(tmp_path: Path, change: Any, says: str) -> None:
+    write_mat(tmp_path, "train", [1, 2, 3], **(change if isinstance(change, dict) else {}))
+    if callable(change):
+        change(tmp_path / "train_32x32.mat")
+    with pytest.raises(DataError, match=says):
+        SVHN(root=tmp_path).manifest()
