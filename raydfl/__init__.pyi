@@ -5,6 +5,7 @@ from raydfl.attacks import Attack as Attack
 from raydfl.attacks import Cohort as Cohort
 from raydfl.attacks import ColludingAttack as ColludingAttack
 from raydfl.attacks import UpdateAttack as UpdateAttack
+from raydfl.core.cuts import Cut as Cut
 from raydfl.core.errors import ConfigError as ConfigError
 from raydfl.core.errors import RaydflError as RaydflError
 from raydfl.core.types import Batch as Batch
@@ -31,6 +32,7 @@ from raydfl.experiments.search import load_search as load_search
 from raydfl.experiments.search import run_search as run_search
 from raydfl.experiments.sweep import load_sweep as load_sweep
 from raydfl.experiments.sweep import run_sweep as run_sweep
+from raydfl.methods import CuttingMethod as CuttingMethod
 from raydfl.methods import Method as Method
 from raydfl.objectives import Objective as Objective
 from raydfl.rules import CollectingRule as CollectingRule

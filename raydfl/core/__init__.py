@@ -5,6 +5,7 @@ ConfigError``. Begin with types.py, tensors.py and errors.py; ops/ has the fast 
 """
 
 __all__ = [
+    "cuts",
     "errors",
     "files",
     "lazy",
@@ -19,6 +20,7 @@ __all__ = [
     "registry",
     "remote",
     "seeds",
+    "sequences",
     "settings",
     "tensor_file",
     "tensors",

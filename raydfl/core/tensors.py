@@ -49,6 +49,11 @@ class Layout:
             return tensors.layout
         return _layout(tuple(tensors), tuple(tuple(tensor.shape) for tensor in tensors.values()))
 
+    @classmethod
+    def of_shapes(cls, shapes: Mapping[str, Sequence[int]]) -> Layout:
+        """Return the layout of tensors with these shapes, by name, in the mapping's order."""
+        return _layout(tuple(shapes), tuple(tuple(shape) for shape in shapes.values()))
+
     def __reduce__(self) -> tuple[Any, ...]:
         # What is derived stays out of the pickle: a layout travels with every update.
         return _layout, (self.names, self.shapes)

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from raydfl.core.cuts import Cuts
+
 Tensors = Mapping[str, Tensor]
 """Tensors by their flat name ``"model/layer.weight"``. Prototypes, masks and counts are tensors too."""
 
@@ -76,6 +78,8 @@ class ModelSpec:
     """The file that its first weights come from (raydfl.models.start), by sorted names of settings; empty: from the run's seed."""
     view: str = ""
     """The view of examples that it reads; empty: the first."""
+    whole: ModelSpec | None = None
+    """The larger network of which it is a part, and whose tensors the server has; ``None``: it is whole."""
 
     @property
     def width(self) -> int:
@@ -108,6 +112,9 @@ class Task:
     """Keys of the server's state to deliver; models load from the first that holds their tensors."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Anything small that the method wants its client code to know."""
+    cuts: Cuts = field(default_factory=dict)
+    """Of tensors of which the client receives a part, the part, by the names that the client knows. They are cut in every entry
+    that it receives, and its networks must have the shapes that are left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +123,15 @@ class Update:
 
     tensors: Tensors
     weight: float | Mapping[str, float | Tensor]
-    """Weight of this update in a weighted rule: one number, or by tensor name one number or one per element."""
+    """Weight of this update in a weighted rule: one number; or by tensor name one number, one per element, or what broadcasts to
+    one per element, as [filters, 1, 1, 1] does to the weights of a convolution."""
     metrics: Metrics = field(default_factory=dict)
     key: str = "global"
     """The group that it joins: the entry of the server's state that it changes."""
     client_id: str = ""
     """Filled in by the engine."""
+    cuts: Cuts = field(default_factory=dict)
+    """Of tensors that are a part of the server's, the part. What the client did not send has no weight."""
 
 
 @dataclass(frozen=True, slots=True)

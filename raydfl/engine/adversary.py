@@ -9,9 +9,11 @@ import numpy as np
 
 from raydfl.attacks import Attack, Cohort, ColludingAttack, HonestUpdates, UpdateAttack
 from raydfl.core import seeds
+from raydfl.core.cuts import cut_tensors
 from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import Tensors, Update
 from raydfl.data import Names
+from raydfl.rules import filled
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -51,7 +53,8 @@ class Adversary:
     ) -> Iterator[Update]:
         """Yield the updates of a round, in their order, the attackers' as they send them.
 
-        Where nobody colludes each is passed on before the next is read.
+        Where nobody colludes each is passed on before the next is read. Those who collude see cut updates as whole ones, which have
+        not changed what they did not send.
 
         Args:
             updates: of the whole cohort, as honestly computed.
@@ -72,11 +75,12 @@ class Adversary:
             return references[update.key, layout]
 
         if isinstance(attack, ColludingAttack):
-            return _colluding(attack, updates, attacking, about, reference)
+            whole = (filled(update, current.get(update.key, {})) for update in updates)
+            return _colluding(attack, whole, attacking, about, reference)
 
         def attacked(update: Update) -> Update:
             flat = FlatTensors.of(update.tensors)
-            start = reference(update, flat.layout)
+            start = reference(update, flat.layout) if not update.cuts else self._cut_reference(update, current)
             honest = flat.vector - start.astype(np.float64)
             rng = seeds.generator(self._seed, round_index, update.client_id, "attack")
             change = attack.change(honest, about, rng)
@@ -91,6 +95,14 @@ class Adversary:
             if name in current and not name.startswith(self._changes):
                 vector[layout.columns(name)] = current[name].detach().cpu().numpy().ravel()
         return vector
+
+    def _cut_reference(self, update: Update, current: Mapping[str, Tensors]) -> np.ndarray:
+        """Return what the server has where an update that is cut comes from: float32 [elements of the update]."""
+        known = current.get(update.key, {})
+        whole = FlatTensors.of({name: known[name] for name in update.cuts})
+        parts = cut_tensors(whole, update.cuts, f"client {update.client_id!r}")
+        rest = {name: value for name, value in known.items() if name not in update.cuts}
+        return self._reference(Layout.of(update.tensors), {**rest, **parts})
 
 
 def _colluding(

@@ -55,6 +55,8 @@ class Clients(OnDemand[Client]):
             drawn = rng.integers(len(choices), size=len(population)) if len(choices) > 1 else None
             self._drawn.append(drawn)
         self._client = functools.lru_cache(_REMEMBERED)(self._make)
+        self._method = config.parts.method
+        self._own_models = functools.lru_cache(_REMEMBERED)(self._narrowed)
 
     def __len__(self) -> int:
         return len(self._population)
@@ -65,13 +67,18 @@ class Clients(OnDemand[Client]):
         return client
 
     def _make(self, position: int) -> Client:
+        profile = self._profile(position)
+        read = tuple((name, profile[name]) for name in self._method.reads_profile() if name in profile)
         return Client(
             id=self._population.ids[position],
             index=position,
             num_examples=self._population.num_examples(position),
-            models=self._models(position),
-            profile=self._profile(position),
+            models=self._own_models(self._models(position), read),
+            profile=profile,
         )
+
+    def _narrowed(self, models: tuple[ModelSpec, ...], read: tuple[tuple[str, Any], ...]) -> tuple[ModelSpec, ...]:
+        return self._method.client_models(models, dict(read))
 
     def _profile(self, position: int) -> dict[str, Any]:
         first, dealt_values = self._dealt[self._population.part_of(position)]
@@ -132,16 +139,46 @@ class Clients(OnDemand[Client]):
         return list(dict.fromkeys(specs for variants in self.variants_of_parts().values() for specs in variants))
 
     def variants_of_parts(self) -> dict[str, list[tuple[ModelSpec, ...]]]:
-        """Return each part's distinct combinations of architectures; under no name where there are no parts."""
+        """Return each part's distinct combinations of architectures, as the server has them; under no name without parts."""
         return {part: self._variants(positions) for part, positions in self._sections().items()}
 
     def _variants(self, positions: range) -> list[tuple[ModelSpec, ...]]:
-        if all(drawn is None for drawn in self._drawn):
-            return [self._models(positions.start)]
+        return [self._models(position) for position in self._unlike(positions, self._drawn)]
+
+    def built_in_parts(self) -> dict[str, list[tuple[ModelSpec, ...]]]:
+        """Return what clients of each part build in place of their architectures, where it is another (Method.client_models).
+
+        Raises:
+            ConfigError: there is no such network for a client's profile.
+        """
+        read = [self._codes(name) for name in self._method.reads_profile()]
+        return {
+            part: [
+                own
+                for position in self._unlike(positions, [*self._drawn, *read])
+                if (own := self[position].models) != self._models(position)
+            ]
+            for part, positions in self._sections().items()
+        }
+
+    def _codes(self, name: str) -> np.ndarray:
+        """Return int64 [clients]: equal numbers for clients whose profiles say the same under a name."""
+        codes = self._population.column(name)[1].astype(np.int64)
+        for first, dealt_values in self._dealt.values():
+            if name in dealt_values:
+                own = dealt_values[name][1]
+                codes[first : first + len(own)] = own
+        return codes
+
+    @staticmethod
+    def _unlike(positions: range, columns: Sequence[np.ndarray | None]) -> list[int]:
+        """Return the first of some clients with each combination of what columns say."""
+        if all(column is None for column in columns):
+            return [positions.start]
         part = slice(positions.start, positions.stop)
-        columns = [np.zeros(len(positions), np.int64) if d is None else d[part] for d in self._drawn]
-        _, places = np.unique(np.stack(columns, axis=1), axis=0, return_index=True)
-        return [self._models(positions[int(i)]) for i in sorted(places)]
+        table = [np.zeros(len(positions), np.int64) if column is None else column[part] for column in columns]
+        _, places = np.unique(np.stack(table, axis=1), axis=0, return_index=True)
+        return [positions[int(place)] for place in sorted(places)]
 
 
 class _Section(OnDemand[Client]):

@@ -8,6 +8,7 @@ and range of each field.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -90,6 +91,7 @@ class Config(Settings):
         profiles = [data.profile for data in self.data.each.values()]
         for name, (column, keys) in self.parts.chosen_by.items():
             _check_choices(f"models.{name}", column, keys, profiles, list(self.data.parts))
+        _check_read(self.method["name"], method.reads_profile(), profiles)
         for name in self.train.optimiser.models:
             if name not in declared:
                 raise ConfigError(
@@ -255,6 +257,16 @@ class Config(Settings):
         parts["seed"] = self.run.seed
         parts["threads"] = self.ray.threads
         return hashed(parts, self.files())
+
+
+def _check_read(method: str, names: Sequence[str], profiles: Sequence[Mapping[str, ProfileSettings]]) -> None:
+    """Refuse a method that reads what clients do not have in their profile."""
+    for name, profile in itertools.product(names, profiles):
+        if name not in profile and name not in KNOWN:
+            raise ConfigError(
+                f"method {method!r}: clients have no {name!r} in their profile; {nearest(name, [*profile, *KNOWN])}, or deal it "
+                f"with data.profile.{name}='{{values: [...]}}'"
+            )
 
 
 def _check_choices(

@@ -37,7 +37,8 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
     """
     method = config.parts.method
     described: dict[str, dict[ModelSpec, dict[str, Any]]] = {}
-    variants = Clients(population, config).variants_of_parts()
+    clients = Clients(population, config)
+    variants, narrower = clients.variants_of_parts(), clients.built_in_parts()
     for part, data in config.data.each.items():
         of_part = population.each[part].use(data)
         read = {spec.view: spec.inputs for specs in variants[part] for spec in specs}
@@ -48,6 +49,10 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
             _check_classes(of_part)
         batch, real = _batch(of_part, data)
         with preserved(), torch.no_grad():
+            for specs in narrower[part]:
+                models = _built(method, specs, config.run.seed)
+                for name in models:
+                    _try(method, models, name, specs, batch, real)
             for specs in variants[part]:
                 models = _built(method, specs, config.run.seed)
                 fixed = fixed_tensors(models, method.fixed)

@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raydfl.core.cuts import Cut
 from raydfl.core.errors import ClientError, RaydflError, printable
 from raydfl.core.metrics import base_name, kind_of_metric
 from raydfl.core.tensors import Layout
 from raydfl.core.types import Metric, Metrics, Ratio, Scores, Tensors, Update
-from raydfl.rules import weight_of
+from raydfl.rules import cut_misfit, weight_of
 
 _REASON = 500
 """Characters that are kept of why a client was left out."""
@@ -64,6 +65,10 @@ def check_form(update: Any, who: str) -> None:
             raise RaydflError(
                 f"{who}: the update holds {name!r}: {type(tensor).__name__}; it is made of tensors by their names"
             )
+    if not isinstance(update.cuts, Mapping) or not all(isinstance(cut, Cut) for cut in update.cuts.values()):
+        raise RaydflError(
+            f"{who}: the update's cuts are {update.cuts!r:.80}; give a Cut by the name of each tensor cut"
+        )
 
 
 def check_weights(update: Update, layout: Layout) -> None:
@@ -179,6 +184,13 @@ class UpdateChecker:
     def _compared(self, update: Update) -> tuple[str, dict[str, str]]:
         """Return what does not fit the server's tensors, and the kinds of those that it does not have."""
         layout = Layout.of(update.tensors)
+        if update.cuts:
+            known = self._shapes.get(update.key, {})
+            shapes = dict(zip(layout.names, layout.shapes, strict=True))
+            misfit = cut_misfit(update, shapes, known)
+            if misfit:
+                return misfit, {}
+            layout = Layout.of_shapes({**shapes, **{name: known[name] for name in update.cuts}})
         kind = (update.key, layout)
         if kind not in self._found:
             added: dict[str, str] = {}

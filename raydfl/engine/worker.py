@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from raydfl.attacks import Attack
 from raydfl.core import part_names, seeds
+from raydfl.core.cuts import cut_size, cut_tensors
 from raydfl.core.errors import ClientError, RaydflError
 from raydfl.core.files import default_cache
 from raydfl.core.metrics import attack_success, reduced
@@ -74,12 +75,19 @@ def _round_of(order: Order) -> int:
 
 
 def _received(order: Order, broadcast: Mapping[str, FlatTensors]) -> dict[str, FlatTensors]:
-    """Return what the order's client gets of the server's tensors: of those that parts have of their own, its part's."""
+    """Return what the order's client gets of the server's tensors: of those that parts have of their own, its part's; some cut."""
+    whole = _of_part(order, broadcast)
+    cuts, whose = order.task.cuts, _subject(order)
+    return {key: cut_tensors(tensors, cuts, whose) for key, tensors in whole.items()} if cuts else whole
+
+
+def _of_part(order: Order, broadcast: Mapping[str, FlatTensors]) -> dict[str, FlatTensors]:
     return {key: part_names.received(broadcast[key], order.part) for key in order.task.receive}
 
 
-def _bytes(tensors: Mapping[str, FlatTensors]) -> int:
-    return sum(each.vector.nbytes for each in tensors.values())
+def _bytes(order: Order, broadcast: Mapping[str, FlatTensors]) -> int:
+    """Return the bytes that the order's client gets of the server's tensors."""
+    return 4 * sum(cut_size(each.layout, order.task.cuts) for each in _of_part(order, broadcast).values())
 
 
 def _by_servers_names(update: Update, part: str, broadcast: Mapping[str, FlatTensors]) -> Update:
@@ -92,6 +100,7 @@ def _by_servers_names(update: Update, part: str, broadcast: Mapping[str, FlatTen
         update,
         tensors=part_names.marked(update.tensors, part, known),
         weight=part_names.marked(weight, part, known) if isinstance(weight, Mapping) else weight,
+        cuts=part_names.marked(update.cuts, part, known),
     )
 
 
@@ -220,7 +229,7 @@ class Worker:
 
     def _left_out(self, order: Order, broadcast: Mapping[str, FlatTensors], reason: str) -> Result:
         """Return the result of a client that is left out: its private state stays. The reason is made one line, for the record."""
-        sent = _bytes(_received(order, broadcast))
+        sent = _bytes(order, broadcast)
         return Result(
             order.position,
             order.task.client_id,
@@ -305,6 +314,7 @@ class Worker:
             phase=task.phase,
             round_index=order.round_index,
             options=task.options,
+            cuts=task.cuts,
             shared=self.method.shared,
             fixed=built.fixed,
             recordings=built.recordings if type(self.method).pure and type(self.method.objective).pure else None,
@@ -334,7 +344,7 @@ class Worker:
 
     def _train(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Result:
         step = self.prepare(order, broadcast, place)
-        bytes_down = _bytes(_received(order, broadcast))
+        bytes_down = _bytes(order, broadcast)
         step.clock.start()
         attack = self.attack if order.attacking else None
         if attack is not None and type(attack).local is not Attack.local:
@@ -410,7 +420,7 @@ class Worker:
                 if measurement.split == TRIGGERED and self.attack is not None:
                     metrics = attack_success(metrics, self.attack.target_class(self.population.classes))
                 measured[measurement.split] = metrics
-        bytes_down = _bytes(_received(order, broadcast))
+        bytes_down = _bytes(order, broadcast)
         return Result(order.position, step.client.id, private=order.private, measured=measured, bytes_down=bytes_down)
 
     def _examples(self, step: Step, measurement: Measurement, part: str) -> Examples:

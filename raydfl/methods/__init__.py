@@ -4,6 +4,7 @@ Imports objectives, training, rules, models, data and core, never engine. Begin 
 scaffold.py (state on both sides). A method of your own is a subclass of :class:`Method`.
 """
 
+from raydfl.methods._cutting import CuttingMethod
 from raydfl.methods._method import Method
 
-__all__ = ["Method"]
+__all__ = ["CuttingMethod", "Method"]

@@ -89,6 +89,22 @@ class Method:
         """Return the names of the views that the method reads itself, besides those of its models."""
         return ()
 
+    def reads_profile(self) -> tuple[str, ...]:
+        """Return the names of what the method reads of clients' profiles: data that do not say it are refused."""
+        return ()
+
+    def client_models(self, models: Sequence[ModelSpec], profile: Mapping[str, Any]) -> tuple[ModelSpec, ...]:
+        """Return the networks that a client builds in place of those that the server has; by default the same.
+
+        Args:
+            models: that the configuration gives the client.
+            profile: of the client, but only what :meth:`reads_profile` names.
+
+        Raises:
+            ConfigError: there is no such network for this profile.
+        """
+        return tuple(models)
+
     def build(self, models: Sequence[ModelSpec]) -> dict[str, nn.Module]:
         """Build the models by name, freshly initialised, of clients for which these architectures were chosen.
 
@@ -169,8 +185,7 @@ class Method:
 
         A client may appear once in a round.
         """
-        chosen = np.sort(rng.choice(len(clients), size=cohort, replace=False))
-        return [Task(clients[int(index)].id) for index in chosen]
+        return [Task(client.id) for client in drawn(clients, rng, cohort)]
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
         """Return the training loss of a batch, a scalar; by default the objective's, of the method's first model."""
@@ -220,6 +235,12 @@ class Method:
             for name in step.models
             for metric, value in self.objective.evaluate(step, name, examples, batch_size).items()
         }
+
+
+def drawn(clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Client]:
+    """Return ``cohort`` clients, drawn uniformly without replacement, in their order."""
+    chosen = np.sort(rng.choice(len(clients), size=cohort, replace=False))
+    return [clients[int(index)] for index in chosen]
 
 
 def merge(tensors: Mapping[str, Tensors], changed: Mapping[str, Tensors]) -> dict[str, Tensors]:

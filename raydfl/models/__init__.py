@@ -6,7 +6,9 @@ An architecture is an ``nn.Module`` with the constructor ``(inputs, classes, **o
   if ``None``), logits float32 [batch, classes].
   An architecture for images has the attribute ``images`` true; its ``inputs`` are (channels, rows, columns), its x is float32
   [batch, channels, rows, columns]. Where the attribute is ``None`` it takes both;
-- ``embed(x, lengths=None)`` -> float32 [batch, width]: what the last layer, ``output``, sees. Only some methods need it.
+- ``embed(x, lengths=None)`` -> float32 [batch, width]: what the last layer, ``output``, sees. Only some methods need it;
+- the option ``width`` and ``channels()``, by which it can be made narrower (raydfl/models/_width.py). Only methods that cut
+  networks need them.
 
 A file of this package lists its architectures in ``ARCHITECTURES``: name -> (class, options that the name stands for). A
 user's own class is ``my_file.py:Class``.
@@ -21,6 +23,7 @@ from pathlib import PurePath
 from typing import Any
 
 from raydfl.models._build import _annotations, architectures, build_model, check_model, find_architecture, model_options
+from raydfl.models._narrow import cuts_of, narrow
 from raydfl.models.start import INIT_FROM, read_init_from, start_from_file
 
 __all__ = [
@@ -28,9 +31,11 @@ __all__ = [
     "architectures",
     "build_model",
     "check_model",
+    "cuts_of",
     "find_architecture",
     "model_options",
     "model_paths",
+    "narrow",
     "read_init_from",
     "start_from_file",
 ]

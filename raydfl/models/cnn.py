@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.ops import Dropout
+from raydfl.models._width import Channels, Width, narrowed, of_layers
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -33,6 +34,8 @@ class CNN(nn.Module):
         kernel: Count = 5,
         hidden: Count = 512,
         dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0,
+        width: Width = 1.0,
+        scaled: bool = False,
     ) -> None:
         """Build it.
 
@@ -43,6 +46,8 @@ class CNN(nn.Module):
             kernel: rows and columns that a convolution sees; odd.
             hidden: units of the hidden layer.
             dropout: share of its values zeroed while training, 0..1.
+            width: share of the filters and hidden units that it is built with, rounded up.
+            scaled: divide what each convolution gives by ``width`` while training.
 
         Raises:
             ConfigError: an even kernel, or images too small for so many convolutions.
@@ -56,6 +61,8 @@ class CNN(nn.Module):
             raise ConfigError(
                 f"images of {rows} x {columns} are too small for {len(filters)} times 2 x 2 pooling; take fewer filters"
             )
+        filters, hidden = tuple(narrowed(each, width) for each in filters), narrowed(hidden, width)
+        self.scale = 1 / width if scaled else 1.0
         self.convolutions = nn.ModuleList(
             nn.Conv2d(before, after, kernel, padding=kernel // 2) for before, after in pairwise((channels, *filters))
         )
@@ -73,8 +80,21 @@ class CNN(nn.Module):
         """Return the hidden layer's output, float32 [batch, hidden]."""
         for convolution in self.convolutions:
             x = F.max_pool2d(convolution(x).relu(), 2)
+            if self.training and self.scale != 1:
+                x = x * self.scale
         hidden: Tensor = self.dropout(self.hidden(x.flatten(1)).relu())
         return hidden
+
+    def channels(self) -> Channels:
+        """Return what belongs to each convolution's filters and to the hidden units."""
+        found = of_layers([f"convolutions.{number}" for number in range(len(self.convolutions))], 4)
+        last = f"convolutions.{len(self.convolutions) - 1}"
+        return {
+            **found,
+            "hidden.weight": (("hidden",), (last,)),
+            "hidden.bias": (("hidden",),),
+            "output.weight": ((), ("hidden",)),
+        }
 
 
 ARCHITECTURES: Mapping[str, tuple[type[nn.Module], Mapping[str, Any]]] = {

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError, DataError
 from raydfl.core.ops import GRU, Conv1d, Dropout, mean_over_time
+from raydfl.models._width import Channels, Width, narrowed, of_layers
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -37,6 +38,8 @@ class CRNN(nn.Module):
         bidirectional: bool = True,
         dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1,
         pool: Count = 2,
+        width: Width = 1.0,
+        scaled: bool = False,
     ) -> None:
         """Build it.
 
@@ -49,6 +52,8 @@ class CRNN(nn.Module):
             bidirectional: a second GRU direction, from the end.
             dropout: share of values zeroed before the GRU while training, 0..1.
             pool: frames that become one after each convolution; 1 is no pooling.
+            width: share of the filters and of the GRU's units that it is built with, rounded up.
+            scaled: divide what each convolution gives by ``width`` while training.
 
         Raises:
             ConfigError: an even kernel.
@@ -57,6 +62,8 @@ class CRNN(nn.Module):
         if kernel % 2 == 0:
             raise ConfigError(f"kernel is {kernel}; an odd number of frames has a middle one, use {kernel + 1}")
         self.pool = pool
+        filters, hidden = tuple(narrowed(each, width) for each in filters), narrowed(hidden, width)
+        self.scale = 1 / width if scaled else 1.0
         channels = (inputs, *filters)
         self.convolutions = nn.ModuleList(
             Conv1d(before, after, kernel, padding=kernel // 2) for before, after in pairwise(channels)
@@ -89,9 +96,22 @@ class CRNN(nn.Module):
             )
         for convolution in self.convolutions:
             x = convolution.pooled(x, self.pool, lengths)  # type: ignore[operator]
+            if self.training and self.scale != 1:
+                x = x * self.scale
             if lengths is not None:
                 lengths = (lengths // self.pool).clamp_min(1)
         return mean_over_time(self.gru.outputs(self.dropout(x), lengths), lengths)
+
+    def channels(self) -> Channels:
+        """Return what belongs to each convolution's filters and to the units of each direction of the GRU."""
+        found = of_layers([f"convolutions.{number}" for number in range(len(self.convolutions))], 3)
+        seen = (f"convolutions.{len(self.convolutions) - 1}",)
+        units = ("gru", "gru_reverse")[: 1 + self.gru.bidirectional]
+        for unit, suffix in zip(units, ("", "_reverse"), strict=False):
+            gates = (unit,) * 3
+            found |= {f"gru.weight_ih_l0{suffix}": (gates, seen), f"gru.weight_hh_l0{suffix}": (gates, (unit,))}
+            found |= {f"gru.bias_{kind}_l0{suffix}": (gates,) for kind in ("ih", "hh")}
+        return {**found, "output.weight": ((), units)}
 
 
 ARCHITECTURES: Mapping[str, tuple[type[nn.Module], Mapping[str, Any]]] = {

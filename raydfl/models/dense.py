@@ -9,6 +9,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from raydfl.core.ops import mean_over_time
+from raydfl.models._width import Channels, Width, narrowed
 
 
 class MeanLinear(nn.Module):
@@ -32,9 +33,10 @@ class MeanLinear(nn.Module):
 class MeanMLP(nn.Module):
     """One hidden layer of ReLU units on the mean frame."""
 
-    def __init__(self, inputs: int, classes: int, hidden: Annotated[int, Field(ge=1)] = 32) -> None:
-        """Build it for frames of ``inputs`` features, with ``hidden`` units."""
+    def __init__(self, inputs: int, classes: int, hidden: Annotated[int, Field(ge=1)] = 32, width: Width = 1.0) -> None:
+        """Build it for frames of ``inputs`` features, with ``hidden`` units, or the share ``width`` of them."""
         super().__init__()
+        hidden = narrowed(hidden, width)
         self.hidden = nn.Linear(inputs, hidden)
         self.output = nn.Linear(hidden, classes)
 
@@ -46,6 +48,10 @@ class MeanMLP(nn.Module):
     def embed(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Return the hidden layer's output, float32 [batch, hidden]."""
         return self.hidden(mean_over_time(x, lengths)).relu()  # type: ignore[no-any-return]
+
+    def channels(self) -> Channels:
+        """Return what belongs to the hidden units."""
+        return {"hidden.weight": (("hidden",), ()), "hidden.bias": (("hidden",),), "output.weight": ((), ("hidden",))}
 
 
 ARCHITECTURES: Mapping[str, tuple[type[nn.Module], Mapping[str, Any]]] = {

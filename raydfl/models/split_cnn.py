@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from raydfl.core.errors import ConfigError
 from raydfl.core.ops import Dropout
 from raydfl.models._norm import GroupNorm, inside_of
+from raydfl.models._width import Channels, Width, narrowed
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -46,6 +47,8 @@ class SplitCNN(nn.Module):
         kernel: Count = 4,
         groups: Count = 4,
         dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1,
+        width: Width = 1.0,
+        scaled: bool = False,
     ) -> None:
         """Build it.
 
@@ -56,6 +59,8 @@ class SplitCNN(nn.Module):
             kernel: frames, and bands, that a convolution sees.
             groups: of channels that are normalised together.
             dropout: share of each block's maps zeroed while training, 0..1.
+            width: share of the filters that it is built with, rounded up to multiples of ``groups``.
+            scaled: divide what each convolution gives by ``width`` while training.
 
         Raises:
             ConfigError: channels that cannot be divided into so many groups.
@@ -67,8 +72,10 @@ class SplitCNN(nn.Module):
                     f"filters are {list(filters)} and groups {groups}: {channels} channels make no equal groups; take multiples of "
                     f"{groups}"
                 )
+        filters = tuple(narrowed(each, width, groups) for each in filters)
+        scale = 1 / width if scaled else 1.0
         self.blocks = nn.ModuleList(
-            _Block(before, after, kernel, groups, dropout) for before, after in pairwise((1, *filters))
+            _Block(before, after, kernel, groups, dropout, scale) for before, after in pairwise((1, *filters))
         )
         self.output = nn.Linear(filters[-1], classes)
         for layer in self.modules():
@@ -94,10 +101,23 @@ class SplitCNN(nn.Module):
             lengths = None if lengths is None else (lengths + 1) // 2
         return x.amax(dim=(2, 3))
 
+    def channels(self) -> Channels:
+        """Return what belongs to each convolution's filters."""
+        found: dict[str, tuple[tuple[str, ...], ...]] = {}
+        before: tuple[str, ...] = ()
+        for number in range(len(self.blocks)):
+            time, frequency, mix = (f"blocks.{number}.{part}" for part in ("time", "frequency", "mix"))
+            for layer, seen in ((time, before), (frequency, before), (mix, (time, frequency))):
+                found |= {f"{layer}.weight": ((layer,), seen, (), ()), f"{layer}.bias": ((layer,),)}
+                found |= {f"{layer}_norm.{kind}": ((layer,),) for kind in ("weight", "bias")}
+            before = (mix,)
+        return {**found, "output.weight": ((), before)}
+
 
 class _Block(nn.Module):
-    def __init__(self, before: int, after: int, kernel: int, groups: int, dropout: float) -> None:
+    def __init__(self, before: int, after: int, kernel: int, groups: int, dropout: float, scale: float) -> None:
         super().__init__()
+        self.scale = scale
         self.around = ((kernel - 1) // 2, kernel // 2)
         self.time = nn.Conv2d(before, after, (kernel, 1))
         self.time_norm = GroupNorm(groups, after, EPSILON)
@@ -112,14 +132,17 @@ class _Block(nn.Module):
         inside = inside_of(x, lengths)
         if inside is not None:
             x = x * inside
-        in_time = self.time_norm(self.time(F.pad(x, (0, 0, *self.around))), inside).relu()
-        in_frequency = self.frequency_norm(self.frequency(F.pad(x, self.around)), inside).relu()
-        mixed = self.mix_norm(self.mix(torch.cat([in_time, in_frequency], dim=1)), inside).relu()
+        in_time = self.time_norm(self._scaled(self.time(F.pad(x, (0, 0, *self.around)))), inside).relu()
+        in_frequency = self.frequency_norm(self._scaled(self.frequency(F.pad(x, self.around))), inside).relu()
+        mixed = self.mix_norm(self._scaled(self.mix(torch.cat([in_time, in_frequency], dim=1))), inside).relu()
         if inside is not None:
             mixed = mixed * inside  # nothing is below 0 after ReLU, so padding is never the maximum
         pooled: Tensor = F.max_pool2d(mixed, 2, ceil_mode=True)
         kept: Tensor = self.dropout(torch.ones_like(pooled[:, :, 0, 0]))
         return pooled * kept[:, :, None, None]
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x * self.scale if self.training and self.scale != 1 else x
 
 
 ARCHITECTURES: Mapping[str, tuple[type[nn.Module], Mapping[str, Any]]] = {

@@ -20,6 +20,7 @@ from typing import Any
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.rules._collecting import CollectingRule, one_thread
+from raydfl.rules._cuts import cut_misfit, filled
 from raydfl.rules._group import Group
 from raydfl.rules._robust import RobustRule
 from raydfl.rules._rule import Aggregate, Rule
@@ -38,6 +39,8 @@ __all__ = [
     "Rule",
     "UniformMean",
     "WeightedMean",
+    "cut_misfit",
+    "filled",
     "find_rule",
     "one_thread",
     "rule_class",

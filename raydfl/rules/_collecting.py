@@ -13,6 +13,7 @@ from torch import Tensor
 
 from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import Ratio, Tensors, Update
+from raydfl.rules._cuts import filled
 from raydfl.rules._group import Group
 from raydfl.rules._rule import Aggregate, Rule, over_current
 from raydfl.rules._weights import check_shapes
@@ -38,7 +39,7 @@ class CollectingRule(Rule):
         self, updates: Iterable[Update], current: Mapping[str, Tensors], rng: np.random.Generator | None = None
     ) -> Aggregate:
         """See :class:`Rule`."""
-        sent = list(updates)
+        sent = [filled(update, current.get(update.key, {})) for update in updates]
         by_key: dict[str, list[int]] = {}
         for position, update in enumerate(sent):
             by_key.setdefault(update.key, []).append(position)

@@ -3,7 +3,8 @@
 All of them see a group's tensors as one vector for each client. Weights that the clients send (their numbers of examples) count
 only where a rule says so: who lies about a model lies about them too. A client of weight 0 has no say. Where single tensors or
 elements of a client have no weight (masks), rules that go element by element do without them, and for rules that measure
-distances the client has the server's value there, as if it had left them as they were.
+distances the client has the server's value there, as if it had left them as they were. What a client did not send because its
+tensors were cut has no weight either.
 """
 
 from __future__ import annotations

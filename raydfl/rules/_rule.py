@@ -58,7 +58,8 @@ class Rule(ABC):
         """Combine the updates, which are read once, in client order.
 
         Args:
-            updates: finite tensors; each update names the key that it changes.
+            updates: finite tensors; each update names the key that it changes. Some may be cut: :func:`raydfl.rules.filled` gives
+                them whole, with weight 0 for what was not sent.
             current: the server's tensors by key; what no update changes is returned as it is.
             rng: where a rule that draws random numbers gets them; seeded by run and round.
 

@@ -22,20 +22,27 @@ def total_of(weights: Sequence[Any], start: Any = 0.0) -> Any:
 
 
 def divided(total: np.ndarray, weight: Weight, current: Tensor | np.ndarray | None) -> np.ndarray:
-    """Return ``total / weight`` as float32 [elements]; where the weight is 0, what the server has, or 0 if it has nothing."""
+    """Return ``total / weight`` as float32 of the total's shape; where the weight is 0, the server's value, or 0 if it has none.
+
+    Args:
+        total: float64 of any shape.
+        weight: a number, or what broadcasts to that shape.
+        current: as many elements, in any shape.
+    """
     if isinstance(weight, float) and weight > 0:
-        return (total / weight).astype(np.float32)
+        return np.asarray(total / weight, np.float32)
     result = np.zeros(total.shape)
     if current is not None:
-        result[:] = current.detach().cpu().flatten().numpy() if isinstance(current, Tensor) else current
+        known = current.detach().cpu().numpy() if isinstance(current, Tensor) else current
+        result[...] = known.reshape(total.shape)
     np.divide(total, weight, out=result, where=np.asarray(weight) > 0)
     return result.astype(np.float32)
 
 
-def weight_of(
+def number_or_elements(
     update: Update, weight: float | Mapping[str, float | Tensor], name: str, shape: tuple[int, ...]
-) -> Weight:
-    """Return the weight of one tensor of an update, checked."""
+) -> float | np.ndarray:
+    """Return the weight of one tensor of an update, checked: a number, or float64 that broadcasts to the tensor's ``shape``."""
     what = f"client {update.client_id!r}: the weight of its update"
     value: float | Tensor
     if isinstance(weight, Mapping):
@@ -46,11 +53,12 @@ def weight_of(
     else:
         value = weight
     if isinstance(value, Tensor) and value.ndim > 0:
-        if tuple(value.shape) != shape:
+        given = tuple(value.shape)
+        if len(given) != len(shape) or any(own not in (1, size) for own, size in zip(given, shape, strict=True)):
             raise RaydflError(
-                f"{what} has shape {tuple(value.shape)}, the tensor has {shape}; one number does for all too"
+                f"{what} has shape {given}, the tensor has {shape}; one number does for all too, and 1 in place of a size"
             )
-        elements: np.ndarray = value.detach().cpu().double().flatten().numpy()
+        elements: np.ndarray = value.detach().cpu().double().numpy()
         if not (np.isfinite(elements).all() and (elements >= 0).all()):
             raise RaydflError(f"{what} has elements that are negative or not finite; 0 leaves an element out")
         return elements
@@ -61,6 +69,14 @@ def weight_of(
     if not 0 <= number < np.inf:
         raise RaydflError(f"{what} is {number}; it has to be finite and not negative, and 0 leaves the client out")
     return number
+
+
+def weight_of(
+    update: Update, weight: float | Mapping[str, float | Tensor], name: str, shape: tuple[int, ...]
+) -> Weight:
+    """Return the weight of one tensor of an update, checked: a number, or float64 [elements] with one for each."""
+    found = number_or_elements(update, weight, name, shape)
+    return found if isinstance(found, float) else np.broadcast_to(found, shape).reshape(-1)
 
 
 def absent(update: Update, layout: Layout) -> np.ndarray | None:

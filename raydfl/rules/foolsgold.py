@@ -25,6 +25,7 @@ from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import Tensors, Update
 from raydfl.rules._changes import Base
 from raydfl.rules._collecting import one_thread
+from raydfl.rules._cuts import filled
 from raydfl.rules._rule import Aggregate, Rule
 from raydfl.rules._weights import absent, check_shapes
 from raydfl.rules.weighted_mean import WeightedMean
@@ -93,7 +94,7 @@ class FoolsGold(Rule):
         Raises:
             RaydflError: also where two updates come from one client, or one lacks the tensors that are compared.
         """
-        sent = list(updates)
+        sent = [filled(update, current.get(update.key, {})) for update in updates]
         by_key: dict[str, list[int]] = {}
         for position, update in enumerate(sent):
             if _any(update.weight):

@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.core.types import Ratio, Tensors, Update
 from raydfl.rules._changes import Base
+from raydfl.rules._cuts import filled
 from raydfl.rules._rule import Aggregate
 from raydfl.rules.centred_clipping import shortening
 from raydfl.rules.weighted_mean import WeightedMean
@@ -49,7 +50,8 @@ class NormClipping(WeightedMean):
     ) -> Aggregate:
         """See :class:`Rule`."""
         base = Base(current)
-        measured: Iterable[tuple[Update, float]] = ((update, base.length(update)) for update in updates)
+        whole = (filled(update, current.get(update.key, {})) for update in updates)
+        measured: Iterable[tuple[Update, float]] = ((update, base.length(update)) for update in whole)
         limit = self.norm
         if limit is None:
             measured = list(measured)

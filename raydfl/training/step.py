@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from raydfl.core.cuts import Cuts
 from raydfl.core.metrics import OF_FIT
 from raydfl.core.types import Batch, Client, Metrics, Tensors, Update
 from raydfl.data import ClientData
@@ -41,6 +42,8 @@ class Step:
     """Rounds completed before this one."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The task's options."""
+    cuts: Cuts = field(default_factory=dict)
+    """The task's cuts: of what tensors this client has only a part, and which."""
     shared: Callable[[str], bool] = lambda name: True
     """The method's ``shared``: which tensors leave the client."""
     fixed: frozenset[str] = frozenset()
@@ -123,6 +126,7 @@ class Step:
         tensors: Tensors | None = None,
         weight: float | Mapping[str, float | Tensor] | None = None,
         key: str | None = None,
+        cuts: Cuts | None = None,
     ) -> Update:
         """Return this client's update.
 
@@ -131,6 +135,7 @@ class Step:
             tensors: by flat name; by default every shared tensor of the models as they are now.
             weight: by default the number of training examples.
             key: the entry of the server's state that it changes; by default the first that was received.
+            cuts: what part of the server's tensors these are, by name; by default as the client received them.
         """
         if tensors is None:
             tensors = {name: value for name, value in self.floating_state().items() if self.shared(name)}
@@ -138,7 +143,9 @@ class Step:
             key = next(iter(self.received), "global")
         if weight is None:
             weight = float(self.client.num_examples)
-        return Update(tensors=tensors, weight=weight, metrics=metrics or {}, key=key, client_id=self.client.id)
+        if cuts is None:
+            cuts = {name: cut for name, cut in self.cuts.items() if name in tensors}
+        return Update(tensors, weight, metrics or {}, key, self.client.id, cuts)
 
 
 Reported = Mapping[str, tuple[Tensor | float, Tensor | float]]

@@ -50,7 +50,7 @@ takes several copies of them, and all of a step's intermediate results."""
 _MOST = 500
 """Kinds of fits that are remembered for a network, and shapes of batches for each kind. (A tape of CRNN-Base takes 20 KB.)"""
 
-_HIDDEN = ("client", "data", "rng", "round_index", "training", "clock", "moments")  # no pure loss reads them
+_HIDDEN = ("client", "data", "rng", "round_index", "training", "clock", "moments", "cuts")  # no pure loss reads them
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 

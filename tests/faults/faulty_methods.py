@@ -14,6 +14,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl import Method
+from raydfl.core.cuts import Cut
 from raydfl.core.types import Batch, Client, Metrics, Ratio, State, Task, Update
 from raydfl.data.examples import Examples
 from raydfl.methods.fedadam import FedAdam
@@ -238,6 +239,16 @@ def _first(change: Callable[[Tensor], Any]) -> Callable[[Update], Update]:
     return changed
 
 
+def _cut(kept: list[Any]) -> Callable[[Update], Update]:
+    """The first matrix or the like, said to be cut."""
+
+    def changed(update: Update) -> Update:
+        name = next(name for name, tensor in update.tensors.items() if tensor.ndim >= 2)
+        return dataclasses.replace(update, cuts={name: Cut([*kept, *[None] * (update.tensors[name].ndim - 2)])})
+
+    return changed
+
+
 SENT: dict[str, Callable[[Update], Any]] = {
     "nothing": lambda update: update,
     "no update": lambda update: None,
@@ -255,6 +266,10 @@ SENT: dict[str, Callable[[Update], Any]] = {
     "weight missing": lambda update: dataclasses.replace(update, weight={}),
     "weight of elements": _named(lambda tensor: -torch.ones_like(tensor)),
     "weight of others": _named(lambda tensor: torch.ones(7)),
+    "cut outside": _cut([[0, 99], None]),
+    "cut twice": _cut([[1, 1], None]),
+    "cut of others": _cut([[0], None]),
+    "cut word": lambda update: dataclasses.replace(update, cuts={next(iter(update.tensors)): "half"}),
     "metric kind": lambda update: _metrics(update, share=np.ones(2)),
     "metric shape": lambda update: _metrics(update, seen=np.ones(4)),
     "metric number": lambda update: _metrics(update, share=0.5),

@@ -47,6 +47,10 @@ SAID = {
     "weight missing": r"client 's2': the weight of 'model/\S+' is missing",
     "weight of elements": r"client 's2': the weight of 'model/\S+' has elements that are negative or not finite",
     "weight of others": r"client 's2': the weight of 'model/\S+' has shape \(7,\), the tensor has",
+    "cut outside": r"client 's2': the cut of the update's tensor 'model/\S+' does not fit: .* index 99 of dimension 0",
+    "cut twice": r"client 's2': the cut of the update's tensor 'model/\S+' does not fit: .* index of dimension 0 twice",
+    "cut of others": r"client 's2': the cut of the update's tensor 'model/\S+' does not fit: the tensor has the shape",
+    "cut word": r"client 's2': the update's cuts are {'model/\S+': 'half'}; give a Cut",
     "metric kind": r"client 's2': metric 'share' is an array \[2\], at other clients it is a ratio; all have",
     "metric shape": r"client 's2': metric 'seen' is an array \[4\], at other clients it is an array \[3\]; all have",
     "metric number": r"client 's2': metric 'share' is 0.5; give a raydfl.Ratio",
@@ -101,7 +105,7 @@ def test_what_is_wrong_with_an_update_is_said(what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["no update", "shape", "key", "weight nan", "weight of elements", "metric kind", "metrics"]
+    "what", ["no update", "shape", "key", "weight nan", "weight of elements", "cut outside", "metric kind", "metrics"]
 )
 def test_a_malformed_update_is_left_out_or_stops_the_run(
     tiny: Tiny, known: dict[str, dict[str, bytes]], what: str

@@ -22,6 +22,9 @@ ALL = {
 SPREAD = ["method.vh=0.2", "method.vl=0.2", "train.optimiser.lr=1.0", "train.local_epochs=3"]
 """So that clients differ in other ways in a weight than in its bias."""
 
+SKEWED = ["data.partition={by: dirichlet, clients: 5, alpha: 0.1}"]
+"""So that clients lack classes."""
+
 SURE, RISING = ["method.threshold=[0.4, 0.4]"], ["method.threshold=[0.34, 0.9]"]
 
 MOVES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
@@ -50,6 +53,11 @@ MOVES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
     ("fedkad", "weights"): (["method.weights=true"], []),
     ("scaffold", "server_lr"): (["method.server_lr=0.5"], []),
     ("fedper", "personal"): (["method.personal=[]"], []),
+    ("feddrop", "share"): (["method.share=0.5"], []),
+    ("fedrolex", "share"): (["method.share=0.25"], []),
+    ("fedrolex", "stride"): (["method.stride=3"], []),
+    ("fedrolex", "scaled"): (["method.scaled=false"], []),
+    ("fedrolex", "masked"): (["method.masked=false", *SKEWED], SKEWED),
     ("fedstar", "beta"): (["method.beta=0.9"], []),
     ("fedstar", "mix"): (["method.mix=added"], []),
     ("fedstar", "temperature"): (["method.temperature=0.01"], []),
@@ -102,6 +110,8 @@ NEUTRAL: list[tuple[str, list[str], str, list[str]]] = [
     ("fedprox", ["method.mu=0.0"], "fedavg", []),
     ("fedprox", ["method.mu=0.0", "method.squared=false"], "fedavg", []),
     ("fedper", ["method.personal=[]"], "fedavg", []),
+    ("feddrop", ["method.share=1.0"], "fedavg", []),
+    ("fedrolex", ["method.share=1.0", "method.masked=false"], "fedavg", []),
     ("fedmlac", ["method.form=supervised", "method.plug_ce_weight=0.0"], "fedmlac", ["method.form=literal"]),
     ("fedmlac", ["method.vl=0.0", "method.vh=0.0"], "fedmlac", ["method.lpa=false"]),
     ("fedmlac", ["method.rule=weighted_mean"], "fedmlac", ["method.lpa=false"]),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from raydfl.core import part_names
+from raydfl.core.cuts import cut_tensors
 from raydfl.core.errors import InputError, RunDirectoryError, nearest
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import ModelSpec, Tensors
@@ -145,7 +146,13 @@ class _Run:
         tasks = [task for task in self.method.plan_evaluation(self.commit.state, [client]) if task.client_id != SERVER]
         keys = tasks[0].receive if tasks else tuple(self.commit.state.tensors)
         part = self.population.part_of(client.index)
-        networks, absent = self._load(client.models, self._received(keys, part), kept, f"client {client_id!r}")
+        received = self._received(keys, part)
+        if tasks and tasks[0].cuts:
+            whole = {key: FlatTensors.of(tensors) for key, tensors in received.items()}
+            received = {
+                key: cut_tensors(tensors, tasks[0].cuts, f"client {client_id!r}") for key, tensors in whole.items()
+            }
+        networks, absent = self._load(client.models, received, kept, f"client {client_id!r}")
         if model is None:
             fixed = fixed_tensors(networks, self.method.fixed)
             own = [

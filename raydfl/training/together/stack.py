@@ -157,6 +157,7 @@ class StackedClients:
             data=cast(Any, Unavailable("data")),
             rng=cast(Any, Unavailable("rng")),
             moments=cast(Any, Unavailable("moments")),
+            cuts=cast(Any, Unavailable("cuts")),
             received=cast(Any, received),
             state=cast(Any, TensorHandle(None, [s.state for s in self.steps], self._given, self._wanted)),
             models={name: first.models[name] for name in self.names},

@@ -1,0 +1,233 @@
+"""What parts of a network save: memory and time of the server, and time, memory and bytes of a device.
+
+``python benchmarks/cuts.py server`` aggregates 50 updates of a ResNet-18 and prints the peak of the process's memory above what it
+had before, each kind of update in a process of its own: whole ones with a weight for each element (masks, as pruned devices send),
+with a weight for each filter, and cut ones. ``streamed``: one after another, as a mean takes them; ``held``: all at once.
+
+``python benchmarks/cuts.py device`` trains each network at several shares of its channels, and with as large a share of its filters
+masked and not left out; the contestants take turns. Memory is counted, not measured: weights, gradients and what the backward pass
+needs. Time is the processor's for one step, as its ratio to the whole network's in the same turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raydfl.core.cuts import Cut
+from raydfl.core.tensors import FlatTensors
+from raydfl.core.types import ModelSpec, Update
+from raydfl.models import build_model, narrow
+from raydfl.rules import WeightedMean
+
+CLIENTS = 50
+KINDS = ("mask by element", "mask by filter", "cut")
+NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "crnn_base": (64, (16, 101, 64)),
+    "cnn": ((3, 32, 32), (16, 3, 32, 32)),
+    "split_cnn": (64, (16, 96, 64)),
+}
+"""Networks with their inputs and a batch's shape."""
+
+
+def resnet18() -> dict[str, Tensor]:
+    """Tensors of the shapes that a ResNet-18 for 1000 classes has, 11,689,512 elements."""
+    shapes: dict[str, tuple[int, ...]] = {"conv1": (64, 3, 7, 7), "norm1": (64,)}
+    before = 64
+    for stage, channels in enumerate((64, 128, 256, 512)):
+        for block in range(2):
+            for number in (1, 2):
+                shapes[f"layer{stage}.{block}.conv{number}"] = (channels, before if number == 1 else channels, 3, 3)
+                shapes[f"layer{stage}.{block}.norm{number}"] = (channels,)
+            if before != channels:
+                shapes[f"layer{stage}.{block}.down"] = (channels, before, 1, 1)
+                shapes[f"layer{stage}.{block}.down_norm"] = (channels,)
+            before = channels
+    tensors = {"model/fc.weight": torch.randn(1000, 512), "model/fc.bias": torch.randn(1000)}
+    for name, shape in shapes.items():
+        tensors[f"model/{name}.weight"] = torch.randn(shape)
+        if len(shape) == 1:
+            tensors[f"model/{name}.bias"] = torch.randn(shape)
+    return tensors
+
+
+def updates(server: Mapping[str, Tensor], kind: str, share: float) -> Iterator[Update]:
+    """What devices send that have this share of each layer's filters."""
+    for number in range(CLIENTS):
+        rng = np.random.default_rng(number)
+        sent: dict[str, Tensor] = {}
+        weights: dict[str, Tensor | float] = {}
+        cuts: dict[str, Cut] = {}
+        for name, value in server.items():
+            kept = [np.sort(rng.choice(size, int(size * share) or 1, replace=False)) for size in value.shape[:2]]
+            weights[name], sent[name] = float(number + 1), value
+            if kind == "cut" and value.ndim:
+                # Of the first layer the inputs stay whole, and of the last one the outputs.
+                first, last = value.ndim == 4 and value.shape[1] == 3, name.startswith("model/fc")
+                chosen = [None if last else kept[0], *(None if first else each for each in kept[1:])]
+                cuts[name] = Cut([*chosen, *[None] * (value.ndim - len(chosen))])
+                sent[name] = torch.from_numpy(cuts[name].take(value.numpy()))
+            elif kind != "cut" and value.ndim == 4:
+                filters = torch.zeros(len(value), 1, 1, 1)
+                filters[torch.from_numpy(kept[0])] = number + 1
+                weights[name] = filters.expand_as(value).contiguous() if kind == "mask by element" else filters
+        yield Update(FlatTensors.of(sent), weights, client_id=f"c{number:03d}", cuts=cuts)
+
+
+def resident() -> int:
+    """Bytes that this process has in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak() -> int:
+    """The most bytes that this process has had in memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+def aggregate(kind: str, share: float, held: bool, report: Any) -> None:
+    """Aggregate in this process, and report the memory, the time of the rule and the bytes of an update."""
+    torch.set_num_threads(1)
+    server = resnet18()
+    sizes: list[int] = []
+    working = 0.0
+
+    def counted() -> Iterator[Update]:
+        nonlocal working
+        for update in updates(server, kind, share):
+            arrays = update.weight.values() if isinstance(update.weight, Mapping) else ()
+            own = sum(w.nbytes if isinstance(w, Tensor) else 8 for w in arrays)
+            sizes.append(own + 4 * update.tensors.layout.size)  # type: ignore[attr-defined]  # they are flat
+            working -= time.process_time()
+            yield update
+            working += time.process_time()
+
+    next(iter(updates(server, kind, share)))  # what is allocated once
+    before = resident()
+    arriving = list(counted()) if held else counted()
+    began = time.process_time()
+    WeightedMean()(arriving, {"global": server})
+    seconds = time.process_time() - began if held else -working
+    report.send((peak() - before, seconds / CLIENTS, statistics.mean(sizes)))
+
+
+def server(share: float) -> None:
+    """Print the server's table."""
+    print(f"{CLIENTS} updates of a ResNet-18, share {share:g}")
+    print("| update | bytes of one | streamed: memory | held: memory | time of one |\n|---|---|---|---|---|")
+    for kind in KINDS:
+        found = []
+        for held in (False, True):
+            here, there = multiprocessing.get_context("spawn").Pipe(duplex=False)
+            process = multiprocessing.get_context("spawn").Process(target=aggregate, args=(kind, share, held, there))
+            process.start()
+            there.close()  # so that an end without a report is noticed
+            found.append(here.recv())
+            process.join()
+        (streamed, _, size), (at_once, seconds, _) = found
+        print(
+            f"| {kind} | {size / 1e6:.1f} MB | {streamed / 1e9:.2f} GB | {at_once / 1e9:.2f} GB | {seconds * 1000:.0f} ms |"
+        )
+
+
+class Device:
+    """A network with what a step needs."""
+
+    def __init__(self, name: str, share: float, masked: bool) -> None:
+        inputs, shape = NETWORKS[name]
+        torch.manual_seed(0)
+        whole = ModelSpec("model", name, inputs, 10)
+        self.network = build_model(whole if masked else narrow(whole, share))
+        self.x, self.y = torch.randn(shape), torch.randint(10, shape[:1])
+        self.optimiser = torch.optim.SGD(self.network.parameters(), lr=1e-6)
+        self.masks = self._masks(share) if masked else {}
+
+    def _masks(self, share: float) -> dict[str, Tensor]:
+        masks = {}
+        for name, parameter in self.network.named_parameters():
+            if parameter.ndim > 2:
+                kept = torch.zeros(len(parameter), *[1] * (parameter.ndim - 1))
+                kept[: int(len(parameter) * share)] = 1
+                masks[name] = kept
+        return masks
+
+    def step(self) -> None:
+        """Do one."""
+        with torch.no_grad():
+            for name, mask in self.masks.items():
+                self.network.get_parameter(name).mul_(mask)
+        self.optimiser.zero_grad()
+        F.cross_entropy(self.network(self.x), self.y).backward()
+        self.optimiser.step()
+
+    def bytes(self) -> int:
+        """Return the bytes of its tensors, which travel down, and up again."""
+        return sum(4 * value.numel() for value in self.network.state_dict().values())
+
+    def memory(self) -> int:
+        """Return the bytes of weights, gradients and what the backward pass needs."""
+        kept: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            F.cross_entropy(self.network(self.x), self.y).backward()
+        weights = {p.untyped_storage().data_ptr() for p in self.network.parameters()}
+        return 2 * self.bytes() + sum(size for place, size in kept.items() if place not in weights)
+
+
+def device(turns: int) -> None:
+    """Print a device's table."""
+    torch.set_num_threads(1)
+    print("| network | | bytes each way | memory | time of a step |\n|---|---|---|---|---|")
+    for name in NETWORKS:
+        contestants = {"whole": Device(name, 1.0, False)}
+        contestants |= {f"share {share:g}": Device(name, share, False) for share in (0.5, 0.25)}
+        contestants |= {f"masked, {share:g}": Device(name, share, True) for share in (0.5,)}
+        seconds: dict[str, list[float]] = {what: [] for what in contestants}
+        for turn in range(turns + 1):
+            for what, contestant in contestants.items():
+                began = time.process_time()
+                for _ in range(5):
+                    contestant.step()
+                if turn:
+                    seconds[what].append((time.process_time() - began) / 5)
+        for what, contestant in contestants.items():
+            ratios = sorted(a / b for a, b in zip(seconds[what], seconds["whole"], strict=True))
+            time_of = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
+            if what == "whole":
+                time_of = f"1 ({statistics.median(seconds[what]) * 1000:.1f} ms)"
+            print(
+                f"| {name} | {what} | {contestant.bytes() / 1e6:.2f} MB | {contestant.memory() / 1e6:.1f} MB | {time_of} |"
+            )
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["server", "device"])
+    parser.add_argument("--share", type=float, default=0.5)
+    parser.add_argument("--turns", type=int, default=7)
+    arguments = parser.parse_args()
+    if arguments.what == "server":
+        server(arguments.share)
+    else:
+        device(arguments.turns)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Methods in which a client trains a part of the network: a smaller one, made of some of its channels."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from raydfl.core.cuts import Cut
+from raydfl.core.errors import ConfigError
+from raydfl.core.types import Client, ModelSpec, State, Task
+from raydfl.methods._method import Method, drawn
+from raydfl.models import cuts_of, narrow
+
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CuttingMethod(Method, ABC):
+    """FedAvg over parts of the network; a subclass says which channels a client has in a round.
+
+    The client's network is built with that many channels. It receives the slices of the tensors that lie between these channels,
+    and sends slices back. The server averages each element over the clients that had it; what nobody had stays as it was.
+    """
+
+    share: Annotated[
+        Share | str,
+        Field(
+            description="share of its channels that a client has, above 0 and at most 1, or the name under which its profile "
+            "says so (data.profile); 1: FedAvg"
+        ),
+    ] = 0.5
+
+    @abstractmethod
+    def chosen(self, state: State, client: Client, group: str, channels: int, kept: int) -> np.ndarray:
+        """Return which channels a client has in the next round: int [kept], ascending, of those of the whole network.
+
+        Args:
+            state: with its ``round_index``.
+            client: whose they are.
+            group: the channels' name in the network.
+            channels: of the whole network.
+            kept: that the client has.
+        """
+
+    def reads_profile(self) -> tuple[str, ...]:
+        """Return the name of the clients' shares."""
+        return (self.share,) if isinstance(self.share, str) else ()
+
+    def client_models(self, models: Sequence[ModelSpec], profile: Mapping[str, Any]) -> tuple[ModelSpec, ...]:
+        """Return the networks with the client's share of their channels."""
+        share = self._share_of(profile)
+        return tuple(narrow(spec, share, **self.options_of(spec)) for spec in models)
+
+    def options_of(self, spec: ModelSpec) -> dict[str, Any]:
+        """Return further options with which narrower networks are built; by default none."""
+        return {}
+
+    def _share_of(self, profile: Mapping[str, Any]) -> float:
+        if not isinstance(self.share, str):
+            return self.share
+        said = profile.get(self.share)
+        try:
+            share = float(said)  # type: ignore[arg-type]  # what a profile says may be anything
+        except (TypeError, ValueError):
+            share = 0.0
+        if not 0 < share <= 1:
+            raise ConfigError(
+                f"method.share: a client's profile says {said!r} under {self.share!r}; it must be the share of the channels that "
+                f"the client has, above 0 and at most 1"
+            )
+        return share
+
+    def fixed(self, name: str, trains: bool) -> bool:
+        """Fix nothing: a client knows the part that it has of a frozen layer from the server alone."""
+        return self.share == 1 and super().fixed(name, trains)
+
+    def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
+        """Give each client of the cohort its slices."""
+        return [Task(client.id, cuts=self._cuts(state, client)) for client in drawn(clients, rng, cohort)]
+
+    def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:
+        """Measure at clients what they would receive in the next round."""
+        return [Task(client.id, phase="evaluate", cuts=self._cuts(state, client)) for client in clients]
+
+    def _cuts(self, state: State, client: Client) -> dict[str, Cut]:
+        def choose(group: str, channels: int, kept: int) -> np.ndarray:
+            return self.chosen(state, client, group, channels, kept)
+
+        return {name: cut for spec in client.models for name, cut in cuts_of(spec, choose).items()}

@@ -1,0 +1,176 @@
+"""Methods that train parts of a network: one round of each in NumPy, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import finish, known, same, start
+
+from raydfl.cluster.server import Server
+from raydfl.core.errors import ConfigError
+from raydfl.core.types import State, Task
+from raydfl.data.population import Population
+from raydfl.engine.config import Config
+from raydfl.engine.storage.folder import final_state
+
+Tiny = Callable[..., Config]
+UNITS, RATE = 6, 0.1
+SHARES = [1.0, 0.5, 0.3]
+"""Of six units all, three and two."""
+COMMON = [
+    f"models.model={{name: mlp, hidden: {UNITS}}}",
+    "data.partition={by: dirichlet, clients: 5, alpha: 0.3}",
+    f"data.profile={{capability: {{values: {SHARES}}}}}",
+    "method.share=capability",
+    "train.cohort=3",
+    "train.rounds=4",
+    "train.batch_size=1000",
+]
+Weights = dict[str, np.ndarray]
+
+
+def trained(weights: Weights, x: np.ndarray, y: np.ndarray, held: np.ndarray) -> Weights:
+    """One step of gradient descent on cross-entropy, in which logits of classes that are not held are 0."""
+    mean = x.mean(axis=1)
+    hidden = mean @ weights["hidden.weight"].T + weights["hidden.bias"]
+    logits = (np.maximum(hidden, 0) @ weights["output.weight"].T + weights["output.bias"]) * held
+    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+    back = (shares / shares.sum(axis=1, keepdims=True) - np.eye(len(held))[y]) / len(y) * held
+    below = (back @ weights["output.weight"]) * (hidden > 0)
+    gradients = {
+        "hidden.weight": below.T @ mean,
+        "hidden.bias": below.sum(axis=0),
+        "output.weight": back.T @ np.maximum(hidden, 0),
+        "output.bias": back.sum(axis=0),
+    }
+    return {name: weights[name] - RATE * gradients[name] for name in weights}
+
+
+def reference(
+    server: Weights, population: Population, units: dict[int, np.ndarray], *, masked: bool
+) -> tuple[Weights, int, int]:
+    """The server's tensors after a round in which these clients have these units; and the bytes to and from them."""
+    totals = {name: np.zeros_like(value) for name, value in server.items()}
+    counts = {name: np.zeros_like(value) for name, value in server.items()}
+    down = up = 0
+    for client, own in units.items():
+        examples = population.data(client).train
+        batch = next(examples.batches(len(examples), None))
+        x, y = batch.x.double().numpy(), batch.y.numpy()
+        classes = np.unique(y) if masked else np.arange(3)
+        place: dict[str, Any] = {
+            "hidden.weight": np.ix_(own, np.arange(server["hidden.weight"].shape[1])),
+            "hidden.bias": (own,),
+            "output.weight": np.ix_(np.arange(3), own),
+            "output.bias": (np.arange(3),),
+        }
+        held = np.isin(np.arange(3), classes).astype(float)
+        sent = trained({name: server[name][where] for name, where in place.items()}, x, y, held)
+        down += 4 * sum(value.size for value in sent.values())
+        for name, value in sent.items():
+            where, part = place[name], value
+            if name.startswith("output"):
+                part = value[classes]
+                where = np.ix_(classes, own) if value.ndim == 2 else (classes,)
+            totals[name][where] += len(y) * part
+            counts[name][where] += len(y)
+            up += 4 * part.size
+    mean = {
+        name: np.where(counts[name] > 0, totals[name] / np.maximum(counts[name], 1), server[name]) for name in server
+    }
+    return mean, down, up
+
+
+def weights_of(server: Server) -> Weights:
+    server.finish()
+    tensors = final_state(server._federation.store.folder).tensors["global"]
+    return {name.removeprefix("model/"): tensor.double().numpy() for name, tensor in tensors.items()}
+
+
+def units_of(task: Task) -> np.ndarray:
+    cut = task.cuts.get("model/hidden.bias")
+    return np.arange(UNITS) if cut is None else np.asarray(cut.indices[0])
+
+
+@pytest.mark.parametrize(("method", "masked"), [("feddrop", False), ("fedrolex", True), ("fedrolex", False)])
+def test_rounds_are_those_of_the_reference(tiny: Tiny, method: str, masked: bool) -> None:
+    own = [f"method.masked={str(masked).lower()}"] if method == "fedrolex" else []
+    server = start(tiny(*COMMON, *own, method=method))
+    try:
+        federation = server._federation
+        population = Population.load(federation.store.folder / "population").use(federation.config.data)
+        server.round()
+        drawn, sizes = [], []
+        for round_index in (1, 2, 3):
+            before, tasks = weights_of(server), {order.task.client_id: order.task for order in federation.plan()}
+            units = {population.index(client): units_of(task) for client, task in tasks.items()}
+            for client, kept in units.items():
+                expected = int(np.ceil(UNITS * SHARES[client % 3] - 1e-9))
+                assert len(kept) == expected
+                if method == "fedrolex":
+                    assert set(kept) == {(round_index + i) % UNITS for i in range(expected)}
+            drawn += [(round_index, tuple(kept)) for kept in units.values() if len(kept) < UNITS]
+            report = server.round()
+            after, down, up = reference(before, population, units, masked=masked)
+            found = weights_of(server)
+            for name, value in after.items():
+                np.testing.assert_allclose(found[name], value, rtol=2e-5, atol=2e-6)
+            assert (report.bytes_down, report.bytes_up) == (down, up)
+            sizes.append((down, up))
+    finally:
+        server.close()
+    assert all(up <= down for down, up in sizes)
+    assert any(up < down for down, up in sizes) is masked  # some client lacks a class
+    if method == "feddrop":
+        assert len(set(drawn)) > len(drawn) / 2  # another draw for each client and round
+
+
+def test_the_draw_depends_on_seed_round_and_client_alone(tiny: Tiny) -> None:
+    from raydfl.core.types import Client
+    from raydfl.methods.feddrop import FedDrop
+
+    method = FedDrop()
+
+    def chosen(client: str, round_index: int, seed: int, group: str = "hidden") -> list[int]:
+        state = State(round_index, {}, {"channels_seed": seed})
+        return method.chosen(state, Client(client, 0, 1), group, 50, 25).tolist()
+
+    first = chosen("anna", 3, 1)
+    assert first == chosen("anna", 3, 1) == sorted(set(first))
+    others = [chosen("bert", 3, 1), chosen("anna", 4, 1), chosen("anna", 3, 2), chosen("anna", 3, 1, "gru")]
+    assert all(first != other for other in others)
+
+
+def test_a_share_of_one_for_all_is_fedavg(tiny: Tiny) -> None:
+    """The server's state holds besides what nothing is drawn by."""
+    profile = ["data.profile={capability: {values: [1]}}", "train.rounds=2"]
+    for method in ("feddrop", "fedrolex"):
+        own = ["method.masked=false"] if method == "fedrolex" else []
+        found = finish(tiny(*profile, *own, "method.share=capability", f"run.name={method}", method=method))
+        expected = known(tiny("train.rounds=2"))
+        same({**found, "extra": b""}, {**expected, "extra": b""})
+
+
+PROFILE = "data.profile={capability: {values: [%s]}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["method.share=0"], "method.share is 0; it must be above 0"),
+        (["method.share=1.5"], "method.share is 1.5; it must be at most 1"),
+        (
+            ["method.share=capacity", PROFILE % "1"],
+            "clients have no 'capacity' in their profile; did you mean 'capability'",
+        ),
+        (["method.share=capability", PROFILE % "0.5, 0"], "profile says 0 under 'capability'; it must be the share"),
+        (["method.share=capability", PROFILE % "low"], "profile says 'low' under 'capability'; it must be the share"),
+        (["models.model=linear"], "linear has no channels that could be left out"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_before_the_first_round(tiny: Tiny, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        start(tiny(*overrides, method="feddrop"))

@@ -1,0 +1,148 @@
+"""Updates of which tensors are cut: slices at their place, against sums written out one element after another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from raydfl.core.cuts import Cut
+from raydfl.core.errors import RaydflError
+from raydfl.core.types import Update
+from raydfl.rules import RULES, UniformMean, WeightedMean, filled
+
+SHAPES = {"net/a.weight": (4, 3, 2), "net/a.bias": (4,), "net/b.weight": (2, 4)}
+SERVER = {"global": {name: torch.full(shape, 10.0 + len(shape)) for name, shape in SHAPES.items()}}
+
+
+def drawn_updates(rng: np.random.Generator) -> list[Update]:
+    """Clients that send slices of three tensors, or all of them, in any order of indices, with weights of any kind."""
+    updates = []
+    for number in range(rng.integers(1, 6)):
+        sent: dict[str, Tensor] = {}
+        cuts: dict[str, Cut] = {}
+        named: dict[str, Any] = {}
+        for name, whole in SHAPES.items():
+            shape = whole
+            if rng.random() < 0.6:
+                kept = [
+                    None if rng.random() < 0.4 else rng.permutation(size)[: rng.integers(1, size + 1)] for size in whole
+                ]
+                cuts[name], shape = Cut(kept), Cut(kept).shape(whole)
+            sent[name] = torch.from_numpy(rng.normal(size=shape)).float()
+            broad = [rng.choice([1, size]) for size in shape]
+            weights = rng.choice([0.0, *rng.uniform(0.001, 1000, 5)], size=broad)
+            named[name] = float(weights.flat[0]) if rng.random() < 0.3 else torch.from_numpy(weights)
+        weight = named if rng.random() < 0.6 else float(rng.uniform(0.001, 1000))
+        updates.append(Update(sent, weight, client_id=f"c{number}", cuts=cuts))
+    return updates
+
+
+def one_by_one(updates: list[Update], *, uniform: bool = False) -> dict[str, np.ndarray]:
+    """Go from the slice's elements to those of the server."""
+    result = {name: tensor.numpy().copy() for name, tensor in SERVER["global"].items()}
+    for name, whole in SHAPES.items():
+        total, count = np.zeros(whole), np.zeros(whole)
+        for update in updates:
+            value = update.tensors[name]
+            kept = update.cuts[name].indices if name in update.cuts else [None] * value.ndim
+            weight = update.weight[name] if isinstance(update.weight, dict) else update.weight
+            elements = torch.as_tensor(weight, dtype=torch.float64).broadcast_to(value.shape)
+            for index in np.ndindex(*value.shape):
+                there = tuple(i if k is None else int(k[i]) for i, k in zip(index, kept, strict=True))
+                own = float(elements[index] > 0) if uniform else float(elements[index])
+                total[there] += own * float(value[index])
+                count[there] += own
+        for index in np.ndindex(*whole):
+            if count[index] > 0:
+                result[name][index] = total[index] / count[index]
+    return result
+
+
+@pytest.mark.usefixtures("sums")
+def test_means_add_slices_at_their_place() -> None:
+    for seed in range(15):
+        updates = drawn_updates(np.random.default_rng(seed))
+        for rule, uniform in ((WeightedMean(), False), (UniformMean(), True)):
+            found = rule(iter(updates), SERVER).tensors["global"]
+            for name, expected in one_by_one(updates, uniform=uniform).items():
+                np.testing.assert_array_equal(found[name].numpy(), expected)
+
+
+def whole_by_hand(update: Update) -> Update:
+    """The same update as a client would send it that knows of no cuts: the server's values, with weight 0 where it has none."""
+    tensors, weights = {}, {}
+    for name, value in update.tensors.items():
+        tensors[name], weights[name] = SERVER["global"][name].clone(), torch.zeros(SHAPES[name], dtype=torch.float64)
+        kept = update.cuts[name].indices if name in update.cuts else [None] * value.ndim
+        place = torch.meshgrid(
+            *(
+                torch.arange(size) if k is None else torch.as_tensor(np.array(k))
+                for k, size in zip(kept, SHAPES[name], strict=True)
+            ),
+            indexing="ij",
+        )
+        tensors[name][place], weights[name][place] = value, float(update.weight)  # type: ignore[arg-type]
+    return Update(tensors, weights, client_id=update.client_id)
+
+
+def some_updates() -> list[Update]:
+    rng = np.random.default_rng(3)
+    updates = []
+    for number in range(7):
+        rows, columns = (np.sort(rng.choice(size, size - 1, replace=False)) for size in (4, 3))
+        cuts = {
+            "net/a.weight": Cut([rows, columns, None]),
+            "net/a.bias": Cut([rows]),
+            "net/b.weight": Cut([None, rows]),
+        }
+        sent = {
+            name: torch.from_numpy(10 + rng.normal(size=cuts[name].shape(shape)).astype(np.float32))
+            for name, shape in SHAPES.items()
+        }
+        updates.append(Update(sent, float(number + 1), client_id=f"c{number}", cuts=cuts))
+    return updates
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_every_rule_takes_what_was_not_sent_as_without_weight(name: str) -> None:
+    rule, updates = RULES[name](), some_updates()
+    found = rule(iter(updates), SERVER, np.random.default_rng(1)).tensors
+    expected = rule(map(whole_by_hand, updates), SERVER, np.random.default_rng(1)).tensors
+    for key, tensors in expected.items():
+        assert all(torch.equal(tensor, found[key][name]) for name, tensor in tensors.items())
+
+
+def test_a_cut_of_everything_is_none_to_the_bit() -> None:
+    plain = [filled(update, SERVER["global"]) for update in some_updates()]
+    plain = [Update(update.tensors, 0.1 * number, client_id=update.client_id) for number, update in enumerate(plain)]
+    cuts = {name: Cut([np.arange(size) for size in shape]) for name, shape in SHAPES.items()}
+    cut = [Update(u.tensors, u.weight, cuts=cuts if number % 2 else {}) for number, u in enumerate(plain)]
+    found, expected = (WeightedMean()(iter(each), SERVER).tensors["global"] for each in (cut, plain))
+    assert all(torch.equal(expected[name], found[name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        (Cut([[0, 4]]), "asks for index 4 of dimension 0, which has 4"),
+        (Cut([[0, -1]]), "asks for index -1 of dimension 0"),
+        (Cut([[1, 1]]), "asks for an index of dimension 0 twice"),
+        (Cut([[0, 1], None]), r"has 2 dimensions, the tensor has the shape \(4,\)"),
+        (Cut([[0, 1, 2]]), r"the tensor has the shape \(2,\), the cut leaves \(3,\)"),
+    ],
+)
+def test_rules_refuse_a_cut_that_does_not_fit(cut: Cut, message: str) -> None:
+    update = Update({"net/a.bias": torch.ones(2)}, 1.0, client_id="anna", cuts={"net/a.bias": cut})
+    for rule in (WeightedMean(), RULES["median"]()):
+        with pytest.raises(RaydflError, match=f"client 'anna': the cut of 'net/a.bias' does not fit: .*{message}"):
+            rule([update], SERVER)
+
+
+def test_a_cut_is_made_of_whole_numbers() -> None:
+    for wrong in ([0.5], [[0, 1]], ["a"]):
+        with pytest.raises(ValueError, match="a list of whole numbers for each dimension"):
+            Cut([wrong])
