@@ -58,13 +58,31 @@ def assemble(
     chosen = {"name": "classify"} if objective is None else objective
     _give(built, str(method["name"]), find_objective(chosen), str(chosen["name"]))
     attackers = None if attack is None else _build("raydfl.attacks", Attack, attack, "attack")
-    chosen_by, lists = _chosen_by(models)
+    chosen_by, lists = _chosen_by(_with_copies(models, type(built).copies))
     return Parts(built, built.built_rule, attackers, _models(type(built).models, lists), chosen_by)
 
 
 def text_of(value: Any) -> str:
     """Return a value of a profile as a configuration has it for a key."""
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _with_copies(models: Mapping[str, ModelChoice], copies: Mapping[str, str]) -> dict[str, ModelChoice]:
+    """Return the configured models, copies with what is configured for their originals.
+
+    Raises:
+        ConfigError: a copy is configured as something else.
+    """
+    found = dict(models)
+    for name, original in copies.items():
+        if found.get(name, models.get(original)) != models.get(original):
+            raise ConfigError(
+                f"models.{name}: {found[name]!r:.80}; it is a copy of models.{original} and has its architecture; leave "
+                f"models.{name} out"
+            )
+        if original in models:
+            found[name] = models[original]
+    return found
 
 
 def _chosen_by(

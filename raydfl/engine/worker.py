@@ -7,6 +7,7 @@ network for each combination of architectures and re-loads it in place.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import math
@@ -115,13 +116,17 @@ def build_models(method: Method, models: Sequence[ModelSpec], run_seed: int) -> 
     """Build freshly initialised models; equal architectures start from equal weights at every client: the seed's, or a file's."""
     with torch.random.fork_rng(devices=[]):
         seed_torch(seeds.seed_for(run_seed, 0, "", "init"), torch.device("cpu"))
-        built = method.build(models)
-        for spec in models:
+        copies = type(method).copies
+        originals = tuple(spec for spec in models if spec.name not in copies)
+        built = method.build(originals)
+        for spec in originals:
             if not isinstance(built, dict) or not isinstance(built.get(spec.name), nn.Module):
                 continue  # try_models says what is wrong
             method.objective.extend(built[spec.name], spec)
             if spec.init_from:
                 start_from_file(built[spec.name], spec)
+        if isinstance(built, dict):
+            built.update({name: copy.deepcopy(built[of]) for name, of in copies.items() if of in built})
         return built
 
 

@@ -48,6 +48,9 @@ class Method:
     models: ClassVar[Mapping[str, str]] = {"model": "crnn_base"}
     """Names of the models that a client has, in building order, with the architecture to use when none is configured."""
 
+    copies: ClassVar[Mapping[str, str]] = {}
+    """Names of models that are copies of another one, and that one's: they have its architecture and begin with its weights."""
+
     changes: ClassVar[tuple[str, ...]] = ()
     """Beginnings of the names of tensors that clients send as changes to something, and not as new values of what they received."""
 
@@ -106,7 +109,7 @@ class Method:
         return tuple(models)
 
     def build(self, models: Sequence[ModelSpec]) -> dict[str, nn.Module]:
-        """Build the models by name, freshly initialised, of clients for which these architectures were chosen.
+        """Build the models by name, freshly initialised, of clients for which these architectures were chosen; no :attr:`copies`.
 
         All those clients share one built network, re-loaded in place. The engine seeds PyTorch before, equally for all, so equal
         architectures start from equal weights.

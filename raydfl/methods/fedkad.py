@@ -45,6 +45,7 @@ from raydfl.core.metrics import classification_metrics
 from raydfl.core.seeds import generator
 from raydfl.core.types import Batch, Client, Metrics, State, Update, same_view
 from raydfl.data import Examples
+from raydfl.methods._layers import check_features
 from raydfl.methods._method import Method
 from raydfl.objectives import Classify
 from raydfl.training import Step, fit, predict
@@ -87,13 +88,7 @@ class FedKAD(Method):
             ConfigError: a network has no ``embed``; or ``weights`` and several architectures.
         """
         for built in models:
-            for part in ("embed", "output"):
-                if not callable(getattr(built["model"], part, None)):
-                    raise ConfigError(
-                        f"models.model: fedkad needs the features that a network's last layer sees, but "
-                        f"{type(built['model']).__name__} has no {part!r}; give it embed(x, lengths=None) -> [batch, width] and "
-                        f"a last layer self.output"
-                    )
+            check_features(built["model"], "fedkad")
         shapes = {tuple((k, v.shape) for k, v in built["model"].state_dict().items()) for built in models}
         if self.weights and len(shapes) > 1:
             raise ConfigError(

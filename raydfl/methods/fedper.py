@@ -17,8 +17,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import nn
 
-from raydfl.core.errors import ConfigError
 from raydfl.core.types import Client, State
+from raydfl.methods._layers import check_prefixes
 from raydfl.methods._method import Method
 
 
@@ -45,11 +45,5 @@ class FedPer(Method):
         Raises:
             ConfigError: an entry of ``personal`` names no tensor, so that the method would silently be FedAvg.
         """
-        names = [f"{n}/{k}" for built in models for n, m in built.items() for k in m.state_dict()]
-        for prefix in self.personal:
-            if not any(name.startswith(prefix) for name in names):
-                layers = sorted({name.rpartition(".")[0] for name in names})
-                raise ConfigError(
-                    f"method.personal: no tensor's name begins with {prefix!r}; layers: {', '.join(layers)}"
-                )
+        check_prefixes(models, self.personal, "method.personal")
         return super().init(clients, models, rng)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from raydfl.data import ClientData
 from raydfl.training.clock import Clock
 from raydfl.training.replica import check_shape
 from raydfl.training.settings import TrainSettings
-from raydfl.training.substitute import computing_with
+from raydfl.training.substitute import computing_with, evaluating
 
 
 @dataclass(slots=True)
@@ -75,6 +75,24 @@ class Step:
         with contextlib.nullcontext() if tensors is None else computing_with(model, network, tensors):
             logits = cast(Tensor, network(*batch.input_of(network)))
         return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+
+    @contextlib.contextmanager
+    def teacher(self, model: str, tensors: Tensors) -> Iterator[nn.Module]:
+        """Have the named model compute with other tensors, in evaluation mode and without gradients, inside a ``with`` block.
+
+        Args:
+            model: its name.
+            tensors: by flat name, as for :meth:`forward`.
+
+        Yields:
+            The network.
+
+        Raises:
+            ConfigError: none of ``tensors`` is of this model, or one has another shape.
+        """
+        network = self.models[model]
+        with torch.no_grad(), computing_with(model, network, tensors), evaluating(network):
+            yield network
 
     def parameters(self, *models: str) -> dict[str, Tensor]:
         """Return the named models' parameters (all by default) but fixed ones: ``"model/layer.weight"`` -> the live tensor."""

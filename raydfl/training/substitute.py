@@ -52,6 +52,19 @@ def computing_with(model: str, network: nn.Module, tensors: Mapping[str, Tensor]
         _flatten(recurrent)
 
 
+@contextlib.contextmanager
+def evaluating(network: nn.Module) -> Iterator[None]:
+    """Inside, a network is in evaluation mode; afterwards each of its layers is in the mode that it was in."""
+    layers = [layer for layer in network.modules() if layer.training]
+    for layer in layers:
+        layer.training = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = True
+
+
 def _flatten(layers: list[nn.RNNBase]) -> None:
     """Let PyTorch's recurrent layers, which hold their parameters in a list besides, compute with those that they have now."""
     for layer in layers:

@@ -67,6 +67,28 @@ MOVES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
     ("fedstar", "weight"): (["method.weight=batches"], []),
     ("fedstar", "learn_from"): (["method.learn_from=labelled"], ["method.learn_from=labelled_as_often"]),
     ("fedstar", "per_class"): (["method.per_class=true", *SURE], SURE),
+    ("fedntd", "beta"): (["method.beta=0.3"], []),
+    ("fedntd", "tau"): (["method.tau=3.0"], []),
+    ("fedlc", "tau"): (["method.tau=0.3"], []),
+    ("fedlc", "denominator"): (["method.denominator=others"], []),
+    ("ditto", "lam"): (["method.lam=0.2"], []),
+    ("ditto", "personal_epochs"): (["method.personal_epochs=2"], []),
+    ("fedbabu", "head"): (["method.head=[]"], []),
+    ("moon", "mu"): (["method.mu=5.0"], []),
+    ("moon", "temperature"): (["method.temperature=0.1"], []),
+    ("moon", "projection"): (["method.projection=8"], ["method.projection=null"]),
+    ("fedgen", "alpha"): (["method.alpha=1.0"], []),
+    ("fedgen", "beta"): (["method.beta=1.0"], []),
+    ("fedgen", "decay"): (["method.decay=0.5"], []),
+    ("fedgen", "generated"): (["method.generated=8"], []),
+    ("fedgen", "generated_epochs"): (["method.generated_epochs=1", "train.local_epochs=2"], ["train.local_epochs=2"]),
+    ("fedgen", "noise"): (["method.noise=8"], []),
+    ("fedgen", "hidden"): (["method.hidden=8"], []),
+    ("fedgen", "server_steps"): (["method.server_steps=5"], []),
+    ("fedgen", "server_batch"): (["method.server_batch=8"], []),
+    ("fedgen", "server_lr"): (["method.server_lr=0.01"], []),
+    ("fedgen", "weight_decay"): (["method.weight_decay=0.5"], []),
+    ("fedgen", "diversity"): (["method.diversity=0.0"], []),
     ("fedmlac", "alpha"): (["method.alpha=0.9"], []),
     ("fedmlac", "temperature"): (["method.temperature=3.0"], []),
     ("fedmlac", "vl"): (["method.vl=0.4"], []),
@@ -84,8 +106,8 @@ MOVES.update({(name, "rule"): (["method.rule=uniform_mean"], ["method.rule=weigh
 
 def test_every_hyperparameter_of_every_method_is_listed() -> None:
     fields = {(name, field.name) for name, cls in ALL.items() for field in dataclasses.fields(cls) if field.init}
-    # A view needs files: tests/methods/test_fedstar.py.
-    assert fields == {*MOVES, ("fedstar", "strong")}
+    # A view needs files: tests/methods/test_fedstar.py. What is done in an evaluation changes no model: test_fedbabu.py there.
+    assert fields == {*MOVES, ("fedstar", "strong"), ("fedbabu", "fine_tune_epochs"), ("fedbabu", "fine_tune_part")}
     assert len(ALL) >= 11
 
 
@@ -112,6 +134,9 @@ NEUTRAL: list[tuple[str, list[str], str, list[str]]] = [
     ("fedper", ["method.personal=[]"], "fedavg", []),
     ("feddrop", ["method.share=1.0"], "fedavg", []),
     ("fedrolex", ["method.share=1.0", "method.masked=false"], "fedavg", []),
+    ("fedntd", ["method.beta=0.0"], "fedavg", []),
+    ("fedlc", ["method.tau=0.0"], "fedavg", []),
+    ("fedbabu", ["method.head=[]", "method.fine_tune_epochs=0"], "fedavg", []),
     ("fedmlac", ["method.form=supervised", "method.plug_ce_weight=0.0"], "fedmlac", ["method.form=literal"]),
     ("fedmlac", ["method.vl=0.0", "method.vh=0.0"], "fedmlac", ["method.lpa=false"]),
     ("fedmlac", ["method.rule=weighted_mean"], "fedmlac", ["method.lpa=false"]),
@@ -130,10 +155,18 @@ def test_a_neutral_value_is_the_simpler_method(
     same(a, b)
 
 
-def test_momentum_of_0_at_the_server_is_fedavg(tiny: Tiny) -> None:
-    """The model is; the server's state holds the velocity besides."""
+@pytest.mark.parametrize(
+    ("method", "neutral"),
+    [
+        ("fedavgm", ["method.momentum=0.0"]),  # the server keeps the velocity
+        ("ditto", ["method.rule=weighted_mean"]),  # a client keeps its personal model
+        ("moon", ["method.mu=0.0", "method.projection=null"]),  # a client keeps its previous model
+        ("fedgen", ["method.alpha=0.0", "method.beta=0.0"]),  # the server keeps a generator
+    ],
+)
+def test_the_model_is_that_of_fedavg_whatever_is_kept_besides(tiny: Tiny, method: str, neutral: list[str]) -> None:
     common = ["train.cohort=1.0", "train.rounds=3", "evaluate.every=9"]
-    a = finish(tiny(*common, "method.momentum=0.0", "run.name=a", method="fedavgm"))
+    a = finish(tiny(*common, *neutral, "run.name=a", method=method))
     b = known(tiny(*common))
     models = [name for name in b if name.startswith("server global model/")]
     assert models

@@ -158,6 +158,9 @@ NOT_SEARCHED = {
     "learn_from": "FedSTAR: its baselines",
     "weight": "FedSTAR: two readings of the paper",
     "rising_rounds": "FedSTAR: the rounds of the run",
+    "fine_tune_epochs": "FedBABU: changes no shared model",
+    "fine_tune_part": "FedBABU: changes no shared model",
+    "generated_epochs": "FedGen: more than the passes of a round",
     "strong": "FedSTAR: needs a view of one's own",
 }
 

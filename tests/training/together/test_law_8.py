@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -17,17 +18,23 @@ from raydfl.core import ops, registry
 from raydfl.core.types import Batch, Client, State, Update
 from raydfl.methods._method import Method
 from raydfl.methods._server_optimiser import ServerOptimiser
+from raydfl.methods.ditto import Ditto
 from raydfl.methods.fedadagrad import FedAdagrad
 from raydfl.methods.fedadam import FedAdam
 from raydfl.methods.fedavg import FedAvg
 from raydfl.methods.fedavgm import FedAvgM
+from raydfl.methods.fedbabu import FedBABU
+from raydfl.methods.fedgen import FedGen
 from raydfl.methods.fedkad import COUNTS, MEANS, FedKAD
+from raydfl.methods.fedlc import FedLC
 from raydfl.methods.fedmlac import FedMLAC
+from raydfl.methods.fedntd import FedNTD
 from raydfl.methods.fedopt import FedOpt
 from raydfl.methods.fedper import FedPer
 from raydfl.methods.fedprox import FedProx
 from raydfl.methods.fedstar import FedSTAR
 from raydfl.methods.fedyogi import FedYogi
+from raydfl.methods.moon import Moon, add_projection
 from raydfl.methods.scaffold import Scaffold
 from raydfl.models.crnn import CRNN
 from raydfl.models.dense import MeanLinear, MeanMLP
@@ -62,6 +69,12 @@ METHODS: dict[str, list[Method]] = {
     "fedper": [FedPer()],
     "fedstar": [FedSTAR(learn_from="labelled", kernel_decay=0.01)],  # with pools in test_plans.py
     "scaffold": [Scaffold()],
+    "ditto": [Ditto()],
+    "fedbabu": [FedBABU()],
+    "fedgen": [FedGen(generated=6, noise=4, hidden=8)],
+    "fedlc": [FedLC(), FedLC(denominator="others")],
+    "fedntd": [FedNTD(tau=2.0)],
+    "moon": [Moon(projection=4), Moon(projection=None)],
     "fedmlac": [
         FedMLAC(),
         FedMLAC(sequential=True),
@@ -79,7 +92,14 @@ AT_CLIENTS = {name: methods for name, methods in METHODS.items() if not isinstan
 
 def networks(method: Method, family: str = "mlp") -> Callable[[], dict[str, nn.Module]]:
     names = ("plugin", "local") if isinstance(method, FedMLAC) else ("model",)
-    return lambda: {name: FAMILIES[family]() for name in names}
+
+    def build() -> dict[str, nn.Module]:
+        built = {name: FAMILIES[family]() for name in names}
+        if isinstance(method, Moon) and method.projection:
+            add_projection(built["model"], method.projection)
+        return {**built, **{name: copy.deepcopy(built[of]) for name, of in type(method).copies.items()}}
+
+    return build
 
 
 def test_every_method_is_here() -> None:

@@ -1,0 +1,240 @@
+"""FedGen's generator, what it learns at the server, and what clients learn from it, against PyTorch's modules and loops."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import final_state, start
+from several_clients import BANDS, CLASSES, make_steps
+from torch import Tensor, nn
+
+from raydfl import read_rows
+from raydfl.core.types import Client, State, Update
+from raydfl.data.population import Population
+from raydfl.engine.config import Config
+from raydfl.methods._generator import Generator, adam, similarity
+from raydfl.methods.fedgen import COUNTS, FIRST, GENERATOR, MOMENTS, SECOND, VECTOR, FedGen, _drawn, _Heads
+from raydfl.models.dense import MeanMLP
+from raydfl.rules import UniformMean
+from raydfl.training.optimiser import Optimiser
+from raydfl.training.settings import OptimiserSettings
+
+Tiny = Callable[..., Config]
+SIZES = Generator(noise=4, hidden=6, width=5, classes=CLASSES)
+
+
+class Reference(nn.Module):
+    """The generator of the paper's code."""
+
+    def __init__(self, vector: Tensor) -> None:
+        super().__init__()
+        own = SIZES.tensors(vector)
+        self.first = nn.Linear(SIZES.noise + SIZES.classes, SIZES.hidden)
+        self.norm = nn.BatchNorm1d(SIZES.hidden)
+        self.last = nn.Linear(SIZES.hidden, SIZES.width)
+        with torch.no_grad():
+            self.first.weight.copy_(torch.cat([own["of_noise"], own["of_label"].T], dim=1))
+            for tensor, name in [
+                (self.first.bias, "bias"),
+                (self.norm.weight, "scale"),
+                (self.norm.bias, "shift"),
+                (self.norm.running_mean, "mean"),
+                (self.norm.running_var, "variance"),
+                (self.last.weight, "output"),
+                (self.last.bias, "output_bias"),
+            ]:
+                tensor.copy_(own[name])
+
+    def forward(self, labels: Tensor, noise: Tensor) -> Tensor:
+        given = torch.cat([noise, F.one_hot(labels, SIZES.classes).to(noise.dtype)], dim=1)
+        return self.last(self.norm(self.first(given)).relu())  # type: ignore[no-any-return]
+
+
+def pytorchs_adam(parameters: list[Tensor], lr: float, weight_decay: float) -> Optimiser:
+    """The fused operation of torch.optim.Adam, without what importing that takes."""
+    return Optimiser({"": parameters}, OptimiserSettings(name="adam", lr=lr, weight_decay=weight_decay), 0)
+
+
+def examples(count: int = 9) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randint(CLASSES, (count,), generator=generator), torch.rand(count, 4, generator=generator)
+
+
+def vector() -> Tensor:
+    """A generator that is not as it was drawn: no scale is 1, no running mean 0."""
+    found = SIZES.initial(np.random.default_rng(1))
+    return found + 0.1 * torch.rand(found.shape, generator=torch.Generator().manual_seed(5))
+
+
+def test_the_generator_is_that_of_the_papers_code() -> None:
+    labels, noise = examples()
+    reference = Reference(vector())
+    expected = reference(labels, noise)
+    found, running = SIZES.features_in_training(vector(), labels, noise)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(running, torch.cat([reference.norm.running_mean, reference.norm.running_var]))
+    after = torch.cat([vector()[: SIZES.trained], running])
+    torch.testing.assert_close(SIZES.features(after, labels, noise), reference.eval()(labels, noise))
+
+
+def test_a_new_generator_is_drawn_as_pytorch_draws_its_layers() -> None:
+    many = Generator(noise=30, hidden=200, width=90, classes=10)
+    own = many.tensors(many.initial(np.random.default_rng(0)))
+    for name, fan_in in (("of_noise", 40), ("of_label", 40), ("bias", 40), ("output", 200), ("output_bias", 200)):
+        limit = 1 / np.sqrt(fan_in)
+        assert own[name].abs().max() <= limit
+        assert own[name].std() == pytest.approx(limit / np.sqrt(3), rel=0.15)
+    assert (own["scale"].unique(), own["mean"].unique(), own["variance"].unique()) == (1, 0, 1)
+
+
+def test_its_optimiser_is_pytorchs_adam() -> None:
+    target = torch.linspace(-1, 1, 7, dtype=torch.float64)
+    leaf = torch.zeros(7, dtype=torch.float64, requires_grad=True)
+    reference = pytorchs_adam([leaf], lr=0.03, weight_decay=0.2)
+    own, moments = torch.zeros(7, dtype=torch.float64), (torch.zeros(7), torch.zeros(7))
+    for number in range(1, 6):
+        own, moments = adam(own, 2 * (own - target), moments, number, 0.03, 0.2)
+        reference.forget_gradients()
+        (leaf - target).square().sum().backward()
+        reference.advance()
+    torch.testing.assert_close(own, leaf.detach())
+
+
+def test_similarity_and_the_weighted_losses_of_the_heads_are_the_papers() -> None:
+    labels, noise = examples()
+    generator = torch.Generator().manual_seed(7)
+    features = torch.randn(9, 5, generator=generator)
+    pairs = [
+        float((noise[i] - noise[j]).square().mean() * (features[i] - features[j]).abs().mean())
+        for i in range(9)
+        for j in range(9)
+    ]
+    assert similarity(noise, features).item() == pytest.approx(np.exp(-np.mean(pairs)), rel=1e-5)
+    counts = torch.tensor([[3.0, 0.0, 1.0], [1.0, 5.0, 0.0]])  # clients, classes
+    heads = _Heads(torch.randn(2, 3, 5, generator=generator), torch.randn(2, 3, generator=generator), counts)
+    expected = 0.0
+    for z, y in zip(features, labels, strict=True):
+        for k in range(2):
+            logits = heads.weight[k] @ z + heads.bias[k]
+            expected -= float(counts[k, y] / counts[:, y].sum() * logits.log_softmax(0)[y]) / 9
+    assert heads.loss(features, labels).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_labels_are_drawn_uniformly_from_known_classes() -> None:
+    torch.manual_seed(0)
+    drawn = torch.bincount(_drawn(torch.tensor([False, True, False, True, False]), 4000), minlength=5)
+    assert drawn[[0, 2, 4]].sum() == 0
+    assert drawn[1] == pytest.approx(2000, abs=150)
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(3.0, 0.0), (0.0, 2.0), (3.0, 2.0)])
+def test_clients_learn_from_generated_features(alpha: float, beta: float) -> None:
+    method = FedGen(alpha=alpha, beta=beta, decay=0.5, generated=6, noise=4, hidden=6)
+    build = lambda: {"model": MeanMLP(BANDS, CLASSES, hidden=5)}  # noqa: E731
+    state = method.init([Client("a", 0, 1)], [build()], np.random.default_rng(0))
+    tensors = {
+        "global": {**state.tensors["global"], COUNTS: torch.tensor([4.0, 0.0, 2.0])},
+        GENERATOR: {VECTOR: vector()},
+    }
+    step = make_steps(method, build, initial=State(2, tensors))[0]
+    batch, network = next(step.data.train.batches(5, None)), step.models["model"]
+    step.state["fedgen/weights"] = method._weights(step)
+    generator = Reference(vector()).eval()
+    torch.manual_seed(3)
+    found = method.generated_loss(step, batch)
+    torch.manual_seed(3)
+    logits = network(batch.x)
+    expected = F.cross_entropy(logits, batch.y)
+    if alpha:
+        labels = torch.where(torch.rand(6) < 0.5, 0, 2)
+        z = generator(labels, torch.rand(24).view(6, 4))
+        # 6 features beside batches of 4, in the third round.
+        expected = expected + 6 / 4 * alpha / 4 * F.cross_entropy(network.output(z), labels)
+    if beta:
+        p = network.output(generator(batch.y, torch.rand(20).view(5, 4))).softmax(dim=1).detach()
+        expected = expected + beta / 4 * F.kl_div(logits.log_softmax(dim=1), p, reduction="batchmean")
+    torch.testing.assert_close(found, expected)
+    weights = list(network.parameters())
+    for one, other in zip(*(torch.autograd.grad(value, weights) for value in (found, expected)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_weights_never_fade_away() -> None:
+    method = FedGen(alpha=1.0, beta=0.5, decay=0.1, generated=8)
+    step = make_steps(method, lambda: {"model": MeanMLP(BANDS, CLASSES)})[0]
+    step.round_index = 9
+    assert method._weights(step).tolist() == pytest.approx([2e-4, 1e-4])
+
+
+def test_the_server_trains_the_generator_with_last_layers_and_gives_the_rule_the_networks_alone() -> None:
+    method = FedGen(noise=4, hidden=6, server_steps=3, server_batch=8, rule="uniform_mean")
+    network = MeanMLP(BANDS, CLASSES, hidden=5)
+    state = method.init([Client("a", 0, 1)], [{"model": network}], np.random.default_rng(0))
+    known = torch.tensor([0.0, 7.0, 0.0])
+    state = dataclasses.replace(state, tensors={**state.tensors, "global": {**state.tensors["global"], COUNTS: known}})
+    generator = torch.Generator().manual_seed(1)
+    updates = [
+        Update(
+            {
+                **{f"model/{n}": torch.randn(t.shape, generator=generator) for n, t in network.state_dict().items()},
+                COUNTS: torch.tensor(counts),
+            },
+            1.0,
+        )
+        for counts in ([4.0, 0.0, 0.0], [1.0, 0.0, 3.0])
+    ]
+    new, report = method.aggregate(state, iter(updates), np.random.default_rng(4))
+    assert new.tensors["global"][COUNTS].tolist() == [5.0, 7.0, 3.0]  # who was there holds nothing of class 1
+    plain = UniformMean()(iter(updates), state.tensors, np.random.default_rng(4)).tensors["global"]
+    for name in ("model/hidden.weight", "model/output.bias"):
+        assert torch.equal(new.tensors["global"][name], plain[name])
+
+    # By hand, with PyTorch's modules.
+    reference = Reference(state.tensors[GENERATOR][VECTOR])
+    optimiser = pytorchs_adam([*reference.parameters()], lr=3e-4, weight_decay=0.01)
+    rng = np.random.default_rng(4)
+    shares = torch.tensor([[4 / 5, 0.0, 0.0], [1 / 5, 0.0, 1.0]])
+    losses = []
+    for _ in range(3):
+        labels = torch.from_numpy(rng.choice([0, 2], 8))
+        noise = torch.from_numpy(rng.random((8, 4), np.float32))
+        z = reference(labels, noise)
+        loss = torch.zeros(())
+        for update, share in zip(updates, shares, strict=True):
+            logits = z @ update.tensors["model/output.weight"].T + update.tensors["model/output.bias"]
+            loss = loss + (share[labels] * F.cross_entropy(logits, labels, reduction="none")).mean()
+        optimiser.forget_gradients()
+        (loss + similarity(noise, z)).backward()
+        optimiser.advance()
+        losses.append(loss.item())
+    expected, found = reference.state_dict(), SIZES.tensors(new.tensors[GENERATOR][VECTOR])
+    for name, own in (("norm.running_var", "variance"), ("last.weight", "output"), ("norm.weight", "scale")):
+        torch.testing.assert_close(found[own], expected[name], rtol=1e-4, atol=1e-6)
+    assert report["generator/loss"].value == pytest.approx(np.mean(losses), rel=1e-4)  # type: ignore[union-attr]
+    assert new.tensors[MOMENTS][FIRST].abs().max() > 0
+    assert new.extra == {"generator_steps": 3}
+
+
+def test_the_generator_goes_along_from_the_second_round_on_and_its_bytes_are_counted(tiny: Tiny) -> None:
+    unmeasured = ["evaluate.server=false", "evaluate.clients=none"]
+    config = tiny("train.rounds=2", "train.cohort=1.0", *unmeasured, "method.hidden=8", method="fedgen")
+    server = start(config)
+    for _ in range(2):
+        server.round()
+    server.finish()
+    server.close()
+    folder = next(Path(config.run.dir).iterdir())
+    tensors = final_state(folder).tensors
+    counts, generator = tensors["global"][COUNTS], tensors[GENERATOR][VECTOR]
+    assert counts.tolist() == Population.load(folder / "population").label_counts().sum(axis=0).tolist()
+    assert tensors[MOMENTS][SECOND].numel() == len(generator) - 16
+    of_all = 6 * 4 * sum(tensor.numel() for tensor in tensors["global"].values())
+    sent = {(row["metric"], row["round"]): row["value"] for row in read_rows(folder).to_pylist() if not row["client"]}
+    assert sent["bytes_up", 1] == sent["bytes_up", 2] == of_all
+    assert (sent["bytes_down", 1], sent["bytes_down", 2]) == (of_all, of_all + 6 * 4 * len(generator))
