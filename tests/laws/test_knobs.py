@@ -74,6 +74,11 @@ MOVES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
 MOVES.update({(name, "rule"): (["method.rule=uniform_mean"], ["method.rule=weighted_mean"]) for name in ALL})
 
 
+MOVES.update(
+    {(name, "tasks"): (["method.tasks={name: known, by: group}"], []) for name in ALL if hasattr(ALL[name], "tasks")}
+)
+
+
 def test_every_hyperparameter_of_every_method_is_listed() -> None:
     fields = {(name, field.name) for name, cls in ALL.items() for field in dataclasses.fields(cls) if field.init}
     # A view needs files: tests/methods/test_fedstar.py.
