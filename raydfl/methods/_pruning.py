@@ -11,6 +11,7 @@ the network without these filters: there their 0 is normalised like any other va
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.types import Client
+from raydfl.training import Step, computing_with
 
 Kind = Literal["convolution", "recurrent", "linear"]
 Solver = Literal["ramp", "uniform", "trust-constr"]
@@ -235,6 +237,38 @@ def spread_masks(
         for name in layer.tensors
         if name in tensors
     }
+
+
+def masked_parameters(step: Step, model: str) -> dict[str, Tensor]:
+    """Return the parameters of a model that have a mask in ``step.state``, multiplied by it, by flat name."""
+    return {
+        name: parameter * step.state[MASK + name]
+        for name, parameter in step.parameters(model).items()
+        if MASK + name in step.state
+    }
+
+
+@contextlib.contextmanager
+def masked(step: Step, model: str) -> Iterator[dict[str, Tensor]]:
+    """Inside, a model computes with its masked parameters, which are given: what is pruned gets no gradient."""
+    tensors = masked_parameters(step, model)
+    if not tensors:
+        yield tensors
+        return
+    with computing_with(model, step.models[model], tensors):
+        yield tensors
+
+
+def put_masks(step: Step, layers: Sequence[PrunableLayer], masks: Mapping[str, Tensor]) -> None:
+    """Put masks into ``step.state``, where a loss finds them, by the names of the tensors that they are for."""
+    for name, mask in spread_masks(layers, masks, step.parameters()).items():
+        step.state[MASK + name] = mask
+
+
+def take_masks(step: Step) -> dict[str, Tensor]:
+    """Take them out of ``step.state``; they are returned by the names of the tensors."""
+    names = [name for name in step.state if name.startswith(MASK)]
+    return {name.removeprefix(MASK): step.state.pop(name) for name in names}
 
 
 def ratio_of(client: Client, ratio: float, column: str | None) -> float:

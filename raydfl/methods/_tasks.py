@@ -302,7 +302,7 @@ class WithTasks(Method):
         """Find the groups, and apply the method's aggregation to each."""
         tasks = self.built_tasks
         if tasks is None:
-            return super().aggregate(state, updates, rng)
+            return self.combine(state, updates, rng)
         book = Membership.of(state)
         if isinstance(tasks, KnownTasks):
             truth = cast(Sequence[str], book.truth)
@@ -318,20 +318,29 @@ class WithTasks(Method):
                 members = Counter(before[client] for client, own in after.items() if own == key)
                 entries[key] = state.tensors[members.most_common(1)[0][0]]
         weights: dict[str, Counter[str]] = {}
-        given = dataclasses.replace(state, tensors=entries)
-        result, report = super().aggregate(given, _regrouped(discovery.updates, before, after, weights), rng)
+        given = dataclasses.replace(state, tensors=entries, extra={**state.extra, BOOK: dataclasses.asdict(new)})
+        result, report = self.combine(given, _regrouped(discovery.updates, before, after, weights), rng)
         held = {GLOBAL, *new.keys}
         tensors = {key: entry for key, entry in result.tensors.items() if key in held or key not in {*book.keys, HEADS}}
         tensors[GLOBAL] = _mean_of_groups(state.tensors[GLOBAL], result.tensors, weights)
         if discovery.kept:
             tensors[HEADS] = discovery.kept
         extra = {key: value for key, value in result.extra.items() if not key.startswith(f"{BOOK}@")}
-        extra[BOOK] = dataclasses.asdict(new)
         return dataclasses.replace(result, tensors=tensors, extra=extra), {
             **report,
             **discovery.found,
             **new.metrics(),
         }
+
+    def combine(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
+        """Make the next state of updates whose groups are found: override it in place of :meth:`aggregate`.
+
+        Args:
+            state: with an entry for each group, and the groups as they are now.
+            updates: each with the entry that it changes.
+            rng: of the round.
+        """
+        return super().aggregate(state, updates, rng)
 
 
 def _regrouped(

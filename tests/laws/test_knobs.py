@@ -24,6 +24,11 @@ SPREAD = ["method.vh=0.2", "method.vl=0.2", "train.optimiser.lr=1.0", "train.loc
 
 SURE, RISING = ["method.threshold=[0.4, 0.4]"], ["method.threshold=[0.34, 0.9]"]
 
+UNEQUAL = ["data.profile={share: {values: [0.0, 0.5]}}", "method.ratio_from=share"]
+
+WIDE = "models.model={name: crnn_tiny, hidden: 2, filters: [16]}"
+"""A network whose convolution has more weights, and smaller ones, than its GRU."""
+
 MOVES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
     # (method, field): overrides under which two runs must differ
     ("fedprox", "mu"): (["method.mu=0.5"], ["method.mu=0.0"]),
@@ -70,6 +75,14 @@ MOVES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
     ("fedmlac", "sequential"): (["method.sequential=true"], []),
     ("fedmlac", "lpa"): (["method.vh=0.4", "method.lpa=false"], ["method.vh=0.4"]),
     ("fedmlac", "mutual"): (["method.mutual=false"], []),
+    ("fedapta", "ratio"): (["method.ratio=0.8"], []),
+    ("fedapta", "ratio_from"): (UNEQUAL, []),
+    ("fedapta", "prune"): (["method.prune=[recurrent]"], []),
+    ("fedapta", "solver"): (["method.solver=uniform"], []),
+    ("fedapta", "importance"): (["method.importance=sum", WIDE], [WIDE]),
+    ("fedapta", "recover"): (["method.recover=false", *UNEQUAL], UNEQUAL),
+    ("fedapta", "drift"): (["method.drift=server"], []),
+    ("fedapta", "alpha"): (["method.alpha=1.0"], []),
 }
 MOVES.update({(name, "rule"): (["method.rule=uniform_mean"], ["method.rule=weighted_mean"]) for name in ALL})
 
@@ -107,6 +120,7 @@ NEUTRAL: list[tuple[str, list[str], str, list[str]]] = [
     ("fedprox", ["method.mu=0.0"], "fedavg", []),
     ("fedprox", ["method.mu=0.0", "method.squared=false"], "fedavg", []),
     ("fedper", ["method.personal=[]"], "fedavg", []),
+    ("fedapta", ["method.ratio=0.0", "method.drift=off", "method.tasks=none"], "fedavg", []),
     ("fedmlac", ["method.form=supervised", "method.plug_ce_weight=0.0"], "fedmlac", ["method.form=literal"]),
     ("fedmlac", ["method.vl=0.0", "method.vh=0.0"], "fedmlac", ["method.lpa=false"]),
     ("fedmlac", ["method.rule=weighted_mean"], "fedmlac", ["method.lpa=false"]),
