@@ -25,7 +25,8 @@ short:
   gradient); ``off`` has no h and no g.
 - Means of h are over the clients of the round and group; N is the group's clients.
 - ``recover: false`` averages a filter over those who kept it (what nobody kept stays).
-- The learning rate in g's formula is the one before decay, as in the release.
+- The learning rate in g's formula is the one before decay, as in the release. With momentum E ceil(mean(n) / B) is replaced by the
+  effective number of steps, as in :mod:`raydfl.methods.scaffold`.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ from raydfl.methods._pruning import (
     take_masks,
 )
 from raydfl.methods._tasks import Membership, WithTasks
+from raydfl.methods.scaffold import effective_steps
 from raydfl.training import Step, TrainSettings, fit, fixed_tensors
 
 DRIFT, CONTROL = "drift/", "control/"
@@ -224,12 +226,11 @@ class FedAPTA(WithTasks):
             nothing = torch.zeros_like(reference)
             step.state[DRIFT + name] = sent[DRIFT + name] = step.state.get(DRIFT + name, nothing) + moved
             if self.drift == "full":
-                batches = math.ceil(float(step.options[_MEAN]) / training.batch_size)
+                steps = training.local_epochs * math.ceil(float(step.options[_MEAN]) / training.batch_size)
                 rate = settings.models.get("model", settings.lr)
                 before = step.state.get(CONTROL + name, nothing)
-                change = -self._scale(step) * step.reference(CONTROL + name) - moved / (
-                    rate * training.local_epochs * batches
-                )
+                pace = rate * effective_steps(steps, settings.momentum)
+                change = -self._scale(step) * step.reference(CONTROL + name) - moved / pace
                 step.state[CONTROL + name] = before + change
                 sent[CONTROL + name] = change / self._scale(step)
                 del step.state[_ANCHOR + name], step.state[_LINEAR + name]
