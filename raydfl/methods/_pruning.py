@@ -12,7 +12,8 @@ the network without these filters: there their 0 is normalised like any other va
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
-from raydfl.core.types import Client
-from raydfl.training import Step, computing_with
+from raydfl.core.part_names import plain_name
+from raydfl.core.types import Client, Tensors, Update
+from raydfl.training import Step, computing_with, fixed_tensors
 
 Kind = Literal["convolution", "recurrent", "linear"]
 Solver = Literal["ramp", "uniform", "trust-constr"]
@@ -269,6 +271,60 @@ def take_masks(step: Step) -> dict[str, Tensor]:
     """Take them out of ``step.state``; they are returned by the names of the tensors."""
     names = [name for name in step.state if name.startswith(MASK)]
     return {name.removeprefix(MASK): step.state.pop(name) for name in names}
+
+
+def layers_by_tensor(
+    models: Sequence[Mapping[str, nn.Module]], fixed: Callable[[str, bool], bool], kinds: Sequence[Kind]
+) -> dict[str, str]:
+    """Return the names of the layers that can be pruned, by the flat names of their tensors.
+
+    Args:
+        models: networks by name, a set for each combination of architectures.
+        fixed: Method.fixed.
+        kinds: of layers that are wanted.
+
+    Raises:
+        ConfigError: a set has none.
+    """
+    found: dict[str, str] = {}
+    for built in models:
+        layers = prunable_layers(built, fixed_tensors(built, fixed), kinds)
+        check_prunable(layers, kinds, built)
+        found.update({name: layer.name for layer in layers for name in layer.tensors})
+    return found
+
+
+def kept_by(update: Update, layer_of: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return what a client has kept: by tensor name a bool tensor that broadcasts against it; not of those without a mask.
+
+    Args:
+        update: with the masks of its layers among its tensors.
+        layer_of: layers by the plain names of their tensors.
+    """
+    masks = {plain_name(name): mask > 0.5 for name, mask in update.tensors.items() if name.startswith(MASK)}
+    found: dict[str, Tensor] = {}
+    for name, value in update.tensors.items():
+        mask = masks.get(MASK + layer_of.get(plain_name(name), ""))
+        if mask is not None and mask.numel() and value.shape[0] % mask.numel() == 0:
+            found[name] = mask.repeat(value.shape[0] // mask.numel()).view(-1, *[1] * (value.ndim - 1))
+    return found
+
+
+def recovered(update: Update, reference: Tensors, layer_of: Mapping[str, str]) -> Update:
+    """Return an update of whole models, without masks: what a client pruned is as it was sent to it.
+
+    Args:
+        update: masked tensors and masks.
+        reference: what the client was sent, by the server's names.
+        layer_of: layers by the plain names of their tensors.
+    """
+    kept = kept_by(update, layer_of)
+    tensors = {
+        name: torch.where(kept[name], value, reference[name]) if name in kept else value
+        for name, value in update.tensors.items()
+        if not name.startswith(MASK)
+    }
+    return dataclasses.replace(update, tensors=tensors)
 
 
 def ratio_of(client: Client, ratio: float, column: str | None) -> float:

@@ -51,17 +51,19 @@ from raydfl.methods._pruning import (
     Importance,
     Kind,
     Solver,
-    check_prunable,
+    kept_by,
+    layers_by_tensor,
     masked,
     prunable_layers,
     pruned_masks,
     put_masks,
     ratio_of,
+    recovered,
     take_masks,
 )
 from raydfl.methods._tasks import Membership, WithTasks
 from raydfl.methods.scaffold import effective_steps
-from raydfl.training import Step, TrainSettings, fit, fixed_tensors
+from raydfl.training import Step, TrainSettings, fit
 
 DRIFT, CONTROL = "drift/", "control/"
 """Beginnings of the names of h and g."""
@@ -145,12 +147,7 @@ class FedAPTA(WithTasks):
             for client in clients:
                 ratio_of(client, self.ratio, self.ratio_from)
         if self.prunes:
-            layer_of: dict[str, str] = {}
-            for built in models:
-                layers = prunable_layers(built, fixed_tensors(built, self.fixed), self.prune)
-                check_prunable(layers, self.prune, built)
-                layer_of.update({name: layer.name for layer in layers for name in layer.tensors})
-            extra[_PRUNED] = layer_of
+            extra[_PRUNED] = layers_by_tensor(models, self.fixed, self.prune)
         tensors = dict(state.tensors["global"])
         if self.drift == "full":
             extra[_CLIENTS] = len(clients)
@@ -250,20 +247,17 @@ class FedAPTA(WithTasks):
         besides = {plain_name(name): value for name, value in update.tensors.items() if name.startswith((MASK, DRIFT))}
         if not besides:
             return update
-        reference, number = state.tensors[update.key], cast(float, update.weight)
+        number, kept = cast(float, update.weight), kept_by(update, layer_of)
+        whole = recovered(update, state.tensors[update.key], layer_of).tensors
         tensors: dict[str, Tensor] = {}
         weights: dict[str, float | Tensor] = {}
-        for name, value in update.tensors.items():
+        for name, value in whole.items():
             plain = plain_name(name)
-            if plain.startswith((MASK, DRIFT)):
+            if plain.startswith(DRIFT):
                 continue
             tensors[name], weights[name] = value, 1.0 if plain.startswith(CONTROL) else number
-            mask = besides.get(MASK + layer_of.get(plain, ""))
-            if mask is not None:
-                kept = (mask > 0.5).repeat(value.shape[0] // len(mask)).view(-1, *[1] * (value.ndim - 1))
-                tensors[name] = torch.where(kept, value, reference[name])
-                if not self.recover:
-                    weights[name] = (kept * number).expand_as(value).contiguous()
+            if name in kept and not self.recover:
+                weights[name] = (kept[name] * number).expand_as(value).contiguous()
             if DRIFT + plain in besides:
                 tensors[DRIFT + name], weights[DRIFT + name] = besides[DRIFT + plain], 1.0
         return dataclasses.replace(update, tensors=tensors, weight=weights)
