@@ -223,6 +223,14 @@ class DataSettings(Settings):
         ),
     ] = Field(default_factory=dict)
 
+    heads: Annotated[
+        Literal["part", "common"],
+        Field(
+            description="Last layers of parts. part: each has its own at the server. common: one for all, as wide as the part with "
+            "the most classes needs it, so that no update says of which part its client is."
+        ),
+    ] = "part"
+
     @field_validator("leave_out", mode="before")
     @classmethod
     def _labels(cls, value: Any) -> Any:
@@ -328,6 +336,10 @@ class DataSettings(Settings):
             for name in self.parts:
                 self.part(name)
             return self
+        if self.heads != "part":
+            raise ConfigError(
+                "data.heads says what several parts have in common, and there are no data.parts; leave it out"
+            )
         if not self.name:
             raise ConfigError("data.name is missing: name a data set, one of `raydfl data list`")
         for key, uri in self.uris.items():
@@ -411,12 +423,12 @@ class DataSettings(Settings):
             ConfigError: one of them is not as it should be; the part is named.
         """
         own, where = self.parts[name], f"data.parts.{name}"
-        for key in ("parts", "sites", "cache"):
+        for key in ("parts", "sites", "cache", "heads"):
             if key in own:
                 raise ConfigError(f"{where}.{key}: a part has no {key} of its own; give it in data")
         if not own.get("name", self.name):
             raise ConfigError(f"{where}.name is missing: name a data set, one of `raydfl data list`")
-        common = self.model_dump(exclude={"parts", "sites"}, exclude_unset=True)
+        common = self.model_dump(exclude={"parts", "sites", "heads"}, exclude_unset=True)
         if "name" in own and own["name"] != self.name:
             common = {key: value for key, value in common.items() if key in type(self).model_fields}
         try:

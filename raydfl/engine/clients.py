@@ -32,6 +32,7 @@ class Clients(OnDemand[Client]):
         """By part: the index of its first client, and by name the values and which of them each client is dealt."""
         self._specs: dict[str, list[list[ModelSpec]]] = {}
         """By part and model: its architectures."""
+        widest = max(len(of.classes) for of in population.each.values())
         for part, of in population.each.items():
             data, classes = settings[part], len(of.classes)
             values = {
@@ -40,7 +41,7 @@ class Clients(OnDemand[Client]):
                 if profile.values
             }
             self._dealt[part] = firsts[part], values
-            outputs = objective.outputs(classes)
+            outputs = objective.outputs(widest if config.data.heads == "common" else classes)
             width = None if outputs == classes else outputs
             self._specs[part] = [
                 [_spec(name, architecture, options, of, data, width) for architecture, options in choices]

@@ -27,7 +27,7 @@ from raydfl.core.yaml import parse_yaml
 from raydfl.data import KNOWN, LABELLED, UNLABELLED, DataSettings, ProfileSettings
 from raydfl.data.features import needs_waves
 from raydfl.engine.assembly import ModelChoice, Parts, assemble, split_view, text_of
-from raydfl.engine.digest import deciding, hashed, without_neutral
+from raydfl.engine.digest import deciding, hashed, method_options, without_neutral
 from raydfl.engine.paths import absolute
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
 from raydfl.methods import Method
@@ -104,6 +104,11 @@ class Config(Settings):
         if self.attack is not None:
             raise ConfigError(
                 "attack: simulated attackers need one list of classes, which data.parts does not give; leave one of both out"
+            )
+        if self.data.heads == "common" and self.parts.method.objective.labels == "sets":
+            raise ConfigError(
+                f"data.heads: objective {self.objective['name']!r} needs exactly one output for each class of a part; leave it at "
+                f"part, or take objective=classify"
             )
         if not type(self.parts.method).across_parts:
             raise ConfigError(
@@ -238,7 +243,7 @@ class Config(Settings):
         """
         parts = self.model_dump(mode="json", exclude={"evaluate", "ray", "run", "track"})
         # With the options that were not given, so that writing a default down changes nothing.
-        parts["method"] = {"name": self.method["name"], **plain(self.parts.method)}
+        parts["method"] = {"name": self.method["name"], **method_options(plain(self.parts.method))}
         parts["models"] = self.parts.models
         parts["objective"] = {
             "name": self.objective["name"],

@@ -37,6 +37,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "unlabelled"): None,
     ("data", "pools"): {},
     ("data", "parts"): {},
+    ("data", "heads"): "part",
     ("data", "partition", "variance"): 0.0,
     ("train", "precision"): "float32",
     ("train", "deadline"): None,
@@ -48,6 +49,15 @@ out, and so stays what it was."""
 
 _OPTION_CAME_LATER: Mapping[tuple[str, str], Any] = {("spoken_words", "label"): "word", ("compact", "spread"): 0.0}
 """The same for options of data sets and objectives: by name of either, and option."""
+
+
+_METHOD_OPTION_CAME_LATER: Mapping[str, Any] = {"tasks": "none"}
+"""The same for options of methods, whatever the method is called: those of users may be built upon built-in ones."""
+
+
+def method_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a method but those that came later and are neutral."""
+    return {key: value for key, value in options.items() if _METHOD_OPTION_CAME_LATER.get(key, ...) != value}
 
 
 def deciding(groups: Mapping[str, Any], data: DataSettings) -> dict[str, Any]:
@@ -66,7 +76,8 @@ def deciding(groups: Mapping[str, Any], data: DataSettings) -> dict[str, Any]:
     _note_statistics(data, found["data"])
     if data.parts:
         # Only what each comes to: it does not matter what stands in data for all of them.
-        found["data"] = {"parts": [(name, _described(part)) for name, part in data.each.items()]}
+        common = {} if data.heads == "part" else {"heads": data.heads}
+        found["data"] = {"parts": [(name, _described(part)) for name, part in data.each.items()], **common}
     found["data"].pop("cache", None)  # where features lie; what they are decides the numbers
     return found
 

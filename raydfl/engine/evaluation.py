@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +14,7 @@ from raydfl.core import part_names
 from raydfl.core.errors import ClientError, ConfigError
 from raydfl.core.metrics import pool as pool_metrics
 from raydfl.core.metrics import summarise
-from raydfl.core.types import Metrics, ModelSpec, State, Task, Tensors
+from raydfl.core.types import Metrics, ModelSpec, Ratio, State, Task, Tensors
 from raydfl.data import Shard
 from raydfl.engine.clients import Clients
 from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Result, check_server_tasks
@@ -77,10 +78,12 @@ class Evaluation:
             return []
         planned = [task for task in self._method.plan_evaluation(state, []) if task.client_id == SERVER]
         names = [spec.name for shared in self._fully_shared.values() for spec in shared]
-        check_server_tasks(planned, state.tensors, list(dict.fromkeys(names)))
+        check_server_tasks(planned, state.tensors, list(dict.fromkeys(names)), list(self._shards))
         entries = [Task(SERVER, phase="evaluate", receive=(key,)) for key in state.tensors]
         orders: list[Order] = []
         for task, part in itertools.product(planned or entries, self._shards):
+            if part not in task.options.get("parts", self._shards):
+                continue
             specs = self._measured_models(task, state, part)
             if not specs:
                 continue
@@ -160,17 +163,20 @@ def pooled(
         ClientError: what was measured on the server's data does not fit together, or a client's metrics, where none is left out.
     """
     at_clients = [result for result in results if result.client_id != SERVER]
-    server: dict[str, list[Metrics]] = {}
+    server: dict[str, dict[tuple[str, str, float], list[Metrics]]] = {}
+    """By split, then by prefix, part and how much it counts there."""
     kinds = Kinds()
     for result in results:
         if result.client_id != SERVER:
             continue
-        prefix = _prefix(orders[result.position])
+        order = orders[result.position]
+        prefix = _prefix(order)
         misfit = kinds.misfit(_kinds(result, prefix))
         if misfit:
             raise ClientError(f"round {round_index}, the evaluation on the server's data: {misfit}")
+        whose = prefix, order.part, float(order.task.options.get("parts", {}).get(order.part, 0))
         for split, metrics in result.measured.items():
-            server.setdefault(split, []).append({prefix + name: value for name, value in metrics.items()})
+            server.setdefault(split, {}).setdefault(whose, []).append(metrics)
     clients: dict[str, dict[str, Metrics]] = {}
     unmeasured: dict[str, str] = {}
     prefixes = {result.client_id: _prefix(orders[result.position]) for result in at_clients}
@@ -185,12 +191,47 @@ def pooled(
         for split, metrics in result.measured.items():
             clients.setdefault(split, {})[result.client_id] = {prefix + name: v for name, v in metrics.items()}
     rows: list[record.MetricRow] = []
-    for split, parts in server.items():
-        whole = pool_metrics(parts)
-        rows += record.rows_from_metrics(round_index, "evaluate", "", split, {**whole, **summarise(whole)})
+    for split, measured in server.items():
+        means: dict[str, _PartMean] = {}
+        for (prefix, part, weight), pieces in measured.items():
+            whole = pool_metrics(pieces)
+            scores = {**whole, **summarise(whole)}
+            named = {prefix + name: value for name, value in scores.items()}
+            rows += record.rows_from_metrics(round_index, "evaluate", "", split, named)
+            if weight:
+                means.setdefault(part, _PartMean()).add(scores, weight)
+        for part, mean in means.items():
+            found = {(f"{part}:" if part else "") + name: value for name, value in mean.scores().items()}
+            rows += record.rows_from_metrics(round_index, "evaluate", "", split, found)
     for split, of_clients in clients.items():
         rows += record.rows_from_clients(round_index, "evaluate", split, of_clients)
     return rows, unmeasured
+
+
+class _PartMean:
+    """What a part's clients have: the mean of their models' scores, of which each model counts as much as its plan says."""
+
+    def __init__(self) -> None:
+        self._ratios: dict[str, list[tuple[Ratio, float]]] = {}
+        self._confusions: dict[str, np.ndarray] = {}
+
+    def add(self, scores: Metrics, weight: float) -> None:
+        """Add what was measured of one model."""
+        for name, value in scores.items():
+            if isinstance(value, Ratio) and value.count:
+                self._ratios.setdefault(name, []).append((value, weight))
+            elif isinstance(value, np.ndarray):
+                added = value * weight
+                self._confusions[name] = self._confusions[name] + added if name in self._confusions else added
+
+    def scores(self) -> Metrics:
+        """Return the means, and the sum of the weighted confusion matrices."""
+        found: dict[str, Ratio | np.ndarray] = dict(self._confusions)
+        for name, given in self._ratios.items():
+            count = sum(ratio.count for ratio, _ in given)
+            mean = sum(ratio.value * weight for ratio, weight in given) / sum(weight for _, weight in given)
+            found[name] = Ratio(mean * count, count)
+        return found
 
 
 def _kinds(result: Result, prefix: str = "") -> dict[str, str]:
@@ -202,10 +243,15 @@ def _kinds(result: Result, prefix: str = "") -> dict[str, str]:
 
 
 def _prefix(order: Order) -> str:
-    """Return the prefix of metrics: the part, and at the server the entry of the state; the one global state has none."""
+    """Return the prefix of metrics: the part, and at the server the entry of the state; the one global state has none.
+
+    Where the plan says how much a model counts in a part, the part's name alone is for the mean.
+    """
     part = f"{order.part}:" if order.part else ""
     key = order.task.receive[0]
-    return part if order.task.client_id != SERVER or key == "global" else f"{part}{key}:"
+    if order.task.client_id != SERVER or (key == "global" and "parts" not in order.task.options):
+        return part
+    return f"{part}{key}:"
 
 
 def _shared_models(method: Method, variants: Variants) -> dict[ModelSpec, dict[str, torch.Size]]:

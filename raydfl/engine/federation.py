@@ -79,7 +79,8 @@ class Federation:
             part: self._init(self.clients.of_part(part), [models for _, models in built])
             for part, built in variants.items()
         }
-        state = states[""] if "" in states else join_states(states, self._with_another_class(variants))
+        common = self.config.data.heads == "common"
+        state = states[""] if "" in states else join_states(states, self._with_another_class(variants), common)
         if not state.tensors:
             raise ConfigError(
                 f"method {self.config.method['name']!r} starts with no tensors at all: its shared() keeps everything private"

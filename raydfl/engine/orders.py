@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -120,17 +121,20 @@ def check_tasks(tasks: Sequence[Task], keys: Collection[str]) -> None:
                 )
 
 
-_SERVERS_OPTIONS = ("models", "split")
+_SERVERS_OPTIONS = ("models", "split", "parts")
 _SERVERS_SPLITS = ("test", TRIGGERED, SERVER_VALIDATION)
 
 
-def check_server_tasks(tasks: Sequence[Task], keys: Collection[str], models: Collection[str]) -> None:
+def check_server_tasks(
+    tasks: Sequence[Task], keys: Collection[str], models: Collection[str], parts: Collection[str]
+) -> None:
     """Check what a method planned for the server to measure.
 
     Args:
         tasks: those with the server's id.
         keys: of the server's state.
         models: of which the server has every tensor.
+        parts: of the federation; one without a name where there are none.
 
     Raises:
         ConfigError: an entry, model or option that is not there, or two tasks that would be one in the record.
@@ -151,6 +155,7 @@ def check_server_tasks(tasks: Sequence[Task], keys: Collection[str], models: Col
         split, named = task.options.get("split"), task.options.get("models", models)
         if split is not None and split not in _SERVERS_SPLITS:
             raise ConfigError(f"{where} there is no split {split!r}; {nearest(str(split), _SERVERS_SPLITS)}")
+        _check_weights_of_parts(task.options.get("parts", {}), parts, where)
         if isinstance(named, str) or not named:
             raise ConfigError(f"{where} models is {named!r}; give a list of names, of {', '.join(map(repr, models))}")
         for name in named:
@@ -162,6 +167,16 @@ def check_server_tasks(tasks: Sequence[Task], keys: Collection[str], models: Col
                         f"{where} {name!r} of {task.receive[0]!r} is measured twice on the split {each!r}"
                     )
                 seen.add((task.receive[0], each, name))
+
+
+def _check_weights_of_parts(weights: object, parts: Collection[str], where: str) -> None:
+    """Refuse what is no mapping of parts to numbers above 0."""
+    for part, weight in weights.items() if isinstance(weights, Mapping) else [(weights, 0)]:
+        if part not in parts or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+            raise ConfigError(
+                f"{where} parts is {weights!r:.80}; give by names of parts a number above 0, how much the score counts there; the "
+                f"parts are {', '.join(map(repr, parts))}"
+            )
 
 
 def keys_of(orders: Sequence[Order]) -> set[str]:

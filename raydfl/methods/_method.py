@@ -225,9 +225,11 @@ class Method:
         """Choose which entries of the state the given clients receive when their models are measured; by default ``"global"``.
 
         The method may also plan what the server measures, by tasks with the client id ``""``: models load from the entries that
-        such a task receives, and its options may name ``models`` (by default all of which the server has every tensor) and the
-        ``split`` (by default every one). Scores carry the name of the first entry. Without such a task the server measures each
-        entry by itself. It is asked for these with no clients.
+        such a task receives, and its options may name ``models`` (by default all of which the server has every tensor), the
+        ``split`` (by default every one) and ``parts`` (by default every one): a mapping of the names of parts of ``data.parts`` to
+        how much the entry's scores count in the part's mean, such as the number of clients that have the model; a federation
+        without parts is one of the name ``""``. Scores carry the name of the first entry. Without such a task the server measures
+        each entry by itself. It is asked for these with no clients.
         """
         return [Task(client.id, phase="evaluate") for client in clients]
 

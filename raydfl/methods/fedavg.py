@@ -15,11 +15,11 @@ from typing import ClassVar
 
 from pydantic.dataclasses import dataclass
 
-from raydfl.methods._method import Method
+from raydfl.methods._tasks import WithTasks
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAvg(Method):
+class FedAvg(WithTasks):
     """Federated averaging."""
 
     pure: ClassVar[bool] = True

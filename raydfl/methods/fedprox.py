@@ -23,12 +23,12 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl.core.types import Batch
-from raydfl.methods._method import Method
+from raydfl.methods._tasks import WithTasks
 from raydfl.training import Step
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedProx(Method):
+class FedProx(WithTasks):
     """FedAvg plus a proximal term."""
 
     pure: ClassVar[bool] = True

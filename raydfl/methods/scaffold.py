@@ -92,9 +92,7 @@ class Scaffold(Method):
         return step.update(metrics, tensors=tensors)
 
     def _effective_steps(self, step: Step, metrics: Metrics) -> float:
-        """K, or with momentum the number of plain steps that moves a constant gradient as far."""
-        k, rho = cast(Ratio, metrics["steps"]).total, step.training.optimiser.momentum
-        return float((k - rho * (1 - rho**k) / (1 - rho)) / (1 - rho))
+        return effective_steps(cast(Ratio, metrics["steps"]).total, step.training.optimiser.momentum)
 
     def _rate(self, step: Step, name: str) -> float:
         settings = step.training.optimiser
@@ -115,3 +113,8 @@ class Scaffold(Method):
             elif CONTROL + name in old:
                 new[name] = old[name] + self.server_lr * (new[name] - old[name])
         return dataclasses.replace(averaged, tensors={**averaged.tensors, "global": new}), report
+
+
+def effective_steps(steps: float, momentum: float) -> float:
+    """Return the number of plain steps that moves a constant gradient as far as these steps of SGD with momentum."""
+    return float((steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum))

@@ -12,6 +12,7 @@ from raydfl.training.randomness import preserved
 from raydfl.training.replica import Replica
 from raydfl.training.settings import TrainSettings
 from raydfl.training.step import Reported, Step
+from raydfl.training.substitute import computing_with
 
 __all__ = [
     "Clock",
@@ -23,6 +24,7 @@ __all__ = [
     "TrainSettings",
     "check_device",
     "computing_in",
+    "computing_with",
     "fit",
     "fixed_tensors",
     "predict",

@@ -27,6 +27,17 @@ SKEWED = ["data.partition={by: dirichlet, clients: 5, alpha: 0.1}"]
 
 SURE, RISING = ["method.threshold=[0.4, 0.4]"], ["method.threshold=[0.34, 0.9]"]
 
+UNEQUAL = ["data.profile={share: {values: [0.0, 0.5]}}", "method.ratio_from=share"]
+
+WIDE = "models.model={name: crnn_tiny, hidden: 2, filters: [16]}"
+"""A network whose convolution has more weights, and smaller ones, than its GRU."""
+
+SPLIT = "models.model={name: split_cnn, filters: [4], groups: 2}"
+
+TRIED = ["method.ratios=[0.0, 0.5]", "train.rounds=5"]
+
+READY = ["method.threshold=0.0"]
+
 MOVES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
     # (method, field): overrides under which two runs must differ
     ("fedprox", "mu"): (["method.mu=0.5"], ["method.mu=0.0"]),
@@ -100,8 +111,34 @@ MOVES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
     ("fedmlac", "sequential"): (["method.sequential=true"], []),
     ("fedmlac", "lpa"): (["method.vh=0.4", "method.lpa=false"], ["method.vh=0.4"]),
     ("fedmlac", "mutual"): (["method.mutual=false"], []),
+    ("fedapta", "ratio"): (["method.ratio=0.8"], []),
+    ("fedapta", "ratio_from"): (UNEQUAL, []),
+    ("fedapta", "prune"): (["method.prune=[recurrent]"], []),
+    ("fedapta", "solver"): (["method.solver=uniform"], []),
+    ("fedapta", "importance"): (["method.importance=sum", WIDE], [WIDE]),
+    ("fedapta", "recover"): (["method.recover=false", *UNEQUAL], UNEQUAL),
+    ("fedapta", "drift"): (["method.drift=server"], []),
+    ("fedapta", "alpha"): (["method.alpha=1.0"], []),
+    ("fedlps", "ratio"): (["method.ratio=0.25"], []),
+    ("fedlps", "ratio_from"): (UNEQUAL, []),
+    ("fedlps", "inputs"): (["method.inputs=false"], []),
+    ("fedlps", "norms"): (["method.norms=false", SPLIT], [SPLIT]),
+    ("fedmp", "ratios"): (["method.ratios=[0.5]"], []),
+    ("fedmp", "exploration"): ([*TRIED, "method.exploration=1000"], [*TRIED, "method.exploration=0"]),
+    ("fedmp", "discount"): (["method.discount=0.5", "train.rounds=4"], ["train.rounds=4"]),
+    ("fedmp", "speed_from"): (["data.profile={speed: {values: [1, 4]}}", "method.speed_from=speed"], []),
+    ("fedmp", "prune"): (["method.ratios=[0.5]", "method.prune=[recurrent]"], ["method.ratios=[0.5]"]),
+    ("hermes", "target"): ([*READY, "method.target=0.25", "method.step=0.5"], [*READY, "method.step=0.5"]),
+    ("hermes", "step"): ([*READY, "method.step=0.5"], READY),
+    ("hermes", "threshold"): (READY, ["method.threshold=1.0"]),
+    ("hermes", "prune"): ([*READY, "method.prune=[recurrent]"], READY),
 }
 MOVES.update({(name, "rule"): (["method.rule=uniform_mean"], ["method.rule=weighted_mean"]) for name in ALL})
+
+
+MOVES.update(
+    {(name, "tasks"): (["method.tasks={name: known, by: group}"], []) for name in ALL if hasattr(ALL[name], "tasks")}
+)
 
 
 def test_every_hyperparameter_of_every_method_is_listed() -> None:
@@ -137,6 +174,10 @@ NEUTRAL: list[tuple[str, list[str], str, list[str]]] = [
     ("fedntd", ["method.beta=0.0"], "fedavg", []),
     ("fedlc", ["method.tau=0.0"], "fedavg", []),
     ("fedbabu", ["method.head=[]", "method.fine_tune_epochs=0"], "fedavg", []),
+    ("fedapta", ["method.ratio=0.0", "method.drift=off", "method.tasks=none"], "fedavg", []),
+    ("fedlps", ["method.ratio=0.0"], "fedavg", []),
+    ("fedmp", ["method.ratios=[0.0]"], "fedavg", []),
+    ("hermes", ["method.target=0.0"], "fedavg", []),
     ("fedmlac", ["method.form=supervised", "method.plug_ce_weight=0.0"], "fedmlac", ["method.form=literal"]),
     ("fedmlac", ["method.vl=0.0", "method.vh=0.0"], "fedmlac", ["method.lpa=false"]),
     ("fedmlac", ["method.rule=weighted_mean"], "fedmlac", ["method.lpa=false"]),

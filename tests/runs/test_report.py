@@ -535,3 +535,29 @@ def test_curves_of_odd_values(values: list[float]) -> None:
     series = plots.Series("s", np.arange(float(len(y))), y, y, y)
     for percent_axis in (False, True):
         assert "<svg" in plots.to_svg(plots.curves([series], "u", percent=percent_axis), "f", "d")
+
+
+@pytest.mark.usefixtures("pictures")
+def test_the_groups_of_clients_over_rounds(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    make_run(folder, config("fedavg", rounds=2))
+    groups = {1: [[0, 1, 1], [1, 0, 0]], 2: [[2, 1, 1], [1, 0, 0]]}
+    rows = [
+        MetricRow(r, "train", "", "server", "tasks/membership", float("nan"), 0.0, np.array(found, np.float64))
+        for r, found in groups.items()
+    ]
+    rows += [MetricRow(r, "train", "", "server", "tasks/purity", 1.0, 1.0) for r in groups]
+    write_rows(rows_path(folder, 2), rows)
+    shown = page(tmp_path, folder)
+    assert shown.has("who is with whom")
+    assert shown.has("Clients in round 2: group 1: 2, group 2: 1.")
+    assert shown.has("At the end: purity 1.00.")
+    assert {"kind 1", "kind 2", "group 1", "group 2"} <= set(shown.svg_text)
+    assert shown.svg_text.count("group 1") == 1
+    assert read_run(folder).memberships[2].tolist() == groups[2]
+
+
+def test_a_client_that_moves_changes_its_colour() -> None:
+    figure = plots.groups_over_rounds(np.array([1.0, 2.0, 3.0]), np.array([[0, 2, 2], [1, 1, 2]]), [])
+    drawn = {collection.get_label(): len(collection.get_paths()) for collection in figure.axes[0].collections}
+    assert drawn == {"_1": 2, "_2": 3}

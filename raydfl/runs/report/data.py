@@ -82,6 +82,9 @@ class RunRecord:
     """Each client's value of a headline at the last measurement, with its round."""
     timelines: Mapping[int, NDArray[np.float64]] = field(default_factory=dict)
     """Times of the last rounds: Watch.timeline of raydfl.engine.telemetry, float64 [clients, 4]."""
+    memberships: Mapping[int, NDArray[np.float64]] = field(default_factory=dict)
+    """By round, where clients are grouped (``method.tasks``): float64 [2, clients], the number of each client's group, 0 for none,
+    and the kind that it truly is of, -1 where that is not known."""
     missing: Sequence[str] = field(default_factory=list)
     """Sentences about what could not be shown."""
     incidents: Sequence[tuple[int, str, str, str, str]] = ()
@@ -198,6 +201,7 @@ def read_run(folder: Path) -> RunRecord:
     pooled = to_rows(read_rows(folder, until, where=of_server & (pc.field("metric") != TIMELINE)))
     points: dict[Key, dict[int, tuple[float, float]]] = {}
     confusions: dict[Key, tuple[int, NDArray[np.float64]]] = {}
+    memberships: dict[int, NDArray[np.float64]] = {}
     for row in pooled:
         key = (row.split, row.metric)
         if row.array is None:
@@ -206,13 +210,16 @@ def read_run(folder: Path) -> RunRecord:
             curve[row.round] = (row.value, total + row.value * row.count)
         elif base_name(row.metric) == "confusion":
             confusions[key] = (row.round, row.array)
+        elif row.metric == "tasks/membership":
+            memberships[row.round] = row.array
     curves = {key: _curve(rounds) for key, rounds in points.items()}
     lost = unrecorded((row.round for row in pooled), until or 0)
     if lost:
         missing.append(f"the files in rows/ of rounds {lost} are missing: what was measured in them is not shown.")
     clients = _client_scores(folder, until, curves)
     timelines = _timelines(folder, until, pooled)
-    return RunRecord(folder, about, config, curves, confusions, clients, timelines, missing, _incidents(folder, until))
+    incidents = _incidents(folder, until)
+    return RunRecord(folder, about, config, curves, confusions, clients, timelines, memberships, missing, incidents)
 
 
 def _incidents(folder: Path, until: int | None) -> list[tuple[int, str, str, str, str]]:

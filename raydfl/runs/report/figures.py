@@ -327,6 +327,46 @@ def pruned(layers: Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]]
     return figure
 
 
+def groups_over_rounds(
+    rounds: NDArray[np.float64], groups: NDArray[np.float64], kinds: Sequence[tuple[str, int]]
+) -> Figure:
+    """Draw which group each client is in, a line for each client, a colour for each group.
+
+    Args:
+        rounds: float64 [rounds], rising; a group holds until the next one.
+        groups: [clients, rounds]: numbers of groups; 0: in none.
+        kinds: names from the top, and how many clients each has, in the order of the lines; empty: not known.
+    """
+    clients = len(groups)
+    with style():
+        figure, (axes,) = axes_of(min(8.0, max(2.2, 0.12 * clients + 1.2)))
+        stops = np.r_[rounds[1:], rounds[-1] + (rounds[-1] - rounds[-2] if len(rounds) > 1 else 1)]
+        for number in np.unique(groups[groups > 0]).astype(int).tolist():
+            cells = [
+                Rectangle((rounds[column], row), stops[column] - rounds[column], 1)
+                for row, column in zip(*np.nonzero(groups == number), strict=True)
+            ]
+            colour, again = SERIES[(number - 1) % len(SERIES)], (number - 1) // len(SERIES)
+            axes.add_collection(
+                PatchCollection(cells, facecolor=colour, alpha=0.85 / (1 + again), linewidth=0, label=f"_{number}")
+            )
+            axes.plot([], [], color=colour, alpha=0.85 / (1 + again), linewidth=5, label=f"group {number}")
+        axes.set_xlim(rounds[0], stops[-1])
+        axes.set_ylim(clients, 0)
+        axes.grid(visible=False)
+        axes.set_ylabel("clients")
+        if kinds:
+            edges = np.cumsum([0, *(count for _, count in kinds)])
+            axes.set_yticks((edges[1:] + edges[:-1]) / 2, [name for name, _ in kinds])
+            for edge in edges[1:-1].tolist():
+                axes.axhline(edge, color=INK, linewidth=0.8)
+        else:
+            axes.set_yticks([])
+        round_axis(axes)
+        legend(figure, axes)
+    return figure
+
+
 def cumulative_bytes(series: Sequence[Series]) -> Figure:
     """Draw bytes sent since the first round.
 

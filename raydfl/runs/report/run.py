@@ -12,6 +12,7 @@ from raydfl.runs.progress import duration, size
 from raydfl.runs.report import figures as plots
 from raydfl.runs.report.data import SPLITS, Key, RunRecord, place
 from raydfl.runs.report.figures import Series
+from raydfl.runs.report.groups import group_pictures
 from raydfl.runs.report.models import about_models
 from raydfl.runs.report.page import (
     UNITS,
@@ -47,6 +48,7 @@ def single_page(run: RunRecord) -> str:
         results=[_result_row(run, key) for key in run.ordered()],
         clients=_spread_pictures(run, pictures),
         confusions=_confusion_pictures(run, pictures),
+        groups=group_pictures(run, pictures),
         pruning=_pruning_picture(run, pictures),
         failures=_failure_pictures(run, pictures),
         costs=_cost_pictures(run, pictures),

@@ -1,0 +1,294 @@
+"""FedAPTA: clients prune what they receive as far as their device asks for, and are grouped by what they have learnt.
+
+FedAPTA: Federated Multi-task Learning in Computing Power Networks with Adaptive Layer-wise Pruning and Task-aware Aggregation,
+algorithm 1 and equations 1 to 5. A round, with w_ref the model that client i was sent, rho_i its pruning ratio, N_k the weights of
+layer k and M_i its mask (1 is kept):
+
+    (1)  sum_k p_k N_k = rho_i sum_k N_k, where a less important layer loses no smaller a share p_k
+    (2)  in layer k the p_k C_k filters of the smallest L1 norm are pruned, anew in each round from w_ref
+         loss   CE + (a_i / 2) ||w - (w_ref - h_i)||^2 + <w, s_i g - g_i>,    s_i = mean(n) / n_i,  a_i = alpha s_i
+    (3)  w_i = M_i * w_i^ + (1 - M_i) * w_ref
+         D_i = w_i - w_ref,    h_i <- h_i + D_i,    g_i <- g_i - s_i g - D_i / (lr E ceil(mean(n) / B))
+    (4)  clients are clustered by 1 - cos of their D_i of the last layer (HDBSCAN)
+    (5)  of each cluster  w <- sum_i n_i w_i / sum_i n_i + mean_i h_i
+         g <- g + (1 / N) sum_i (g_i after - g_i before) / s_i
+
+The drift terms are those of FedDC (L. Gao, H. Fu, L. Li, Y. Chen, M. Xu, C. Xu, FedDC: Federated Learning with Non-IID Data via
+Local Drift Decoupling and Correction, CVPR 2022). A client keeps h_i and g_i; the server keeps g for each group.
+
+The paper's release cannot run: its solver, pruning, recovery and clustering are missing. Every reading is in docs/fedapta.md; in
+short:
+
+- Equation 1 has many solutions: ``solver`` says which is taken; ``importance`` is the mean of a layer's |w|, or the sum.
+- What is pruned: convolutions that train, and of recurrent layers hidden units, which the paper does not have.
+- ``drift: full`` is the loss above. ``server`` leaves the client's terms out, as the release does in effect (its terms have no
+  gradient); ``off`` has no h and no g.
+- Means of h are over the clients of the round and group; N is the group's clients.
+- ``recover: false`` averages a filter over those who kept it (what nobody kept stays).
+- The learning rate in g's formula is the one before decay, as in the release. With momentum E ceil(mean(n) / B) is replaced by the
+  effective number of steps, as in :mod:`raydfl.methods.scaffold`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, ClassVar, Literal, cast
+
+import numpy as np
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from raydfl.core.errors import ConfigError
+from raydfl.core.part_names import beside, plain_name
+from raydfl.core.types import Batch, Client, Metrics, State, Task, Tensors, Update
+from raydfl.methods._pruning import (
+    MASK,
+    Importance,
+    Kind,
+    Solver,
+    kept_by,
+    layers_by_tensor,
+    masked,
+    prunable_layers,
+    pruned_masks,
+    put_masks,
+    ratio_of,
+    recovered,
+    take_masks,
+)
+from raydfl.methods._tasks import Membership, WithTasks
+from raydfl.methods.scaffold import effective_steps
+from raydfl.training import Step, TrainSettings, fit
+
+DRIFT, CONTROL = "drift/", "control/"
+"""Beginnings of the names of h and g."""
+
+_ANCHOR, _LINEAR, _PULL = "anchor/", "linear/", "pull"
+"""Where the loss finds w_ref - h_i, s_i g - g_i and a_i."""
+
+_PRUNED, _CLIENTS, _MEAN = "pruned", "clients", "mean_examples"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAPTA(WithTasks):
+    """Pruning by device, recovery, drift correction, and a model for each discovered task."""
+
+    pure: ClassVar[bool] = True
+
+    changes: ClassVar[tuple[str, ...]] = (CONTROL, DRIFT)
+
+    tasks: Annotated[
+        str | dict[str, object],
+        Field(
+            description="one model for all (none), or for each group of clients: hdbscan, known, or {name, options ...}"
+        ),
+    ] = "hdbscan"
+    ratio: Annotated[float, Field(ge=0, lt=1, description="share of the weights that every client prunes")] = 0.4
+    ratio_from: Annotated[
+        str | None, Field(description="name in the clients' profile that says each client's ratio, in place of ratio")
+    ] = None
+    prune: Annotated[
+        tuple[Kind, ...], Field(description="layers that are pruned; linear: hidden ones, the last one never")
+    ] = ("convolution", "recurrent")
+    solver: Annotated[Solver, Field(description="how the ratio is spread over the layers (equation 1)")] = "ramp"
+    importance: Annotated[
+        Importance,
+        Field(description="of a layer: mean or sum of its weights' magnitudes; the least important loses most"),
+    ] = "mean"
+    recover: Annotated[
+        bool,
+        Field(description="the server puts in what a client pruned (equation 3); false: it averages what was kept"),
+    ] = True
+    drift: Annotated[
+        Literal["off", "server", "full"],
+        Field(
+            description="FedDC's correction: none, the server adds the mean drift, or the clients' loss has its terms too"
+        ),
+    ] = "full"
+    alpha: Annotated[
+        float,
+        Field(ge=0, description="weight of the drift's penalty in the loss; the release: 0.1, and 0.01 for CIFAR-10"),
+    ] = 0.1
+
+    @property
+    def prunes(self) -> bool:
+        """Whether any client may prune."""
+        return self.ratio > 0 or self.ratio_from is not None
+
+    def check(self, train: TrainSettings) -> None:
+        """Refuse other optimisers than SGD with the full correction, whose scale is that of SGD's steps."""
+        super().check(train)
+        if self.drift == "full" and train.optimiser.name != "sgd":
+            raise ConfigError(
+                f"fedapta with method.drift=full needs train.optimiser.name=sgd, not {train.optimiser.name!r}; or set method.drift "
+                f"to server or off"
+            )
+
+    def may_send(self, key: str, name: str) -> bool:
+        """Clients send their masks and drifts, which the server does not keep."""
+        return name.startswith((MASK, DRIFT))
+
+    def init(
+        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
+    ) -> State:
+        """FedAvg's state; with the full correction the server's g, zero.
+
+        Raises:
+            ConfigError: there is nothing to prune, or a client's ratio is none.
+        """
+        state = super().init(clients, models, rng)
+        extra = dict(state.extra)
+        if self.ratio_from is not None:
+            for client in clients:
+                ratio_of(client, self.ratio, self.ratio_from)
+        if self.prunes:
+            extra[_PRUNED] = layers_by_tensor(models, self.fixed, self.prune)
+        tensors = dict(state.tensors["global"])
+        if self.drift == "full":
+            extra[_CLIENTS] = len(clients)
+            parameters = {f"{n}/{k}" for built in models for n, m in built.items() for k, _ in m.named_parameters()}
+            tensors |= {CONTROL + name: torch.zeros_like(t) for name, t in tensors.items() if name in parameters}
+        return dataclasses.replace(state, tensors={**state.tensors, "global": tensors}, extra=extra)
+
+    def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
+        """Tell clients how many examples they have on average, where the correction needs it."""
+        tasks = super().plan(state, clients, rng, cohort)
+        if self.drift != "full":
+            return tasks
+        mean = sum(client.num_examples for client in clients) / len(clients)
+        return [dataclasses.replace(task, options={**task.options, _MEAN: mean}) for task in tasks]
+
+    def loss(self, step: Step, batch: Batch) -> Tensor:
+        """Cross-entropy of the masked model, and with the full correction FedDC's two terms over what is kept."""
+        with masked(step, "model") as pruned:
+            value = super().loss(step, batch)
+        if self.drift != "full":
+            return value
+        for name, parameter in step.parameters().items():
+            kept, away = pruned.get(name, parameter), parameter - step.state[_ANCHOR + name]
+            if name in pruned:
+                away = away * step.state[MASK + name]
+            value = value + step.state[_PULL] / 2 * away.square().sum() + (kept * step.state[_LINEAR + name]).sum()
+        return value
+
+    def local(self, step: Step) -> Update:
+        """Prune, train, and send what is kept with the masks."""
+        masks: dict[str, Tensor] = {}
+        if self.prunes:
+            layers = prunable_layers(step.models, step.fixed, self.prune)
+            ratio = ratio_of(step.client, self.ratio, self.ratio_from)
+            masks = pruned_masks(layers, step.parameters(), ratio, self.solver, self.importance)
+            put_masks(step, layers, masks)
+        if self.drift == "full":
+            self._put_terms(step)
+        metrics = fit(step, self.loss)
+        of_tensors = take_masks(step)
+        tensors = {name: value for name, value in step.floating_state().items() if self.shared(name)}
+        tensors |= {name: tensors[name] * mask for name, mask in of_tensors.items()}
+        if self.drift != "off":
+            tensors |= self._drifts(step, tensors, of_tensors)
+        tensors |= {MASK + name: mask for name, mask in masks.items()}
+        return step.update(metrics, tensors=tensors)
+
+    def _put_terms(self, step: Step) -> None:
+        """Put into ``step.state`` what the loss needs of h_i, g_i and g."""
+        scale = self._scale(step)
+        step.state[_PULL] = torch.tensor(self.alpha * scale, device=step.device)
+        for name in step.parameters():
+            reference = step.reference(name)
+            nothing = torch.zeros_like(reference)
+            step.state[_ANCHOR + name] = reference - step.state.get(DRIFT + name, nothing)
+            step.state[_LINEAR + name] = scale * step.reference(CONTROL + name) - step.state.get(
+                CONTROL + name, nothing
+            )
+
+    def _scale(self, step: Step) -> float:
+        """s_i."""
+        return float(step.options[_MEAN]) / max(1, step.client.num_examples)
+
+    def _drifts(self, step: Step, trained: Tensors, masks: Tensors) -> dict[str, Tensor]:
+        """Renew h_i and g_i; return what of them is sent: h_i, and (g_i - its former value) / s_i."""
+        sent: dict[str, Tensor] = {}
+        settings, training = step.training.optimiser, step.training
+        for name in step.parameters():
+            reference = step.reference(name)
+            moved = trained[name] - reference
+            if name in masks:
+                moved = moved * masks[name]
+            nothing = torch.zeros_like(reference)
+            step.state[DRIFT + name] = sent[DRIFT + name] = step.state.get(DRIFT + name, nothing) + moved
+            if self.drift == "full":
+                steps = training.local_epochs * math.ceil(float(step.options[_MEAN]) / training.batch_size)
+                rate = settings.models.get("model", settings.lr)
+                before = step.state.get(CONTROL + name, nothing)
+                pace = rate * effective_steps(steps, settings.momentum)
+                change = -self._scale(step) * step.reference(CONTROL + name) - moved / pace
+                step.state[CONTROL + name] = before + change
+                sent[CONTROL + name] = change / self._scale(step)
+                del step.state[_ANCHOR + name], step.state[_LINEAR + name]
+        step.state.pop(_PULL, None)
+        return sent
+
+    def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
+        """Put back what the clients pruned (equation 3), then see :class:`WithTasks`."""
+        layer_of = cast("Mapping[str, str]", state.extra.get(_PRUNED, {}))
+        return super().aggregate(state, (self._recovered(state, update, layer_of) for update in updates), rng)
+
+    def _recovered(self, state: State, update: Update, layer_of: Mapping[str, str]) -> Update:
+        """Return an update of whole models: masked weights, and where the mask is 0 what the client was sent.
+
+        Drifts get the server's names of their tensors, and a weight of 1.
+        """
+        besides = {plain_name(name): value for name, value in update.tensors.items() if name.startswith((MASK, DRIFT))}
+        if not besides:
+            return update
+        number, kept = cast(float, update.weight), kept_by(update, layer_of)
+        whole = recovered(update, state.tensors[update.key], layer_of).tensors
+        tensors: dict[str, Tensor] = {}
+        weights: dict[str, float | Tensor] = {}
+        for name, value in whole.items():
+            plain = plain_name(name)
+            if plain.startswith(DRIFT):
+                continue
+            tensors[name], weights[name] = value, 1.0 if plain.startswith(CONTROL) else number
+            if name in kept and not self.recover:
+                weights[name] = (kept[name] * number).expand_as(value).contiguous()
+            if DRIFT + plain in besides:
+                tensors[DRIFT + name], weights[DRIFT + name] = besides[DRIFT + plain], 1.0
+        return dataclasses.replace(update, tensors=tensors, weight=weights)
+
+    def combine(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
+        """Average each group's models (equation 5), add the mean drift, and move g by the share of clients that came."""
+        senders: dict[str, Counter[str]] = {}
+        averaged, report = super().combine(state, _counted(updates, senders), rng)
+        entries = dict(averaged.tensors)
+        for key, of_key in senders.items():
+            entry = dict(averaged.tensors[key])
+            for name in of_key:
+                if name.startswith(CONTROL):
+                    share = of_key[name] / self._members(state, key, name)
+                    entry[name] = state.tensors[key][name] + share * entry[name]
+                elif name.startswith(DRIFT):
+                    plain = name.removeprefix(DRIFT)
+                    entry[plain] = entry[plain] + entry.pop(name)
+            entries[key] = entry
+        return dataclasses.replace(averaged, tensors=entries), report
+
+    def _members(self, state: State, key: str, name: str) -> int:
+        """Return N: the clients of a group, or of its part whose own a tensor is."""
+        if self.built_tasks is None:
+            return int(state.extra[beside(_CLIENTS, name)])
+        book, part = Membership.of(state), name.partition("@")[2]
+        return sum(own == key and part in ("", of) for own, of in zip(book.keys, book.parts, strict=True))
+
+
+def _counted(updates: Iterable[Update], senders: dict[str, Counter[str]]) -> Iterator[Update]:
+    """Yield the updates; ``senders`` says afterwards how many of each key had a tensor of a name."""
+    for update in updates:
+        senders.setdefault(update.key, Counter()).update(update.tensors.keys())
+        yield update

@@ -1,0 +1,268 @@
+"""FedAPTA against its equations in float64, and its parts one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import start
+from numpy.typing import NDArray
+from test_mathematics import Data, OneClient
+from torch import nn
+
+from raydfl import Config
+from raydfl.core.errors import ConfigError
+from raydfl.core.types import Batch, Client, ModelSpec, State, Task, Update
+from raydfl.methods._pruning import prunable_layers, pruned_masks
+from raydfl.methods._tasks import Membership
+from raydfl.methods.fedapta import FedAPTA
+from raydfl.models import build_model
+from raydfl.training.settings import OptimiserSettings, TrainSettings
+from raydfl.training.step import Step
+
+Tiny = Callable[..., Config]
+Arrays = dict[str, NDArray[np.float64]]
+BANDS, HIDDEN, CLASSES, RATE, DECAY, SIZE = 4, 5, 3, 0.2, 0.01, 6
+SIZES = [8, 12, 10, 6, 14, 9]
+RATIOS = [0.0, 0.2, 0.4, 0.6, 0.8, 0.4]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return build_model(ModelSpec("model", "mlp", BANDS, CLASSES, (("hidden", HIDDEN),)))
+
+
+def batches(number: int) -> list[Batch]:
+    """Of one client: even and odd clients hear the same and call it differently, so that it is plain who belongs together."""
+    rng = np.random.default_rng(number)
+    made = []
+    for _ in range(2):
+        y = rng.integers(2, size=SIZE)
+        x = 0.3 * rng.normal(size=(SIZE, 2, BANDS)) + np.where(y[:, None, None] == 1, 1, -1) * [1, 0.5, -0.5, 1]
+        made.append(Batch(torch.tensor(x, dtype=torch.float32), torch.tensor(y + number % 2)))
+    return made
+
+
+CLIENTS = [
+    Client(f"c{i}", i, n, profile={"ratio": r, "kind": "ab"[i % 2]})
+    for i, (n, r) in enumerate(zip(SIZES, RATIOS, strict=True))
+]
+
+
+def make_step(method: FedAPTA, task: Task, state: State, kept: dict[str, torch.Tensor], decay: float = DECAY) -> Step:
+    client = next(c for c in CLIENTS if c.id == task.client_id)
+    step = Step(
+        client=client,
+        models={"model": network()},
+        received={key: {n: t.clone() for n, t in state.tensors[key].items()} for key in task.receive},
+        data=OneClient(Data(batches(client.index))),  # type: ignore[arg-type]
+        state=kept,
+        rng=np.random.default_rng(0),
+        device=torch.device("cpu"),
+        training=TrainSettings(
+            local_epochs=1, batch_size=SIZE, optimiser=OptimiserSettings(lr=RATE, weight_decay=decay)
+        ),
+        phase="train",
+        round_index=state.round_index,
+        options=task.options,
+        shared=method.shared,
+    )
+    step.load(task.receive[0])
+    return step
+
+
+def one_round(
+    method: FedAPTA, state: State, kept: list[dict[str, torch.Tensor]]
+) -> tuple[State, list[Update], dict[str, Any]]:
+    tasks = method.plan(state, CLIENTS, np.random.default_rng(0), len(CLIENTS))
+    updates = [method.local(make_step(method, task, state, kept[i])) for i, task in enumerate(tasks)]
+    new, report = method.aggregate(state, iter(updates), np.random.default_rng(0))
+    return dataclasses.replace(new, round_index=state.round_index + 1), updates, dict(report)
+
+
+def by_hand(w: Arrays, i: int, h: Arrays, g_i: Arrays, g: Arrays, ratio: float, drift: str) -> tuple[Arrays, Arrays]:
+    """What client i has after its round, and its mask, in float64."""
+    norms = np.abs(w["hidden.weight"]).sum(axis=1)
+    drop = np.argsort(norms, kind="stable")[: min(HIDDEN - 1, math.floor(ratio * HIDDEN + 0.5))]
+    unit = np.ones(HIDDEN)
+    unit[drop] = 0
+    mask = {"hidden.weight": unit[:, None], "hidden.bias": unit}
+    scale = np.mean(SIZES) / SIZES[i]
+    own = {name: value.copy() for name, value in w.items()}
+    for batch in batches(i):
+        x, y = batch.x.double().numpy().mean(axis=1), batch.y.numpy()
+        m = {name: own[name] * mask.get(name, 1.0) for name in own}
+        before = x @ m["hidden.weight"].T + m["hidden.bias"]
+        hidden = np.maximum(before, 0)
+        logits = hidden @ m["output.weight"].T + m["output.bias"]
+        p = np.exp(logits - logits.max(axis=1, keepdims=True))
+        p /= p.sum(axis=1, keepdims=True)
+        p[np.arange(len(y)), y] -= 1
+        p /= len(y)
+        back = (p @ m["output.weight"]) * (before > 0)
+        gradient = {
+            "output.weight": p.T @ hidden,
+            "output.bias": p.sum(axis=0),
+            "hidden.weight": back.T @ x,
+            "hidden.bias": back.sum(axis=0),
+        }
+        for name, full in gradient.items():
+            total = full
+            if drift == "full":
+                total = total + 0.1 * scale * (own[name] - (w[name] - h[name])) + scale * g[name] - g_i[name]
+            own[name] -= RATE * (total * mask.get(name, 1.0) + DECAY * own[name])
+    recovered = {n: own[n] * mask.get(n, 1.0) + w[n] * (1 - mask.get(n, 1.0)) for n in own}
+    return recovered, mask
+
+
+DISCOVERED = {"name": "hdbscan", "min_cluster_size": 3, "min_samples": 1}
+KNOWN = {"name": "known", "by": "kind"}
+
+
+@pytest.mark.parametrize(("drift", "tasks"), [("full", DISCOVERED), ("server", KNOWN), ("off", KNOWN)])
+def test_two_rounds_with_two_clusters_are_the_equations(drift: Any, tasks: dict[str, Any]) -> None:
+    method = FedAPTA(
+        ratio_from="ratio",
+        prune=("linear",),
+        drift=drift,
+        tasks=tasks,
+    )
+    state = method.init(CLIENTS, [{"model": network()}], np.random.default_rng(0))
+    first = {
+        n.removeprefix("model/"): t.double().numpy()
+        for n, t in state.tensors["global"].items()
+        if n.startswith("model/")
+    }
+    zero = {name: np.zeros_like(value) for name, value in first.items()}
+    models, controls = [first] * 2, [zero] * 2  # of even and odd clients
+    h, g_i = [dict(zero) for _ in CLIENTS], [dict(zero) for _ in CLIENTS]
+    kept: list[dict[str, torch.Tensor]] = [{} for _ in CLIENTS]
+    for round_index in range(2):
+        state, updates, report = one_round(method, state, kept)
+        keys = Membership.of(state).keys[:2]
+        assert Membership.of(state).keys == keys * 3
+        assert report["tasks/groups"].value == 2
+        new, new_controls = [], []
+        for group in range(2):
+            members = [i for i in range(len(CLIENTS)) if i % 2 == group]
+            w, g = models[group], controls[group]
+            trained = {}
+            moves: list[Arrays] = []
+            for i in members:
+                own, mask = by_hand(w, i, h[i], g_i[i], g, RATIOS[i], drift)
+                trained[i] = own
+                sent = updates[i].tensors["mask/model/hidden"].numpy()
+                np.testing.assert_array_equal(sent, mask["hidden.bias"])
+                scale = np.mean(SIZES) / SIZES[i]
+                change = {n: -scale * g[n] - (own[n] - w[n]) / (RATE * math.ceil(np.mean(SIZES) / SIZE)) for n in own}
+                h[i] = {n: h[i][n] + value - w[n] for n, value in own.items()}
+                g_i[i] = {n: g_i[i][n] + change[n] for n in own}
+                moves.append({n: change[n] / scale for n in own})
+            n_all = sum(SIZES[i] for i in members)
+            mean = {n: sum(SIZES[i] * trained[i][n] for i in members) / n_all for n in w}
+            if drift != "off":
+                mean = {n: mean[n] + sum(h[i][n] for i in members) / len(members) for n in w}
+            new.append(mean)
+            new_controls.append({n: g[n] + sum(move[n] for move in moves) / len(members) for n in w})
+        models, controls = new, new_controls
+        for group, key in enumerate(keys):
+            for name, value in models[group].items():
+                np.testing.assert_allclose(
+                    state.tensors[key][f"model/{name}"].numpy(),
+                    value,
+                    atol=2e-5,
+                    rtol=1e-4,
+                    err_msg=f"{round_index} {name}",
+                )
+                if drift == "full":
+                    np.testing.assert_allclose(
+                        state.tensors[key][f"control/model/{name}"].numpy(), controls[group][name], atol=2e-5, rtol=1e-4
+                    )
+        assert not [name for entry in state.tensors.values() for name in entry if name.startswith(("drift/", "mask/"))]
+    for i, private in enumerate(kept):  # nothing but the drift is kept
+        assert {name.partition("/")[0] for name in private} == {
+            "full": {"drift", "control"},
+            "server": {"drift"},
+            "off": set(),
+        }[drift]
+        for name in h[i] if drift != "off" else ():
+            np.testing.assert_allclose(private[f"drift/model/{name}"].numpy(), h[i][name], atol=2e-5, rtol=1e-4)
+
+
+def test_what_is_pruned_comes_back_as_it_was_sent_however_weights_decay() -> None:
+    method = FedAPTA(ratio=0.6, prune=("linear",), drift="off", tasks="none")
+    state = method.init(CLIENTS, [{"model": network()}], np.random.default_rng(0))
+    task = method.plan(state, CLIENTS, np.random.default_rng(0), len(CLIENTS))[2]
+    update = method.local(make_step(method, task, state, {}, decay=0.5))
+    pruned = update.tensors["mask/model/hidden"] == 0
+    assert int(pruned.sum()) == 3
+    assert not update.tensors["model/hidden.weight"][pruned].any()
+    assert not update.tensors["model/hidden.bias"][pruned].any()
+    new, _ = method.aggregate(state, iter([update]), np.random.default_rng(0))
+    before, after = state.tensors["global"]["model/hidden.weight"], new.tensors["global"]["model/hidden.weight"]
+    assert torch.equal(after[pruned], before[pruned])
+    assert not torch.isclose(after[~pruned], before[~pruned]).any()
+
+
+def test_without_recovery_a_filter_is_the_mean_of_those_who_kept_it() -> None:
+    method = FedAPTA(ratio_from="ratio", prune=("linear",), drift="off", tasks="none", recover=False)
+    state = method.init(CLIENTS, [{"model": network()}], np.random.default_rng(0))
+    state, updates, _ = one_round(method, state, [{} for _ in CLIENTS])
+    for unit in range(HIDDEN):
+        kept = [i for i, u in enumerate(updates) if u.tensors["mask/model/hidden"][unit] == 1]
+        assert 0 < len(kept) < len(CLIENTS) or unit in torch.nonzero(updates[4].tensors["mask/model/hidden"])
+        expected = sum(SIZES[i] * updates[i].tensors["model/hidden.weight"][unit] for i in kept) / sum(
+            SIZES[i] for i in kept
+        )
+        torch.testing.assert_close(state.tensors["global"]["model/hidden.weight"][unit], expected)
+
+
+def test_the_ratio_is_that_of_the_profile_and_masks_follow_the_received_model(tiny: Tiny) -> None:
+    config = tiny(
+        "data.profile={share: {values: [0.0, 0.5]}}",
+        "method.ratio_from=share",
+        "method.drift=off",
+        "method.tasks=none",
+        "train.cohort=1.0",
+        method="fedapta",
+    )
+    server = start(config)
+    federation = server._federation
+    for _ in range(2):
+        orders = federation.plan()
+        received = federation.state.tensors["global"]
+        network_ = build_model(ModelSpec("model", "crnn_tiny", 16, 3, (("filters", (4,)), ("hidden", 8))))
+        layers = prunable_layers({"model": network_}, (), ("convolution", "recurrent"))
+        expected = pruned_masks(layers, received, 0.5)
+        for order, result in zip(orders, federation._carry_out(orders), strict=True):
+            assert result.update is not None
+            for name, mask in expected.items():
+                own = result.update.tensors[f"mask/{name}"]
+                odd = int(order.task.client_id[1:]) % 2
+                assert torch.equal(own, mask if odd else torch.ones_like(mask))
+        server.round()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["method.ratio=1.0"], "method.ratio"),
+        (["method.ratio=-0.1"], "method.ratio"),
+        (["method.ratio_from=share"], "the profile of client 's0' has no 'share'"),
+        (
+            ["method.ratio_from=share", "data.profile={share: {values: [0.2, 1.0]}}"],
+            "client 's1' has the pruning ratio 1.0",
+        ),
+        (["models.model=linear"], "there is nothing of that to prune: the network is made of Linear, MeanLinear"),
+        (["train.optimiser.name=adam"], "needs train.optimiser.name=sgd"),
+    ],
+)
+def test_what_cannot_be_pruned_is_refused(tiny: Tiny, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        start(tiny(*overrides, method="fedapta"))

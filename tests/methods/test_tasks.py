@@ -1,0 +1,248 @@
+"""Task discovery: distances, clusters, names that last, and the models of groups."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import finish, same, stop_after, truth
+from scipy.spatial.distance import pdist, squareform
+from torch import nn
+
+from raydfl import Config, final_state, read_rows, resume
+from raydfl.core.errors import ConfigError
+from raydfl.core.types import Client, Ratio, State, Update
+from raydfl.methods._clustering import Distance, distances, hdbscan_labels, match, purity, with_noise
+from raydfl.methods._spool import Spool
+from raydfl.methods._tasks import BOOK, HEADS, Membership, find_tasks
+from raydfl.methods.fedavg import FedAvg
+from raydfl.runs._run import run
+
+Tiny = Callable[..., Config]
+RNG = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(("kind", "scipy_name"), [("cosine", "cosine"), ("l1", "cityblock"), ("l2", "euclidean")])
+def test_distances_are_scipys(kind: Distance, scipy_name: str) -> None:
+    rows = np.random.default_rng(1).normal(size=(7, 6))
+    vectors = [{"w": torch.tensor(row[:4]).view(2, 2), "b": torch.tensor(row[4:])} for row in rows]
+    expected = pdist(rows, scipy_name)
+    np.testing.assert_allclose(
+        distances(vectors, kind), squareform(expected / (1 if kind == "cosine" else expected.mean())), atol=1e-12
+    )
+
+
+def test_inner_products_and_unlike_heads() -> None:
+    given = [{"w": torch.tensor(values)} for values in ([1.0, 0.0], [2.0, 0.0], [0.0, 1.0], [1.0, 0.0, 0.0])]
+    inner = distances(given[:3], "inner")  # products 2, 0, 0: away from the largest 0, 2, 2, of which the mean is 4 / 3
+    np.testing.assert_allclose(inner, [[0, 0, 1.5], [0, 0, 1.5], [1.5, 1.5, 0]])
+    for kind in ("cosine", "l1", "l2", "inner"):
+        assert distances(given, kind)[3, :3].tolist() == [2.0, 2.0, 2.0]  # type: ignore[arg-type]
+    still = distances([{"w": torch.zeros(2)}, {"w": torch.ones(2)}], "cosine")
+    assert still.tolist() == [[0, 1], [1, 0]]
+
+
+def test_noise_is_attached_to_the_nearest_cluster_or_alone() -> None:
+    points = np.array([0.0, 0.1, 0.2, 5.0, 5.1, 5.2, 1.0, 9.0])
+    matrix = np.abs(points[:, None] - points)
+    labels = np.array([0, 0, 0, 1, 1, 1, -1, -1])
+    assert with_noise(labels, matrix, 1.0).tolist() == [0, 0, 0, 1, 1, 1, 0, 2]
+    assert with_noise(labels, matrix, 0.0).tolist() == [0, 0, 0, 1, 1, 1, 2, 3]
+    assert with_noise(labels, matrix, 9.0).tolist() == [0, 0, 0, 1, 1, 1, 0, 1]
+    assert with_noise(np.full(8, -1), matrix, 1.0).tolist() == [0] * 8
+    assert hdbscan_labels(matrix[:6, :6], 3, 2, "eom", 0.0, False).tolist() in ([0, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0])
+
+
+def test_a_cluster_keeps_the_name_that_most_of_its_members_had() -> None:
+    # Two of task1 and one of task2 are now together; the others of task2 keep its name; new clients are a new cluster.
+    assert match([4, 4, 4, 7, 7, 9], ["task1", "task1", "task2", "task2", "task2", ""]) == {4: "task1", 7: "task2"}
+    # Both have members of task1 only: the larger share takes it, the other is new.
+    assert match([0, 0, 1], ["task1", "task1", "task1"]) == {0: "task1"}
+    assert purity([0, 0, 0, 1], ["a", "a", "b", "b"]) == 0.75
+
+
+NAMES = [f"c{number}" for number in range(8)]
+
+
+def begin(method: FedAvg, truth: str = "part") -> State:
+    models: dict[str, nn.Module] = {"model": nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))}
+    clients = [Client(name, i, 10, profile={truth: "ab"[i % 2]}) for i, name in enumerate(NAMES)]
+    state = method.init(clients, [models], RNG)
+    zero = {name: torch.zeros_like(value) for name, value in state.tensors["global"].items()}
+    return dataclasses.replace(state, tensors={"global": zero})
+
+
+def update(state: State, number: int, direction: Sequence[float], weight: float = 1.0) -> Update:
+    """What client ``number`` sends whose last layer has moved by ``direction`` and whose first by 1."""
+    book = Membership.of(state)
+    key = book.key_of()[NAMES[number]]
+    tensors = dict(state.tensors[key])
+    tensors["model/0.weight"] = tensors["model/0.weight"] + 1
+    tensors["model/1.weight"] = tensors["model/1.weight"] + torch.tensor(np.array(direction, np.float32)).view(2, 2)
+    return Update(tensors, weight, {}, key, NAMES[number])
+
+
+UP, DOWN = (1.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 1.0)
+
+
+def groups(state: State) -> list[str]:
+    return list(Membership.of(state).keys)
+
+
+def test_groups_have_models_of_their_own_and_every_client_always_one() -> None:
+    method = FedAvg(tasks={"name": "hdbscan", "min_cluster_size": 2, "min_samples": 1})
+    state = begin(method)
+    small = [0.01, 0.0, -0.01, 0.0]
+    # Even clients go up, odd ones down; client 6 and 7 are not chosen.
+    sent = [update(state, i, np.add(DOWN if i % 2 else UP, small[i % 4]), weight=1 + i) for i in range(6)]
+    state, report = method.aggregate(state, iter(sent), RNG)
+    assert groups(state) == ["task1", "task2"] * 3 + ["", ""]
+    assert set(state.tensors) == {"global", "task1", "task2"}
+    for key, members in (("task1", (0, 2, 4)), ("task2", (1, 3, 5))):
+        expected = sum((1 + i) * sent[i].tensors["model/1.weight"] for i in members) / sum(1 + i for i in members)
+        torch.testing.assert_close(state.tensors[key]["model/1.weight"], expected)
+    everybody = sum((1 + i) * sent[i].tensors["model/1.weight"] for i in range(6)) / 21
+    torch.testing.assert_close(state.tensors["global"]["model/1.weight"], everybody)
+    assert report["tasks/purity"] == Ratio(1.0, 1)
+    assert report["tasks/rand_index"] == Ratio(1.0, 1)
+    assert report["tasks/membership"].tolist() == [[1, 2, 1, 2, 1, 2, 0, 0], [0, 1] * 4]  # type: ignore[union-attr]
+    assert [task.receive for task in method.plan(state, clients_of(state), RNG, 8)] == [
+        (key or "global",) for key in groups(state)
+    ]
+    # Now 0 behaves like the odd ones, and 7 comes in. 1, 2 and 6 stay away.
+    old = state
+    again = [update(state, i, np.add(UP if i == 4 else DOWN, small[i % 4])) for i in (0, 3, 4, 5, 7)]
+    again.insert(3, dataclasses.replace(again[2], client_id="c6", key="global"))
+    again = sorted(again, key=lambda each: each.client_id)
+    state, report = method.aggregate(state, iter(again), RNG)
+    assert groups(state) == ["task2", "task2", "task1", "task2", "task1", "task2", "task1", "task2"]
+    # Everybody is compared with what he was sent: 0 came from task1, and yet is with those of task2.
+    expected = sum(each.tensors["model/1.weight"] for each in again if each.client_id in ("c0", "c3", "c5", "c7")) / 4
+    torch.testing.assert_close(state.tensors["task2"]["model/1.weight"], expected)
+    # A group whose last members left is gone: nobody's model is missing.
+    assert not torch.equal(old.tensors["task1"]["model/0.weight"], state.tensors["task1"]["model/0.weight"])
+    state, report = method.aggregate(state, (update(state, i, UP) for i in range(3)), RNG)
+    assert report["tasks/undivided"] == Ratio(1.0, 1)
+    assert groups(state)[:3] == ["task2"] * 3
+    state, _ = method.aggregate(state, (update(state, i, UP) for i in (0, 4, 6)), RNG)
+    assert set(state.tensors) == {"global", *groups(state)}
+
+
+def clients_of(state: State) -> list[Client]:
+    return [Client(name, i, 10, profile={}) for i, name in enumerate(Membership.of(state).clients)]
+
+
+def test_earlier_changes_count_where_they_are_kept() -> None:
+    options = {"name": "hdbscan", "min_cluster_size": 2, "min_samples": 1}
+    for share, divided in ((0.0, False), (1.0, True)):
+        method = FedAvg(tasks={**options, "accumulate": share})
+        state = begin(method)
+        for chosen in (range(4), range(4, 8)):  # each cohort is as large as it has to be; the last one says little
+            noise = np.random.default_rng(5).normal(size=(8, 4)) * 0.01
+            sent = [update(state, i, np.add(DOWN if i % 2 else UP, noise[i])) for i in chosen]
+            state, report = method.aggregate(state, iter(sent), RNG)
+        state, report = method.aggregate(state, (update(state, i, (0.05,) * 4) for i in range(2)), RNG)
+        assert (report["tasks/undivided"] == Ratio(0.0, 1)) is divided
+        assert (HEADS in state.tensors) is divided
+        if divided:
+            assert groups(state) == ["task1", "task2"] * 4
+            assert len(state.tensors[HEADS]) == 8
+            kept = state.tensors[HEADS]["0/model/1.weight"].flatten().numpy()
+            first = update(begin(method), 0, UP).tensors["model/1.weight"].flatten().numpy()
+            assert kept == pytest.approx(first + noise[0] + 0.05, abs=1e-6)
+
+
+def test_what_is_compared_is_the_last_layer_or_what_is_named() -> None:
+    names = [
+        "model/conv.weight",
+        "model/conv.bias",
+        "model/gru.weight@a",
+        "model/output.weight@a",
+        "model/output.bias@a",
+    ]
+    find = lambda layers: find_tasks({"name": "hdbscan", "layers": layers}).head(names)  # type: ignore[union-attr]  # noqa: E731
+    assert find(1) == names[3:]
+    assert find(2) == names[2:]
+    assert find(["model/conv"]) == names[:2]
+    with pytest.raises(ConfigError, match="no tensor's name begins with model/head"):
+        find(["model/head"])
+
+
+def test_updates_beyond_some_size_are_read_back_from_a_file() -> None:
+    given = [
+        Update({"a": torch.full((3,), float(i)), "b": torch.ones(2, 2) * i}, i, {}, "k", f"c{i}") for i in range(5)
+    ]
+    spool = Spool(largest=50)
+    for each in given:
+        spool.add(each)
+    for _ in range(2):
+        for one, other in zip(given, spool, strict=True):
+            assert (one.client_id, one.weight, one.key) == (other.client_id, other.weight, other.key)
+            assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
+
+
+PARTS = "data.parts={low: {speakers: 3}, high: {first: 10, speakers: 3}}"
+
+
+def test_the_server_is_not_told_the_part_and_each_group_is_measured_on_its_members(tiny: Tiny) -> None:
+    config = tiny(
+        PARTS,
+        "data.heads=common",
+        "train.cohort=1.0",
+        "train.rounds=2",
+        "method.tasks={name: hdbscan, min_cluster_size: 2, min_samples: 1}",
+    )
+    folder = run(config).run_dir
+    state = final_state(folder)
+    assert not [name for entry in state.tensors.values() for name in entry if "@" in name]
+    rows = {
+        (row["split"], row["metric"]): row
+        for row in read_rows(folder).to_pylist()
+        if row["round"] == 2 and not row["client"]
+    }
+    book = Membership.of(state)
+    for part in ("low", "high"):
+        own = [key for key, of in zip(book.keys, book.parts, strict=True) if of == part]
+        scores = {key: rows["test", f"{part}:{key}:model/accuracy"]["value"] for key in own}
+        assert rows["test", f"{part}:model/accuracy"]["value"] == pytest.approx(np.mean([scores[key] for key in own]))
+        measured = {metric.split(":")[1] for split, metric in rows if split == "test" and metric.count(":") == 2}
+        assert measured <= set(book.keys)
+    assert np.array(rows["server", "tasks/membership"]["array"]).reshape(2, 6)[1].tolist() == [1, 1, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedmlac"])
+def test_known_tasks_are_the_mean_of_their_own_clients_and_resume_to_the_bit(tiny: Tiny, method: str) -> None:
+    settings = [PARTS, "method.tasks=known", "train.rounds=2", "evaluate.clients=none"]
+    whole = finish(tiny(*settings, method=method))
+    assert {name.split()[1] for name in whole if name.startswith("server")} == {"global", "task_low", "task_high"}
+    stopped = tiny(*settings, "run.name=stopped", method=method)
+    stop_after(stopped, 1)
+    folder = Path(stopped.run.dir) / "stopped"
+    resume(folder)
+    same(truth(folder), whole)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        ("dbscan", "method.tasks: 'dbscan'; write hdbscan, known, none"),
+        ({"name": "hdbscan", "distance": "euclid"}, "method.tasks.distance"),
+        ({"name": "hdbscan", "min_cluster_size": 1}, "method.tasks.min_cluster_size"),
+        ({"name": "known", "by": "task"}, "clients have no 'task' in their profile"),
+    ],
+)
+def test_tasks_that_cannot_be(tasks: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        begin(FedAvg(tasks=tasks))  # type: ignore[arg-type]
+
+
+def test_the_state_says_who_is_where() -> None:
+    state = begin(FedAvg(tasks={"name": "known", "by": "task"}), truth="task")
+    assert state.extra[BOOK]["truth"] == ["a", "b"] * 4
+    state, _ = FedAvg(tasks={"name": "known", "by": "task"}).aggregate(state, iter([update(state, 0, UP)]), RNG)
+    assert groups(state) == ["task_a", "task_b"] * 4  # those not chosen too
+    assert torch.equal(state.tensors["task_b"]["model/1.weight"], torch.zeros(2, 2))
