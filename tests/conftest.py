@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import gc
 import os
 import shutil
 import tempfile
@@ -21,6 +22,8 @@ os.environ.update(
 )
 os.environ.pop("RAY_ADDRESS", None)
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and what is printed would be wrapped
+
+gc.disable()  # while modules are imported and tests collected, none of which is rubbish: a sixth of that time
 
 import hypothesis
 import pytest
@@ -65,21 +68,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+def pytest_collection_finish() -> None:
+    """From here on only what tests leave behind is looked through."""
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def drawing() -> Iterator[Callable[..., str]]:
     """What draws a picture. Only tests that ask for ``pictures`` have any drawn: they take most of a tiny run's time."""
-    from raydfl.runs.report import figures
+    from raydfl.runs.report import page
 
-    draw = figures.to_svg
+    draw = page.drawn
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "to_svg", lambda *_: "")
+        patch.setattr(page, "drawn", lambda *_: "")
         yield draw
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_power_cuts() -> Iterator[None]:
+    """Nobody waits for a disk: files are whole for other processes without it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture
 def pictures(drawing: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the pictures of this test's reports drawn."""
-    monkeypatch.setattr("raydfl.runs.report.figures.to_svg", drawing)
+    monkeypatch.setattr("raydfl.runs.report.page.drawn", drawing)
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ from raydfl.engine.storage import (
 from raydfl.runs.folder import driving, ensure_features, export, folder_of, prepare_run
 from raydfl.runs.outcome import Outcome
 from raydfl.runs.progress import Progress
-from raydfl.runs.report import write_report
+from raydfl.runs.report import write_page
 from raydfl.runs.report.data import read_run
 from raydfl.runs.report.diagnosis import problems_of
 from raydfl.runs.stopping import StopSignals
@@ -183,8 +183,9 @@ def execute(
         record.compact(run_dir)
         for path in export(run_dir, config):
             tracker.log_artifact(path)
-    outcome = dataclasses.replace(outcome, problems=tuple(problems_of(read_run(run_dir))))
-    report = write_report([run_dir], run_dir / "report.html")
+    done = read_run(run_dir.resolve())
+    outcome = dataclasses.replace(outcome, problems=tuple(problems_of(done)))
+    report = write_page([done], run_dir / "report.html")
     for path in (run_dir / "config.yaml", report):
         tracker.log_artifact(path)
     tracker.finish(_IN_MLFLOW[outcome.status])

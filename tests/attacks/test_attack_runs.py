@@ -64,7 +64,7 @@ def test_every_attack_is_here() -> None:
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attack_changes_the_result_and_without_attackers_nothing(tiny: Tiny, name: str) -> None:
     """Neutral value: no attackers is no attack, to the bit; and everybody who attacks is in the record."""
-    shape = ("train.cohort=1.0", "train.rounds=2")
+    shape = ("train.cohort=1.0", "train.rounds=2", "evaluate.every=9", "evaluate.server=false", "evaluate.clients=none")
     honest = known(tiny(*shape))
     same(honest, finish(tiny(*shape, attack(name, "0"), "run.name=none")))
     config = tiny(*shape, attack(name), "run.name=attacked")

@@ -179,7 +179,14 @@ def test_a_run_normalised_by_group_goes_on_unless_an_earlier_version_began_it(
     same(whole, truth(run_dir))
 
 
-@pytest.mark.parametrize(("name", "at"), [("frames.npy", 0.2), ("offsets.npy", 0.6), ("lengths.npy", 1.0)])
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        ("frames.npy", 0.2),
+        pytest.param("offsets.npy", 0.6, marks=pytest.mark.slow),  # as frames.npy: one code reads all of them
+        pytest.param("lengths.npy", 1.0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_bit_that_flips_in_the_features_is_noticed(
     raydfl: Raydfl, tiny: Tiny, undisturbed: Undisturbed, tmp_path: Path, name: str, at: float
 ) -> None:

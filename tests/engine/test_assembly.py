@@ -94,20 +94,18 @@ def test_a_process_loads_users_files_by_itself(tiny: Tiny, tmp_path: Path) -> No
     )
     command = [sys.executable, "-c", program, str(tmp_path / "sent")]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "Mine\n"
-    file.unlink()
-    refused = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert f"ConfigError: '{file}:Mine': there is no file {file}" in refused.stderr
 
 
-def test_a_users_network_that_another_process_cannot_load_is_said_before_any_client_works(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("own", ["method.name={}:Mine", "models.model={}:Net"])
+def test_a_users_class_that_another_process_cannot_load_is_said_before_any_client_works(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str
 ) -> None:
-    file = tmp_path / "network.py"
-    file.write_text("from raydfl.models.crnn import CRNN\n\nclass Net(CRNN):\n    pass\n")
-    config = pickle.loads(pickle.dumps(tiny(f"models.model={file}:Net")))
+    file = tmp_path / "own.py"
+    file.write_text(f"{OWN}\nfrom raydfl.models.crnn import CRNN\n\nclass Net(CRNN):\n    pass\n")
+    config = pickle.loads(pickle.dumps(tiny(own.format(file))))
     file.unlink()
     monkeypatch.setattr(registry, "_load_file", registry._load_file.__wrapped__)
-    with pytest.raises(ConfigError, match="there is no file"):
+    with pytest.raises(ConfigError, match=f"'{file}:(Mine|Net)': there is no file {file}"):
         _ = config.parts
 
 

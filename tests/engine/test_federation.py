@@ -39,14 +39,21 @@ EXTRA = Path(__file__).parent.parent / "extra_methods.py"
 
 
 def test_architectures_are_drawn_uniformly_and_by_the_seed(tiny: Tiny) -> None:
-    config = tiny("data.speakers=300", "data.takes=1", method="fedmlac")
+    short = (
+        "data.takes=1",
+        "data.test_takes=1",
+        "data.classes=1",
+        "data.features.seconds=0.05",
+        "data.split.validation=0",
+    )
+    config = tiny("data.speakers=300", *short, method="fedmlac")
     population = Population.load(create(config, Progress("quiet")) / "population")
     drawn = [c.models[1].options for c in Clients(population, config)]
     counts = Counter(drawn)
     assert len(counts) == 2
     assert abs(min(counts.values()) - 150) < 4 * np.sqrt(300 / 4)  # four standard deviations
     assert [c.models[1].options for c in Clients(population, config)] == drawn
-    other = tiny("data.speakers=300", "data.takes=1", "run.seed=2", method="fedmlac")
+    other = tiny("data.speakers=300", *short, "run.seed=2", method="fedmlac")
     assert [c.models[1].options for c in Clients(population, other)] != drawn
     assert {c.models[0] for c in Clients(population, config)} == {Clients(population, config)[0].models[0]}
     clients = Clients(population, config)
@@ -241,6 +248,7 @@ def test_every_method_beats_chance_on_easy_data(tiny: Tiny, method: str) -> None
     settings = [
         "train.rounds=6",
         "train.cohort=1.0",
+        "train.together=6",
         "train.local_epochs=3",
         "evaluate.every=6",
         "train.optimiser.momentum=0.9",

@@ -134,7 +134,16 @@ def test_a_fixed_part_is_one_function_in_training_and_evaluation(tiny: Tiny) -> 
     assert differ(*finished)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedprox", "scaffold", "fedadam", "fedper", "fedavgm"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "fedavg",
+        "scaffold",
+        "fedadam",
+        "fedper",
+        *(pytest.param(m, marks=pytest.mark.slow) for m in ("fedprox", "fedavgm")),
+    ],
+)
 def test_methods_work_with_it_and_resume_to_the_same_bits(tiny: Tiny, method: str) -> None:
     config = tiny(STEM, "run.name=whole", "train.rounds=3", method=method)
     reference = finish(config)

@@ -6,6 +6,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,8 @@ from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
 from raydfl.engine.storage.store import RunStore
 from raydfl.engine.worker import Worker
+from raydfl.methods import Method
+from raydfl.methods._server_optimiser import ServerOptimiser
 from raydfl.runs._replay import replay
 from raydfl.runs._run import resume, run
 from raydfl.runs.folder import create
@@ -39,6 +42,23 @@ METHODS = [
     *registry.names("raydfl.methods"),
     *(f"{EXTRA}:{name}" for name in ("SeveralGlobals", "TwoPhases", "Summing")),
 ]
+AT_SERVER = {
+    name
+    for name in registry.names("raydfl.methods")
+    if issubclass(registry.find("raydfl.methods", name, Method, "method"), ServerOptimiser)  # type: ignore[type-abstract]
+}
+"""Methods whose clients do FedAvg's work: in the fast suite FedAvg is tried in all ways, these in the first."""
+
+
+def in_ways(
+    *ways: int, every: Sequence[str] = tuple(METHODS), all_of: Sequence[str] = ("fedavg", "fedmlac")
+) -> list[Any]:
+    """Methods in the first of several ways, and those of ``all_of`` in all; the other pairs are slow."""
+    return [
+        pytest.param(way, method, marks=[] if way == ways[0] or method in all_of else [pytest.mark.slow])
+        for way in ways
+        for method in every
+    ]
 
 
 class WatchedPool(SerialPool):
@@ -83,8 +103,9 @@ def committed_round(server: Server) -> None:
     server.finish()
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize(
+    ("together", "method"), in_ways(1, 2, all_of=[name for name in METHODS if name not in AT_SERVER])
+)
 def test_law_1_any_order_of_work_and_arrival_gives_the_same_bits(tiny: Tiny, method: str, together: int) -> None:
     width = f"train.together={together}"
     shuffled, _, _ = finish_watched(tiny("run.name=shuffled", width, method=method), seed=together)
@@ -145,8 +166,7 @@ def test_law_1_the_seed_decides(tiny: Tiny) -> None:
     assert differ(finish(tiny("run.name=c")), finish(tiny("run.name=d", "run.seed=2")))
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("commit_every", [1, 2])
+@pytest.mark.parametrize(("commit_every", "method"), in_ways(1, 2))
 def test_law_2_stopping_anywhere_and_resuming_gives_the_same_bits(tiny: Tiny, method: str, commit_every: int) -> None:
     rounds = f"train.rounds=5 run.commit_every={commit_every}".split()
     undisturbed = known(tiny("train.rounds=5", method=method))
@@ -396,8 +416,9 @@ def test_private_weights_of_one_client_do_not_move_while_others_train(tiny: Tiny
     assert len(seen) > 1
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedmlac", "scaffold", "fedkad"])
-@pytest.mark.parametrize("commit_every", [1, 3])
+@pytest.mark.parametrize(
+    ("commit_every", "method"), in_ways(1, 3, every=["fedavg", "fedmlac", "scaffold", "fedkad"], all_of=["fedmlac"])
+)
 def test_a_replayed_update_is_the_one_that_was_sent(tiny: Tiny, method: str, commit_every: int) -> None:
     config = tiny("train.rounds=4", "run.keep=9", f"run.commit_every={commit_every}", method=method)
     run_dir = create(config, Progress("quiet"))

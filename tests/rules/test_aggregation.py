@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic.dataclasses import dataclass
 from threadpoolctl import threadpool_limits
@@ -23,6 +23,7 @@ from raydfl.rules import RULES, CollectingRule, Group, LayerwisePruning, Rule, U
 
 pytestmark = pytest.mark.usefixtures("sums")
 EVERY = [rule() for rule in RULES.values()]
+FEWER = settings(max_examples=40)
 CURRENT = {"global": {"net/a.weight": torch.full((2, 2), 50.0), "net/a.bias": torch.tensor([60.0, 61.0])}}
 
 
@@ -96,6 +97,7 @@ def federations(draw: st.DrawFn) -> list[Update]:
     return updates
 
 
+@FEWER
 @given(updates=federations())
 def test_weighted_mean_is_the_mean_by_hand(updates: list[Update]) -> None:
     result = WeightedMean()(iter(updates), CURRENT)
@@ -103,12 +105,14 @@ def test_weighted_mean_is_the_mean_by_hand(updates: list[Update]) -> None:
     assert not result.report
 
 
+@FEWER
 @given(updates=federations())
 def test_a_collecting_rule_that_keeps_everybody_is_the_weighted_mean_to_the_bit(updates: list[Update]) -> None:
     result = LayerwisePruning(vl=0, vh=0)(iter(updates), CURRENT)
     assert_equal(result.tensors, mean_by_hand(updates, CURRENT))
 
 
+@FEWER
 @given(updates=federations())
 def test_uniform_mean_is_the_mean_with_weights_of_one(updates: list[Update]) -> None:
     def flat(weight: Any) -> Any:

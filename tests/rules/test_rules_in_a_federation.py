@@ -25,8 +25,14 @@ QUICK = ["train.cohort=1.0", "train.rounds=2", "evaluate.every=9", "evaluate.cli
 ROBUST = [name for name in RULES if name not in ("weighted_mean", "uniform_mean", "lpa")]
 
 
-@pytest.mark.parametrize("rule", ROBUST)
-@pytest.mark.parametrize("method", ["fedavg", "fedmlac", "fedadam"])
+@pytest.mark.parametrize(
+    ("method", "rule"),
+    [
+        pytest.param(method, rule, marks=[] if method == "fedavg" or rule in few else [pytest.mark.slow])
+        for method, few in (("fedavg", ()), ("fedmlac", ("median", "foolsgold")), ("fedadam", ("krum", "foolsgold")))
+        for rule in ROBUST
+    ],
+)
 def test_any_method_takes_any_rule_by_name(tiny: Tiny, method: str, rule: str) -> None:
     mean = known(tiny(*QUICK, "method.rule=weighted_mean", method=method))
     robust = finish(tiny(*QUICK, "run.name=robust", f"method.rule={rule}", method=method))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import socket
@@ -366,13 +365,6 @@ def test_the_null_tracker_does_nothing(tmp_path: Path) -> None:
     tracker.finish("FINISHED")
     assert list(tmp_path.iterdir()) == []
     assert isinstance(make_tracker(TrackSettings(), tmp_path, tmp_path), MlflowTracker)
-
-
-def test_mlflow_is_imported_only_when_a_run_starts() -> None:
-    """Client actors import the package too, and mlflow takes seconds."""
-    code = "import sys, json, raydfl.runs.tracking, raydfl.engine.storage.record; print(json.dumps('mlflow' in sys.modules))"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout
-    assert json.loads(shown) is False
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def _importance(results: SearchResults, pictures: Pictures) -> list[Picture]:
     )
     if any(record.status == "stopped" for record in results.ranked):
         caption += " Trials that were stopped count with the score that they had then."
-    return [pictures.add("Importance of each setting", caption, plots.shares(results.importance, "share (%)"))]
+    return [pictures.add("Importance of each setting", caption, plots.shares, results.importance, "share (%)")]
 
 
 def _parallel(results: SearchResults, pictures: Pictures) -> list[Picture]:
@@ -121,8 +121,8 @@ def _parallel(results: SearchResults, pictures: Pictures) -> list[Picture]:
     axes.append(Axis(results.search.settings.metric.unit, [(0.0, results.shown(low)), (1.0, results.shown(high))]))
     stopped = [record.status != "finished" for record in ranked]
     caption = "A line for each trial, the best one in another colour; dashed: stopped early or not finished."
-    figure = plots.parallel_coordinates(places, strength, axes, stopped, "")
-    return [pictures.add("Parallel coordinates", caption, figure)]
+    drawn = (places, strength, axes, stopped, "")
+    return [pictures.add("Parallel coordinates", caption, plots.parallel_coordinates, *drawn)]
 
 
 def _ticks(domain: Domain) -> list[tuple[float, str]]:
@@ -150,10 +150,4 @@ def _curves(results: SearchResults, pictures: Pictures) -> list[Picture]:
     caption = "Dashed: stopped early or not finished."
     if len(series) > _NAMED:
         caption += f" The best {_NAMED} have names, the other {len(series) - _NAMED} are grey."
-    return [
-        pictures.add(
-            results.search.settings.metric.unit,
-            caption,
-            plots.curves(series[::-1], results.search.settings.metric.unit),
-        )
-    ]
+    return [pictures.add(metric.unit, caption, plots.curves, series[::-1], metric.unit)]

@@ -92,7 +92,7 @@ def _curves(where: str, cells: list[CellResult], pictures: Pictures) -> list[Pic
     caption = (
         "Bands: mean plus and minus the standard deviation." if any(item.low is not None for item in series) else ""
     )
-    return [pictures.add(f"{title}{f', {where}' if where else ''}", caption, plots.curves(series, unit))]
+    return [pictures.add(f"{title}{f', {where}' if where else ''}", caption, plots.curves, series, unit)]
 
 
 def _unit(cells: list[CellResult]) -> str:
@@ -125,7 +125,7 @@ def _bars(where: tuple[str, ...], cells: list[CellResult], results: Results, pic
     caption = (
         "Lines: standard deviation over the runs." if any(np.isfinite(item.spread).any() for item in series) else ""
     )
-    return [pictures.add(title, caption, plots.bars(series, groups, _unit(cells), "paper"))]
+    return [pictures.add(title, caption, plots.bars, series, groups, _unit(cells), "paper")]
 
 
 def _maps(where: tuple[str, ...], cells: list[CellResult], results: Results, pictures: Pictures) -> list[Picture]:
@@ -140,7 +140,7 @@ def _maps(where: tuple[str, ...], cells: list[CellResult], results: Results, pic
         for (row, column), cell in by_both.items():
             matrix[rows.index(row), columns_.index(column)] = value(cell)
         if np.isfinite(matrix).any():
-            made.append(pictures.add(", ".join((title, *where)), "", plots.heat_map(matrix, rows, columns_, names)))
+            made.append(pictures.add(", ".join((title, *where)), "", plots.heat_map, matrix, rows, columns_, names))
     return made
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "problems_of",
     "read_run",
     "render",
+    "write_page",
     "write_report",
 ]
 
@@ -51,7 +52,11 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
     folders = list(dict.fromkeys(folder.resolve() for folder in run_dirs))
     if not folders:
         raise InputError("no run directory is given; name at least one, such as runs/<name>")
-    runs = [read_run(folder) for folder in folders]
+    return write_page([read_run(folder) for folder in folders], out)
+
+
+def write_page(runs: Sequence[RunRecord], out: Path) -> Path:
+    """Write the page of runs that were read already, as :func:`write_report` does."""
     page = single_page(runs[0]) if len(runs) == 1 else comparison_page(runs)
     out = out / "report.html" if out.is_dir() else out
     content = page.encode()

@@ -120,7 +120,7 @@ def _compared_curves(groups: Sequence[_Group], keys: Sequence[Key], pictures: Pi
             if series:
                 caption = "Mean over seeds, with the range." if any(item.low is not None for item in series) else ""
                 title = f"{SCORES[base].title}, {split_name(split)}"
-                made.append(pictures.add(title, caption, plots.curves(series, unit, percent=SCORES[base].share)))
+                made.append(pictures.add(title, caption, plots.curves, series, unit, percent=SCORES[base].share))
     return made
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -16,6 +17,8 @@ from raydfl.engine import without_password
 from raydfl.runs.report import figures as plots
 from raydfl.runs.report.data import SPLITS, Curve, Key, RunRecord
 from raydfl.runs.report.diagnosis import problems_of
+
+_Given = ParamSpec("_Given")
 
 UNITS = {name: f"{score.title} ({score.unit})" for name, score in SCORES.items() if score.drawn}
 """The scores that are drawn over the rounds, with the titles of their axes."""
@@ -36,25 +39,37 @@ class Pictures:
     def __init__(self) -> None:
         self._count = 0
 
-    def add(self, title: str, caption: str, figure: Figure) -> Picture:
-        """Return a figure as part of the page."""
+    def add(
+        self, title: str, caption: str, draw: Callable[_Given, Figure], *given: _Given.args, **named: _Given.kwargs
+    ) -> Picture:
+        """Return the figure that ``draw(*given, **named)`` makes, as part of the page."""
         self._count += 1
+        svg = drawn(f"figure-{self._count}", f"{title}. {caption}", functools.partial(draw, *given, **named))
         # Safe as it is: Matplotlib escapes every text of a figure, and to_svg the description.
-        svg = Markup(plots.to_svg(figure, f"figure-{self._count}", f"{title}. {caption}"))
-        return Picture(title, caption, svg)
+        return Picture(title, caption, Markup(svg))
+
+
+def drawn(name: str, description: str, draw: Callable[[], Figure]) -> str:
+    """Return a figure as SVG."""
+    return plots.to_svg(draw(), name, description)
 
 
 def render(template: str, **values: Any) -> str:
     """Return a page of raydfl's own templates; every value is escaped."""
-    environment = Environment(
+    render: Callable[..., str] = _templates().get_template(template).render
+    return render(**values)
+
+
+@functools.cache
+def _templates() -> Environment:
+    """Return the templates; each is compiled once in a process."""
+    return Environment(
         loader=PackageLoader("raydfl.runs.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    render: Callable[..., str] = environment.get_template(template).render
-    return render(**values)
 
 
 def split_name(split: str) -> str:

@@ -165,7 +165,7 @@ def _learning_curves(run: RunRecord, pictures: Pictures) -> list[Picture]:
             bands = any(item.low is not None for item in series)
             caption = "Bands: mean of the clients plus and minus their standard deviation." if bands else ""
             made.append(
-                pictures.add(SCORES[base].title, caption, plots.curves(series, unit, percent=SCORES[base].share))
+                pictures.add(SCORES[base].title, caption, plots.curves, series, unit, percent=SCORES[base].share)
             )
     return made
 
@@ -176,8 +176,9 @@ def _reported_pictures(run: RunRecord, pictures: Pictures) -> list[Picture]:
     for (split, name), curve in run.curves.items():
         of_engine = name in OF_FIT or name.endswith(OF_CLIENTS) or base_name(name) in SCORES or "/" in name
         if split == "train" and not of_engine:
-            figure = plots.curves([Series(name, curve.rounds, curve.values)], name)
-            made.append(pictures.add(name, "Reported by the losses in training, over all clients of a round.", figure))
+            series = [Series(name, curve.rounds, curve.values)]
+            caption = "Reported by the losses in training, over all clients of a round."
+            made.append(pictures.add(name, caption, plots.curves, series, name))
     return made
 
 
@@ -220,7 +221,9 @@ def _spread_pictures(run: RunRecord, pictures: Pictures) -> list[Picture]:
         pictures.add(
             f"{title} of each client",
             " ".join(captions),
-            plots.client_spread(series, UNITS[score]),
+            plots.client_spread,
+            series,
+            UNITS[score],
         )
     ]
 
@@ -236,7 +239,7 @@ def _confusion_pictures(run: RunRecord, pictures: Pictures) -> list[Picture]:
         if matrix.sum():
             caption = f"Round {round_index}, {matrix.sum():,.0f} examples. Colour: share of the true class."
             made.append(
-                pictures.add(f"{model_label(metric)}, {split_name(split)}", caption, plots.confusion(matrix, classes))
+                pictures.add(f"{model_label(metric)}, {split_name(split)}", caption, plots.confusion, matrix, classes)
             )
     return made
 
@@ -252,7 +255,7 @@ def _pruning_picture(run: RunRecord, pictures: Pictures) -> list[Picture]:
         return []
     means = ", ".join(f"{layer} {number.mean():.3g}" for layer, (_, number) in layers.items())
     caption = f"Mean number of clients a round that the layer was averaged without: {means}."
-    return [pictures.add("layer-wise pruning (LPA)", caption, plots.pruned(layers))]
+    return [pictures.add("layer-wise pruning (LPA)", caption, plots.pruned, layers)]
 
 
 def _cost_pictures(run: RunRecord, pictures: Pictures) -> list[Picture]:
@@ -260,7 +263,7 @@ def _cost_pictures(run: RunRecord, pictures: Pictures) -> list[Picture]:
     sent = totals(run, {"bytes_down": "to the clients", "bytes_up": "from the clients"})
     if sent:
         parts = [f"{item.label} {size(float(item.y.sum()))}" for item in sent]
-        made.append(pictures.add("bytes sent", f"In all: {', '.join(parts)}.", plots.cumulative_bytes(sent)))
+        made.append(pictures.add("bytes sent", f"In all: {', '.join(parts)}.", plots.cumulative_bytes, sent))
     return [*made, *time_pictures(run, pictures)]
 
 
@@ -275,4 +278,4 @@ def _failure_pictures(run: RunRecord, pictures: Pictures) -> list[Picture]:
         number[np.searchsorted(rounds, item.x)] = item.y
         bars.append(Series(item.label, rounds, number, colour=item.colour))
     caption = ", ".join(f"{item.label}: {item.y.sum():.0f}" for item in bars) + "."
-    return [pictures.add("updates that were not used", caption, plots.failures(bars))]
+    return [pictures.add("updates that were not used", caption, plots.failures, bars)]

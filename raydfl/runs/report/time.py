@@ -39,11 +39,11 @@ def time_pictures(run: RunRecord, pictures: Pictures) -> list[Picture]:
             "While the server waits for clients, its time is shown as the actors spent it: "
             f"{100 * share:.0f} % of all is clients' work."
         )
-        made.append(pictures.add("where the time goes", caption, plots_time.round_parts(rounds, shown)))
+        made.append(pictures.add("where the time goes", caption, plots_time.round_parts, rounds, shown))
     work = _last_rounds(run)
     if work:
         caption = "A lane for each client actor, a bar for each client's training; a client has the same colour in all rounds."
-        made.append(pictures.add("who worked when", caption, plots_time.actors(work)))
+        made.append(pictures.add("who worked when", caption, plots_time.actors, work))
     told = {"train_and_aggregate", "clients", "round", *WALL, *_ACTORS} if parts is not None else set()
     others = sorted({metric for _, metric in run.curves if metric.startswith("seconds/")})
     labels_of = {metric: metric.removeprefix("seconds/") for metric in others if metric[8:] not in told}
@@ -51,7 +51,7 @@ def time_pictures(run: RunRecord, pictures: Pictures) -> list[Picture]:
     if lines:
         caption = "Work of several actors at once counts for each of them." if "seconds/fit" in labels_of else ""
         title = "time per round" if parts is None else "other times per round"
-        made.append(pictures.add(title, caption, plots.round_seconds(lines)))
+        made.append(pictures.add(title, caption, plots.round_seconds, lines))
     return made
 
 

@@ -57,7 +57,7 @@ def gs() -> Iterator[str]:
 @pytest.fixture(params=["s3", "gs"])
 def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The URI of a folder that is not there yet."""
-    monkeypatch.setattr(runs, "write_report", lambda run_dirs, out: out.write_text("not drawn in this test") and out)
+    monkeypatch.setattr(runs, "write_page", lambda run_dirs, out: out.write_text("not drawn in this test") and out)
     monkeypatch.setattr(place, "_PAUSES", (0.0,))
     uri: str = request.getfixturevalue(request.param)
     RemoteFolder(uri, "").remove(RemoteFolder(uri, "").files())

@@ -293,6 +293,7 @@ def test_superseded_private_state_is_removed_at_the_sites(silos: Silos) -> None:
     assert not list(folder_of(config).rglob("*.seg"))
 
 
+@pytest.mark.slow  # tests/engine has it for clients of one place
 def test_sparse_segments_are_compacted_at_their_sites(silos: Silos, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raydfl.engine.storage.committer._SLACK", -(10**9))  # whatever can be moved is
     plain, moved = (

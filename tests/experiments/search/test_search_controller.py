@@ -89,7 +89,9 @@ SEARCHES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", SEARCHES, ids=str)
-@pytest.mark.parametrize("events", [1, 7, 13])
+@pytest.mark.parametrize(
+    "events", [pytest.param(1, marks=pytest.mark.slow), 7, pytest.param(13, marks=pytest.mark.slow)]
+)
 def test_an_interrupted_search_decides_as_an_undisturbed_one(
     search_file: StudyFile, tmp_path: Path, changes: dict[str, Any], events: int
 ) -> None:

@@ -114,9 +114,26 @@ def test_an_optimiser_at_the_server_leaves_the_clients_work_as_it_is() -> None:
             assert getattr(type(method), part) is getattr(FedAvg, part)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("lengths", [False, True], ids=["fixed", "lengths"])
-@pytest.mark.parametrize("name", AT_CLIENTS)
+def combined(method: str, *, first: bool) -> list[Any]:
+    """A method with every family and kind of length; in the fast suite with one family of each kind, the first with all."""
+    cases = []
+    for family in FAMILIES:
+        for lengths in (False, True):
+            slow = not first and (family, lengths) not in (("mlp", False), ("crnn", True))
+            marks = [pytest.mark.slow] if slow else []
+            place = f"{method}-{'lengths' if lengths else 'fixed'}-{family}"
+            cases.append((family, lengths, place, marks))
+    return cases
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "lengths"),
+    [
+        pytest.param(name, family, lengths, id=place, marks=marks)
+        for name in AT_CLIENTS
+        for family, lengths, place, marks in combined(name, first=name == "fedavg")
+    ],
+)
 def test_every_method_and_family(name: str, family: str, lengths: bool) -> None:
     for method in METHODS[name]:
         both(method, networks(method, family), lengths=lengths)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from helpers import finish, stop_after
 from helpers import same as same_bytes
 from several_clients import BANDS, CLASSES, Networks, make_steps
-from test_law_8 import AT_CLIENTS, FAMILIES, METHODS, Heads, Tied, networks
+from test_law_8 import AT_CLIENTS, FAMILIES, METHODS, Heads, Tied, combined, networks
 from torch import Tensor, nn
 
 from raydfl.core import registry
@@ -125,9 +125,15 @@ def test_every_built_in_method_is_declared_and_nobody_inherits_it() -> None:
     assert (Method.pure, Silent.pure, Declared.pure, Below.pure) == (False, False, True, False)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("lengths", [False, True], ids=["fixed", "lengths"])
-@pytest.mark.parametrize("method", [m for methods in AT_CLIENTS.values() for m in methods], ids=repr)
+@pytest.mark.parametrize(
+    ("method", "family", "lengths"),
+    [
+        pytest.param(method, family, lengths, id=place, marks=marks)
+        for methods in AT_CLIENTS.values()
+        for method in methods
+        for family, lengths, place, marks in combined(repr(method), first=type(method) is FedAvg)
+    ],
+)
 def test_every_method_and_family(method: Method, lengths: bool, family: str) -> None:
     # Of fixed length there are batches of 4 and of 1 (of 1 and more frames, with lengths: those of some shapes come too seldom).
     assert_same_bits(method, networks(method, family), lengths=lengths, sizes=(8, 5, 4))
@@ -522,10 +528,18 @@ def test_clips_of_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(done > tape.FIRST + place**2 for place, done in enumerate(recorded))
 
 
-@pytest.mark.parametrize("method", registry.names("raydfl.methods"))
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(
+            name, marks=[] if name in AT_CLIENTS else [pytest.mark.slow]
+        )  # the others' clients do FedAvg's work
+        for name in registry.names("raydfl.methods")
+    ],
+)
 def test_every_built_in_method_keeps_its_word(method: str, tiny: Callable[..., Config]) -> None:
     """A whole run from recordings is the run by code, to the bit, and so is one that goes on with the other setting."""
-    options = ["train.rounds=8", *(["method.size=8"] if method == "fedkad" else [])]
+    options = ["train.rounds=8", "evaluate.every=8", *(["method.size=8"] if method == "fedkad" else [])]
     by_code = finish(tiny("run.name=code", "train.tape=false", *options, method=method))
     assert not known()
     by_tape = finish(tiny("run.name=tape", *options, method=method))

@@ -116,8 +116,8 @@ def test_positions_as_an_index() -> None:
     assert found[0].tolist() == [7.0, 5.0]
 
 
-def test_training_does_not_bring_in_pytorchs_compiler(tiny: Callable[..., Config]) -> None:
-    """It would take 1 s and 66 MB in every client actor; torch.optim would do it, and most ways to record."""
+def test_training_brings_in_neither_pytorchs_compiler_nor_mlflow(tiny: Callable[..., Config]) -> None:
+    """It would take 1 s and 66 MB in every client actor; torch.optim would do it, and most ways to record. MLflow takes seconds."""
     config = tiny("train.rounds=3", "run.name=light", method="fedmlac")
     program = f"""
 import json, sys
@@ -128,10 +128,10 @@ tapes, tape.FIRST, record = [], 1, tape.record
 tape.record = lambda *given: tapes.append(record(*given)) or tapes[-1]
 finish(make_config(json.loads({config.model_dump_json()!r})))
 print(len(tapes))
-print("torch._dynamo" in sys.modules, "sympy" in sys.modules)
+print(*(name in sys.modules for name in ("torch._dynamo", "sympy", "mlflow", "raydfl.engine.storage.record")))
 """
     here = Path(__file__).parents[2]
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=here, check=True)
     taped, imported = found.stdout.splitlines()
     assert int(taped) > 0
-    assert imported == "False False"
+    assert imported == "False False False True"

@@ -67,7 +67,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Operations:
     return seen
 
 
-@pytest.mark.parametrize("lengths", [False, True], ids=["fixed", "lengths"])
+@pytest.mark.parametrize(
+    "lengths", [pytest.param(False, marks=pytest.mark.slow), True], ids=["fixed", "lengths"]
+)  # with lengths there are more operations
 @pytest.mark.parametrize(
     ("method", "optimiser"),
     [
