@@ -56,6 +56,7 @@ FEDMLAC_MODELS = {
     "plugin": TINY["models"]["model"],
     "local": [TINY["models"]["model"], {"name": "crnn_tiny", "hidden": 4, "filters": [4]}],
 }
+TINY_METHOD = {"fedgen": {"noise": 4, "hidden": 8, "server_steps": 5, "server_batch": 8}}
 TINY_DATA = {"fedstar": {"unlabelled": {"keep": 0.4}}}
 TINY_MODELS = {"fedmlac": FEDMLAC_MODELS, f"{TESTS}/extra_methods.py:Slow": FEDMLAC_MODELS}
 
@@ -110,7 +111,7 @@ def tiny(tmp_path: Path, feature_cache: Path) -> Callable[..., Config]:
 
     def configure(*overrides: str, method: str = "fedavg") -> Config:
         values = copy.deepcopy(TINY)
-        values["method"] = {"name": method}
+        values["method"] = {"name": method, **TINY_METHOD.get(method, {})}
         values["models"] = copy.deepcopy(TINY_MODELS.get(method, TINY["models"]))
         values["data"].update(TINY_DATA.get(method, {}))
         values["data"]["cache"] = str(feature_cache)

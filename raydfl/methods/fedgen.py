@@ -115,7 +115,8 @@ class FedGen(Method):
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
         """Plan FedAvg's tasks; the generator goes along once it has been trained."""
         tasks = super().plan(state, clients, rng, cohort)
-        if not all(state.extra[beside(_STEPS, name)] for name in state.tensors[GENERATOR]):
+        trained = all(state.extra[beside(_STEPS, name)] for name in state.tensors[GENERATOR])
+        if not trained:
             return tasks
         return [dataclasses.replace(task, receive=(*task.receive, GENERATOR)) for task in tasks]
 
@@ -145,7 +146,7 @@ class FedGen(Method):
     def local(self, step: Step) -> Update:
         """Train, with generated features where there is a generator; send the network and the client's label counts."""
         epochs = step.training.local_epochs
-        with_generator = min(epochs, self.generated_epochs) if GENERATOR in step.received and self._learns() else 0
+        with_generator = min(epochs, self.generated_epochs) if GENERATOR in step.received else 0
         metrics: dict[str, Any] = {}
         if with_generator:
             step.state[_WEIGHTS] = self._weights(step).to(step.device)
@@ -161,7 +162,7 @@ class FedGen(Method):
         return step.update(metrics, tensors={**tensors, COUNTS: counts})
 
     def _learns(self) -> bool:
-        """Return whether clients learn from what is generated at all."""
+        """Return whether clients learn from what is generated at all; else no generator is trained."""
         return self.alpha > 0 or self.beta > 0
 
     def _weights(self, step: Step) -> Tensor:
@@ -184,6 +185,8 @@ class FedGen(Method):
                 continue
             held = heads.counts.sum(dim=0)
             tensors["global"][counts] = torch.where(held > 0, held, before)
+            if not self._learns():
+                continue
             moments = [state.tensors[MOMENTS][beside(moment, name)] for moment in (FIRST, SECOND)]
             training = _Training(
                 self._generator(heads.weight.shape[2], heads.weight.shape[1]),

@@ -223,7 +223,7 @@ def test_the_server_trains_the_generator_with_last_layers_and_gives_the_rule_the
 
 def test_the_generator_goes_along_from_the_second_round_on_and_its_bytes_are_counted(tiny: Tiny) -> None:
     unmeasured = ["evaluate.server=false", "evaluate.clients=none"]
-    config = tiny("train.rounds=2", "train.cohort=1.0", *unmeasured, "method.hidden=8", method="fedgen")
+    config = tiny("train.rounds=2", "train.cohort=1.0", *unmeasured, method="fedgen")
     server = start(config)
     for _ in range(2):
         server.round()
