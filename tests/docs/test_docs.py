@@ -30,6 +30,7 @@ from raydfl.core.settings import Settings
 from raydfl.core.types import ModelSpec
 from raydfl.core.yaml import parse_yaml
 from raydfl.data.dataset import dataset_names
+from raydfl.methods._tasks import KINDS as TASKS
 from raydfl.models import architectures, build_model, find_architecture, model_options
 from raydfl.rules import RULES
 
