@@ -30,6 +30,7 @@ from raydfl.core.settings import Settings
 from raydfl.core.types import ModelSpec
 from raydfl.core.yaml import parse_yaml
 from raydfl.data.dataset import dataset_names
+from raydfl.methods._tasks import KINDS as TASKS
 from raydfl.models import architectures, build_model, find_architecture, model_options
 from raydfl.rules import RULES
 
@@ -57,6 +58,7 @@ def test_pages_are_there_and_have_blocks() -> None:
         "engine.md",
         "examples.md",
         "faults.md",
+        "fedapta.md",
         "fedmlac.md",
         "fedstar.md",
         "gpu.md",
@@ -255,7 +257,9 @@ def test_tables_of_methods_and_rules_are_complete_and_right() -> None:
     assert set(names) <= set(headings(_page("methods.md")))
     for name in names:
         cls = registry.find("raydfl.methods", name, Method, "method")
-        _same(tables.get(name, {}), cls, leave_out={"rule"})
+        _same(tables.get(name, {}), cls, leave_out={"rule", "tasks"})
+    for name, kind in TASKS.items():
+        _same(tables[name], kind)
     for name, rule in RULES.items():
         assert name in headings(_page("methods.md"))
         _same(tables.get(name, {}), rule)

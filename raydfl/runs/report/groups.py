@@ -29,7 +29,7 @@ def group_pictures(run: RunRecord, pictures: Pictures) -> list[Picture]:
     caption = f"Clients in round {rounds[-1]:.0f}: {', '.join(sizes)}" + (f", in none: {alone}." if alone else ".")
     if kinds:
         caption += " Lines divide the clients by what they truly are, which the server is not told."
-    made = [pictures.add("who is with whom", caption, plots.groups_over_rounds(rounds, groups, kinds))]
+    made = [pictures.add("who is with whom", caption, plots.groups_over_rounds, rounds, groups, kinds)]
     curves = {name: run.curves.get(("server", f"tasks/{name}")) for name in ("purity", "rand_index")}
     labels = {"purity": "purity", "rand_index": "adjusted Rand index"}
     series = [
@@ -39,7 +39,7 @@ def group_pictures(run: RunRecord, pictures: Pictures) -> list[Picture]:
     ]
     if series:
         ends = ", ".join(f"{item.label} {item.y[-1]:.2f}" for item in series)
-        made.append(pictures.add("agreement with the truth", f"At the end: {ends}.", plots.curves(series, "agreement")))
+        made.append(pictures.add("agreement with the truth", f"At the end: {ends}.", plots.curves, series, "agreement"))
     return made
 
 
