@@ -58,6 +58,8 @@ class _RunningMean:
             total, counted = self._totals[name], number_or_elements(update, weight, name, own)
             if name in update.cuts:
                 counted = _add_cut(total.reshape(shape), sent[name].numpy(), counted, update.cuts[name])
+            elif isinstance(counted, np.ndarray) and counted.shape == shape:
+                rows.add_to(total, [counted.reshape(-1)], start=columns.start)
             elif isinstance(counted, np.ndarray):
                 _add_broadcast(total.reshape(shape), sent[name].numpy(), counted)
             else:
@@ -93,7 +95,9 @@ def _add_broadcast(total: np.ndarray, values: np.ndarray, weight: np.ndarray) ->
     rows = max(1, _STRIP * len(total) // max(1, total.size))
     for begin in range(0, len(total), rows):
         part = slice(begin, begin + rows)
-        total[part] += values[part] * (weight if len(weight) == 1 else weight[part])
+        products = values[part].astype(np.float64)  # several times as fast as products of different types
+        products *= weight if len(weight) == 1 else weight[part]
+        total[part] += products
 
 
 def _add_cut(total: np.ndarray, values: np.ndarray, weight: float | np.ndarray, cut: Cut) -> np.ndarray:
