@@ -209,7 +209,7 @@ def pooled(
 
 
 class _PartMean:
-    """What a part's clients have: the mean of their models' scores, of which each model counts as much as its plan says."""
+    """The scores of a part's clients: the mean of their models' scores, of which each model counts as much as its plan says."""
 
     def __init__(self) -> None:
         self._ratios: dict[str, list[tuple[Ratio, float]]] = {}

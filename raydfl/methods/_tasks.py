@@ -161,7 +161,7 @@ def find_tasks(setting: str | Mapping[str, Any]) -> KnownTasks | DiscoveredTasks
 
 @dataclasses.dataclass(frozen=True)
 class Membership:
-    """Who is in which group: what the state's ``extra`` holds under :data:`BOOK`."""
+    """The members of groups: what the state's ``extra`` holds under :data:`BOOK`."""
 
     clients: Sequence[str]
     """Ids of all clients."""
@@ -170,7 +170,7 @@ class Membership:
     parts: Sequence[str]
     """The part of each, to measure with."""
     truth: Sequence[str] | None
-    """What the groups are compared with; ``None``: it is not known."""
+    """The kinds that groups are compared with; ``None``: it is not known."""
     following: int = 1
     """The number of the next new group."""
 
@@ -233,7 +233,7 @@ class WithTasks(Method):
 
     @functools.cached_property
     def built_tasks(self) -> KnownTasks | DiscoveredTasks | None:
-        """How groups are found; ``None``: there is one model for all."""
+        """The way in which groups are found; ``None``: there is one model for all."""
         return find_tasks(self.tasks)
 
     def check(self, train: TrainSettings) -> None:
@@ -244,7 +244,7 @@ class WithTasks(Method):
     def init(
         self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
     ) -> State:
-        """The method's state; all clients begin with ``global``.
+        """Return the method's state; all clients begin with ``global``.
 
         Raises:
             ConfigError: ``known``, and the clients' profile has no such name.
@@ -384,7 +384,7 @@ def _mean_of_groups(
 
 @dataclasses.dataclass(frozen=True)
 class _Discovery:
-    """What a round's updates said about groups."""
+    """All that a round's updates said about groups."""
 
     members: Membership
     """After the round."""

@@ -117,7 +117,7 @@ class FedAPTA(WithTasks):
 
     @property
     def prunes(self) -> bool:
-        """Whether any client may prune."""
+        """True where any client may prune."""
         return self.ratio > 0 or self.ratio_from is not None
 
     def check(self, train: TrainSettings) -> None:

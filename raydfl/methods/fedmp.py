@@ -76,7 +76,7 @@ class FedMP(Method):
 
     @property
     def prunes(self) -> bool:
-        """Whether any client may prune."""
+        """True where any client may prune."""
         return max(self.ratios) > 0
 
     def may_send(self, key: str, name: str) -> bool:

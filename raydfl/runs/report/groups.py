@@ -1,4 +1,4 @@
-"""Who is with whom over the rounds, where clients are grouped (``method.tasks``)."""
+"""Pictures of who is with whom over the rounds, where clients are grouped (``method.tasks``)."""
 
 from __future__ import annotations
 
