@@ -72,7 +72,7 @@ class KnownTasks:
 class DiscoveredTasks:
     """Groups by HDBSCAN on the changes of the last layers."""
 
-    distance: Annotated[Distance, Field(description="between two updates; METHODS: cosine")] = "cosine"
+    distance: Annotated[Distance, Field(description="between two updates; the paper: cosine")] = "cosine"
     layers: Annotated[
         int | tuple[str, ...],
         Field(description="how many of the last layers count; or the beginnings of their tensors' names"),

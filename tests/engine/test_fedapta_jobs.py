@@ -12,7 +12,7 @@ JOBS = Path(__file__).resolve().parents[2] / "jobs" / "fedapta"
 
 
 def test_the_five_image_tasks_of_the_paper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """METHODS 1.3(c), (d): tasks, partition, augmentation, scales, ratios, optimiser."""
+    """The paper and its code: tasks, partition, augmentation, scales, ratios, optimiser."""
     monkeypatch.setenv("RAYDFL_DATA", str(tmp_path))
     config = load_config(JOBS / "images.yaml", [])
     tasks = config.data.each

@@ -59,7 +59,7 @@ def test_a_network_computes_what_torchvisions_does_and_repeats_grey(name: str) -
 
 @pytest.mark.parametrize(("name", "candidates"), [("resnet18", 11_010_048), ("shufflenet_v2", 1_208_140)])
 def test_without_the_frozen_stem_the_convolutions_have_fedaptas_weights(name: str, candidates: int) -> None:
-    """METHODS 1.3(b): what table 5 of the paper counts. Normalisations begin as 1 and 0."""
+    """What table 5 of the paper counts. Normalisations begin as 1 and 0."""
     network = build_model(spec(name, freeze=True))
     convolutions = [part for part in network.modules() if isinstance(part, nn.Conv2d)]
     assert sum(part.weight.numel() for part in convolutions if part.weight.requires_grad) == candidates
