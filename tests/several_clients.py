@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from raydfl.core.types import Client, ModelSpec, Ratio, Update
 from raydfl.data.examples import ClientData, Examples
 from raydfl.data.features.cache import FeatureStore
+from raydfl.methods._cutting import CuttingMethod
 from raydfl.methods._method import Method
 from raydfl.training.settings import OptimiserSettings, TrainSettings
 from raydfl.training.step import Step
@@ -57,6 +58,13 @@ def make_steps(
     training = TrainSettings(
         batch_size=4, local_epochs=epochs, optimiser=OptimiserSettings(**{"lr": 0.1, **(optimiser or {})})
     )
+    # Plans that cut networks need architectures with channels().
+    planned = (
+        []
+        if isinstance(method, CuttingMethod)
+        else method.plan(initial, clients, np.random.default_rng(1), len(clients))
+    )
+    options = {task.client_id: task.options for task in planned}
     steps = []
     nothing = make_examples(1, 0, lengths).take(np.zeros(0, np.int64))
     for index, size in enumerate(sizes):
@@ -72,6 +80,7 @@ def make_steps(
             training=training,
             phase="train",
             round_index=initial.round_index,
+            options=options.get(clients[index].id, {}),
             shared=method.shared,
         )
         for name, value in fields.items():

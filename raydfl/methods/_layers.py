@@ -1,4 +1,4 @@
-"""What methods ask of a network's layers: named ones, the features that the last one sees, and the last one itself."""
+"""Layers of a network, as methods ask for them: named ones, the features that the last one sees, and the last one itself."""
 
 from __future__ import annotations
 

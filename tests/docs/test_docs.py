@@ -54,6 +54,7 @@ def test_pages_are_there_and_have_blocks() -> None:
         "attacks.md",
         "clusters.md",
         "configuration.md",
+        "cuts.md",
         "data.md",
         "engine.md",
         "examples.md",

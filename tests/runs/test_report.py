@@ -332,6 +332,7 @@ def test_several_runs_of_which_some_are_not_finished(tmp_path: Path) -> None:
     assert rows["fedmlac (bare)"][3] == "1"
 
 
+@pytest.mark.usefixtures("pictures")
 def test_each_curve_of_a_comparison_looks_like_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does it look different in another figure. With more curves than colours, colour and dashes together are unique."""
     drawn: list[list[plots.Series]] = []

@@ -160,6 +160,10 @@ NOT_SEARCHED = {
     "rising_rounds": "FedSTAR: the rounds of the run",
     "fine_tune_epochs": "FedBABU: changes no shared model",
     "fine_tune_part": "FedBABU: changes no shared model",
+    "tasks": "which clients have a model of their own: what is trained",
+    "ratio_from": "the devices' limits: part of the problem",
+    "speed_from": "FedMP: the devices' speeds, part of the problem",
+    "share": "the devices' limits: part of the problem",
     "generated_epochs": "FedGen: more than the passes of a round",
     "strong": "FedSTAR: needs a view of one's own",
 }

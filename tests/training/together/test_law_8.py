@@ -21,19 +21,25 @@ from raydfl.methods._server_optimiser import ServerOptimiser
 from raydfl.methods.ditto import Ditto
 from raydfl.methods.fedadagrad import FedAdagrad
 from raydfl.methods.fedadam import FedAdam
+from raydfl.methods.fedapta import FedAPTA
 from raydfl.methods.fedavg import FedAvg
 from raydfl.methods.fedavgm import FedAvgM
 from raydfl.methods.fedbabu import FedBABU
+from raydfl.methods.feddrop import FedDrop
 from raydfl.methods.fedgen import FedGen
 from raydfl.methods.fedkad import COUNTS, MEANS, FedKAD
 from raydfl.methods.fedlc import FedLC
+from raydfl.methods.fedlps import FedLPS
 from raydfl.methods.fedmlac import FedMLAC
+from raydfl.methods.fedmp import FedMP
 from raydfl.methods.fedntd import FedNTD
 from raydfl.methods.fedopt import FedOpt
 from raydfl.methods.fedper import FedPer
 from raydfl.methods.fedprox import FedProx
+from raydfl.methods.fedrolex import FedRolex
 from raydfl.methods.fedstar import FedSTAR
 from raydfl.methods.fedyogi import FedYogi
+from raydfl.methods.hermes import Hermes
 from raydfl.methods.moon import Moon, add_projection
 from raydfl.methods.scaffold import Scaffold
 from raydfl.models.crnn import CRNN
@@ -57,6 +63,8 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "bidirectional": lambda: crnn(bidirectional=True),
 }
 
+EVERY_KIND = ("convolution", "recurrent", "linear")
+
 METHODS: dict[str, list[Method]] = {
     "fedavg": [FedAvg()],
     "fedadam": [FedAdam()],
@@ -75,6 +83,12 @@ METHODS: dict[str, list[Method]] = {
     "fedlc": [FedLC(), FedLC(denominator="others")],
     "fedntd": [FedNTD(tau=2.0)],
     "moon": [Moon(projection=4), Moon(projection=None)],
+    "feddrop": [FedDrop()],
+    "fedrolex": [FedRolex(share=1.0)],
+    "fedapta": [FedAPTA(prune=EVERY_KIND)],
+    "fedlps": [FedLPS()],
+    "fedmp": [FedMP(prune=EVERY_KIND)],
+    "hermes": [Hermes(prune=EVERY_KIND, threshold=0.0)],
     "fedmlac": [
         FedMLAC(),
         FedMLAC(sequential=True),
