@@ -120,7 +120,8 @@ class Bench:
         values["ray"] |= {"actors": 0}
         values["run"] = {"seed": seed, "dir": str(self.folder), "name": f"run{len(list(self.kept.iterdir()))}"}
         config = make_config(values)
-        same = config.model_dump_json(exclude={"run": {"name", "dir"}})
+        # A setting that comes later, at its default, leaves the name as it was.
+        same = config.model_dump_json(exclude={"run": {"name", "dir"}}, exclude_defaults=True)
         kept = self.kept / f"{hashlib.sha256(same.encode()).hexdigest()[:24]}.json"
         if kept.is_file() and not changes.get("export"):
             return TypeAdapter(Result).validate_json(kept.read_bytes())
