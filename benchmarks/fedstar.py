@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 from safetensors.torch import load_file, save_file
 
 from raydfl import read_rows
@@ -61,6 +61,9 @@ CENTRALISED = {
 @dataclass(frozen=True)
 class Result:
     """One run."""
+
+    # A share of no guesses is NaN.
+    __pydantic_config__ = ConfigDict(ser_json_inf_nan="constants")
 
     accuracy: list[tuple[int, float]]
     """Of the test clips, by round."""
