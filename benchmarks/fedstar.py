@@ -10,9 +10,6 @@ with a seed that no table uses.
     python benchmarks/fedstar.py --root PATH/TO/fsdd --tables contestants
     python benchmarks/fedstar.py --root PATH/TO/fsdd --tables scarce limited --rounds 20 --cohort 0.4
     python benchmarks/fedstar.py --root PATH/TO/fsdd --esc PATH/TO/ESC-10 --tables uses --seeds 1 --rounds 3
-
-Memory that is kept and not given back to the system after each step saves a fifth of the time: MALLOC_TRIM_THRESHOLD_=4000000000
-MALLOC_MMAP_THRESHOLD_=4000000000.
 """
 
 from __future__ import annotations

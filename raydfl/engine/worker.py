@@ -26,6 +26,7 @@ from raydfl.core import part_names, seeds
 from raydfl.core.cuts import cut_size, cut_tensors
 from raydfl.core.errors import ClientError, RaydflError
 from raydfl.core.files import default_cache
+from raydfl.core.memory import keep_freed_memory
 from raydfl.core.metrics import attack_success, reduced
 from raydfl.core.tensors import FlatTensors, OwnTensors
 from raydfl.core.types import Client, Metrics, ModelSpec, Update
@@ -162,6 +163,7 @@ class Worker:
         self.clients = Clients(self.population, config)
         self._held, self._first = (self.population, 0) if held is None else held
         self._held.use(config.data)
+        keep_freed_memory()
         self.attack = config.parts.attack
         self._built: dict[tuple[tuple[ModelSpec, ...], int], Replica] = {}
         self._samples: dict[tuple[str, str, int], Examples] = {}
