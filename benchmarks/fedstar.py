@@ -92,6 +92,7 @@ class Bench:
     esc: Path | None
     chosen: Sequence[str]
     kept: Path
+    figures: Path | None
 
     def run(self, seed: int, **changes: Any) -> Result:
         """Train one federation and read what was recorded; tables that ask for the same run share it.
@@ -219,6 +220,36 @@ def acceptance(bench: Bench) -> None:
                 known = [each.train[metric][point][0] for each in found if each.train[metric].get(point, (0, 0))[1]]
                 cells.append(_spread(known) if known else "none accepted")
             print(f"| {name}: {said} | " + " | ".join(cells) + " |", flush=True)
+    if bench.figures is not None:
+        _draw_guesses(bench, bench.figures / "fedstar-guesses.svg")
+
+
+def _draw_guesses(bench: Bench, path: Path) -> None:
+    """Draw the mean over the seeds, and the range, of what is accepted and of what of it is right."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = path.name
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained", sharey=True)
+    said = {"accepted": "guesses that are accepted, %", "pseudo_label_accuracy": "accepted guesses that are right, %"}
+    for axis, (metric, title) in zip(axes, said.items(), strict=True):
+        for name in ("FedSTAR, T = 1", "FedSTAR, T = 4"):
+            rounds: dict[int, list[float]] = {}
+            for seed in bench.seeds:
+                for index, (value, count) in bench.run(seed, **CONTESTANTS[name]).train[metric].items():
+                    if count:
+                        rounds.setdefault(index, []).append(100 * value)
+            at = [index for index, values in sorted(rounds.items()) if len(values) == len(bench.seeds)]
+            axis.plot(at, [statistics.fmean(rounds[index]) for index in at], label=name.removeprefix("FedSTAR, "))
+            lowest, highest = [min(rounds[index]) for index in at], [max(rounds[index]) for index in at]
+            axis.fill_between(at, lowest, highest, alpha=0.2)
+        axis.set(title=title, xlabel="round", ylim=(0, 100))
+        axis.title.set_size("medium")
+        axis.grid(alpha=0.3)
+    axes[0].legend(frameon=False)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def pretraining(bench: Bench) -> None:
@@ -338,6 +369,9 @@ def main() -> None:
     parser.add_argument(
         "--kept", type=Path, help="folder of finished runs, to go on with later; else they are forgotten"
     )
+    parser.add_argument(
+        "--figures", type=Path, help="folder for fedstar-guesses.svg, drawn with the table of acceptance"
+    )
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
@@ -356,6 +390,7 @@ def main() -> None:
             given.esc,
             given.only,
             kept,
+            given.figures,
         )
         for name in given.tables:
             began = time.process_time()
