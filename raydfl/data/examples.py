@@ -11,6 +11,7 @@ from torch import Tensor
 
 from raydfl.core.types import Batch
 from raydfl.data.features.cache import FeatureStore
+from raydfl.data.segment import SegmentSettings, segments
 from raydfl.data.transforms import PLAIN, Drawn, Pipeline
 
 
@@ -62,6 +63,15 @@ class Examples:
             views={name: view.take(indices) for name, view in self.views.items()},
             columns={name: column[indices] for name, column in self.columns.items()},
         )
+
+    def measured(self) -> Examples:
+        """Return these examples cut as those are that are measured on: into segments, where the crop has ``test: segments``."""
+        crop = self.pipeline.crop
+        if crop is None or crop.test != "segments" or self.pipeline.pixels is not None or self.views:
+            return self
+        settings = SegmentSettings(frames=crop.size, stride=crop.stride or crop.size)
+        example, first, frames = segments(self.counts, settings, None)
+        return replace(self.take(example), starts=self.starts[example] + first, counts=frames)
 
     def targets(self, labels: np.ndarray) -> np.ndarray:
         """Return labels (int [n]) as batches have them: int64 [n], or float32 [n, classes] where a label is a set of classes."""

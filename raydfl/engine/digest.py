@@ -47,7 +47,11 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
 out, and so stays what it was."""
 
 
-_OPTION_CAME_LATER: Mapping[tuple[str, str], Any] = {("spoken_words", "label"): "word", ("compact", "spread"): 0.0}
+_OPTION_CAME_LATER: Mapping[tuple[str, str], Any] = {
+    ("spoken_words", "label"): "word",
+    ("compact", "spread"): 0.0,
+    ("compact", "score"): "centre",
+}
 """The same for options of data sets and objectives: by name of either, and option."""
 
 

@@ -2,7 +2,7 @@
 
 The network of Fed-ProFiLA-AD, as its code has it. Its input is an image of one channel, frames by bands:
 
-    film     prototype -> linear 256, ReLU, dropout -> linear 512, ReLU, dropout -> linear: gamma and beta, 32 numbers each
+    film     prototype -> linear 256, ReLU, dropout -> linear 512, ReLU, dropout -> linear: gamma and beta, 32 each
     adapter  convolution 3 x 3 to 32 channels, layer norm over the channels of each place, ReLU, gamma u + beta,
              convolution 3 x 3 to 64 channels
     encoder  three convolutions 3 x 3 of stride 2 (128, 256, 512 channels), each with batch norm, ReLU and dropout of whole maps;
@@ -10,11 +10,11 @@ The network of Fed-ProFiLA-AD, as its code has it. Its input is an image of one 
     output   the projection: linear 256, ReLU, linear, layer norm
 
 With 128 outputs the parts have 197,440, 18,880, 1,616,896 and 66,176 weights. ``prototype`` is a buffer with as many numbers as
-there are outputs: it travels and is kept as any tensor of the network. A method may renew it (raydfl.methods.profila); else it stays
-what the seed draws, 0.1 times normal numbers. Convolutions begin as Kaiming He drew them (fan out), linear layers as Glorot and
-Bengio did, biases at 0.01. The paper scales outputs to length 1; here the objective ``compact`` does.
+there are outputs: it travels and is kept as any tensor of the network. A method may renew it (raydfl.methods.profila); else it
+stays what the seed draws, 0.1 times normal numbers. Convolutions begin as Kaiming He drew them (fan out), linear layers as Glorot
+and Bengio did, biases at 0.01. The paper scales outputs to length 1; here the objective ``compact`` does.
 
-So gamma is near 0 at first, and the adapter gives hardly more than beta: ``plus_one`` takes 1 + gamma instead, which is a deviation.
+So gamma is near 0 at first, and the adapter gives hardly more than beta: ``plus_one`` takes 1 + gamma, which is a deviation.
 Frames of padding are left out, but for the statistics of batch norm while training: there take parts of one length.
 """
 

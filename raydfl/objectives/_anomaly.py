@@ -42,6 +42,14 @@ class AnomalyObjective(Objective):
                 f"or set it to []"
             )
 
+    def normal_examples(self, examples: Examples) -> Examples:
+        """Return those of some examples whose labels are normal; all where nothing is known of it."""
+        if not self.normal:
+            return examples
+        normal = np.array([name in self.normal for name in examples.classes])
+        of_label = normal if examples.sets is None else ~(examples.sets & ~normal).any(axis=1)
+        return examples.take(np.flatnonzero(of_label[examples.labels]))
+
     def names(self, classes: Sequence[str]) -> tuple[str, ...]:
         """Return the name of the one output."""
         return ("score",)

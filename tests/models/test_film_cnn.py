@@ -64,7 +64,10 @@ def test_every_step_as_its_formula_reads() -> None:
 
 def test_the_prototype_conditions_what_comes_out_and_gets_no_gradient() -> None:
     torch.manual_seed(0)
-    network, x = FilmCNN(5, 3, adapter=(2, 4), filters=(3,), film=(6,), embedding=4, projection=5).eval(), torch.ones(1, 4, 5)
+    network, x = (
+        FilmCNN(5, 3, adapter=(2, 4), filters=(3,), film=(6,), embedding=4, projection=5).eval(),
+        torch.ones(1, 4, 5),
+    )
     with torch.no_grad():
         before = network(x)
         network.prototype.add_(5.0)

@@ -37,7 +37,7 @@ MACHINES, CHORDS = (f"data.name={HERE / 'machines.py'}:{name}" for name in ("Mac
 LOUDNESS = "data.features.normalise=group"
 """Each band is compared with the training clips: normalised by itself, a clip that is alike all the time says nothing."""
 SETTINGS: dict[str, tuple[str, ...]] = {
-    "classify": (),
+    "classify": ("objective=classify",),
     "multi_label": (CHORDS, "data.label_sets={}", "objective=multi_label"),
     "compact": (MACHINES, "objective={name: compact, size: 4, normal: [normal]}"),
     "reconstruct": (MACHINES, "objective={name: reconstruct, size: 4, bins: 4, hidden: 16, normal: [normal]}"),
@@ -107,7 +107,8 @@ def test_every_method_learns_every_objective_that_it_takes_from_every_view_and_r
         names = [name for name in cls.models if name not in cls.copies]
         given += [f"models.{name}={network}" for name in (names if view == "image" else names[-1:])]
     if not accepts(method, objective):
-        with pytest.raises(ConfigError, match=f"method '{method}' is defined for classify only, not for '{objective}'"):
+        only = ", ".join(registry.find("raydfl.methods", method, Method, "method").objectives or ())
+        with pytest.raises(ConfigError, match=f"method '{method}' is defined for {only} only, not for '{objective}'"):
             tiny(*given, "data.unlabelled=null", method=method)
         return
     config = tiny(*given, method=method)

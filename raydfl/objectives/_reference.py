@@ -1,0 +1,37 @@
+"""Distances of recordings' outputs from those of training clips."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Reference = Literal["own_centre", "mahalanobis", "nearest"]
+
+_RIDGE = 1e-6
+"""Added to each variance, so that outputs that are all one point have a covariance that can be inverted."""
+
+
+def distances(kind: Reference, z: Tensor, reference: Tensor) -> Tensor:
+    """Return a squared distance for each of z: float64 [rows].
+
+    ``own_centre``: from the mean of the reference. ``mahalanobis``: from it, by the reference's covariance, which is shrunk towards
+    a multiple of the identity as far as O. Ledoit and M. Wolf found best (2004). ``nearest``: from the nearest one.
+
+    Args:
+        kind: which distance.
+        z: float64 [rows, size].
+        reference: float64 [clips or segments, size], at least one.
+    """
+    if kind == "nearest":
+        nearest: Tensor = torch.cdist(z, reference, compute_mode="donot_use_mm_for_euclid_dist").amin(dim=1).square()
+        return nearest
+    away = z - reference.mean(dim=0)
+    if kind == "own_centre":
+        return away.square().sum(dim=1)
+    from sklearn.covariance import ledoit_wolf  # a second that most runs need not spend
+
+    covariance = torch.from_numpy(ledoit_wolf(reference.numpy())[0]) + _RIDGE * torch.eye(z.shape[1], dtype=z.dtype)
+    mahalanobis: Tensor = (away * torch.linalg.solve(covariance, away.T).T).sum(dim=1)
+    return mahalanobis
