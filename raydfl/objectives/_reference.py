@@ -32,6 +32,8 @@ def distances(kind: Reference, z: Tensor, reference: Tensor) -> Tensor:
         return away.square().sum(dim=1)
     from sklearn.covariance import ledoit_wolf  # a second that most runs need not spend
 
-    covariance = torch.from_numpy(ledoit_wolf(reference.numpy())[0]) + _RIDGE * torch.eye(z.shape[1], dtype=z.dtype)
+    covariance = _RIDGE * torch.eye(z.shape[1], dtype=z.dtype)
+    if len(reference) > 1:
+        covariance = covariance + torch.from_numpy(ledoit_wolf(reference.numpy())[0])
     mahalanobis: Tensor = (away * torch.linalg.solve(covariance, away.T).T).sum(dim=1)
     return mahalanobis

@@ -24,6 +24,7 @@ from raydfl import load_model, read_rows, run
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError
 from raydfl.core.yaml import to_yaml
+from raydfl.data import Examples
 from raydfl.data import population as population_module
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
@@ -160,6 +161,44 @@ def test_an_anomaly_detector_is_measured_as_scikit_learn_does(tiny: Tiny, monkey
     page = (folder / "report.html").read_text()
     assert "AUC of model, test data" in page
     assert "equal error rate" in page
+
+
+def test_scores_against_own_clips_are_those_of_the_clients_segments(tiny: Tiny) -> None:
+    """Training clips are cut as test clips are, and the anomalous ones among them are no reference."""
+    config = tiny(
+        MACHINES,
+        "objective={name: compact, size: 4, normal: [normal], score: own_centre}",
+        "data.transforms=[{name: random_crop, size: 10, test: segments, stride: 8}]",
+        "data.split={test: null, client_test: {by: clip, fraction: 0.5, stratify: true}}",
+        "train.rounds=1",
+        "train.cohort=1.0",
+        "evaluate.clients=all",
+    )
+    server = start(config)
+    server.round()
+    server.finish()
+    worker, federation = server._federation.pool._worker, server._federation  # type: ignore[attr-defined]
+    (order,) = federation._orders(federation.method.plan_evaluation(federation.state, federation.clients[:1]), ())
+    step = worker.prepare(order, federation.broadcast({"global"}))
+    server.close()
+    train = step.data.train
+    normal = train.take(np.flatnonzero(np.array(train.classes)[train.labels] == "normal"))
+    assert 0 < len(normal) < len(train)
+    network = step.models["model"].eval()
+
+    def unit(examples: Examples, at: int) -> torch.Tensor:
+        parts = [examples.store.frames[s + at : s + at + 10] for s in examples.starts]
+        with torch.no_grad():
+            return torch.nn.functional.normalize(network(torch.from_numpy(np.stack(parts))).double(), dim=1)
+
+    centre = torch.cat([unit(normal, at) for at in (0, 8, 16)]).mean(dim=0)  # of 26 frames
+    test = step.data.test
+    scores = (unit(test, 0) - centre).square().sum(dim=1).numpy()  # its examples are segments
+    clips = [scores[test.clips == clip].mean() for clip in np.unique(test.clips)]
+    found = federation.method.objective.evaluate(step, "model", test, 64)["scores"]
+    np.testing.assert_allclose(found.values, clips, rtol=1e-4)  # type: ignore[union-attr]
+    rows = read_rows(next(Path(config.run.dir).iterdir())).to_pylist()
+    assert {row["split"] for row in rows if row["metric"] == "model/auc"} == {"client_test"}
 
 
 def test_sets_of_classes_are_learnt_and_measured_as_scikit_learn_does(tiny: Tiny, tmp_path: Path) -> None:
