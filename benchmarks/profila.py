@@ -1,8 +1,8 @@
 """Fed-ProFiLA-AD against its baselines, on generated machines: the tables of docs/profila.md.
 
 Machines are clients. Each trains on its normal clips; normal and anomalous ones that nobody trained on test it, whole, in segments
-of 9 frames. Statistics and thresholds come from training clips. Nothing is chosen by the test, and the last round counts. All networks
-score by the distance to the mean of the client's own training clips, so that methods differ in nothing but the network.
+of 9 frames. Statistics and thresholds come from training clips. Nothing is chosen by the test, and the last round counts. All
+networks score by the distance to the mean of the client's own training clips, so that methods differ in nothing but the network.
 
     python benchmarks/profila.py --tables contestants ablation strength joining
     python benchmarks/profila.py --tables contestants --ids 6 --seeds 1
