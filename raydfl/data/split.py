@@ -165,6 +165,11 @@ class SplitSettings(Settings):
             )
         return self
 
+    @property
+    def tested_by_clients(self) -> bool:
+        """True where clients have test sets of their own."""
+        return self.client_test is not None or self.as_published is not None
+
 
 @dataclass(frozen=True)
 class Split:
