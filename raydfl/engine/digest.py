@@ -48,7 +48,12 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
 out, and so stays what it was."""
 
 
-_OPTION_CAME_LATER: Mapping[tuple[str, str], Any] = {("spoken_words", "label"): "word", ("compact", "spread"): 0.0}
+_OPTION_CAME_LATER: Mapping[tuple[str, str], Any] = {
+    ("spoken_words", "label"): "word",
+    ("compact", "spread"): 0.0,
+    ("compact", "quantile"): 0.95,
+    ("reconstruct", "quantile"): 0.95,
+}
 """The same for options of data sets and objectives: by name of either, and option."""
 
 
