@@ -35,7 +35,7 @@ from safetensors.torch import load_file, save_file
 from sklearn.metrics import f1_score, precision_recall_curve, roc_auc_score
 
 from raydfl.cluster.server import Server
-from raydfl.core.types import Scores, Tensors
+from raydfl.core.types import Tensors
 from raydfl.engine.config import Config, load_config, make_config
 from raydfl.engine.orders import keys_of
 from raydfl.engine.storage.private import PrivateStore
@@ -47,8 +47,6 @@ from raydfl.training import Step, predict
 JOB = Path(__file__).parents[1] / "jobs" / "profila" / "machines.yaml"
 BODY = ["model/adapter", "model/output", "model/objective"]
 ALL = [*BODY, "model/film", "model/encoder"]
-QUANTILE = 0.95
-"""Share of training clips' scores below the threshold of F1."""
 STRENGTHS: tuple[float | None, ...] = (None, -20.0, -15.0, -10.0, -5.0, 0.0)
 EPOCHS = (0, 1, 5)
 """Local epochs of a machine that joins."""
@@ -74,6 +72,7 @@ AS_RUN = {
 CONTESTANTS: Mapping[str, Mapping[str, Any]] = {
     "untrained": {**FEDAVG, "rounds": 0},
     "FedAvg": FEDAVG,
+    "FedAvg, spread 1": {**FEDAVG, "spread": 1.0},
     "FedProx, mu 0.01": {"method": {"name": "fedprox", "mu": 0.01}},
     "SCAFFOLD (SGD)": {
         "method": {"name": "scaffold"},
@@ -90,8 +89,6 @@ CONTESTANTS: Mapping[str, Mapping[str, Any]] = {
     "untrained, nearest": {**FEDAVG, "rounds": 0, "score": "nearest"},
     "FedAvg, Mahalanobis": {**FEDAVG, "score": "mahalanobis"},
     "FedAvg, nearest": {**FEDAVG, "score": "nearest"},
-    "ProFiLA, Mahalanobis": {"method": {"steer": "off"}, "score": "mahalanobis"},
-    "ProFiLA, nearest": {"method": {"steer": "off"}, "score": "nearest"},
 }
 WITHOUT: Mapping[str, Mapping[str, Any]] = {
     "adaptive weights": {"alpha": 1.0, "beta": 0.0},
@@ -111,7 +108,7 @@ class Machine:
     """Of its test clips, the mean over a clip's segments."""
     strange: list[bool]
     threshold: float
-    """The :data:`QUANTILE` of its training clips' scores."""
+    """Below which 95 % of its training clips' scores lie."""
     spread: float
     """Mean squared distance of its training clips' outputs, of length 1, from their mean."""
 
@@ -178,8 +175,7 @@ class Bench:
         values["train"] |= {"rounds": max(1, changes.get("rounds", self.rounds))} | changes.get("train", {})
         values["evaluate"] = {"every": self.rounds + 1, "clients": "none", "server": False}
         values["run"] = {"seed": seed, "dir": str(self.folder), "name": f"run{time.monotonic_ns()}"}
-        if "score" in changes:
-            values["objective"] = values["objective"] | {"score": changes["score"]}
+        values["objective"] = values["objective"] | {key: changes[key] for key in ("score", "spread") if key in changes}
         return make_config(values)
 
     def run(self, seed: int, changes: Mapping[str, Any], points: Sequence[int] = ()) -> Result:
@@ -222,8 +218,7 @@ class Bench:
 
     def _kept(self, config: Config, changes: Mapping[str, Any], points: Sequence[int] = ()) -> Path:
         """Return where a run's result is kept; what it has trained lies beside it."""
-        said = config.model_dump_json(exclude={"run": {"name", "dir"}})
-        said += json.dumps([changes.get("rounds", self.rounds), "central" in changes, list(points)])
+        said = config.digest() + json.dumps([changes.get("rounds", self.rounds), "central" in changes, list(points)])
         return self.kept / f"{hashlib.sha256(said.encode()).hexdigest()[:24]}.json"
 
     def trained(self, seed: int, changes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -261,18 +256,14 @@ def _machines(server: Server, config: Config) -> list[Machine]:
 
 
 def _machine(step: Step, objective: Any) -> Machine:
-    def scores(examples: Any) -> Scores:
-        found: Scores = objective.evaluate(step, "model", examples, 256)["scores"]
-        return found
-
-    train = objective.normal_examples(step.data.train)
-    test = scores(step.data.test)
-    z = F.normalize(predict(step, "model", train.measured(), 256).double(), dim=1)
+    found = objective.evaluate(step, "model", step.data.test, 256)
+    own = objective.normal_examples(step.data.train).as_tested()
+    z = F.normalize(predict(step, "model", own, 256).double(), dim=1)
     return Machine(
         step.client.id,
-        test.values.tolist(),
-        test.truth.tolist(),
-        float(np.quantile(scores(train.measured()).values, QUANTILE)),
+        found["scores"].values.tolist(),
+        found["scores"].truth.tolist(),
+        found["threshold"].total,
         float((z - z.mean(dim=0)).square().sum(dim=1).mean()),
     )
 
@@ -305,9 +296,7 @@ def contestants(bench: Bench) -> None:
             _said([min(machine.auc for machine in run) for run in last]),
             _said([_pooled(run) for run in last]),
             _said([statistics.fmean(machine.partial_auc for machine in run) for run in last]),
-            "-"
-            if changes.get("score") == "nearest"  # a training clip is its own nearest one
-            else _said([statistics.fmean(machine.f1 for machine in run) for run in last]),
+            _said([statistics.fmean(machine.f1 for machine in run) for run in last]),
             _said([statistics.fmean(machine.oracle_f1 for machine in run) for run in last]),
             _said([statistics.fmean(machine.spread for machine in run) for run in last], 4),
             f"{statistics.fmean(each.seconds for each in found):.0f}",
@@ -364,8 +353,7 @@ def spread(bench: Bench) -> None:
         "ProFiLA": {"method": {"steer": "off"}},
     }
     for name, changes in kinds.items():
-        objective = load_config(JOB, []).objective | {"spread": changes.get("spread", 0.0)}
-        seen = [bench.run(seed, {**changes, "objective": objective}, points) for seed in bench.seeds]
+        seen = [bench.run(seed, changes, points) for seed in bench.seeds]
         cells = [
             f"{statistics.fmean(m.spread for run in seen for m in run.machines[point]):.4f} "
             f"({statistics.fmean(m.auc for run in seen for m in run.machines[point]):.3f})"

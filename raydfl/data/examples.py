@@ -64,14 +64,16 @@ class Examples:
             columns={name: column[indices] for name, column in self.columns.items()},
         )
 
-    def measured(self) -> Examples:
-        """Return these examples cut as those are that are measured on: into segments, where the crop has ``test: segments``."""
+    def as_tested(self) -> Examples:
+        """Return these training examples cut into the segments in which a random crop has others measured; else as they are."""
         crop = self.pipeline.crop
-        if crop is None or crop.test != "segments" or self.pipeline.pixels is not None or self.views:
+        if crop is None or crop.test != "segments":
             return self
-        settings = SegmentSettings(frames=crop.size, stride=crop.stride or crop.size)
-        example, first, frames = segments(self.counts, settings, None)
-        return replace(self.take(example), starts=self.starts[example] + first, counts=frames)
+        which, first, frames = segments(
+            self.counts, SegmentSettings(frames=crop.size, stride=crop.stride or crop.size), None
+        )
+        found = self.take(which)
+        return replace(found, starts=found.starts + first, counts=frames)
 
     def targets(self, labels: np.ndarray) -> np.ndarray:
         """Return labels (int [n]) as batches have them: int64 [n], or float32 [n, classes] where a label is a set of classes."""

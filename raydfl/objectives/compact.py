@@ -120,14 +120,18 @@ class Compact(AnomalyObjective):
 
     def evaluate(self, step: Step, name: str, examples: Examples, batch_size: int) -> Metrics:
         """Measure a model by :attr:`score`; nothing where that needs training clips and there are none."""
-        if self.score == "centre":
-            return AnomalyObjective.evaluate(self, step, name, examples, batch_size)
-        own = self.normal_examples(step.data.train).measured()
-        if not len(own):
+        if self.score != "centre" and not len(self.normal_examples(step.data.train)):
             return {}
-        reference = F.normalize(predict(step, name, own, batch_size).double(), dim=1)
-        z = F.normalize(predict(step, name, examples, batch_size).double(), dim=1)
-        return self.metrics(distances(self.score, z, reference)[:, None], examples)
+        return AnomalyObjective.evaluate(self, step, name, examples, batch_size)
+
+    def answers_to(self, step: Step, name: str, examples: Examples, batch_size: int) -> Tensor:
+        """Return the scores of some examples, float [examples, 1], on the CPU."""
+        if self.score == "centre":
+            return AnomalyObjective.answers_to(self, step, name, examples, batch_size)
+        own = self.normal_examples(step.data.train).as_tested()
+        reference, z = (F.normalize(predict(step, name, part, batch_size).double(), dim=1) for part in (own, examples))
+        same = torch.from_numpy(examples.clips[:, None] == own.clips[None, :])
+        return distances(self.score, z, reference, same)[:, None]
 
 
 def _narrowness(z: Tensor, batch: Batch) -> Tensor:

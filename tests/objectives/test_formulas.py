@@ -78,6 +78,8 @@ def test_distances_from_a_clients_own_training_clips_are_scikit_learns() -> None
     np.testing.assert_allclose(distances("mahalanobis", *given), covariance.mahalanobis(z), rtol=1e-4)
     nearest = NearestNeighbors(n_neighbors=1).fit(reference).kneighbors(z)[0][:, 0]
     np.testing.assert_allclose(distances("nearest", *given), nearest**2, rtol=1e-6)
+    others = distances("nearest", given[1], given[1], torch.eye(30, dtype=torch.bool))
+    assert float(others.min()) > 0  # each but itself
     np.testing.assert_allclose(distances("own_centre", *given), ((z - reference.mean(axis=0)) ** 2).sum(axis=1))
     assert torch.isfinite(distances("mahalanobis", given[0], given[1][:1])).all()  # of one clip
 
