@@ -60,12 +60,13 @@ def describe_dataset(name: str) -> list[str]:
     return [*lines, "", f"for instance: data: {{name: {name}{required}}}"]
 
 
-def describe_data(data: DataSettings, seed: int) -> Iterator[str]:
+def describe_data(data: DataSettings, seed: int, labels_needed: bool = True) -> Iterator[str]:
     """Describe the configured recordings and which client gets which, from their list alone: no clip is read.
 
     Args:
         data: the configuration.
         seed: the run's: it decides split and partition.
+        labels_needed: whether each class has to be learnt, so that one without training clips is a mistake.
 
     Raises:
         DataError: the recordings are not there; or, after the lines about them, the split or the partition cannot be had.
@@ -90,7 +91,7 @@ def describe_data(data: DataSettings, seed: int) -> Iterator[str]:
     if extra:
         yield from _entry("other columns", ", ".join(extra))
     yield from remarks_of(manifest)
-    division = divide(manifest, classes, data, seed)
+    division = divide(manifest, classes, data, seed, labels_needed)
     yield ""
     if data.sites:
         yield f"Without its sites; each of them ({', '.join(data.sites)}) divides clips of its own:"

@@ -287,8 +287,22 @@ def test_predict_prints_scores(tiny: Tiny, recordings: list[Path], capsys: pytes
     folder = run(config).run_dir
     raydfl = Raydfl(capsys)
     said = raydfl("predict", folder, *recordings, "--json").events
-    assert [set(item) for item in said] == [{"file", "score"}] * 2
+    assert [set(item) for item in said] == [{"file", "score", "decision", "threshold", "threshold_origin"}] * 2
     assert said[1]["score"] > 2 * said[0]["score"]
+    recorded = [
+        row for row in read_rows(folder).to_pylist() if row["metric"] == "model/threshold" and not row["client"]
+    ][-1]
+    clients = f"of each of {recorded['count']:.0f} clients, their mean, round 8"
+    assert said[0]["threshold"] == pytest.approx(recorded["value"])
+    assert said[0]["threshold_origin"] == f"objective.quantile of the scores of normal training clips {clients}"
+    assert [item["decision"] for item in said] == [
+        "anomaly" if i["score"] >= i["threshold"] else "normal" for i in said
+    ]
+    own = raydfl("predict", folder, *recordings, "--json", "--client", "m1").events[0]
+    assert own["threshold_origin"] == "objective.quantile of the scores of normal training clips of m1, round 8"
+    higher = raydfl("predict", folder, *recordings, "--threshold", str(said[1]["score"] + 1)).out
+    assert "anomaly" not in higher
+    assert "(given)" in higher
     rows = list(csv.DictReader(io.StringIO(raydfl("predict", folder, *recordings, "--csv").out)))
     assert [float(row["score"]) for row in rows] == [item["score"] for item in said]
     assert f"{said[0]['score']:.4g}" in raydfl("predict", folder, *recordings).out
@@ -301,6 +315,7 @@ def test_predict_prints_scores(tiny: Tiny, recordings: list[Path], capsys: pytes
     path = Path(exported.out.splitlines()[0])
     about = json.loads(path.with_suffix(".json").read_text())
     assert set(about["onnx"]["outputs"]) == {"score"}
+    assert about["threshold"]["value"] == said[0]["threshold"]
     model = load_model(folder)
     x = torch.randn(3, model.length or 9, model.spec.inputs)
     found = onnxruntime.InferenceSession(path).run(["score"], {"x": x.numpy()})[0]

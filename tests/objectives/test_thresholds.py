@@ -7,14 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 import torch
+from commands import Raydfl
 from helpers import start
 from sklearn.metrics import f1_score
 
-from raydfl import read_rows
+from raydfl import read_rows, run
 from raydfl.core.errors import DataError
 from raydfl.data.build import build_population
 from raydfl.data.population import Population
+from raydfl.data.sets.machines import Machines
 from raydfl.engine.config import Config
 from raydfl.runs.folder import export
 from raydfl.runs.inference import load_model
@@ -124,3 +127,36 @@ def test_training_scores_are_measured_as_test_scores_are(tiny: Tiny) -> None:
     x = cut.batch(np.arange(len(cut))).x
     whole = train.store.frames[train.starts[0] : train.starts[0] + 19]
     assert torch.equal(x[1], torch.from_numpy(np.array(whole[4:10], np.float32)))
+
+
+def test_a_submission_to_dcase_has_a_file_for_each_machine(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny(*HERE, data())
+    folder = run(config).run_dir
+    corpus = Machines(kinds=("fan",), ids=2, clips=1, test_clips=2, seconds=0.3, strength_db=6.0)
+    rows = [row for row in corpus.manifest().to_pylist() if row["split"] == "test"]
+    clips = tmp_path / "dev_data" / "fan" / "test"
+    clips.mkdir(parents=True)
+    for number, row in enumerate(rows):
+        soundfile.write(clips / f"section_{row['id']}_{number:04d}.wav", *corpus.read(row))
+    raydfl = Raydfl(capsys)
+    said = raydfl("predict", folder, tmp_path / "dev_data", "--dcase", tmp_path / "out")
+    assert said.code == 0, said.err
+    kinds = ("anomaly_score", "decision_result")
+    expected = [tmp_path / "out" / f"{kind}_fan_section_{nn}_test.csv" for nn in ("00", "01") for kind in kinds]
+    assert said.out.split() == [str(path) for path in expected]
+    for nn in ("00", "01"):
+        own = raydfl("predict", folder, clips, "--json", "--client", f"fan_{nn}").events
+        mine = sorted((Path(e["file"]).name, e) for e in own if f"section_{nn}" in e["file"])
+        scores = [
+            line.split(",")
+            for line in (tmp_path / f"out/anomaly_score_fan_section_{nn}_test.csv").read_text().splitlines()
+        ]
+        assert [(name, float(score)) for name, score in scores] == [(name, e["score"]) for name, e in mine]
+        decided = (tmp_path / f"out/decision_result_fan_section_{nn}_test.csv").read_text()
+        assert decided == "".join(f"{name},{int(e['score'] >= e['threshold'])}\n" for name, e in mine)
+    (clips / "noise.wav").touch()
+    refused = raydfl("predict", folder, clips, "--dcase", tmp_path / "out")
+    assert refused.code == 2
+    assert "noise.wav do not say of which machine they are; they must be MACHINE/test/section_NN_...wav" in refused.err
