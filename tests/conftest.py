@@ -57,6 +57,7 @@ FEDMLAC_MODELS = {
     "local": [TINY["models"]["model"], {"name": "crnn_tiny", "hidden": 4, "filters": [4]}],
 }
 TINY_METHOD = {"fedgen": {"noise": 4, "hidden": 8, "server_steps": 5, "server_batch": 8}}
+TINY_OBJECTIVE = {"profila": {"name": "compact", "size": 4, "normal": ["tone0"]}}
 TINY_DATA = {"fedstar": {"unlabelled": {"keep": 0.4}}}
 TINY_MODELS = {"fedmlac": FEDMLAC_MODELS, f"{TESTS}/extra_methods.py:Slow": FEDMLAC_MODELS}
 
@@ -113,6 +114,8 @@ def tiny(tmp_path: Path, feature_cache: Path) -> Callable[..., Config]:
         values = copy.deepcopy(TINY)
         values["method"] = {"name": method, **TINY_METHOD.get(method, {})}
         values["models"] = copy.deepcopy(TINY_MODELS.get(method, TINY["models"]))
+        if method in TINY_OBJECTIVE:
+            values["objective"] = copy.deepcopy(TINY_OBJECTIVE[method])
         values["data"].update(TINY_DATA.get(method, {}))
         values["data"]["cache"] = str(feature_cache)
         values["run"]["dir"] = str(tmp_path / "runs")

@@ -54,7 +54,7 @@ def data_info(
             for part, data in config.data.each.items():
                 if part:
                     print(f"\npart {part}")  # noqa: T201
-                for line in describe_data(data, config.run.seed):
+                for line in describe_data(data, config.run.seed, config.labels_needed):
                     print(line)  # noqa: T201
         except DataError as error:
             unfit = DataError(f"data.parts.{part}: {error}") if part else error

@@ -60,12 +60,13 @@ def describe_dataset(name: str) -> list[str]:
     return [*lines, "", f"for instance: data: {{name: {name}{required}}}"]
 
 
-def describe_data(data: DataSettings, seed: int) -> Iterator[str]:
+def describe_data(data: DataSettings, seed: int, labels_needed: bool = True) -> Iterator[str]:
     """Describe the configured recordings and which client gets which, from their list alone: no clip is read.
 
     Args:
         data: the configuration.
         seed: the run's: it decides split and partition.
+        labels_needed: whether each class has to be learnt, so that one without training clips is a mistake.
 
     Raises:
         DataError: the recordings are not there; or, after the lines about them, the split or the partition cannot be had.
@@ -83,12 +84,14 @@ def describe_data(data: DataSettings, seed: int) -> Iterator[str]:
     if without:
         yield from _entry("without a label", f"{without:,} clips")
     yield from _entry(*_groups(manifest))
+    if "condition" in manifest.column_names:
+        yield from _entry("conditions", _conditions(manifest))
     yield from _entry("official split", _counts(manifest, "split", ("train", "validation", "test")) or "none")
     extra = [name for name in manifest.column_names if name not in _STANDARD]
     if extra:
         yield from _entry("other columns", ", ".join(extra))
     yield from remarks_of(manifest)
-    division = divide(manifest, classes, data, seed)
+    division = divide(manifest, classes, data, seed, labels_needed)
     yield ""
     if data.sites:
         yield f"Without its sites; each of them ({', '.join(data.sites)}) divides clips of its own:"
@@ -150,6 +153,24 @@ def _groups(manifest: pa.Table) -> tuple[str, str]:
     without = manifest.column("group").null_count
     text = _counts(manifest, "group", natural_order(list(occurrences)))
     return f"groups ({len(occurrences):,})", text + (f"; {without:,} clips have no group" if without else "")
+
+
+def _conditions(manifest: pa.Table) -> str:
+    """``fan_00: 60 normal, 20 anomaly; fan_01: ...``; of many groups, or of none, only all clips."""
+    table = manifest.select(["group", "condition"])
+    if not 0 < len(_occurrences(manifest, "group")) <= _MOST_NAMES:
+        return _counts(manifest, "condition", natural_order(list(_occurrences(manifest, "condition"))))
+    counted: dict[str, list[str]] = {}
+    for row in table.group_by(["group", "condition"]).aggregate([([], "count_all")]).to_pylist():
+        counted.setdefault(str(row["group"]), []).append(f"{row['count_all']:,} {row['condition']}")
+    of_groups = (f"{name}: {', '.join(sorted(counted[name], key=_condition))}" for name in natural_order(list(counted)))
+    return "; ".join(text.replace(" ", _KEPT) for text in of_groups)
+
+
+def _condition(count: str) -> tuple[bool, str]:
+    """Sort key: normal clips first."""
+    name = count.partition(" ")[2]
+    return name != "normal", name
 
 
 def _clients(division: Division, settings: PartitionSettings) -> str:

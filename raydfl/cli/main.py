@@ -220,6 +220,18 @@ def predict_command(
     top: Annotated[int, typer.Option("--top", min=1, help="how many classes to show for each recording")] = 1,
     as_csv: Annotated[bool, typer.Option("--csv", help="print comma-separated values")] = False,
     as_json: Json = False,
+    threshold: Annotated[
+        float | None,
+        typer.Option("--threshold", help="the score from which on a recording is anomalous; default: the run's own"),
+    ] = None,
+    dcase: Annotated[
+        Path | None,
+        typer.Option(
+            "--dcase",
+            help="folder for the files of a submission to DCASE's task 2, in place of what is printed",
+            show_default=False,
+        ),
+    ] = None,
     trust: Trust = False,
 ) -> None:
     """Classify recordings with a model of the run in DIR, or say of them what else the run's objective answers.
@@ -227,18 +239,32 @@ def predict_command(
     They go through the run's own front end: wav, flac, ogg, opus, mp3, aiff and others, any rate and number of channels; or images,
     where the model reads these. Those that cannot be read are named at the end, with exit code 2; all others are classified.
     """
+    import dataclasses
+
     from raydfl.cli.predictions import Form, show
-    from raydfl.runs.inference import load_model, predictions
+    from raydfl.runs.inference import Threshold, load_model, predictions, write_submission
 
     if as_csv and as_json:
         raise InputError("--csv and --json: choose one")
+    given = None if threshold is None else Threshold(threshold, "given")
+    if dcase is not None:
+        for path in write_submission(directory, files, dcase, model=model, client=client, threshold=given, trust=trust):
+            print(path)  # noqa: T201
+        return
     loaded = load_model(directory, model, client, trust)
+    if given is not None:
+        if loaded.objective.answers != "score":
+            raise InputError(f"--threshold: model {loaded.name!r} gives no scores; leave it out")
+        loaded = dataclasses.replace(loaded, threshold=given)
+    heading = loaded.description
+    if loaded.threshold is not None:
+        heading += f"\nanomalous from {loaded.threshold.value:.4g} on ({loaded.threshold.origin})"
     form: Form = "csv" if as_csv else "json" if as_json else "table"
     show(
         predictions(loaded, files),
         min(top, len(loaded.classes)),
         form,
-        loaded.description,
+        heading,
         None,
         loaded.objective.answers,
     )

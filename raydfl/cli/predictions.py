@@ -69,12 +69,13 @@ def show(
 def as_data(prediction: Prediction, top: int) -> dict[str, Any]:
     """Return a prediction as one JSON object: ``file``, ``label``, ``probability``, ``top``; or ``file`` and ``error``.
 
-    Of a set of classes ``labels`` takes the place of ``label`` and ``probability``; of a score, ``score`` that of all.
+    Of a set of classes ``labels`` takes the place of ``label`` and ``probability``; of a score, ``score`` that of all, with
+    ``decision``, ``threshold`` and ``threshold_origin`` where there is a threshold.
     """
     if prediction.error:
         return {"file": shown_name(prediction.file), "error": prediction.error}
     if prediction.answers == "score":
-        return {"file": shown_name(prediction.file), "score": prediction.score}
+        return {"file": shown_name(prediction.file), "score": prediction.score, **_decided(prediction)}
     own: dict[str, Any] = {"label": prediction.label, "probability": prediction.probability}
     if prediction.answers == "set":
         own = {"labels": list(prediction.labels)}
@@ -83,6 +84,13 @@ def as_data(prediction: Prediction, top: int) -> dict[str, Any]:
         **own,
         "top": [{"label": label, "probability": probability} for label, probability in prediction.top(top)],
     }
+
+
+def _decided(prediction: Prediction) -> dict[str, Any]:
+    threshold = prediction.threshold
+    if threshold is None:
+        return {}
+    return {"decision": prediction.decision, "threshold": threshold.value, "threshold_origin": threshold.origin}
 
 
 def _write_json(found: Iterable[Prediction], top: int, _: str, out: TextIO) -> None:
@@ -101,18 +109,19 @@ def _write_csv(found: Iterable[Prediction], top: int, _: str, out: TextIO) -> No
 
 def _write_score_csv(found: Iterable[Prediction], _: int, __: str, out: TextIO) -> None:
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["file", "score", "error"])
+    writer.writerow(["file", "score", "decision", "threshold", "threshold_origin", "error"])
     for prediction in found:
-        score = "" if prediction.error else prediction.score
-        writer.writerow([shown_name(prediction.file), score, prediction.error])
+        score, decided = ("", {}) if prediction.error else (prediction.score, _decided(prediction))
+        cells = [decided.get(name, "") for name in ("decision", "threshold", "threshold_origin")]
+        writer.writerow([shown_name(prediction.file), score, *cells, prediction.error])
 
 
 def _write_score_table(found: Iterable[Prediction], _: int, heading: str, out: TextIO) -> None:
-    table = Table("file", "score", box=None, pad_edge=False)
+    table = Table("file", "score", "decision", box=None, pad_edge=False)
     table.columns[0].overflow = "fold"
     for prediction in found:
         score = "-" if prediction.error else f"{prediction.score:.4g}"
-        table.add_row(Text(shown_name(prediction.file)), Text(score))
+        table.add_row(Text(shown_name(prediction.file)), Text(score), Text(prediction.decision))
     _print(table, heading, out)
 
 

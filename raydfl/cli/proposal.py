@@ -127,7 +127,7 @@ def find(config: Config) -> Proposal | None:
         tried = {**data, "split": {**values["data"]["split"], "test": test}, "partition": partition}
         try:
             whole = make_config({**values, "data": {**values["data"], **tried}}, "the proposal")
-            division = divide(manifest, classes, whole.data, config.run.seed)
+            division = divide(manifest, classes, whole.data, config.run.seed, config.labels_needed)
             there = np.unique(division.labels[division.split.test])
             if strict and len(there) < len(classes) and test != _OFFICIAL:
                 continue

@@ -7,7 +7,6 @@ what was pooled.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from raydfl.core.errors import DataError
-from raydfl.core.types import Metric, Metrics, Ratio, Scores
+from raydfl.core.types import Metric, Metrics, Ratio, Scores, joined_scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,9 @@ SCORES: Mapping[str, Score] = {
     "auc": Score("AUC", headline=True),
     "pauc": Score("partial AUC"),
     "eer": Score("equal error rate", higher_is_better=False),
+    "dcase": Score("DCASE score", drawn=False),
     "f1": Score("F1"),
+    "oracle_f1": Score("F1 at the threshold that suits the test best (oracle)", drawn=False),
     "macro_f1": Score("macro F1"),
     "average_recall": Score("average recall", drawn=False),
     "attack_success": Score("attack success", higher_is_better=False),
@@ -58,6 +59,12 @@ OF_FIT = ("loss", "steps")
 
 OF_CLIENTS = ("_client_mean", "_client_std", "_worst_decile")
 """Endings of a score's name for its summaries over clients."""
+
+HARMONIC_MEAN = "_harmonic_mean"
+"""Ending of the name of a ranking score's harmonic mean over clients."""
+
+_OF_MACHINES = ("auc", "pauc", "dcase")
+"""Scores of which it is taken, as DCASE takes it over machines."""
 
 SHOWN = (*(name for name, score in SCORES.items() if score.headline), "attack_success")
 """The scores of a progress line, by the last part of their names."""
@@ -203,13 +210,7 @@ def pool(parts: Iterable[Metrics]) -> dict[str, Metric]:
                 raise ValueError(
                     f"metric {name!r} cannot be pooled: {kind_of_metric(so_far)} here, {kind_of_metric(value)} there"
                 )
-    return pooled | {name: _joined(several) for name, several in joined.items()}
-
-
-def _joined(parts: Sequence[Scores]) -> Scores:
-    """Join scores of one kind, all at once."""
-    values, truth = np.concatenate([part.values for part in parts]), np.concatenate([part.truth for part in parts])
-    return dataclasses.replace(parts[0], values=values, truth=truth)
+    return pooled | {name: joined_scores(several) for name, several in joined.items()}
 
 
 def kind_of_metric(value: Metric) -> str:
@@ -256,7 +257,8 @@ def ranking_metrics(scores: Scores) -> dict[str, Ratio]:
     """Return what scikit-learn's functions say of scores, each a ratio that counts the clips.
 
     Of values [clips]: ``auc``; ``pauc``, up to a false positive rate of 0.1, standardised (McClish); ``eer``, where the
-    false positive rate equals the false negative rate; and with a threshold ``f1``. Of values [clips, classes]: ``map`` and
+    false positive rate equals the false negative rate; ``oracle_f1``, the largest F1 that any threshold gives; with a
+    threshold ``f1``, that at it; and with groups ``dcase``, see :func:`dcase_score`. Of values [clips, classes]: ``map`` and
     ``auc``, the mean over the classes of average precision and AUC; and with a threshold ``macro_f1``. Classes of which all or
     no clips are true are left out of the mean. Where nothing can be said, because all clips or none are true, the count is 0;
     with a value that is not finite the score is NaN.
@@ -268,8 +270,9 @@ def ranking_metrics(scores: Scores) -> dict[str, Ratio]:
     columns = values.reshape(clips, -1).shape[1]
     some = [column for column in range(columns) if 0 < np.count_nonzero(truth.reshape(clips, -1)[:, column]) < clips]
     several = values.ndim > 1
-    names = ["map", "auc"] if several else ["auc", "pauc", "eer"]
+    names = ["map", "auc"] if several else ["auc", "pauc", "eer", "oracle_f1"]
     names += [] if scores.threshold is None else ["macro_f1" if several else "f1"]
+    names += [] if scores.groups is None else ["dcase"]
     if not some or not np.isfinite(values).all():
         return {name: Ratio(float("nan") if some else 0.0, clips if some else 0) for name in names}
     found: dict[str, float] = {}
@@ -283,9 +286,54 @@ def ranking_metrics(scores: Scores) -> dict[str, Ratio]:
         found["auc"] = sklearn_metrics.roc_auc_score(truth, values)
         found["pauc"] = sklearn_metrics.roc_auc_score(truth, values, max_fpr=MAX_FALSE_POSITIVES)
         found["eer"] = _equal_error_rate(*sklearn_metrics.roc_curve(truth, values, drop_intermediate=False)[:2])
+        precision, recall, _ = sklearn_metrics.precision_recall_curve(truth, values)
+        found["oracle_f1"] = float((2 * precision * recall / np.maximum(precision + recall, 1e-300)).max())
         if scores.threshold is not None:
             found["f1"] = sklearn_metrics.f1_score(truth, values >= scores.threshold, zero_division=0)
-    return {name: Ratio(float(value) * clips, clips) for name, value in found.items()}
+    ratios = {name: Ratio(float(value) * clips, clips) for name, value in found.items()}
+    if scores.groups is not None:
+        value = dcase_score(values, truth, scores.groups)
+        ratios["dcase"] = Ratio(0.0, 0) if np.isnan(value) else Ratio(value * clips, clips)
+    return ratios
+
+
+def dcase_score(values: NDArray[np.float64], truth: NDArray[np.bool_], groups: NDArray[np.int64]) -> float:
+    """Return the harmonic mean of all AUCs and partial AUCs of machines, as DCASE's task 2 ranks by it since 2022.
+
+    Of each machine one AUC for each domain, between the normal clips of that domain and all its anomalous ones, and one
+    partial AUC over both domains. A machine, or a domain, of which there are no normal or no anomalous clips is left out.
+
+    Args:
+        values: [clips], the higher the stranger.
+        truth: [clips], True for anomalous clips.
+        groups: [clips, 2]: machine and domain, as numbers.
+
+    Returns:
+        0 to 1; NaN where no machine has clips of both kinds.
+    """
+    from sklearn import metrics as sklearn_metrics  # see above
+
+    found: list[float] = []
+    for machine in np.unique(groups[:, 0]).tolist():
+        mine = groups[:, 0] == machine
+        if truth[mine].all() or not truth[mine].any():
+            continue
+        found.append(sklearn_metrics.roc_auc_score(truth[mine], values[mine], max_fpr=MAX_FALSE_POSITIVES))
+        for domain in np.unique(groups[mine & ~truth, 1]).tolist():
+            some = mine & (truth | (groups[:, 1] == domain))
+            found.append(sklearn_metrics.roc_auc_score(truth[some], values[some]))
+    return harmonic_mean(found)
+
+
+def harmonic_mean(values: Sequence[float]) -> float:
+    """Return the harmonic mean of numbers of at least 0; 0 if one of them is, NaN of none.
+
+    >>> harmonic_mean([1.0, 0.5])
+    0.6666666666666666
+    """
+    if not len(values):
+        return float("nan")
+    return 0.0 if min(values) <= 0 else len(values) / sum(1 / value for value in values)
 
 
 def _equal_error_rate(false_positives: NDArray[np.float64], true_positives: NDArray[np.float64]) -> float:
@@ -338,8 +386,9 @@ def spread(clients: Iterable[Metrics]) -> dict[str, Ratio]:
     """Return how the clients differ; each client counts once, however many examples it has.
 
     For each score of :data:`HIGHER_IS_BETTER` that a client has, given or derived by :func:`summarise`:
-    ``<score>_client_mean``, ``<score>_client_std`` (population standard deviation) and ``<score>_worst_decile``. The
-    count is the number of clients; clients that counted nothing are left out.
+    ``<score>_client_mean``, ``<score>_client_std`` (population standard deviation) and ``<score>_worst_decile``; for
+    ``auc``, ``pauc`` and ``dcase`` also ``<score>_harmonic_mean``. The count is the number of clients; clients that counted
+    nothing are left out.
     """
     values: dict[str, list[float]] = {}
     for metrics in clients:
@@ -355,6 +404,8 @@ def spread(clients: Iterable[Metrics]) -> dict[str, Ratio]:
                 "client_std": float(np.std(numbers)),
                 "worst_decile": worst_decile(numbers, HIGHER_IS_BETTER[base_name(name)]),
             }
+        if base_name(name) in _OF_MACHINES:
+            summary[HARMONIC_MEAN.removeprefix("_")] = harmonic_mean(numbers)
         for what, value in summary.items():
             result[f"{name}_{what}"] = Ratio(value * count, count)
     return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,11 +44,22 @@ class Scores:
     """bool, of the shape of ``values``."""
     threshold: float | None = None
     """The value from which on a clip is taken for true; ``None``: there is none, and F1 is not told."""
+    groups: np.ndarray | None = None
+    """int64 [clips, 2]: the machine that each clip is of, and the domain, as numbers; ``None``: not known. For DCASE's score."""
 
     def __add__(self, other: Scores) -> Scores:
-        return Scores(
-            np.concatenate([self.values, other.values]), np.concatenate([self.truth, other.truth]), self.threshold
-        )
+        return joined_scores([self, other])
+
+
+def joined_scores(parts: Sequence[Scores]) -> Scores:
+    """Return scores of one kind as one, all at once."""
+    groups = [part.groups for part in parts if part.groups is not None]
+    return replace(
+        parts[0],
+        values=np.concatenate([part.values for part in parts]),
+        truth=np.concatenate([part.truth for part in parts]),
+        groups=np.concatenate(groups) if len(groups) == len(parts) else None,
+    )
 
 
 Metric = Ratio | np.ndarray | Scores

@@ -27,6 +27,7 @@ from raydfl.data.partition import natural_order as natural_order
 from raydfl.data.partition import sizes_text as sizes_text
 from raydfl.data.pictures import read_image as read_image
 from raydfl.data.pools import LABELLED as LABELLED
+from raydfl.data.pools import NO_LABEL as NO_LABEL
 from raydfl.data.pools import UNLABELLED as UNLABELLED
 from raydfl.data.population import POPULATION_FILE as POPULATION_FILE
 from raydfl.data.population import Population as Population

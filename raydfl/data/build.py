@@ -74,6 +74,11 @@ def build_population(
     prepared = functools.partial(prepare, data.source, cache=data.cache, progress=progress, run_chunks=run_chunks)
     store = prepared(manifest, data.stored_features, unreadable=data.unreadable)
     messages = remarks_of(manifest)
+    if data.split.as_published is not None:
+        messages.append(
+            "data.split.as_published: clips that are trained on are tested on too, so scores say how well clips are known, not "
+            "how well a failing machine is heard"
+        )
     skipped: list[tuple[str, str]] = []
     if store.failures:
         clips = manifest.column("clip")
@@ -212,7 +217,7 @@ class _Assembler:
             **self._held_out("server_validation", division.split.validation),
             **self._held_out("test", division.split.test),
         }
-        if self.data.split.client_test is not None:
+        if self.data.split.tested_by_clients:
             arrays |= self._held_out("client_test", self.client_test, owners=self.client_test_of)
         if attack is not None:
             arrays |= self._attacked(attack, training)

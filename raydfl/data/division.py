@@ -22,6 +22,7 @@ from raydfl.data.split import (
     ClientHoldOutSettings,
     Split,
     SplitSettings,
+    as_published,
     hold_out,
     hold_out_of_each,
     split_clips,
@@ -122,7 +123,7 @@ def divide(
     )
     if complete and data.unseen == "stop" and data.label_sets is None:
         _check_classes(classes, labels, usable, split, partition)
-    drawn = {kind: how for kind, how in _hold_outs(data.split).items() if how and not _by_value(how)}
+    drawn = {kind: how for kind, how in _hold_outs(data.split).items() if how and (not _by_value(how) or how.others)}
     if apart:
         _check_training(partition, role)
     for client_id, start, stop in (
@@ -153,6 +154,9 @@ def _held_out_by_value(
     """Return the clips that clients hold out because of a column's values, by role, and those that are left to train on."""
     found: dict[int, np.ndarray] = {}
     names = {CLIENT_TEST: "client_test", VALIDATION: "validation"}
+    if data.split.as_published is not None:  # who tests on all its clips
+        found[CLIENT_TEST] = train[labels[train] != NO_LABEL]
+        train = train[as_published(table, train, data.split.as_published, seed)]
     for role, setting in _hold_outs(data.split).items():
         if _by_value(setting):
             chosen = with_values(table, train, setting, seed, f"data.split.{names[role]}")
@@ -165,7 +169,9 @@ def _drawn(setting: float | ClientHoldOutSettings | None, labels: np.ndarray, rn
     """Draw which of a client's clips it holds out: bool [clips]."""
     if isinstance(setting, ClientHoldOutSettings) and setting.stratify:
         return hold_out_of_each(labels, setting.fraction or 0.0, rng)
-    fraction = setting.fraction if isinstance(setting, ClientHoldOutSettings) else setting
+    if not isinstance(setting, ClientHoldOutSettings):
+        return hold_out(len(labels), setting or 0.0, rng)
+    fraction = setting.others if _by_value(setting) else setting.fraction
     return hold_out(len(labels), fraction or 0.0, rng)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from raydfl.core.types import Batch
 from raydfl.data.features.cache import FeatureStore
+from raydfl.data.segment import SegmentSettings, segments
 from raydfl.data.transforms import PLAIN, Drawn, Pipeline
 
 
@@ -62,6 +63,17 @@ class Examples:
             views={name: view.take(indices) for name, view in self.views.items()},
             columns={name: column[indices] for name, column in self.columns.items()},
         )
+
+    def as_tested(self) -> Examples:
+        """Return these training examples cut into the segments in which a random crop has others measured; else as they are."""
+        crop = self.pipeline.crop
+        if crop is None or crop.test != "segments":
+            return self
+        which, first, frames = segments(
+            self.counts, SegmentSettings(frames=crop.size, stride=crop.stride or crop.size), None
+        )
+        found = self.take(which)
+        return replace(found, starts=found.starts + first, counts=frames)
 
     def targets(self, labels: np.ndarray) -> np.ndarray:
         """Return labels (int [n]) as batches have them: int64 [n], or float32 [n, classes] where a label is a set of classes."""

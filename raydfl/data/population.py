@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import safetensors.numpy
@@ -360,21 +360,26 @@ class Population:
         values: np.ndarray = self._arrays["statistics/values"]
         return values[:, -1 if client is None else int(self._arrays["statistics/of"][client])]
 
-    def label_counts(self) -> np.ndarray:
-        """Return int64 [clients, classes]: training clips of each client by class, wrong labels as they are.
+    def label_counts(self, of: Literal["train", "validation", "client_test"] = "train") -> np.ndarray:
+        """Return int64 [clients, classes]: clips of each client by class, wrong labels as they are.
 
         Of several parts each has columns of its own, in the order of :attr:`classes`.
+
+        Args:
+            of: what the clients have the clips for. Clients without tests of their own have none in ``client_test``.
         """
         if self.parts:
-            return block_diagonal([part.population.label_counts() for part in self.parts])
-        offsets = self._arrays["train/offsets"]
+            return block_diagonal([part.population.label_counts(of) for part in self.parts])
+        if f"{of}/offsets" not in self._arrays:
+            return np.zeros((len(self), len(self.classes)), np.int64)
+        offsets, labels = self._arrays[f"{of}/offsets"], self._arrays[f"{of}/labels"]
         client = np.repeat(np.arange(len(self)), np.diff(offsets))
-        clips = self._arrays["train/clips"]
+        clips = self._arrays[f"{of}/clips"]
         # The segments of a clip follow one another: only the first of each counts.
         first = np.ones(len(clips), bool)
         first[1:] = (clips[1:] != clips[:-1]) | (client[1:] != client[:-1])
-        first &= self._arrays["train/labels"] >= 0
-        cell = client[first] * len(self._labels) + self._arrays["train/labels"][first]
+        first &= labels >= 0
+        cell = client[first] * len(self._labels) + labels[first]
         counts = np.bincount(cell, minlength=len(self) * len(self._labels)).reshape(len(self), len(self._labels))
         return counts if self.sets is None else counts @ self.sets.astype(np.int64)
 

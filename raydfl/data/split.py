@@ -8,7 +8,7 @@ from typing import Annotated, Literal, cast
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from raydfl.core.errors import DataError, nearest
 from raydfl.core.seeds import generator
@@ -75,10 +75,20 @@ class ClientHoldOutSettings(Settings):
     stratify: Annotated[bool, Field(description="clip: the same share of every label that there is, each rounded.")] = (
         False
     )
+    others: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            lt=1,
+            description="With values: share of each client's other clips that is held out besides, 0 to 1. null: none is.",
+        ),
+    ] = None
 
     @model_validator(mode="after")
     def _one_way(self) -> ClientHoldOutSettings:
         _check_one_way(self)
+        if self.others is not None and self.values is None:
+            raise ValueError("others, a share of the clips with other values, goes with values")
         if self.by != "clip" and self.stratify:
             raise ValueError(f"stratify goes with by: clip, not with by: {self.by}")
         return self
@@ -90,6 +100,22 @@ def _check_one_way(settings: HoldOutSettings | ClientHoldOutSettings) -> None:
         raise ValueError(f"by: {settings.by} needs either values or fraction")
     if settings.by == "clip" and settings.values is not None:
         raise ValueError("by: clip needs fraction, not values")
+
+
+class PublishedSettings(Settings):
+    """The leaking protocol of published work on machines: clips that are trained on are tested on too."""
+
+    column: Annotated[str, Field(description="Column of the manifest that says which clips are normal.")] = "condition"
+    normal: Annotated[
+        tuple[str | int | float, ...], Field(min_length=1, description="Its values that mean normal.")
+    ] = ("normal",)
+    anomalies: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="Anomalous clips of a group that are trained on, as a share of its normal ones, rounded; at most all.",
+        ),
+    ] = 0.2
 
 
 class SplitSettings(Settings):
@@ -120,6 +146,29 @@ class SplitSettings(Settings):
             "least stays in training. Or a group like client_test.",
         ),
     ] = 0.0
+    as_published: Annotated[
+        PublishedSettings | None,
+        BeforeValidator(lambda value: {True: {}, False: None}.get(value, value) if isinstance(value, bool) else value),
+        Field(
+            description="Train on all normal clips and some anomalous ones, and have each client test on all its clips, as "
+            "published work on machines did: so one sees what leaks there. true, or a group. null: no."
+        ),
+    ] = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SplitSettings:
+        if self.server_validation is not None and self.server_validation.others is not None:
+            raise ValueError("server_validation.others: a share of each client's clips goes with what clients hold out")
+        if self.as_published is not None and (self.test is not None or self.client_test is not None):
+            raise ValueError(
+                "as_published has each client test on all its clips: set test to null, and client_test too"
+            )
+        return self
+
+    @property
+    def tested_by_clients(self) -> bool:
+        """True where clients have test sets of their own."""
+        return self.client_test is not None or self.as_published is not None
 
 
 @dataclass(frozen=True)
@@ -237,6 +286,36 @@ def with_values(
     chosen: np.ndarray = np.isin(values.astype(str), wanted) & np.array([value is not None for value in values], bool)
     if chosen.all():
         raise DataError(f"{where}: by: {settings.by} holds out all {len(rows)} clips and leaves none to train on")
+    return chosen
+
+
+def as_published(manifest: pa.Table, rows: np.ndarray, settings: PublishedSettings, seed: int) -> np.ndarray:
+    """Draw what is trained on by the leaking protocol: bool [rows], all normal clips and some anomalous ones of each group.
+
+    Args:
+        manifest: of all clips.
+        rows: int64: those to choose from.
+        settings: which clips are normal, and how many of the others are taken.
+        seed: the run's.
+
+    Raises:
+        DataError: there is no such column, or no clip is normal, or none is anomalous.
+    """
+    there = manifest.take(pa.array(rows))
+    values = np.array([str(value) for value in _column(there, settings.column)])
+    chosen: np.ndarray = np.isin(values, [str(value) for value in settings.normal])
+    if chosen.all() or not chosen.any():
+        raise DataError(
+            f"data.split.as_published: {'all' if chosen.all() else 'none'} of {len(rows)} clips are normal, that is "
+            f"{', '.join(map(str, settings.normal))} in column {settings.column!r}, and both kinds are needed; the values there "
+            f"are {', '.join(sorted(set(values.tolist())))}"
+        )
+    groups = np.array([str(group) for group in _column(there, "group")])
+    for group in sorted(set(groups.tolist())):
+        normal, strange = (np.flatnonzero((groups == group) & which) for which in (chosen, ~chosen))
+        number = min(len(strange), _rounded(settings.anomalies * len(normal)))
+        rng = generator(seed, 0, group, "data.split.as_published")
+        chosen[rng.permutation(strange)[:number]] = True
     return chosen
 
 

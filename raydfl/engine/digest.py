@@ -34,6 +34,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "unseen"): "stop",
     ("data", "split", "client_test"): None,
     ("data", "split", "server_validation"): None,
+    ("data", "split", "as_published"): None,
     ("data", "unlabelled"): None,
     ("data", "pools"): {},
     ("data", "parts"): {},
@@ -47,7 +48,13 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
 out, and so stays what it was."""
 
 
-_OPTION_CAME_LATER: Mapping[tuple[str, str], Any] = {("spoken_words", "label"): "word", ("compact", "spread"): 0.0}
+_OPTION_CAME_LATER: Mapping[tuple[str, str], Any] = {
+    ("spoken_words", "label"): "word",
+    ("compact", "spread"): 0.0,
+    ("compact", "score"): "centre",
+    ("compact", "quantile"): 0.95,
+    ("reconstruct", "quantile"): 0.95,
+}
 """The same for options of data sets and objectives: by name of either, and option."""
 
 
@@ -155,6 +162,7 @@ def _forget_neutral(values: dict[str, Any], *of: str) -> None:
         if key in group and group[key] == neutral:
             del group[key]
     _forget_variance(values["data"])
+    _forget_others(values["data"]["split"])
 
 
 def _forget_variance(data: dict[str, Any]) -> None:
@@ -163,6 +171,13 @@ def _forget_variance(data: dict[str, Any]) -> None:
     for pool in (data.get("unlabelled"), *dict(pools).values()):
         if pool and pool["partition"] and not pool["partition"]["variance"]:
             del pool["partition"]["variance"]
+
+
+def _forget_others(split: dict[str, Any]) -> None:
+    """Take it out of what is held out where it is null."""
+    for held_out in split.values():
+        if isinstance(held_out, dict) and held_out.get("others", ...) is None:
+            del held_out["others"]
 
 
 def _note_statistics(data: DataSettings, values: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.types import Batch, Metrics, ModelSpec, same_view
-from raydfl.data import Examples
+from raydfl.data import Examples, Population
 from raydfl.training import Step, predict
 
 EXTENSION = "objective"
@@ -48,6 +48,14 @@ class Objective:
             classes: names of the classes.
             length: frames of every example of a view that a network reads; ``None``: they differ, or it is one of images.
         """
+
+    def remarks(self, population: Population) -> Sequence[str]:
+        """Return what is to be said of the clients' data before the first round, or refuse them with a DataError.
+
+        Args:
+            population: all clients, of one part where there are parts; it holds no examples where these are at sites.
+        """
+        return ()
 
     def outputs(self, classes: int) -> int:
         """Return how many numbers a network gives for an example; by default one for each class."""
@@ -137,11 +145,15 @@ class Objective:
 
     def evaluate(self, step: Step, name: str, examples: Examples, batch_size: int) -> Metrics:
         """Measure a model of a step on some examples; by default :meth:`metrics` of the predictor's outputs."""
+        return self.metrics(self.answers_to(step, name, examples, batch_size), examples)
+
+    def answers_to(self, step: Step, name: str, examples: Examples, batch_size: int) -> Tensor:
+        """Return the predictor's outputs for some examples, float32 [examples, answers], on the CPU."""
         network = step.models[name]
         predictor = self.predictor(network)
         if predictor is not network:
             step = dataclasses.replace(step, models={**step.models, name: same_view(predictor, network)})
-        return self.metrics(predict(step, name, examples, batch_size), examples)
+        return predict(step, name, examples, batch_size)
 
 
 def mean_over_clips(values: Tensor, examples: Examples) -> tuple[np.ndarray, np.ndarray]:

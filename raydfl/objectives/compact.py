@@ -13,6 +13,9 @@ recording's score is the squared distance to the nearest centre of a class that 
 Brought near enough to each other, all clips are one point, and no score says anything: the loss of normal clips is then 0. Against
 this stands v, the variance term of A. Bardes, J. Ponce and Y. LeCun, VICReg, ICLR 2022, equation 1. Their z has any length and its
 deviation is held at 1; here z has length 1, so 1 / sqrt(d) takes that place: what z has where it is spread over the whole sphere.
+
+With ``score`` a client holds its recordings against what its network makes of its own training clips, each time that it is measured
+(raydfl.objectives._reference); nothing is then measured at the server, which has none.
 """
 
 from __future__ import annotations
@@ -25,9 +28,11 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from raydfl.core.types import Batch, ModelSpec
+from raydfl.core.types import Batch, Metrics, ModelSpec
+from raydfl.data import Examples
 from raydfl.objectives._anomaly import AnomalyObjective
-from raydfl.training import Step
+from raydfl.objectives._reference import distances
+from raydfl.training import Step, predict
 
 _NONE = 1e-6
 """Clips in the running count of a class from which on it is known."""
@@ -55,6 +60,13 @@ class Compact(AnomalyObjective):
             description="weight of a term that keeps all clips from becoming one point (VICReg's variance term); 0: none",
         ),
     ] = 0.0
+    score: Annotated[
+        Literal["centre", "own_centre", "mahalanobis", "nearest"],
+        Field(
+            description="what a score is the distance to. centre: the running centre, which travels. At clients alone, of their "
+            "own training clips: own_centre, their mean; mahalanobis, their mean, by their covariance; nearest, the nearest one"
+        ),
+    ] = "centre"
 
     def outputs(self, classes: int) -> int:
         """Return ``size``."""
@@ -62,12 +74,24 @@ class Compact(AnomalyObjective):
 
     def extension(self, spec: ModelSpec) -> nn.Module:
         """Return the running centres."""
-        return _Centres(spec.classes if self.by == "class" else 1, self.size)
+        return Centres(spec.classes if self.by == "class" else 1, self.size)
 
     def loss(self, step: Step, name: str, batch: Batch) -> Tensor:
         """Mean squared distance to the batch's own centres, and the spread's term; the running centres follow."""
-        centres = cast(Any, step.models[name]).objective
         z = F.normalize(step.forward(name, batch), dim=1)
+        return self.distance(z, self.follow(cast(Any, step.models[name]).objective, z, batch), batch)
+
+    def follow(self, centres: Centres, z: Tensor, batch: Batch) -> Tensor:
+        """Let running centres follow a batch, and return the batch's own centre of each example.
+
+        Args:
+            centres: of the network; ``network.objective``.
+            z: float32 [batch, size], of length 1.
+            batch: whose weights say what counts.
+
+        Returns:
+            float32 [batch, size], with gradients.
+        """
         member = self._membership(batch, z, centres.counts)
         mass = member if batch.weight is None else member * batch.weight.unsqueeze(1)
         counts = mass.sum(dim=0)
@@ -75,7 +99,11 @@ class Compact(AnomalyObjective):
         with torch.no_grad():
             centres.sums.mul_(self.momentum).add_(mass.T @ z)
             centres.counts.mul_(self.momentum).add_(counts)
-        away = (z - member @ means).square().sum(dim=1)
+        return member @ means
+
+    def distance(self, z: Tensor, places: Tensor, batch: Batch) -> Tensor:
+        """Return the mean squared distance of z from some places, both float32 [batch, size], and the spread's term: a scalar."""
+        away = (z - places).square().sum(dim=1)
         return batch.mean(away + self.spread * _narrowness(z, batch) if self.spread else away)
 
     def _membership(self, batch: Batch, z: Tensor, counts: Tensor) -> Tensor:
@@ -89,6 +117,21 @@ class Compact(AnomalyObjective):
     def predictor(self, network: nn.Module) -> nn.Module:
         """Return the network with the distance to its nearest centre."""
         return _Distance(network)
+
+    def evaluate(self, step: Step, name: str, examples: Examples, batch_size: int) -> Metrics:
+        """Measure a model by :attr:`score`; nothing where that needs training clips and there are none."""
+        if self.score != "centre" and not len(self.normal_examples(step.data.train)):
+            return {}
+        return AnomalyObjective.evaluate(self, step, name, examples, batch_size)
+
+    def answers_to(self, step: Step, name: str, examples: Examples, batch_size: int) -> Tensor:
+        """Return the scores of some examples, float [examples, 1], on the CPU."""
+        if self.score == "centre":
+            return AnomalyObjective.answers_to(self, step, name, examples, batch_size)
+        own = self.normal_examples(step.data.train).as_tested()
+        reference, z = (F.normalize(predict(step, name, part, batch_size).double(), dim=1) for part in (own, examples))
+        same = torch.from_numpy(examples.clips[:, None] == own.clips[None, :])
+        return distances(self.score, z, reference, same)[:, None]
 
 
 def _narrowness(z: Tensor, batch: Batch) -> Tensor:
@@ -104,7 +147,7 @@ def _narrowness(z: Tensor, batch: Batch) -> Tensor:
     return (1 - (z.shape[1] * variance + 1e-4).sqrt()).relu().mean()
 
 
-class _Centres(nn.Module):
+class Centres(nn.Module):
     """Sums and counts of what the network gave, decayed step by step; their quotients are the centres."""
 
     sums: Tensor

@@ -166,9 +166,16 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
         )
     config.train.cohort_size(len(population))
     models = try_models(config, population)
-    for message in population.messages:
+    remarks = _remarks(config, population)
+    for message in (*population.messages, *remarks):
         progress.message(message)
-    begin(run_dir, config, population, models, site_key)
+    begin(run_dir, config, population, models, site_key, remarks)
+
+
+def _remarks(config: Config, population: Population) -> list[str]:
+    """Return what the objective says of the clients' data, of each part."""
+    of_parts = {part: config.parts.method.objective.remarks(each) for part, each in population.each.items()}
+    return [f"{part}: {text}" if part else text for part, texts in of_parts.items() for text in texts]
 
 
 def _site_key(run_dir: Path) -> str:
@@ -182,13 +189,21 @@ def _site_key(run_dir: Path) -> str:
     return path.read_text()
 
 
-def begin(run_dir: Path, config: Config, population: Population, models: Mapping[str, Any], site_key: str = "") -> None:
+def begin(
+    run_dir: Path,
+    config: Config,
+    population: Population,
+    models: Mapping[str, Any],
+    site_key: str = "",
+    remarks: Sequence[str] = (),
+) -> None:
     """Write what makes a folder the folder of a run that has done no round yet.
 
     Args:
         run_dir: an empty folder, or one that is not there yet; its name becomes the run's.
         models: as :func:`raydfl.engine.probe.try_models` describes them.
         site_key: under which sites keep their part of the run (raydfl.cluster.sites); empty: there are none.
+        remarks: what the objective says of the clients' data; the report shows it.
     """
     population.save(run_dir / "population")
     write_config(run_dir, config)
@@ -207,6 +222,8 @@ def begin(run_dir: Path, config: Config, population: Population, models: Mapping
         "clients": len(population),
         "skipped": [{"clip": clip, "reason": reason} for clip, reason in population.skipped],
     }
+    if remarks:
+        about["remarks"] = list(remarks)
     if population.parts:
         about["parts"] = {part.name: list(part.population.classes) for part in population.parts}
     if any(data.features.normalise == "group" for data in config.data.each.values()):

@@ -21,7 +21,7 @@ from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 from raydfl.core.errors import printable
-from raydfl.core.metrics import OF_CLIENTS, SHOWN, base_name
+from raydfl.core.metrics import HARMONIC_MEAN, OF_CLIENTS, SHOWN, base_name
 from raydfl.engine import RoundReport
 from raydfl.runs.outcome import Outcome
 
@@ -72,7 +72,9 @@ def scores_text(scores: Mapping[str, float], headline: str = "accuracy") -> str:
     >>> scores_text({"test plugin/loss": 1.2, "test plugin/accuracy": 0.8125})
     'test plugin/accuracy 0.812'
     """
-    shown = _headlines(scores, headline) or {k: v for k, v in scores.items() if not k.endswith(OF_CLIENTS)}
+    shown = _headlines(scores, headline) or {
+        k: v for k, v in scores.items() if not k.endswith((*OF_CLIENTS, HARMONIC_MEAN))
+    }
     return "  ".join(f"{name} {value:.3f}" for name, value in itertools.islice(shown.items(), 4))
 
 

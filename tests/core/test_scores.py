@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -99,3 +100,54 @@ def test_scores_of_several_kinds_are_not_joined() -> None:
 def test_every_score_of_a_ranking_has_a_line_in_the_table() -> None:
     assert {*ranking_metrics(drawn(1, 30)), *ranking_metrics(drawn(1, 30, classes=3))} <= set(SCORES)
     assert not SCORES["eer"].higher_is_better
+
+
+@pytest.mark.parametrize(("seed", "places"), [(0, []), (1, [7, 30]), (2, [59])])
+def test_dcases_score_is_that_of_its_formula(seed: int, places: list[int]) -> None:
+    """Pairs of clips counted one by one, over shards of any size."""
+    whole = drawn(seed, 60)
+    rng = np.random.default_rng(seed + 1)
+    whole = dataclasses.replace(whole, groups=np.stack([rng.integers(0, 3, 60), rng.integers(0, 2, 60)], axis=1))
+    shards = [
+        {
+            "model/scores": dataclasses.replace(
+                whole, values=whole.values[a:b], truth=whole.truth[a:b], groups=groups[a:b]
+            )
+        }
+        for groups in [whole.groups]
+        if groups is not None
+        for a, b in itertools.pairwise([0, *sorted(places), 60])
+    ]
+    assert whole.groups is not None
+    terms = []
+    for machine in range(3):
+        mine = whole.groups[:, 0] == machine
+        anomalous = whole.values[mine & whole.truth]
+        if not len(anomalous) or not (mine & ~whole.truth).any():
+            continue
+        terms.append(reference.roc_auc_score(whole.truth[mine], whole.values[mine], max_fpr=0.1))
+        for domain in range(2):
+            normal = whole.values[mine & ~whole.truth & (whole.groups[:, 1] == domain)]
+            if len(normal):
+                terms.append(np.mean([a > n for a in anomalous for n in normal]))
+    expected = len(terms) / np.sum(1 / np.array(terms)) if min(terms) > 0 else 0.0
+    assert summarise(pool(shards))["model/dcase"].value == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_oracles_f1_is_the_largest_of_all_thresholds(ties: bool) -> None:
+    scores = drawn(5, 30, ties=ties)
+    best = max(reference.f1_score(scores.truth, scores.values >= value) for value in scores.values)
+    assert ranking_metrics(scores)["oracle_f1"].value == pytest.approx(best, abs=1e-12)
+
+
+def test_the_harmonic_mean_over_clients_leaves_out_those_of_whom_nothing_is_said() -> None:
+    truth = np.array([False, True, False, True])
+    clients = [
+        {"model/scores": Scores(np.array([0.1, 0.9, 0.2, 0.8]), truth)},  # AUC 1
+        {"model/scores": Scores(np.array([0.1, 0.9, 0.2, 0.05]), truth)},  # AUC 0.5
+        {"model/scores": Scores(np.array([0.1, 0.9, 0.2, 0.05]), np.zeros(4, bool))},
+    ]
+    found = spread(clients)
+    assert found["model/auc_harmonic_mean"] == Ratio(pytest.approx(4 / 3), 2)
+    assert found["model/auc_client_mean"] == Ratio(1.5, 2)

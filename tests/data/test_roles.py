@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raydfl.cli.describe import describe_data
 from raydfl.core.errors import DataError
 from raydfl.core.seeds import generator
 from raydfl.data.build import build_population
@@ -142,3 +143,65 @@ def test_roles_that_cannot_be(made: Make, split: dict[str, Any], message: str) -
 def test_groups_that_say_too_much_or_too_little(made: Make, group: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         made(split={"client_test": group})
+
+
+# Machines: normal and anomalous clips
+
+
+MACHINES: dict[str, Any] = {
+    "name": "machines",
+    "kinds": ["fan"],
+    "clips": 10,
+    "test_clips": 4,
+    "seconds": 0.25,
+    "features": {"bands": 8, "window_ms": 64, "hop_ms": 32},
+}
+
+
+def conditions(settings: DataSettings, rows: list[int]) -> Counter[str]:
+    return Counter(settings.source.open().manifest().column("condition").take(rows).to_pylist())
+
+
+def test_all_anomalies_and_a_share_of_what_is_normal_are_tested_on(made: Make) -> None:
+    split = {"test": None, "client_test": {"by": "condition", "values": ["anomaly"], "others": 0.25}, "validation": 0.2}
+    settings = made(split=split, **MACHINES)
+    population = build_population(settings, 1)
+    for i in range(2):
+        data = population.data(i)
+        roles = [each.clips.tolist() for each in (data.train, data.validation, data.test)]
+        # Of 14 normal clips a quarter, rounded up from 3.5, and of the 10 that are left a fifth.
+        assert [conditions(settings, clips) for clips in roles] == [
+            {"normal": 8},
+            {"normal": 2},
+            {"normal": 4, "anomaly": 4},
+        ]
+        assert len({clip for clips in roles for clip in clips}) == 18
+    with pytest.raises(ValueError, match="others, a share of the clips with other values, goes with values"):
+        made(split={"client_test": {"fraction": 0.5, "others": 0.5}})
+
+
+def test_as_published_tests_on_what_is_trained_on(made: Make) -> None:
+    settings = made(split={"test": None, "as_published": True}, **MACHINES)
+    population = build_population(settings, 1)
+    for i in range(2):
+        data = population.data(i)
+        assert conditions(settings, data.train.clips.tolist()) == {"normal": 14, "anomaly": 3}  # 0.2 * 14 = 2.8
+        assert conditions(settings, data.test.clips.tolist()) == {"normal": 14, "anomaly": 4}
+        assert set(data.train.clips.tolist()) < set(data.test.clips.tolist())
+        pairs = zip(data.test.clips.tolist(), data.test.batch(np.arange(len(data.test))).x.numpy(), strict=True)
+        tested = dict(pairs)
+        for clip, x in zip(
+            data.train.clips.tolist(), data.train.batch(np.arange(len(data.train))).x.numpy(), strict=True
+        ):
+            assert np.array_equal(tested[clip], x)
+    assert any("data.split.as_published: clips that are trained on are tested on too" in m for m in population.messages)
+    with pytest.raises(ValueError, match="as_published has each client test on all its clips: set test to null"):
+        made(split={"as_published": True})
+    takes_are_normal = made(split={"test": None, "as_published": {"column": "take", "normal": [0, 1, 2, 3, 4]}})
+    with pytest.raises(DataError, match="all of 120 clips are normal, that is 0, 1, 2, 3, 4 in column 'take'"):
+        build_population(takes_are_normal, 1)
+
+
+def test_data_info_counts_conditions_of_each_machine(made: Make) -> None:
+    lines = "\n".join(describe_data(made(split={"test": None}, **MACHINES), 1))
+    assert "conditions        fan_00: 14 normal, 4 anomaly; fan_01: 14 normal, 4 anomaly" in lines

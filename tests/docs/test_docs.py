@@ -68,6 +68,7 @@ def test_pages_are_there_and_have_blocks() -> None:
         "objectives.md",
         "observability.md",
         "own-method.md",
+        "profila.md",
         "report.md",
         "search.md",
         "silos.md",

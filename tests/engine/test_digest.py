@@ -44,6 +44,7 @@ CONFIGURATIONS = {
         "data.corrupt.noise={snr_db: 5}",
     ],
     "sets of classes": ["data.label_sets={}", "objective=multi_label"],
+    "as published": ["data.split={test: null, as_published: true}"],
     "sites": ["data.sites={here: {folder: /here}}"],
 }
 

@@ -128,6 +128,37 @@ def test_clips_that_are_only_tested_on_change_no_model_and_no_feature(tiny: Tiny
             assert others == features
 
 
+@pytest.mark.parametrize("objective", ["compact", "reconstruct"])
+def test_a_detector_of_machines_does_not_depend_on_the_anomalies_that_it_is_tested_on(
+    tiny: Tiny, objective: str
+) -> None:
+    """More, fewer, louder and other ones: every bit of every model, private ones too, and the thresholds."""
+
+    def found(number: int, **options: Any) -> tuple[dict[str, bytes], list[float]]:
+        config = tiny(
+            f"run.name=run{number}",
+            "train.rounds=1",
+            "evaluate.clients=all",
+            "data={name: machines, kinds: [fan], ids: 2, clips: 6, seconds: 0.25, partition: {by: group},"
+            " features: {bands: 8, window_ms: 64, hop_ms: 32, normalise: client},"
+            " split: {test: null, client_test: {by: split, values: [test]}, validation: 0.2}}",
+            *(f"data.{name}={value}" for name, value in options.items()),
+            f"objective={{name: {objective}, size: 4, normal: [normal]}}",
+            method="fedper",
+        )
+        models = finish(config)
+        rows = read_rows(config_folder(config)).to_pylist()
+        return models, [row["value"] for row in rows if row["metric"] == "model/threshold" and row["client"]]
+
+    models, thresholds = found(0, test_clips=4)
+    assert len(thresholds) >= 2
+    changes = ({"test_clips": 6}, {"test_clips": 1}, {"anomalies": "[rub]"}, {"strength_db": 10})
+    for number, change in enumerate(changes, 1):
+        others, same_thresholds = found(number, **{"test_clips": 4, **change})
+        same(models, others)
+        assert same_thresholds == thresholds
+
+
 def config_folder(config: Config) -> Path:
     return Path(config.run.dir) / str(config.run.name)
 

@@ -38,6 +38,16 @@ TRIED = ["method.ratios=[0.0, 0.5]", "train.rounds=5"]
 
 READY = ["method.threshold=0.0"]
 
+STEERED = ["train.optimiser.lr=0.0005"]
+"""A learning rate between those of equation 6."""
+
+WELL = ["method.auc_threshold=0.0", "train.rounds=4", "method.shrink=0.2", "method.beta=0.0", "method.lr_max=1.0"]
+"""Rates that fall after a best performance."""
+
+POOLED = ["data.pools={normal: {column: label, values: [tone0]}, anomalous: {column: label, values: [tone1, tone2]}}"]
+AS_RUN = [*POOLED, "method.mode=as_run"]
+"""Batches of two kinds."""
+
 MOVES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
     # (method, field): overrides under which two runs must differ
     ("fedprox", "mu"): (["method.mu=0.5"], ["method.mu=0.0"]),
@@ -62,6 +72,36 @@ MOVES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
     ("fedkad", "lam"): (["method.lam=0.2"], []),
     ("fedkad", "size"): (["method.size=7"], []),
     ("fedkad", "weights"): (["method.weights=true"], []),
+    ("profila", "mode"): (AS_RUN, POOLED),
+    ("profila", "personal"): (["method.personal=[]"], []),
+    ("profila", "task"): (["method.task=compact"], []),
+    ("profila", "memory"): (["method.memory=0.5"], []),
+    ("profila", "renewal"): (["method.renewal=0.0", "train.local_epochs=2"], ["train.local_epochs=2"]),
+    ("profila", "lam"): (["method.lam=[0.0, 0.0]"], []),
+    ("profila", "warm_rounds"): (["method.warm_rounds=1"], []),
+    ("profila", "total_rounds"): (["method.total_rounds=2", "method.warm_rounds=0"], ["method.warm_rounds=0"]),
+    ("profila", "schedule"): (["method.schedule=literal", "method.warm_rounds=0"], ["method.warm_rounds=0"]),
+    ("profila", "first_round"): (["method.first_round=0"], []),
+    ("profila", "ramp"): (["method.ramp=true", "train.local_epochs=2"], ["train.local_epochs=2"]),
+    ("profila", "align"): (["method.align=smoothed"], []),
+    ("profila", "prototype_momentum"): (["method.prototype_momentum=0.2"], []),
+    ("profila", "alpha"): (["method.alpha=0.1"], []),
+    ("profila", "beta"): (["method.beta=0.0"], []),
+    ("profila", "temperature"): (["method.temperature=0.1"], []),
+    ("profila", "history"): (["method.history=2"], []),
+    ("profila", "adaptive_lr"): (["method.adaptive_lr=false", *STEERED], STEERED),
+    ("profila", "auc_threshold"): (["method.auc_threshold=0.0", *STEERED], STEERED),
+    ("profila", "eta"): (["method.eta=1.5", *STEERED], STEERED),
+    ("profila", "shrink"): ([*WELL, "method.shrink=0.5"], WELL),
+    ("profila", "lr_min"): ([*WELL, "method.lr_min=0.05"], WELL),
+    ("profila", "lr_max"): (["method.lr_max=0.00055", *STEERED], STEERED),
+    ("profila", "steer"): (["method.steer=off"], []),
+    ("profila", "centre_of"): ([*AS_RUN, "method.centre_of=all"], AS_RUN),
+    ("profila", "anomalous_share"): ([*AS_RUN, "method.anomalous_share=0.5"], AS_RUN),
+    ("profila", "push"): ([*AS_RUN, "method.push=[0.0, 0.5]"], AS_RUN),
+    ("profila", "margin"): ([*AS_RUN, "method.margin=[1.0, 1.5]"], AS_RUN),
+    ("profila", "contrast"): ([*AS_RUN, "method.contrast=0.0"], AS_RUN),
+    ("profila", "contrast_temperature"): ([*AS_RUN, "method.contrast_temperature=1.0"], AS_RUN),
     ("scaffold", "server_lr"): (["method.server_lr=0.5"], []),
     ("fedper", "personal"): (["method.personal=[]"], []),
     ("feddrop", "share"): (["method.share=0.5"], []),
@@ -164,11 +204,35 @@ def test_a_knob_moves_something(tiny: Tiny, method: str, field: str) -> None:
     assert differ(a, b)
 
 
+COMPACT = "objective={name: compact, size: 4, normal: [tone0]}"
+
+PLAIN = ["method.task=compact", "method.lam=[0.0, 0.0]", "method.prototype_momentum=1.0", "method.steer=off"]
+"""ProFiLA with everything off."""
+
 NEUTRAL: list[tuple[str, list[str], str, list[str]]] = [
     # method, its neutral values, the simpler method, its settings
     ("fedprox", ["method.mu=0.0"], "fedavg", []),
     ("fedprox", ["method.mu=0.0", "method.squared=false"], "fedavg", []),
     ("fedper", ["method.personal=[]"], "fedavg", []),
+    (
+        "profila",
+        [*PLAIN, "method.personal=[]", "models.model=film_cnn_tiny"],
+        "fedavg",
+        [COMPACT, "models.model=film_cnn_tiny"],
+    ),
+    (
+        "profila",
+        [*PLAIN, "models.model=film_cnn_tiny", "train.local_epochs=2"],
+        "fedper",
+        [
+            COMPACT,
+            "models.model=film_cnn_tiny",
+            "train.local_epochs=2",
+            "method.personal=[model/adapter, model/output, model/objective]",
+        ],
+    ),
+    ("profila", ["method.alpha=1.0", "method.beta=0.0"], "profila", ["method.beta=0.0"]),
+    ("profila", ["method.beta=0.0", "method.adaptive_lr=false"], "profila", ["method.steer=off"]),
     ("feddrop", ["method.share=1.0"], "fedavg", []),
     ("fedrolex", ["method.share=1.0", "method.masked=false"], "fedavg", []),
     ("fedntd", ["method.beta=0.0"], "fedavg", []),

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.covariance import LedoitWolf
+from sklearn.neighbors import NearestNeighbors
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
@@ -20,6 +22,7 @@ from raydfl.core.types import Batch, ModelSpec, Ratio, Scores
 from raydfl.data.label_sets import sets_of
 from raydfl.models.dense import MeanLinear
 from raydfl.objectives import Objective, find_objective
+from raydfl.objectives._reference import distances
 from raydfl.objectives.reconstruct import in_bins
 
 BATCH, FRAMES, BANDS, CLASSES = 6, 8, 5, 3
@@ -65,6 +68,20 @@ def test_compact_is_the_variance_about_the_batchs_mean() -> None:
     assert float(centres.counts) == 7.5  # half of what was, and the batch's
     score = objective.predictor(network)(given.x)
     torch.testing.assert_close(score[REAL, 0], (z - z.mean(dim=0)).square().sum(dim=1))
+
+
+def test_distances_from_a_clients_own_training_clips_are_scikit_learns() -> None:
+    rng = np.random.default_rng(0)
+    reference, z = rng.normal(size=(30, 3)) * [1, 2, 0.5] + 4, rng.normal(size=(5, 3))
+    given = torch.from_numpy(z), torch.from_numpy(reference)
+    covariance = LedoitWolf().fit(reference)
+    np.testing.assert_allclose(distances("mahalanobis", *given), covariance.mahalanobis(z), rtol=1e-4)
+    nearest = NearestNeighbors(n_neighbors=1).fit(reference).kneighbors(z)[0][:, 0]
+    np.testing.assert_allclose(distances("nearest", *given), nearest**2, rtol=1e-6)
+    others = distances("nearest", given[1], given[1], torch.eye(30, dtype=torch.bool))
+    assert float(others.min()) > 0  # each but itself
+    np.testing.assert_allclose(distances("own_centre", *given), ((z - reference.mean(axis=0)) ** 2).sum(axis=1))
+    assert torch.isfinite(distances("mahalanobis", given[0], given[1][:1])).all()  # of one clip
 
 
 def test_spread_is_the_variance_term_of_vicreg_for_points_of_length_1() -> None:

@@ -24,6 +24,7 @@ from raydfl import load_model, read_rows, run
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError
 from raydfl.core.yaml import to_yaml
+from raydfl.data import Examples
 from raydfl.data import population as population_module
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
@@ -37,7 +38,7 @@ MACHINES, CHORDS = (f"data.name={HERE / 'machines.py'}:{name}" for name in ("Mac
 LOUDNESS = "data.features.normalise=group"
 """Each band is compared with the training clips: normalised by itself, a clip that is alike all the time says nothing."""
 SETTINGS: dict[str, tuple[str, ...]] = {
-    "classify": (),
+    "classify": ("objective=classify",),
     "multi_label": (CHORDS, "data.label_sets={}", "objective=multi_label"),
     "compact": (MACHINES, "objective={name: compact, size: 4, normal: [normal]}"),
     "reconstruct": (MACHINES, "objective={name: reconstruct, size: 4, bins: 4, hidden: 16, normal: [normal]}"),
@@ -107,7 +108,8 @@ def test_every_method_learns_every_objective_that_it_takes_from_every_view_and_r
         names = [name for name in cls.models if name not in cls.copies]
         given += [f"models.{name}={network}" for name in (names if view == "image" else names[-1:])]
     if not accepts(method, objective):
-        with pytest.raises(ConfigError, match=f"method '{method}' is defined for classify only, not for '{objective}'"):
+        only = ", ".join(registry.find("raydfl.methods", method, Method, "method").objectives or ())
+        with pytest.raises(ConfigError, match=f"method '{method}' is defined for {only} only, not for '{objective}'"):
             tiny(*given, "data.unlabelled=null", method=method)
         return
     config = tiny(*given, method=method)
@@ -159,6 +161,44 @@ def test_an_anomaly_detector_is_measured_as_scikit_learn_does(tiny: Tiny, monkey
     page = (folder / "report.html").read_text()
     assert "AUC of model, test data" in page
     assert "equal error rate" in page
+
+
+def test_scores_against_own_clips_are_those_of_the_clients_segments(tiny: Tiny) -> None:
+    """Training clips are cut as test clips are, and the anomalous ones among them are no reference."""
+    config = tiny(
+        MACHINES,
+        "objective={name: compact, size: 4, normal: [normal], score: own_centre}",
+        "data.transforms=[{name: random_crop, size: 10, test: segments, stride: 8}]",
+        "data.split={test: null, client_test: {by: clip, fraction: 0.5, stratify: true}}",
+        "train.rounds=1",
+        "train.cohort=1.0",
+        "evaluate.clients=all",
+    )
+    server = start(config)
+    server.round()
+    server.finish()
+    worker, federation = server._federation.pool._worker, server._federation  # type: ignore[attr-defined]
+    (order,) = federation._orders(federation.method.plan_evaluation(federation.state, federation.clients[:1]), ())
+    step = worker.prepare(order, federation.broadcast({"global"}))
+    server.close()
+    train = step.data.train
+    normal = train.take(np.flatnonzero(np.array(train.classes)[train.labels] == "normal"))
+    assert 0 < len(normal) < len(train)
+    network = step.models["model"].eval()
+
+    def unit(examples: Examples, at: int) -> torch.Tensor:
+        parts = [examples.store.frames[s + at : s + at + 10] for s in examples.starts]
+        with torch.no_grad():
+            return torch.nn.functional.normalize(network(torch.from_numpy(np.stack(parts))).double(), dim=1)
+
+    centre = torch.cat([unit(normal, at) for at in (0, 8, 16)]).mean(dim=0)  # of 26 frames
+    test = step.data.test
+    scores = (unit(test, 0) - centre).square().sum(dim=1).numpy()  # its examples are segments
+    clips = [scores[test.clips == clip].mean() for clip in np.unique(test.clips)]
+    found = federation.method.objective.evaluate(step, "model", test, 64)["scores"]
+    np.testing.assert_allclose(found.values, clips, rtol=1e-4)  # type: ignore[union-attr]
+    rows = read_rows(next(Path(config.run.dir).iterdir())).to_pylist()
+    assert {row["split"] for row in rows if row["metric"] == "model/auc"} == {"client_test"}
 
 
 def test_sets_of_classes_are_learnt_and_measured_as_scikit_learn_does(tiny: Tiny, tmp_path: Path) -> None:
@@ -247,8 +287,22 @@ def test_predict_prints_scores(tiny: Tiny, recordings: list[Path], capsys: pytes
     folder = run(config).run_dir
     raydfl = Raydfl(capsys)
     said = raydfl("predict", folder, *recordings, "--json").events
-    assert [set(item) for item in said] == [{"file", "score"}] * 2
+    assert [set(item) for item in said] == [{"file", "score", "decision", "threshold", "threshold_origin"}] * 2
     assert said[1]["score"] > 2 * said[0]["score"]
+    recorded = [
+        row for row in read_rows(folder).to_pylist() if row["metric"] == "model/threshold" and not row["client"]
+    ][-1]
+    clients = f"of each of {recorded['count']:.0f} clients, their mean, round 8"
+    assert said[0]["threshold"] == pytest.approx(recorded["value"])
+    assert said[0]["threshold_origin"] == f"objective.quantile of the scores of normal training clips {clients}"
+    assert [item["decision"] for item in said] == [
+        "anomaly" if i["score"] >= i["threshold"] else "normal" for i in said
+    ]
+    own = raydfl("predict", folder, *recordings, "--json", "--client", "m1").events[0]
+    assert own["threshold_origin"] == "objective.quantile of the scores of normal training clips of m1, round 8"
+    higher = raydfl("predict", folder, *recordings, "--threshold", str(said[1]["score"] + 1)).out
+    assert "anomaly" not in higher
+    assert "(given)" in higher
     rows = list(csv.DictReader(io.StringIO(raydfl("predict", folder, *recordings, "--csv").out)))
     assert [float(row["score"]) for row in rows] == [item["score"] for item in said]
     assert f"{said[0]['score']:.4g}" in raydfl("predict", folder, *recordings).out
@@ -261,6 +315,7 @@ def test_predict_prints_scores(tiny: Tiny, recordings: list[Path], capsys: pytes
     path = Path(exported.out.splitlines()[0])
     about = json.loads(path.with_suffix(".json").read_text())
     assert set(about["onnx"]["outputs"]) == {"score"}
+    assert about["threshold"]["value"] == said[0]["threshold"]
     model = load_model(folder)
     x = torch.randn(3, model.length or 9, model.spec.inputs)
     found = onnxruntime.InferenceSession(path).run(["score"], {"x": x.numpy()})[0]

@@ -48,7 +48,7 @@ class FeatureExtractor:
             rate: Hz.
 
         Raises:
-            DataError: no samples, samples that are not finite, or a rate that is not positive.
+            DataError: no samples, samples that are not finite, a channel that is not there, or a rate that is not positive.
         """
         import torch
 
@@ -58,7 +58,7 @@ class FeatureExtractor:
         if rate <= 0:
             raise DataError(f"the clip's sample rate is {rate} Hz")
         if wave.ndim == 2:
-            wave = wave[:, 0] if self.settings.channel == "first" else wave.mean(axis=1)
+            wave = self._channel(wave)
         if wave.ndim != 1:
             raise DataError(f"the clip's samples have shape {samples.shape}, not [samples, channels]")
         if not np.isfinite(wave).all():
@@ -69,6 +69,19 @@ class FeatureExtractor:
             resampled = self._resampler(rate)(torch.from_numpy(np.array(wave)))
         result: np.ndarray = resampled.numpy()
         return result
+
+    def _channel(self, samples: np.ndarray) -> np.ndarray:
+        """Return the settings' channel of float32 [samples, channels]."""
+        if self.settings.channel == "mean":
+            mean: np.ndarray = samples.mean(axis=1)
+            return mean
+        number = 0 if self.settings.channel == "first" else self.settings.channel
+        if number >= samples.shape[1]:
+            raise DataError(
+                f"the clip has {samples.shape[1]} channels, and data.features.channel is {number}, where 0 is the first; set "
+                f"a lower number, or mean"
+            )
+        return samples[:, number]
 
     def features(self, wave: np.ndarray) -> np.ndarray:
         """Compute float32 [frames, bands] of a wave of the settings' rate, cut but not padded to the settings' length.

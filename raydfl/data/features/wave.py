@@ -13,7 +13,10 @@ EPSILON = 1e-5
 SampleRate = Annotated[
     int, Field(ge=1_000, le=192_000, description="Hz: every clip is resampled to this rate. 1000 to 192000.")
 ]
-Channel = Annotated[Literal["first", "mean"], Field(description="Of several channels take the first, or their mean.")]
+Channel = Annotated[
+    Literal["first", "mean"] | Annotated[int, Field(ge=0)],
+    Field(description="Of several channels take the first, their mean, or one by its number: 0 is the first."),
+]
 Normalise = Literal["clip", "group", "client", "part", "none"]
 BY_TRAINING_CLIPS = ("group", "client", "part")
 """Ways to normalise by statistics of training clips: which these are is known once the clips are divided."""

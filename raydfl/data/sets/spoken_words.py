@@ -28,6 +28,7 @@ from raydfl.core.seeds import generator
 from raydfl.data.dataset import Card, Dataset
 from raydfl.data.manifest import make_manifest
 from raydfl.data.sets import _espeak as espeak
+from raydfl.data.sets._noise import coloured_noise, rms
 from raydfl.data.sets.speech_commands import KEYWORDS, SILENCE, UNKNOWN, WORDS
 
 _WORD_LISTS = {
@@ -187,8 +188,8 @@ class SpokenWords(Dataset):
         clip[start : start + len(speech)] = speech
         level_db = min(speaker.level_db + random.normal(0, 1.5), -0.5)
         if self.snr_db is not None:
-            noise = _coloured_noise(self._samples, speaker.rumble, random)
-            clip += noise * np.float32(_rms(speech) / _rms(noise) * 10 ** (-speaker.snr_db / 20))
+            noise = coloured_noise(self._samples, speaker.rumble, random)
+            clip += noise * np.float32(rms(speech) / rms(noise) * 10 ** (-speaker.snr_db / 20))
         clip *= np.float32(10 ** (level_db / 20) / np.abs(clip).max())
         return clip[:, None], espeak.SAMPLE_RATE
 
@@ -209,7 +210,7 @@ class SpokenWords(Dataset):
 
     def _silence(self, speaker: _Speaker, random: np.random.Generator) -> npt.NDArray[np.float32]:
         """Return the speaker's room without speech, as loud as it is beside speech: float32 [samples, 1]."""
-        noise = _coloured_noise(self._samples, speaker.rumble, random)
+        noise = coloured_noise(self._samples, speaker.rumble, random)
         level_db = speaker.level_db - speaker.snr_db + random.normal(0, 1.5)
         noise *= np.float32(min(10 ** (level_db / 20), 0.9) / np.abs(noise).max())
         return noise[:, None]
@@ -282,18 +283,3 @@ def _trim(speech: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Without what is quieter than 1 % of the peak before and after."""
     loud = np.flatnonzero(np.abs(speech) > 0.01 * np.abs(speech).max())
     return speech[loud[0] : loud[-1] + 1]
-
-
-def _rms(samples: npt.NDArray[np.float32]) -> float:
-    return float(np.sqrt(np.mean(np.square(samples, dtype=np.float64))))
-
-
-def _coloured_noise(size: int, rumble: float, random: np.random.Generator) -> npt.NDArray[np.float32]:
-    """Noise [size], white at rumble 0, more and more of it low towards 1: white noise through 1 + r z + ... + (r z)**31.
-
-    Written as (1 + r z)(1 + (r z)**2) ... (1 + (r z)**16): only sums and products of elements, the same bits everywhere.
-    """
-    noise: npt.NDArray[np.float32] = random.standard_normal(size + 31, np.float32)
-    for delay in (1, 2, 4, 8, 16):
-        noise = noise[delay:] + np.float32(rumble**delay) * noise[:-delay]
-    return noise

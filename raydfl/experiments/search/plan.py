@@ -15,7 +15,7 @@ from raydfl.cluster import check_kept
 from raydfl.core import seeds
 from raydfl.core.errors import ConfigError, RunDirectoryError
 from raydfl.core.files import default_cache, write_durably
-from raydfl.core.metrics import HIGHER_IS_BETTER, OF_CLIENTS
+from raydfl.core.metrics import HARMONIC_MEAN, HIGHER_IS_BETTER, OF_CLIENTS
 from raydfl.core.remote import check_path, is_uri
 from raydfl.core.yaml import to_yaml
 from raydfl.engine import Config, TrackSettings, apply_overrides, make_config
@@ -239,7 +239,7 @@ def _check(search: Search) -> None:
     if metric.model is not None:
         check_known(metric.model, type(method).models, f"{search.file}: metric.model: there is no model")
     if type(method).evaluate is Method.evaluate:  # else the method measures what it likes
-        known = [score + suffix for score in HIGHER_IS_BETTER for suffix in ("", *OF_CLIENTS)]
+        known = [score + suffix for score in HIGHER_IS_BETTER for suffix in ("", *OF_CLIENTS, HARMONIC_MEAN)]
         check_known(metric.score, known, f"{search.file}: metric.score: nothing measures")
     every, rounds = config.evaluate.every, search.rounds
     faults = {

@@ -1,4 +1,4 @@
-"""Uses of a trained model: classify recordings, write it as ONNX.
+"""Uses of a trained model: classify recordings, write it as ONNX, write a submission to DCASE.
 
 Begin with model.py and recordings.py.
 """
@@ -6,12 +6,16 @@ Begin with model.py and recordings.py.
 from raydfl.runs.inference.model import RunModel, load_model
 from raydfl.runs.inference.onnx import export_model
 from raydfl.runs.inference.recordings import Prediction, classify, predictions
+from raydfl.runs.inference.submission import write_submission
+from raydfl.runs.inference.threshold import Threshold
 
 __all__ = [
     "Prediction",
     "RunModel",
+    "Threshold",
     "classify",
     "export_model",
     "load_model",
     "predictions",
+    "write_submission",
 ]

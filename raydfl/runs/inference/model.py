@@ -25,6 +25,7 @@ from raydfl.engine import KEPT_MODEL, SERVER, Clients, Config, build_models
 from raydfl.engine.storage import Commit, PrivateStore, RunStore, local_run, stored_config
 from raydfl.methods import Method
 from raydfl.objectives import Classify, Objective
+from raydfl.runs.inference.threshold import Threshold, recorded_threshold
 from raydfl.training import Replica, fixed_tensors
 
 Specs = tuple[ModelSpec, ...]
@@ -57,6 +58,8 @@ class RunModel:
     """With ``normalise: group``: mean and deviation float64 [2, bands] that a recording is normalised with. ``None``: not known."""
     objective: Objective = field(default_factory=Classify)
     """The objective that it was trained for: it says what the outputs mean."""
+    threshold: Threshold | None = None
+    """Where the answer is a score, from which one on it is anomalous; ``None``: not known."""
 
     @property
     def description(self) -> str:
@@ -106,6 +109,26 @@ def load_model(
     """
     run = _Run(local_run(run_dir), trust)
     return run.shared_model(model) if client is None else run.clients_model(model, client)
+
+
+def load_models_of(
+    run_dir: str | Path, clients: Iterable[str], model: str | None = None, trust: bool = False
+) -> dict[str, RunModel]:
+    """Return the model that each of some clients has; for an id that no client has, the one that all share.
+
+    Args:
+        run_dir: see :func:`load_model`.
+        clients: their ids.
+        model: see :func:`load_model`.
+        trust: see :func:`load_model`.
+
+    Raises:
+        RunDirectoryError: see :func:`load_model`.
+        InputError: see :func:`load_model`.
+    """
+    run = _Run(local_run(run_dir), trust)
+    known = set(run.population.ids)
+    return {name: run.clients_model(model, name) if name in known else run.shared_model(model) for name in clients}
 
 
 class _Run:
@@ -230,6 +253,9 @@ class _Run:
             population.length if first else population.view_lengths[spec.view],
             statistics if first else None,
             self.method.objective,
+            recorded_threshold(self.run_dir, label, client_id, self.commit.state.round_index)
+            if self.method.objective.answers == "score"
+            else None,
         )
 
     def _who_has_models(self) -> str:

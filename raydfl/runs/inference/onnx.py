@@ -130,6 +130,17 @@ def _describe(model: RunModel, graph: Graph, file: str) -> dict[str, Any]:
             },
             "largest_difference_to_pytorch": graph.difference,
         },
+        **(
+            {}
+            if model.threshold is None
+            else {
+                "threshold": {
+                    "value": model.threshold.value,
+                    "origin": model.threshold.origin,
+                    "meaning": "a score of at least this is anomalous",
+                }
+            }
+        ),
         "front_end": describe_front_end(
             model.view,
             model.statistics,

@@ -34,6 +34,7 @@ from raydfl.data.features import (
 )
 from raydfl.data.sets import list_recordings
 from raydfl.runs.inference.model import RunModel, load_model
+from raydfl.runs.inference.threshold import Threshold
 
 Given = TypeVar("Given")
 
@@ -58,6 +59,13 @@ class Prediction:
     """What the run's objective says of a recording: its "class", its "set" of classes, or a "score"."""
     labels: tuple[str, ...] = ()
     """The classes that it has; where it is one class empty, see :attr:`label`."""
+    threshold: Threshold | None = None
+    """Where the answer is a score, from which one on it is anomalous; ``None``: not known."""
+
+    @property
+    def decision(self) -> str:
+        """``"anomaly"`` or ``"normal"`` of a score and a threshold; empty where there is neither."""
+        return "" if self.threshold is None or self.error else self.threshold.decision(self.score)
 
     @property
     def score(self) -> float:
@@ -137,7 +145,9 @@ def predictions(model: RunModel, files: Sequence[Path]) -> Iterator[Prediction]:
                 classes, objective = model.classes, model.objective
                 chosen = objective.chosen(found) if objective.answers == "set" else np.zeros(len(classes), bool)
                 labels = tuple(name for name, has in zip(classes, chosen, strict=True) if has)
-                yield Prediction(file, classes, found, answers=objective.answers, labels=labels)
+                yield Prediction(
+                    file, classes, found, answers=objective.answers, labels=labels, threshold=model.threshold
+                )
 
 
 def recordings(files: Iterable[Path], pictures: bool = False) -> tuple[list[Path], dict[Path, str]]:

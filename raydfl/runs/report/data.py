@@ -91,6 +91,11 @@ class RunRecord:
     """Round, phase, client, "failed" or "late", and why: of clients that were left out of a round or stopped early."""
 
     @property
+    def remarks(self) -> list[str]:
+        """Sentences about the clients' data, from before the first round."""
+        return [str(text) for text in self.about.get("remarks", ())]
+
+    @property
     def id(self) -> str:
         """The run's name."""
         return str(self.about.get("id", self.folder.name))

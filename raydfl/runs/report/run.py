@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from raydfl.core.metrics import OF_CLIENTS, OF_FIT, SCORES, base_name, model_name, worst_decile
+from raydfl.core.metrics import HARMONIC_MEAN, OF_CLIENTS, OF_FIT, SCORES, base_name, model_name, worst_decile
 from raydfl.core.nested import flatten, get_path
 from raydfl.runs.progress import duration, size
 from raydfl.runs.report import figures as plots
@@ -36,7 +36,7 @@ _LISTED = 200
 def single_page(run: RunRecord) -> str:
     """Return the page as HTML."""
     pictures = Pictures()
-    notes = [unfinished(run), *problem_notes(run), *run.missing]
+    notes = [unfinished(run), *problem_notes(run), *run.missing, *run.remarks]
     sentences, commands = about_models(run)
     return render(
         "run.html.j2",
@@ -174,7 +174,9 @@ def _reported_pictures(run: RunRecord, pictures: Pictures) -> list[Picture]:
     """Return a figure for each number that losses report besides their value."""
     made = []
     for (split, name), curve in run.curves.items():
-        of_engine = name in OF_FIT or name.endswith(OF_CLIENTS) or base_name(name) in SCORES or "/" in name
+        of_engine = (
+            name in OF_FIT or name.endswith((*OF_CLIENTS, HARMONIC_MEAN)) or base_name(name) in SCORES or "/" in name
+        )
         if split == "train" and not of_engine:
             series = [Series(name, curve.rounds, curve.values)]
             caption = "Reported by the losses in training, over all clients of a round."

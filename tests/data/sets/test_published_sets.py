@@ -57,8 +57,9 @@ def read_all(dataset: Dataset, rows: list[dict[str, Any]]) -> tuple[float, set[t
 
 
 ROOTED = [
-    *("ambient_contexts", "cifar10", "crema_d", "emnist", "emodb", "esc", "fashion_mnist", "folder", "fsd50k", "fsdd"),
-    *("iemocap", "mnist", "ravdess", "speech_commands", "svhn", "urbansound8k", "voxforge"),
+    *("ambient_contexts", "cifar10", "crema_d", "dcase2020_task2", "dcase2023_task2", "emnist", "emodb", "esc"),
+    *("fashion_mnist", "folder", "fsd50k", "fsdd", "iemocap", "mimii", "mimii_dg", "mimii_due", "mnist", "ravdess"),
+    *("speech_commands", "svhn", "toyadmos", "urbansound8k", "voxforge"),
 ]
 
 

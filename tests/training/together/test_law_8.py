@@ -15,7 +15,7 @@ from several_clients import BANDS, CLASSES, assert_same_clients, both, close, jo
 from torch import Tensor, nn
 
 from raydfl.core import ops, registry
-from raydfl.core.types import Batch, Client, State, Update
+from raydfl.core.types import Batch, Client, ModelSpec, State, Update
 from raydfl.methods._method import Method
 from raydfl.methods._server_optimiser import ServerOptimiser
 from raydfl.methods.ditto import Ditto
@@ -41,12 +41,14 @@ from raydfl.methods.fedstar import FedSTAR
 from raydfl.methods.fedyogi import FedYogi
 from raydfl.methods.hermes import Hermes
 from raydfl.methods.moon import Moon, add_projection
+from raydfl.methods.profila import ProFiLA, add_prototype
 from raydfl.methods.scaffold import Scaffold
 from raydfl.models.crnn import CRNN
 from raydfl.models.dense import MeanLinear, MeanMLP
 from raydfl.models.resnet18 import ResNet18
 from raydfl.models.shufflenet_v2 import ShuffleNetV2
 from raydfl.models.split_cnn import SplitCNN
+from raydfl.objectives.compact import Compact
 from raydfl.training._fit import fit, predict
 from raydfl.training.step import Step
 from raydfl.training.together import lockstep as together
@@ -66,6 +68,13 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 PRUNING = ("fedapta", "fedmp", "hermes")
 EVERY_KIND = ("convolution", "recurrent", "linear")
 
+
+def profila(**options: Any) -> ProFiLA:
+    method = ProFiLA(lam=(0.5, 1.0), **options)
+    object.__setattr__(method, "objective", Compact(size=CLASSES))
+    return method
+
+
 METHODS: dict[str, list[Method]] = {
     "fedavg": [FedAvg()],
     "fedadam": [FedAdam()],
@@ -77,6 +86,7 @@ METHODS: dict[str, list[Method]] = {
     "fedprox": [FedProx(mu=1.0), FedProx(mu=1.0, squared=False)],
     "fedper": [FedPer()],
     "fedstar": [FedSTAR(learn_from="labelled", kernel_decay=0.01)],  # with pools in test_plans.py
+    "profila": [profila(), profila(task="compact", align="smoothed", ramp=True)],
     "scaffold": [Scaffold()],
     "ditto": [Ditto()],
     "fedbabu": [FedBABU()],
@@ -112,6 +122,9 @@ def networks(method: Method, family: str = "mlp") -> Callable[[], dict[str, nn.M
         built = {name: FAMILIES[family]() for name in names}
         if isinstance(method, Moon) and method.projection:
             add_projection(built["model"], method.projection)
+        if isinstance(method, ProFiLA):
+            add_prototype(built["model"], CLASSES)
+            method.objective.extend(built["model"], ModelSpec("model", "made by the test", BANDS, CLASSES))
         return {**built, **{name: copy.deepcopy(built[of]) for name, of in type(method).copies.items()}}
 
     return build

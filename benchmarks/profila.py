@@ -1,0 +1,437 @@
+"""Fed-ProFiLA-AD against its baselines, on generated machines: the tables of docs/profila.md.
+
+Machines are clients. Each trains on its normal clips; normal and anomalous ones that nobody trained on test it, whole, in segments
+of 9 frames. Statistics and thresholds come from training clips. Nothing is chosen by the test, and the last round counts. All
+networks score by the distance to the mean of the client's own training clips, so that methods differ in nothing but the network.
+
+    python benchmarks/profila.py --tables contestants ablation strength joining
+    python benchmarks/profila.py --tables contestants --ids 6 --seeds 1
+
+Memory that is kept and not given back to the system after each step saves a fifth of the time: MALLOC_TRIM_THRESHOLD_=4000000000
+MALLOC_MMAP_THRESHOLD_=4000000000.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import math
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pydantic import TypeAdapter
+from safetensors.torch import load_file, save_file
+from sklearn.metrics import f1_score, precision_recall_curve, roc_auc_score
+
+from raydfl.cluster.server import Server
+from raydfl.core.types import Tensors
+from raydfl.engine.config import Config, load_config, make_config
+from raydfl.engine.orders import keys_of
+from raydfl.engine.storage.private import PrivateStore
+from raydfl.engine.worker import Worker
+from raydfl.runs.folder import create
+from raydfl.runs.progress import Progress
+from raydfl.training import Step, predict
+
+JOB = Path(__file__).parents[1] / "jobs" / "profila" / "machines.yaml"
+BODY = ["model/adapter", "model/output", "model/objective"]
+ALL = [*BODY, "model/film", "model/encoder"]
+STRENGTHS: tuple[float | None, ...] = (None, -20.0, -15.0, -10.0, -5.0, 0.0)
+EPOCHS = (0, 1, 5)
+"""Local epochs of a machine that joins."""
+
+FEDAVG = {"method": {"name": "fedavg"}}
+AS_RUN = {
+    "method": {"mode": "as_run"},
+    "data": {
+        "split": {
+            "test": None,
+            "client_test": {"by": "split", "values": ["test"]},
+            "validation": {"by": "clip", "fraction": 0.3, "stratify": True},
+        },
+        "pools": {
+            "normal": {"column": "condition", "values": ["normal"]},
+            "anomalous": {"column": "condition", "values": ["anomaly"]},
+        },
+        "validation_clips": 12,
+    },
+}
+"""Anomalous clips to train on, about a fifth of the normal ones; of what a client has, 30 % are to steer by."""
+
+CONTESTANTS: Mapping[str, Mapping[str, Any]] = {
+    "untrained": {**FEDAVG, "rounds": 0},
+    "FedAvg": FEDAVG,
+    "FedAvg, spread 1": {**FEDAVG, "spread": 1.0},
+    "FedProx, mu 0.01": {"method": {"name": "fedprox", "mu": 0.01}},
+    "SCAFFOLD (SGD)": {
+        "method": {"name": "scaffold"},
+        "train": {"optimiser": {"name": "sgd", "lr": 0.05, "clip_norm": 1.0}},
+    },
+    "FedPer": {"method": {"name": "fedper", "personal": BODY}},
+    "each by itself": {"method": {"name": "fedper", "personal": ALL}},
+    "one client with all clips": {**FEDAVG, "central": True},
+    "ProFiLA, normal clips alone": {"method": {"steer": "off"}},
+    "ProFiLA, anomalies to steer by": {},
+    "ProFiLA, as run": AS_RUN,
+    "autoencoder (FedAvg)": {**FEDAVG, "objective": {"name": "reconstruct", "normal": ["normal"], "bins": 9}},
+    "untrained, Mahalanobis": {**FEDAVG, "rounds": 0, "score": "mahalanobis"},
+    "untrained, nearest": {**FEDAVG, "rounds": 0, "score": "nearest"},
+    "FedAvg, Mahalanobis": {**FEDAVG, "score": "mahalanobis"},
+    "FedAvg, nearest": {**FEDAVG, "score": "nearest"},
+}
+WITHOUT: Mapping[str, Mapping[str, Any]] = {
+    "adaptive weights": {"alpha": 1.0, "beta": 0.0},
+    "adaptive learning rates": {"adaptive_lr": False},
+    "progressive alignment": {"lam": [0.0, 0.0]},
+    "moving prototype": {"prototype_momentum": 1.0},
+    "private adapter and projection": {"personal": ["model/objective"]},
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was measured at one client."""
+
+    name: str
+    scores: list[float]
+    """Of its test clips, the mean over a clip's segments."""
+    strange: list[bool]
+    threshold: float
+    """Below which 95 % of its training clips' scores lie."""
+    spread: float
+    """Mean squared distance of its training clips' outputs, of length 1, from their mean."""
+
+    @property
+    def auc(self) -> float:
+        """Area under the ROC curve."""
+        return float(roc_auc_score(self.strange, self.scores))
+
+    @property
+    def partial_auc(self) -> float:
+        """The same up to a false positive rate of 0.1, standardised so that chance is 0.5."""
+        return float(roc_auc_score(self.strange, self.scores, max_fpr=0.1))
+
+    @property
+    def f1(self) -> float:
+        """F1 at the threshold."""
+        return float(f1_score(self.strange, np.array(self.scores) >= self.threshold, zero_division=0))
+
+    @property
+    def oracle_f1(self) -> float:
+        """F1 at the threshold that is best on the test itself."""
+        precision, recall, _ = precision_recall_curve(self.strange, self.scores)
+        return float(np.max(2 * precision * recall / np.maximum(precision + recall, 1e-12)))
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run, measured after some rounds."""
+
+    machines: dict[int, list[Machine]]
+    """By rounds done."""
+    seconds: float
+    """Processor time."""
+
+    @property
+    def last(self) -> list[Machine]:
+        """The machines after the last round."""
+        return self.machines[max(self.machines)]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all runs have in common."""
+
+    folder: Path
+    kept: Path
+    rounds: int
+    ids: int
+    model: str
+    clips: int
+    strength: float
+    seeds: Sequence[int]
+    chosen: Sequence[str]
+
+    def config(self, seed: int, changes: Mapping[str, Any]) -> Config:
+        """Return a run's configuration: the job's, with what ``changes`` has over it."""
+        values = load_config(JOB, []).model_dump(mode="json", exclude={"track"})
+        method = dict(changes.get("method", {}))
+        values["method"] = method if "name" in method else {"name": "profila", "total_rounds": self.rounds} | method
+        values["models"] = {"model": {"name": self.model} | changes.get("model", {})}
+        values["objective"] = changes.get("objective", values["objective"])
+        values["data"] |= {"ids": self.ids, "clips": self.clips, "strength_db": self.strength, "seed": seed}
+        values["data"] |= changes.get("data", {})
+        values["train"] |= {"rounds": max(1, changes.get("rounds", self.rounds))} | changes.get("train", {})
+        values["evaluate"] = {"every": self.rounds + 1, "clients": "none", "server": False}
+        values["run"] = {"seed": seed, "dir": str(self.folder), "name": f"run{time.monotonic_ns()}"}
+        values["objective"] = values["objective"] | {key: changes[key] for key in ("score", "spread") if key in changes}
+        return make_config(values)
+
+    def run(self, seed: int, changes: Mapping[str, Any], points: Sequence[int] = ()) -> Result:
+        """Train one federation and measure it after ``points`` rounds and at the end; a run that is kept is not done again."""
+        config, rounds = self.config(seed, changes), changes.get("rounds", self.rounds)
+        kept = self._kept(config, changes, points)
+        if kept.is_file():
+            return TypeAdapter(Result).validate_json(kept.read_bytes())
+        began = time.process_time()
+        if (
+            rounds and changes.get("score") and changes["method"] == FEDAVG["method"]
+        ):  # the same network, scored otherwise
+            machines = {rounds: self.measured(config, self.trained(seed, FEDAVG))}
+        elif changes.get("central"):
+            one = {**FEDAVG, "data": {"partition": {"by": "iid", "clients": 1}}}
+            machines = {rounds: self.measured(config, self.trained(seed, one))}
+        else:
+            machines = self._trained_and_measured(config, rounds, points, kept.with_suffix(".safetensors"))
+        result = Result(machines, time.process_time() - began)
+        kept.write_bytes(TypeAdapter(Result).dump_json(result))
+        return result
+
+    def _trained_and_measured(
+        self, config: Config, rounds: int, points: Sequence[int], file: Path
+    ) -> dict[int, list[Machine]]:
+        server, found = _opened(config), {}
+        try:
+            for done in range(rounds + 1):
+                if done:
+                    server.round()
+                if done == rounds or done in points:
+                    found[done] = _machines(server, config)
+            if rounds:
+                tensors = server._federation.state.tensors["global"]
+                save_file({name.removeprefix("model/"): tensor.clone() for name, tensor in tensors.items()}, file)
+        finally:
+            server.close()
+            shutil.rmtree(Path(config.run.dir, str(config.run.name)), ignore_errors=True)
+        return found
+
+    def _kept(self, config: Config, changes: Mapping[str, Any], points: Sequence[int] = ()) -> Path:
+        """Return where a run's result is kept; what it has trained lies beside it."""
+        said = config.digest() + json.dumps([changes.get("rounds", self.rounds), "central" in changes, list(points)])
+        return self.kept / f"{hashlib.sha256(said.encode()).hexdigest()[:24]}.json"
+
+    def trained(self, seed: int, changes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the server's tensors after a run, by their names in the network."""
+        self.run(seed, changes)
+        return load_file(self._kept(self.config(seed, changes), changes).with_suffix(".safetensors"))
+
+    def measured(self, config: Config, tensors: Tensors) -> list[Machine]:
+        """Measure a network as each client of a federation would, without training."""
+        server = _opened(config)
+        try:
+            federation = server._federation
+            own = federation.state.tensors["global"]
+            given = {name: tensors.get(name.removeprefix("model/"), value) for name, value in own.items()}
+            federation.state = dataclasses.replace(federation.state, tensors={"global": given})
+            return _machines(server, config)
+        finally:
+            server.close()
+            shutil.rmtree(Path(config.run.dir, str(config.run.name)), ignore_errors=True)
+
+
+def _opened(config: Config) -> Server:
+    return Server(create(config, Progress("quiet")), config)
+
+
+def _machines(server: Server, config: Config) -> list[Machine]:
+    """Measure the state that a server has, at every client."""
+    federation = server._federation
+    run_dir = Path(config.run.dir, str(config.run.name))
+    clients = list(federation.clients)
+    orders = federation._orders(federation.method.plan_evaluation(federation.state, clients), ())
+    broadcast = federation.broadcast(keys_of(orders))
+    worker = Worker(run_dir, config, PrivateStore(run_dir / "private"))
+    return [_machine(worker.prepare(order, broadcast), federation.method.objective) for order in orders]
+
+
+def _machine(step: Step, objective: Any) -> Machine:
+    found = objective.evaluate(step, "model", step.data.test, 256)
+    own = objective.normal_examples(step.data.train).as_tested()
+    z = F.normalize(predict(step, "model", own, 256).double(), dim=1)
+    return Machine(
+        step.client.id,
+        found["scores"].values.tolist(),
+        found["scores"].truth.tolist(),
+        found["threshold"].total,
+        float((z - z.mean(dim=0)).square().sum(dim=1).mean()),
+    )
+
+
+def _said(values: Sequence[float], digits: int = 3) -> str:
+    """Mean and standard deviation over the seeds."""
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return mean + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
+
+
+def _pooled(machines: Sequence[Machine]) -> float:
+    """AUC of all machines' clips by one threshold."""
+    strange = [each for machine in machines for each in machine.strange]
+    return float(roc_auc_score(strange, [each for machine in machines for each in machine.scores]))
+
+
+def contestants(bench: Bench) -> None:
+    """Areas under the ROC curve and F1 of all contestants."""
+    print(
+        "| | AUC, mean machine | worst machine | pooled | pAUC | F1 | F1, oracle's threshold | spread | processor, s |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name, changes in CONTESTANTS.items():
+        if bench.chosen and name not in bench.chosen:
+            continue
+        found = [bench.run(seed, changes) for seed in bench.seeds]
+        last = [each.last for each in found]
+        cells = [
+            _said([statistics.fmean(machine.auc for machine in run) for run in last]),
+            _said([min(machine.auc for machine in run) for run in last]),
+            _said([_pooled(run) for run in last]),
+            _said([statistics.fmean(machine.partial_auc for machine in run) for run in last]),
+            _said([statistics.fmean(machine.f1 for machine in run) for run in last]),
+            _said([statistics.fmean(machine.oracle_f1 for machine in run) for run in last]),
+            _said([statistics.fmean(machine.spread for machine in run) for run in last], 4),
+            f"{statistics.fmean(each.seconds for each in found):.0f}",
+        ]
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
+def ablation(bench: Bench) -> None:
+    """What each part of ProFiLA is worth: the mean machine's AUC, and differences of runs with equal seeds from the whole."""
+    for title, mode in {"normal": {}, "as run": AS_RUN}.items():
+        print(
+            f"\nMode {title}, with anomalies to steer by:\n\n| without | AUC | difference, mean | smallest to largest |"
+        )
+        print("|---|---|---|---|")
+
+        def auc(seed: int, method: Mapping[str, Any], mode: Mapping[str, Any] = mode) -> float:
+            run = bench.run(seed, {**mode, "method": {**mode.get("method", {}), **method}})
+            return statistics.fmean(machine.auc for machine in run.last)
+
+        whole = [auc(seed, {}) for seed in bench.seeds]
+        print(f"| nothing | {_said(whole)} | | |", flush=True)
+        for name, method in WITHOUT.items():
+            own = [auc(seed, method) for seed in bench.seeds]
+            differences = [one - other for one, other in zip(own, whole, strict=True)]
+            span = f"{min(differences):+.3f} to {max(differences):+.3f}"
+            print(f"| {name} | {_said(own)} | {statistics.fmean(differences):+.3f} | {span} |", flush=True)
+
+
+def strength(bench: Bench) -> None:
+    """The mean machine's AUC by the anomalies' strength, of networks with nothing private."""
+    kinds = {"untrained": None, "FedAvg": FEDAVG}
+    print("| strength, dB | " + " | ".join("none" if each is None else f"{each:g}" for each in STRENGTHS) + " |")
+    print("|---|" + "---|" * len(STRENGTHS))
+    for name, changes in kinds.items():
+        cells = []
+        for each in STRENGTHS:
+            found = []
+            for seed in bench.seeds:
+                config = bench.config(seed, {**FEDAVG, "data": {"strength_db": each}})
+                tensors = {} if changes is None else bench.trained(seed, changes)
+                found.append(statistics.fmean(machine.auc for machine in bench.measured(config, tensors)))
+            cells.append(_said(found))
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
+def spread(bench: Bench) -> None:
+    """Spread of the outputs over the rounds, and the mean machine's AUC with it."""
+    points = sorted({0, 1, bench.rounds // 4, bench.rounds // 2, bench.rounds})
+    print("| | " + " | ".join(f"round {point}" for point in points) + " |")
+    print("|---|" + "---|" * len(points))
+    kinds = {
+        "FedAvg": FEDAVG,
+        "FedAvg, objective.spread 1": {**FEDAVG, "spread": 1.0},
+        "ProFiLA": {"method": {"steer": "off"}},
+    }
+    for name, changes in kinds.items():
+        seen = [bench.run(seed, changes, points) for seed in bench.seeds]
+        cells = [
+            f"{statistics.fmean(m.spread for run in seen for m in run.machines[point]):.4f} "
+            f"({statistics.fmean(m.auc for run in seen for m in run.machines[point]):.3f})"
+            for point in points
+        ]
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
+def joining(bench: Bench) -> None:
+    """A machine that joins afterwards with 10 normal clips: its AUC after some local epochs, the rest as the federation left it."""
+    print("| begins with | " + " | ".join(f"{epochs} epochs" for epochs in EPOCHS) + " |")
+    print("|---|" + "---|" * len(EPOCHS))
+    kinds: Mapping[str, Mapping[str, Any] | None] = {
+        "nothing": None,
+        "FedAvg": FEDAVG,
+        "ProFiLA": {"method": {"steer": "off"}},
+    }
+    for name, changes in kinds.items():
+        cells: list[list[float]] = [[] for _ in EPOCHS]
+        for seed in bench.seeds:
+            # The newcomer has the number after the last one's, of a corpus with the same seed.
+            leave = [f"{kind}_{number:02d}" for kind in ("fan", "pump") for number in range(bench.ids)]
+            new = {"ids": bench.ids + 1, "clips": 10}
+            with tempfile.TemporaryDirectory(prefix="raydfl-profila-", dir=bench.folder) as folder:
+                model = {}
+                if changes is not None:
+                    file = Path(folder) / "federation.safetensors"
+                    tensors = bench.trained(seed, changes)
+                    save_file({key: value for key, value in tensors.items() if not key.startswith("objective")}, file)
+                    own = ["adapter.*", "output.*"] if "name" not in changes["method"] else []
+                    model = {"init_from": {"file": str(file), "keep": [*own, "objective.*"]}}
+                for place, epochs in enumerate(EPOCHS):
+                    train = {"local_epochs": max(1, epochs)}
+                    given = {"data": new, "train": train, "model": model, "rounds": min(1, epochs)}
+                    run = bench.run(seed, {**given, "method": {"name": "fedper", "personal": ALL}})
+                    cells[place] += [machine.auc for machine in run.last if machine.name not in leave]
+        print(f"| {name} | " + " | ".join(_said(each) for each in cells) + " |", flush=True)
+
+
+TABLES: Mapping[str, Callable[[Bench], None]] = {
+    "contestants": contestants,
+    "ablation": ablation,
+    "strength": strength,
+    "spread": spread,
+    "joining": joining,
+}
+
+
+def main() -> None:
+    """Train what the tables need, and print them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=[*TABLES])
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--ids", type=int, default=2, help="machines of each of two kinds")
+    parser.add_argument("--model", default="film_cnn_small", help="film_cnn is the paper's, with 15 times the work")
+    parser.add_argument("--clips", type=int, default=40, help="normal clips that a machine trains on")
+    parser.add_argument("--strength", type=float, default=-5.0, help="anomalies, dB over the machine's own sound")
+    parser.add_argument("--only", nargs="+", default=(), help="contestants, by name; without it all")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument(
+        "--kept", type=Path, help="folder of finished runs, to go on with later; else they are forgotten"
+    )
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="raydfl-profila-") as folder:
+        kept = given.kept or Path(folder) / "kept"
+        kept.mkdir(parents=True, exist_ok=True)
+        common = (given.rounds, given.ids, given.model, given.clips, given.strength, given.seeds, given.only)
+        bench = Bench(Path(folder), kept, *common)
+        for name in given.tables:
+            began = time.process_time()
+            print(
+                f"\n## {TABLES[name].__doc__}\n\n{given.rounds} rounds, {2 * given.ids} machines with {given.clips} normal clips "
+                f"each, anomalies at {given.strength:g} dB, `{given.model}`, seeds {given.seeds}.\n"
+            )
+            TABLES[name](bench)
+            print(f"\nProcessor time of this table: {math.ceil((time.process_time() - began) / 60)} min.", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""DCASE 2023 task 2 (K. Dohi et al., arXiv:2305.07828): types of machines with one section each, source and target domain.
+
+The development set, of MIMII DG and ToyADMOS2+: ``dev_data/raw/{machine}/train`` and ``test`` with
+``section_{nn}_{domain}_{split}_{condition}_{nnnn}_{attributes}.wav``. Later years have this layout too (``noAttribute`` where there
+is none). The evaluation set's test files name neither domain nor condition: they are not listed, ``raydfl predict`` takes them.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic.dataclasses import dataclass
+
+from raydfl.data.dataset import Card
+from raydfl.data.sets._machine_sets import SECTION_FORM, SectionSet
+
+
+@dataclass(frozen=True, kw_only=True)
+class DCASE2023Task2(SectionSet):
+    """Machines with shifts of domain, DCASE 2023's."""
+
+    card: ClassVar[Card] = Card(
+        title="DCASE 2023 task 2, development set",
+        layout=f"{{machine}}/{{train,test}}/{SECTION_FORM}",
+        licence="CC BY 4.0",
+        url="https://zenodo.org/record/7690157",
+        classes=2,
+    )

@@ -1,0 +1,28 @@
+"""MIMII DG (K. Dohi et al., DCASE workshop 2022): five types of machines, to be heard failing in domains with few clips.
+
+Its layout is that of DCASE 2022 task 2: ``{machine}/train`` and ``test`` with
+``section_{nn}_{domain}_{split}_{condition}_{nnnn}_{attributes}.wav``. The lists
+``attributes_{nn}.csv`` say the same and are not read.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic.dataclasses import dataclass
+
+from raydfl.data.dataset import Card
+from raydfl.data.sets._machine_sets import SECTION_FORM, SectionSet
+
+
+@dataclass(frozen=True, kw_only=True)
+class MIMIIDG(SectionSet):
+    """Machines with shifts of domain, DCASE 2022's."""
+
+    card: ClassVar[Card] = Card(
+        title="MIMII DG, DCASE 2022 task 2",
+        layout=f"{{machine}}/{{train,test}}/{SECTION_FORM}",
+        licence="CC BY-SA 4.0",
+        url="https://zenodo.org/record/6529888",
+        classes=2,
+    )

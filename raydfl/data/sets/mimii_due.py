@@ -1,0 +1,28 @@
+"""MIMII DUE (R. Tanabe et al., WASPAA 2021): five types of machines whose sound shifts with load and surroundings.
+
+Its layout is that of DCASE 2021 task 2, the toy car and train of that year included: ``{machine}/train``, ``source_test`` and
+``target_test`` with ``section_{nn}_{domain}_{split}_{condition}_{nnnn}[_{attributes}].wav``. Test files have no attributes.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic.dataclasses import dataclass
+
+from raydfl.data.dataset import Card
+from raydfl.data.sets._machine_sets import SECTION_FORM, SectionSet
+
+
+@dataclass(frozen=True, kw_only=True)
+class MIMIIDUE(SectionSet):
+    """Machines with shifts of domain, DCASE 2021's."""
+
+    card: ClassVar[Card] = Card(
+        title="MIMII DUE, DCASE 2021 task 2",
+        layout=f"{{machine}}/{{train,source_test,target_test}}/{SECTION_FORM}",
+        licence="CC BY-SA 4.0",
+        url="https://zenodo.org/record/4740355",
+        classes=2,
+    )
+    pairs: ClassVar[bool] = False

@@ -1,0 +1,162 @@
+"""What anomaly detectors say at the client: a threshold from its normal training clips, and who is left out of what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from commands import Raydfl
+from helpers import start
+from sklearn.metrics import f1_score
+
+from raydfl import read_rows, run
+from raydfl.core.errors import DataError
+from raydfl.data.build import build_population
+from raydfl.data.population import Population
+from raydfl.data.sets.machines import Machines
+from raydfl.engine.config import Config
+from raydfl.runs.folder import export
+from raydfl.runs.inference import load_model
+
+Tiny = Callable[..., Config]
+FAN = "{name: machines, kinds: [fan], ids: 3, clips: 12, test_clips: 10, seconds: 0.3, strength_db: 6"
+FEATURES = "features: {bands: 8, window_ms: 64, hop_ms: 16, normalise: client}"
+SPLIT = "split: {test: null, client_test: {by: split, values: [test]}, validation: 0.2}"
+DETECT = "objective={name: reconstruct, size: 2, bins: 2, hidden: 4, normal: [normal]}"
+HERE = ("evaluate.clients=all", "train.rounds=1", "train.cohort=1.0", DETECT)
+
+
+def data(more: str = "", split: str = SPLIT, machines: str = FAN) -> str:
+    return f"data={machines}, {FEATURES}, partition: {{by: group}}, {split}{more}}}"
+
+
+def scores_of(folder: Path, client: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of the client's training and test clips by the model that the run ends with, and which of the latter are anomalous."""
+    population = Population.load(folder / "population").use(load_model(folder).data)
+    mine, model = population.data(population.index(client)), load_model(folder)
+    found = []
+    for part in (mine.train.as_tested(), mine.test):
+        batch = part.batch(np.arange(len(part)))
+        values = model.logits(batch.x, batch.lengths)[:, 0].numpy().astype(float)
+        found.append(np.array([values[part.clips == clip].mean() for clip in np.unique(part.clips)]))
+    first = np.unique(mine.test.clips, return_index=True)[1]
+    return found[0], found[1], np.array(population.classes)[mine.test.labels[first]] == "anomaly"
+
+
+@pytest.mark.parametrize(
+    "transforms", ["", ", transforms: [{name: random_crop, size: 6, test: segments}]"], ids=["whole", "segments"]
+)
+def test_the_threshold_is_the_quantile_of_training_scores_and_f1_is_that_at_it(tiny: Tiny, transforms: str) -> None:
+    config = tiny(*HERE, data(transforms), "objective.quantile=0.8")
+    server = start(config)
+    server.round()
+    server.finish()
+    server.close()
+    folder = Path(config.run.dir) / "tiny"
+    export(folder, config)
+    rows = [row for row in read_rows(folder).to_pylist() if row["split"] == "client_test"]
+    for client in ("fan_00", "fan_01", "fan_02"):
+        own = {row["metric"]: row["value"] for row in rows if row["client"] == client}
+        train, test, truth = scores_of(folder, client)
+        threshold = np.quantile(train, 0.8)
+        assert own["model/threshold"] == pytest.approx(threshold, rel=1e-5)
+        assert own["model/f1"] == pytest.approx(f1_score(truth, test >= threshold, zero_division=0), abs=1e-9)
+        assert own["model/oracle_f1"] >= own["model/f1"]
+        assert own["model/loss"] == pytest.approx(test[~truth].mean(), rel=1e-5)
+    pooled = {row["metric"]: row["value"] for row in rows if not row["client"]}
+    assert {"model/f1_client_mean", "model/auc_harmonic_mean", "model/threshold"} <= set(pooled)
+
+
+def test_dcases_score_needs_the_columns_of_machines(tiny: Tiny) -> None:
+    config = tiny(*HERE, data(", columns: [machine, id, domain]", machines=FAN + ", target_clips: 4"))
+    server = start(config)
+    server.round()
+    server.close()
+    rows = {row["metric"]: row for row in read_rows(Path(config.run.dir) / "tiny").to_pylist() if not row["client"]}
+    assert 0 < rows["model/dcase_harmonic_mean"]["value"] <= 1
+    assert rows["model/dcase_harmonic_mean"]["count"] == 3
+
+
+def remarks(config: Config) -> list[str]:
+    population = build_population(config.data, config.run.seed, labels_needed=config.labels_needed)
+    return list(config.parts.method.objective.remarks(population))
+
+
+def test_clients_whose_test_has_one_condition_are_named_and_few_normal_clips_are_counted(tiny: Tiny) -> None:
+    few = tiny(*HERE, data(machines=FAN.replace("test_clips: 10", "test_clips: 9")))
+    assert remarks(tiny(*HERE, data())) == []
+    (said,) = remarks(few)
+    assert said.startswith("3 of 3 clients have fewer than 10 normal clips in their own test, the fewest 9: ")
+    assert said.endswith("says little: fan_00, fan_01, fan_02")
+    only = "split: {test: null, client_test: {by: condition, values: [anomaly]}}"
+    (said,) = remarks(tiny(*HERE, data(split=only)))
+    assert said.startswith(
+        "3 of 3 clients have no normal clip in their own test and are left out of AUC: fan_00, fan_01"
+    )
+    random = "split: {test: null, client_test: {by: clip, fraction: 0.04}}"  # of 32 clips one
+    learnt, without = remarks(tiny(*HERE, data(split=random), "run.seed=2"))[:2]
+    assert "training clips are anomalous, and learnt from like normal ones unless the method says otherwise" in learnt
+    assert "clients have no " in without
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("objective.normal=[anomaly]", "client 'fan_00' has no normal clip to train on: its 12 are all anomalous"),
+        ("data.clips=1", "client 'fan_00' has one training clip, which says nothing of how far apart normal clips lie"),
+    ],
+)
+def test_clients_that_cannot_learn_what_is_normal_are_refused(tiny: Tiny, change: str, message: str) -> None:
+    settings = [data(split="split: {test: null, client_test: {by: split, values: [test]}}"), change]
+    with pytest.raises(DataError, match=message):
+        start(tiny(*HERE, *settings))
+
+
+def test_training_scores_are_measured_as_test_scores_are(tiny: Tiny) -> None:
+    config = tiny(*HERE, data(", transforms: [{name: random_crop, size: 6, test: segments, stride: 4}]"))
+    population = build_population(config.data, 1, labels_needed=False)
+    train = population.data(0).train
+    cut = train.as_tested()
+    assert set(train.counts.tolist()) == {19}
+    assert np.bincount(cut.clips).max() == 1 + (19 - 6) // 4
+    assert set(cut.counts.tolist()) == {6}
+    x = cut.batch(np.arange(len(cut))).x
+    whole = train.store.frames[train.starts[0] : train.starts[0] + 19]
+    assert torch.equal(x[1], torch.from_numpy(np.array(whole[4:10], np.float32)))
+
+
+def test_a_submission_to_dcase_has_a_file_for_each_machine(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny(*HERE, data())
+    folder = run(config).run_dir
+    corpus = Machines(kinds=("fan",), ids=2, clips=1, test_clips=2, seconds=0.3, strength_db=6.0)
+    rows = [row for row in corpus.manifest().to_pylist() if row["split"] == "test"]
+    clips = tmp_path / "dev_data" / "fan" / "test"
+    clips.mkdir(parents=True)
+    for number, row in enumerate(rows):
+        soundfile.write(clips / f"section_{row['id']}_{number:04d}.wav", *corpus.read(row))
+    raydfl = Raydfl(capsys)
+    said = raydfl("predict", folder, tmp_path / "dev_data", "--dcase", tmp_path / "out")
+    assert said.code == 0, said.err
+    kinds = ("anomaly_score", "decision_result")
+    expected = [tmp_path / "out" / f"{kind}_fan_section_{nn}_test.csv" for nn in ("00", "01") for kind in kinds]
+    assert said.out.split() == [str(path) for path in expected]
+    for nn in ("00", "01"):
+        own = raydfl("predict", folder, clips, "--json", "--client", f"fan_{nn}").events
+        mine = sorted((Path(e["file"]).name, e) for e in own if f"section_{nn}" in e["file"])
+        scores = [
+            line.split(",")
+            for line in (tmp_path / f"out/anomaly_score_fan_section_{nn}_test.csv").read_text().splitlines()
+        ]
+        assert [(name, float(score)) for name, score in scores] == [(name, e["score"]) for name, e in mine]
+        decided = (tmp_path / f"out/decision_result_fan_section_{nn}_test.csv").read_text()
+        assert decided == "".join(f"{name},{int(e['score'] >= e['threshold'])}\n" for name, e in mine)
+    (clips / "noise.wav").touch()
+    refused = raydfl("predict", folder, clips, "--dcase", tmp_path / "out")
+    assert refused.code == 2
+    assert "noise.wav do not say of which machine they are; they must be MACHINE/test/section_NN_...wav" in refused.err
