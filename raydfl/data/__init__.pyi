@@ -29,6 +29,7 @@ from raydfl.data.pictures import read_image as read_image
 from raydfl.data.pools import LABELLED as LABELLED
 from raydfl.data.pools import UNLABELLED as UNLABELLED
 from raydfl.data.population import POPULATION_FILE as POPULATION_FILE
+from raydfl.data.population import PRESENCE as PRESENCE
 from raydfl.data.population import Population as Population
 from raydfl.data.population import Shard as Shard
 from raydfl.data.population import Site as Site

@@ -128,7 +128,7 @@ class _Run:
             specs, name, key, part = found[model]
             networks, _ = self._load(specs, self._received([key], part), {}, f"model {model!r}")
             return self._made(model, "", part, specs, name, networks[name])
-        if not found or model in type(self.method).models:
+        if not found or model in self.config.parts.models:
             what = "no model of this run is" if model is None else f"model {model!r} of this run is not"
             raise InputError(
                 f"{what} shared as a whole, clients keep theirs or parts of them: name one with --client; "
@@ -136,7 +136,7 @@ class _Run:
             )
         if model is None:
             raise InputError(f"this run has several shared models; choose one with --model: {', '.join(found)}")
-        raise InputError(f"this run has no model {model!r}; {nearest(model, [*found, *type(self.method).models])}")
+        raise InputError(f"this run has no model {model!r}; {nearest(model, [*found, *self.config.parts.models])}")
 
     def clients_model(self, model: str | None, client_id: str) -> RunModel:
         """Return a model as one client would use it."""
