@@ -47,7 +47,9 @@ def test_a_share_is_exact_and_nested() -> None:
 
 def test_three_views_of_which_clients_lack_some(tiny: Tiny, folder: Path) -> None:
     """What a client has is what its batches, its profile and its networks say; the server's test keeps all."""
-    config = federation(tiny, folder, "harmony", "data.missing={video: 0.5, depth: 0.3}", "data.split.validation=0.3", views=VIEWS)
+    config = federation(
+        tiny, folder, "harmony", "data.missing={video: 0.5, depth: 0.3}", "data.split.validation=0.3", views=VIEWS
+    )
     population = Population.load(create(config, Progress("quiet")) / "population").use(config.data)
     taken = clients_without(config.data.missing, population.ids, config.run.seed)
     clients = Clients(population, config)
@@ -112,5 +114,8 @@ def test_a_share_or_view_that_cannot_be_is_refused(tiny: Tiny, folder: Path, mis
 
 
 def test_the_digest_knows_who_lacks_a_view(tiny: Tiny, folder: Path) -> None:
-    digests = [federation(tiny, folder, "multifl", *more).digest() for more in ([], ["data.missing={}"], ["data.missing={video: 0.5}"])]
+    digests = [
+        federation(tiny, folder, "multifl", *more).digest()
+        for more in ([], ["data.missing={}"], ["data.missing={video: 0.5}"])
+    ]
     assert digests[0] == digests[1] != digests[2]

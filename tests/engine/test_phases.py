@@ -27,7 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_last_phase_has_what_is_left() -> None:
     def begins(rounds: int, **phases: int) -> tuple[int, ...]:
-        train = TrainSettings.model_validate({"rounds": rounds, "phases": {n: {"rounds": r} for n, r in phases.items()}})
+        train = TrainSettings.model_validate(
+            {"rounds": rounds, "phases": {n: {"rounds": r} for n, r in phases.items()}}
+        )
         return Phases.of(("a", "b", "c"), train, "some").first
 
     assert begins(9) == (0, 3, 6)
@@ -50,7 +52,9 @@ def test_settings_of_a_phase_hold_in_it_alone(tiny: Tiny, folder: Path) -> None:
     for number, setting in enumerate((LR, "train.phases.distil.local_epochs=2", "train.phases.distil.cohort=2")):
         other = finish(federation(tiny, folder, "modality_mirror", *TWO, setting, f"run.name=p{number}"))
         assert differ(base, other)
-        assert {n for n in base if base[n] != other[n]} <= {n for n in base if n.startswith("server global audio/") or n == "extra"}
+        assert {n for n in base if base[n] != other[n]} <= {
+            n for n in base if n.startswith("server global audio/") or n == "extra"
+        }
 
 
 def test_a_run_stopped_in_any_phase_goes_on_to_the_same_bits(tiny: Tiny, folder: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +50,13 @@ def test_harmonys_audio_is_fedavg_of_the_audio_network_over_all_clients(tiny: Ti
     reference = audio_of(finish(fedavg(tiny, folder, *same_for)), "model")
     for share in (0.0, 0.5):
         config = federation(
-            tiny, folder, "harmony", *same_for, f"data.missing={{video: {share}}}", "train.phases.unimodal.rounds=2", f"run.name=h{share}"
+            tiny,
+            folder,
+            "harmony",
+            *same_for,
+            f"data.missing={{video: {share}}}",
+            "train.phases.unimodal.rounds=2",
+            f"run.name=h{share}",
         )
         same(audio_of(finish(config)), reference)
 
@@ -114,9 +120,14 @@ def test_the_divergence_is_the_papers(tiny: Tiny, folder: Path) -> None:
         distil = dataclasses.replace(inner.method, kd_weight=3.0, temperature=4.0, divergence=setting)
         found = distil.distil(step, batch)
         student = step.models["audio"](batch.x)
-        features = torch.cat([step.models["audio"].embed(batch.x), step.models["video"].embed(batch.views["video"])], dim=1)
+        features = torch.cat(
+            [step.models["audio"].embed(batch.x), step.models["video"].embed(batch.views["video"])], dim=1
+        )
         teacher = step.models["fusion"](features)  # the student has not moved yet, so the encoders are the teacher's
-        a, b = (F.log_softmax(logits / 4.0, dim=1) for logits in ((student, teacher) if first_is_student else (teacher, student)))
+        a, b = (
+            F.log_softmax(logits / 4.0, dim=1)
+            for logits in ((student, teacher) if first_is_student else (teacher, student))
+        )
         divergence = F.kl_div(b, a, reduction="batchmean", log_target=True)
         torch.testing.assert_close(found, F.cross_entropy(student, batch.y) + 3.0 * 16.0 * divergence)
         found.backward()
@@ -157,7 +168,9 @@ def test_a_round_without_one_kind_of_client_keeps_its_parts(tiny: Tiny, folder: 
     }
 
 
-def test_where_nobody_has_all_views_the_second_phase_is_refused_before_the_first_round(tiny: Tiny, folder: Path) -> None:
+def test_where_nobody_has_all_views_the_second_phase_is_refused_before_the_first_round(
+    tiny: Tiny, folder: Path
+) -> None:
     with pytest.raises(ConfigError, match="no client has all views"):
         start(federation(tiny, folder, "modality_mirror", *MIRROR, "data.missing={video: 1.0}"))
 
@@ -172,13 +185,19 @@ def test_groups_of_like_bias() -> None:
 
 def test_harmonys_groups_have_a_classifier_each_and_encoders_stay(tiny: Tiny, folder: Path) -> None:
     """Oracle: with one group its classifier is the mean of all clients', and so is the one in global."""
-    settings = ["train.rounds=3", "train.phases.unimodal.rounds=1", "train.phases.fusion.optimiser.models={audio: 0.05, video: 0.05, fusion: 0.1}"]
+    settings = [
+        "train.rounds=3",
+        "train.phases.unimodal.rounds=1",
+        "train.phases.fusion.optimiser.models={audio: 0.05, video: 0.05, fusion: 0.1}",
+    ]
     one = finish(federation(tiny, folder, "harmony", *settings, "method.groups=1", "run.name=one"))
     fusion = {n.removeprefix("server group1 "): v for n, v in one.items() if n.startswith("server group1 ")}
     same(fusion, {n.removeprefix("server global "): v for n, v in one.items() if n.startswith("server global fusion/")})
     two = finish(federation(tiny, folder, "harmony", *settings, "run.name=two"))
     groups = {name.split()[1] for name in two if name.startswith("server group")}
     assert len(groups) >= 2
-    audio = audio_of(finish(federation(tiny, folder, "harmony", "train.rounds=1", "train.phases.unimodal.rounds=1", "run.name=u")))
+    audio = audio_of(
+        finish(federation(tiny, folder, "harmony", "train.rounds=1", "train.phases.unimodal.rounds=1", "run.name=u"))
+    )
     same(audio_of(two), audio)
     assert any("encoder/audio/" in name for name in two if name.startswith("client "))

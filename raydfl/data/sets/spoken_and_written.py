@@ -58,7 +58,9 @@ class SpokenAndWritten(FSDD):
         sounds = super().manifest()
         images = MNIST(root=self.pictures).manifest()
         of_digit: dict[str, list[tuple[str, int]]] = defaultdict(list)
-        for path, label, number in zip(*(images.column(c).to_pylist() for c in ("path", "label", "number")), strict=True):
+        for path, label, number in zip(
+            *(images.column(c).to_pylist() for c in ("path", "label", "number")), strict=True
+        ):
             of_digit[label].append((path, number))
         labels, splits = sounds.column("label").to_pylist(), sounds.column("split").to_pylist()
         tests = [split == "test" for split in splits]
@@ -73,7 +75,9 @@ class SpokenAndWritten(FSDD):
                 )
             given.append(there[own] if tests[place] else there[held + own % (len(there) - held)])
         paths, numbers = zip(*given, strict=True)
-        return sounds.append_column("image", pa.array(paths)).append_column("image_number", pa.array(numbers, pa.int64()))
+        return sounds.append_column("image", pa.array(paths)).append_column(
+            "image_number", pa.array(numbers, pa.int64())
+        )
 
     def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
         """See :class:`Dataset`."""
