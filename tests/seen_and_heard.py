@@ -76,7 +76,8 @@ def federation(
 ) -> Config:
     """Return a federation of :data:`CLIENTS` clients on what :func:`write` wrote, with a network for each view and the fusion."""
     of_views = ", ".join(f"{name}: {{column: {name}, features: {SEEN}}}" for name in views)
-    data = f"data={{name: manifest, file: {folder / 'list.csv'}, features: {FEATURES}, views: {{{of_views}}}, partition: {{by: group}}}}"
+    listed = f"name: manifest, file: {folder / 'list.csv'}, features: {FEATURES}"
+    data = f"data={{{listed}, views: {{{of_views}}}, partition: {{by: group}}}}"
     eyes = ", ".join(f"{name}: {{name: '{folder}/{EYE}', view: {name}}}" for name in views)
     models = f"models={{audio: {SMALL}, {eyes}, fusion: {{name: fusion, hidden: 4}}}}"
     return tiny(f"method.name={method}", data, models, "train.cohort=1.0", "train.batch_size=4", *overrides)

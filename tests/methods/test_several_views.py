@@ -83,7 +83,7 @@ def test_the_first_phase_is_multifl_and_the_teacher_never_moves(tiny: Tiny, fold
 
 
 def test_without_distillation_the_student_is_fedavg_from_the_first_phase(tiny: Tiny, folder: Path) -> None:
-    """Over the clients that have all views, to the bit. In the first phase the reference is FedAvg over audio-only clients alone."""
+    """Over the clients that have all views, to the bit."""
     plain = ["train.rounds=3", "method.rule=uniform_mean", "evaluate.every=9"]
     config = federation(tiny, folder, "modality_mirror", *MIRROR, "data.missing={video: 0.5}", "method.kd_weight=0.0")
     server = start(config)

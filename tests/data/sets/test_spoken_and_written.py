@@ -57,7 +57,8 @@ def test_either_view_is_made_harder_in_training_and_test_alike(folder: Path) -> 
 
 
 def test_it_is_a_federation_of_two_views(tiny: Callable[..., Config], folder: Path) -> None:
+    views = "views: {image: {column: image, features: {kind: image, size: 28}}}"
     data = f"{{name: spoken_and_written, root: {folder}, pictures: {folder}, test_takes: 1, partition: {{by: iid, clients: 2}}, "
-    data += "features: {sample_rate: 8000, bands: 8, seconds: 0.1}, views: {image: {column: image, features: {kind: image, size: 28}}}}"
+    data += f"features: {{sample_rate: 8000, bands: 8, seconds: 0.1}}, {views}}}"
     models = "models={audio: {name: crnn_tiny, hidden: 4, filters: [4]}, image: {name: cnn_small, view: image}}"
     create(tiny("method=multifl", models, f"data={data}"), Progress("quiet"))
