@@ -7,7 +7,7 @@ Benchmark For Multimodal Federated Learning, KDD 2023).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from raydfl.core.ops import Dropout
 
 class Fusion(nn.Module):
     """A classifier of features that several encoders give."""
+
+    on_features: ClassVar[bool] = True
+    """It is no network for recordings or images."""
 
     def __init__(
         self,
