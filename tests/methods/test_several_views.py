@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from helpers import differ, finish, known, same, start
 from seen_and_heard import OF_KIND, federation, write
 
-from raydfl.core.errors import ConfigError
+from raydfl.core.errors import ConfigError, InputError
 from raydfl.engine.config import Config, apply_overrides, make_config
 from raydfl.engine.storage import record
 from raydfl.methods.harmony import clusters
+from raydfl.runs.inference.model import load_model
 
 Tiny = Callable[..., Config]
 MIRROR = ["train.rounds=3", "train.phases.multimodal.rounds=2", "evaluate.every=9"]
@@ -173,6 +174,14 @@ def test_where_nobody_has_all_views_the_second_phase_is_refused_before_the_first
 ) -> None:
     with pytest.raises(ConfigError, match="no client has all views"):
         start(federation(tiny, folder, "modality_mirror", *MIRROR, "data.missing={video: 1.0}"))
+
+
+def test_the_fusion_is_no_model_to_predict_with(tiny: Tiny, folder: Path) -> None:
+    finish(federation(tiny, folder, "multifl", "train.rounds=1", "run.name=used"))
+    run_dir = Path(tiny().run.dir) / "used"
+    assert load_model(run_dir, "video").spec.view == "video"
+    with pytest.raises(InputError, match="model 'fusion' reads what other models .* choose one of audio, video"):
+        load_model(run_dir, "fusion")
 
 
 def test_groups_of_like_bias() -> None:
