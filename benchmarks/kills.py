@@ -250,6 +250,8 @@ def configured(method: str, folder: Path, name: str, *overrides: str) -> Config:
         values["data"]["unlabelled"] = {"keep": 0.4}
     if method == "fedmlac":
         values["models"] = {"plugin": "crnn_tiny", "local": ["crnn_tiny", {"name": "crnn_tiny", "hidden": 8}]}
+    elif method in ("multifl", "unifl", "harmony", "modality_mirror"):
+        values["models"] = {"audio": "crnn_tiny", "video": "crnn_tiny"}
     else:
         values["models"] = {"model": "crnn_tiny"}
     common = [

@@ -56,10 +56,19 @@ FEDMLAC_MODELS = {
     "plugin": TINY["models"]["model"],
     "local": [TINY["models"]["model"], {"name": "crnn_tiny", "hidden": 4, "filters": [4]}],
 }
+OF_VIEWS = {
+    "audio": TINY["models"]["model"],
+    "video": {"name": "crnn_tiny", "hidden": 4, "filters": [4]},
+    "fusion": {"name": "fusion", "hidden": 4},
+}
 TINY_METHOD = {"fedgen": {"noise": 4, "hidden": 8, "server_steps": 5, "server_batch": 8}}
 TINY_OBJECTIVE = {"profila": {"name": "compact", "size": 4, "normal": ["tone0"]}}
 TINY_DATA = {"fedstar": {"unlabelled": {"keep": 0.4}}}
-TINY_MODELS = {"fedmlac": FEDMLAC_MODELS, f"{TESTS}/extra_methods.py:Slow": FEDMLAC_MODELS}
+TINY_MODELS = {
+    "fedmlac": FEDMLAC_MODELS,
+    f"{TESTS}/extra_methods.py:Slow": FEDMLAC_MODELS,
+    **dict.fromkeys(("multifl", "unifl", "harmony", "modality_mirror"), OF_VIEWS),
+}
 
 
 @pytest.hookimpl(tryfirst=True)

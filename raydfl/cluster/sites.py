@@ -24,6 +24,7 @@ from raydfl.core.files import RESUME, write_atomically, write_durably, writing
 from raydfl.core.progress import Progress
 from raydfl.data import (
     POPULATION_FILE,
+    PRESENCE,
     Names,
     Population,
     Site,
@@ -44,6 +45,8 @@ class ViewReport:
     """Training examples that have it."""
     length: int | None
     """Frames of each, ``None`` when they differ or there is none."""
+    clients: tuple[bool, ...]
+    """Which of its clients have it."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class SiteReport:
             len(population.skipped),
             tuple(np.array(population.classes)[population.label_counts().any(axis=0)].tolist()),
             {
-                view: ViewReport(population.num_with_view(view), length)
+                view: ViewReport(population.num_with_view(view), length, tuple(population.owners(view).tolist()))
                 for view, length in population.view_lengths.items()
             },
         )
@@ -117,6 +120,10 @@ def join(reports: Sequence[SiteReport], classes: Sequence[str], separator: str |
         "label_errors": np.zeros(clients, bool),
         **{f"ids/{name}": array for name, array in ids.arrays.items()},
         **{f"groups/{name}": array for name, array in Names.of(()).arrays.items()},
+    }
+    arrays |= {
+        f"{PRESENCE}/{view}": np.array([owns for report in reports for owns in report.views[view].clients])
+        for view in reports[0].views
     }
     lengths = {report.length for report in reports}
     length = lengths.pop() if len(lengths) == 1 else None

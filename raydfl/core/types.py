@@ -120,12 +120,15 @@ class Task:
     phase: str = "train"
     """Named by the method; a method with several stages has several."""
     receive: tuple[str, ...] = ("global",)
-    """Keys of the server's state to deliver; models load from the first that holds their tensors."""
+    """Keys of the server's state to deliver; models load from the first that holds their tensors. Of models that the client does
+    not have, nothing is delivered."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Anything small that the method wants its client code to know."""
     cuts: Cuts = field(default_factory=dict)
     """Of tensors of which the client receives a part, the part, by the names that the client knows. They are cut in every entry
     that it receives, and its networks must have the shapes that are left."""
+    has: tuple[str, ...] = ()
+    """Keys of ``receive`` that have not changed since the client received them: it has them, and no bytes are counted for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,8 @@ class Update:
     """Filled in by the engine."""
     cuts: Cuts = field(default_factory=dict)
     """Of tensors that are a part of the server's, the part. What the client did not send has no weight."""
+    further: tuple[Update, ...] = ()
+    """The client's updates to further keys, each to another one, with metrics of their own. They reach the server one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +160,8 @@ class State:
     """By key (``"global"``, or one per cluster, task or model)."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Small facts that JSON can hold (names of buffers, counters, cluster membership); tensors go into ``tensors``."""
+    phase: str = ""
+    """The phase of the next round, one of the method's ``phases``; empty where it has none. The engine knows it from the round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +188,7 @@ class Batch:
 
     def input_of(self, network: Any) -> tuple[Tensor, Tensor | None]:
         """Return what a network reads, x and lengths: those of the view that its attribute ``view`` names, or the first's."""
-        # Asking a torch.nn.Module for an attribute that it has not takes ten times as long.
-        view = vars(network).get("view") or getattr(type(network), "view", "")
+        view = view_of(network)
         return (self.views[view], self.view_lengths.get(view)) if view else (self.x, self.lengths)
 
     def with_input_of(self, network: Any, x: Tensor, lengths: Tensor | None) -> Batch:
@@ -233,6 +239,13 @@ class Problem:
     text: str
     worthless: bool
     """True: the run shows nothing; False: it is a warning."""
+
+
+def view_of(network: Any) -> str:
+    """Return the name of the view that a network reads; empty: the first."""
+    # Asking a torch.nn.Module for an attribute that it has not takes ten times as long.
+    view: str = vars(network).get("view") or getattr(type(network), "view", "")
+    return view
 
 
 def same_view(wrapper: Any, network: Any) -> Any:

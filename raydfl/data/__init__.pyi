@@ -30,6 +30,7 @@ from raydfl.data.pools import LABELLED as LABELLED
 from raydfl.data.pools import NO_LABEL as NO_LABEL
 from raydfl.data.pools import UNLABELLED as UNLABELLED
 from raydfl.data.population import POPULATION_FILE as POPULATION_FILE
+from raydfl.data.population import PRESENCE as PRESENCE
 from raydfl.data.population import Population as Population
 from raydfl.data.population import Shard as Shard
 from raydfl.data.population import Site as Site

@@ -26,7 +26,8 @@ from raydfl.data.names import Names
 from raydfl.data.parts import join
 from raydfl.data.poisoning import Poisoner, alterations_for, noise_of_some, poison
 from raydfl.data.pools import HIDDEN_LABEL, NO_LABEL, UNLABELLED
-from raydfl.data.population import CLEAN, NOISY, Population, table_prefix
+from raydfl.data.population import CLEAN, NOISY, PRESENCE, Population, table_prefix
+from raydfl.data.presence import clients_without, owners, without_view
 from raydfl.data.profile import profile_arrays
 from raydfl.data.segment import segments
 from raydfl.data.settings import DataSettings, ViewSettings
@@ -246,6 +247,9 @@ class _Assembler:
             views[name], of_view = self._view(name, view, arrays)
             of_views |= of_view | view.pipeline.make_tables(view.features, self.seed, table_prefix(name))
         arrays |= of_views
+        for name, taken in clients_without(self.data.missing, ids, self.seed).items():
+            arrays |= without_view(arrays, name, taken)
+        arrays |= {f"{PRESENCE}/{name}": owners(arrays, name) for name in self.data.views}
         population = Population(
             self.classes,
             length,

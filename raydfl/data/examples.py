@@ -75,6 +75,12 @@ class Examples:
         found = self.take(which)
         return replace(found, starts=found.starts + first, counts=frames)
 
+    def seen_by(self, view: str) -> Examples:
+        """Return the examples with one view besides the first (by its name; empty: with none), so that no other is read."""
+        if all(name == view for name in self.views):
+            return self
+        return replace(self, views={name: examples for name, examples in self.views.items() if name == view})
+
     def targets(self, labels: np.ndarray) -> np.ndarray:
         """Return labels (int [n]) as batches have them: int64 [n], or float32 [n, classes] where a label is a set of classes."""
         return labels.astype(np.int64, copy=False) if self.sets is None else self.sets[labels].astype(np.float32)

@@ -32,6 +32,9 @@ POPULATION_FILE = "population.safetensors"
 TABLES = "transforms"
 """The beginning of the names of transforms' tables."""
 
+PRESENCE = "presence"
+"""The beginning of the names of what says which clients have a further view."""
+
 CLEAN, NOISY = 0, 1
 """Positions in a population's stores."""
 
@@ -93,7 +96,7 @@ class Population:
             clips that carry the attack's trigger), and ``altered`` (bool [clients]: the features of its attack are in the last
             store). With features normalised by group ``statistics/values`` (float64 [2, groups + 1, bands], those of
             raydfl.data.features.statistics) and ``statistics/of`` (int32 [clients], the client's place in them). What transforms
-            need of the outside world is under ``transforms/``.
+            need of the outside world is under ``transforms/``. ``presence/VIEW`` (bool [clients]) says who has a further view.
         skipped: clips that were left out because they cannot be read, with the reasons.
         messages: what the user should know about how this population came about.
         bands: features of a frame; ``None``: those of the stores.
@@ -236,17 +239,23 @@ class Population:
         """Return how many training examples of the first pool have a further view."""
         return int(np.count_nonzero(self._arrays[f"train@{name}/counts"]))
 
+    def owners(self, view: str) -> np.ndarray:
+        """Return which clients have a further view of any of their training examples: bool [clients]."""
+        everybody = np.ones(len(self), bool)  # a population of an early version does not say it
+        return self._arrays.get(f"{PRESENCE}/{view}", everybody)
+
     def profile(self, index: int) -> dict[str, Any]:
         """Return what else is known of a client.
 
         That is: ``group`` (where clients are made of groups), ``noisy``, ``label_errors``, the columns of ``data.profile`` by name,
-        ``pools`` (examples in each, where there are several), ``part`` (where there are parts).
+        ``views`` (names of the further views that it has, where there are any), ``pools`` (examples in each, where there are
+        several), ``part`` (where there are parts).
         """
         if self.parts:
             part = self._part(index)
             return {"part": part.name, **part.population.profile(index - part.first)}
         facts = {}
-        for name in ("group", "noisy", "label_errors", *self._profiles):
+        for name in ("group", "noisy", "label_errors", "views", *self._profiles):
             values, of = self.column(name)
             if of[index] >= 0:
                 facts[name] = values[int(of[index])]
@@ -266,9 +275,19 @@ class Population:
             return self._groups, self._arrays["groups_of"]
         if name in ("noisy", "label_errors"):
             return (False, True), self._arrays[name].view(np.int8)
+        if name == "views" and self._views:
+            return self._sets_of_views
         if name in self._profiles:
             return self._profiles[name], self._arrays[f"profile/{name}/of"]
         return (), np.full(len(self), -1)
+
+    @functools.cached_property
+    def _sets_of_views(self) -> tuple[list[tuple[str, ...]], np.ndarray]:
+        """Return each set of further views that clients have, and int [clients]: the position of each client's."""
+        table = np.stack([self.owners(view) for view in self._views], axis=1)
+        kinds, of = np.unique(table, axis=0, return_inverse=True)
+        names = np.array([*self._views])
+        return [tuple(names[kind].tolist()) for kind in kinds], of.reshape(-1)
 
     def _column_of_parts(self, name: str) -> tuple[Sequence[Any], np.ndarray]:
         if name == "part":
@@ -571,5 +590,7 @@ def _folder_of(part: str) -> str:
 
 
 def _digest(arrays: Mapping[str, np.ndarray]) -> str:
-    # Statistics and tables are computed from features, whose last bits another machine's processor may round differently.
-    return digest(arrays, [name for name in arrays if name == "statistics/values" or name.startswith(TABLES)])
+    # Statistics and tables are computed from features, whose last bits another machine's processor may round differently; presence
+    # only says what the numbers of frames say already.
+    derived = (TABLES, f"{PRESENCE}/")
+    return digest(arrays, [name for name in arrays if name == "statistics/values" or name.startswith(derived)])

@@ -15,7 +15,7 @@ from raydfl.core.settings import Settings
 from raydfl.data.names import Names
 from raydfl.data.partition import Partition
 
-KNOWN = ("group", "noisy", "label_errors", "part", "pools")
+KNOWN = ("group", "noisy", "label_errors", "part", "pools", "views")
 """Names that a profile has by itself."""
 
 Value = bool | int | float | str

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from raydfl.core.errors import ConfigError
+from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.options import check_keys, explain, path_options, unknown_key
 from raydfl.core.remote import check_uri, is_uri
 from raydfl.core.settings import Settings
@@ -148,6 +148,13 @@ class DataSettings(Settings):
     views: Annotated[
         dict[str, ViewSettings],
         Field(description="Further views of the examples, by name: models.NAME.view says which model reads one."),
+    ] = Field(default_factory=dict)
+    missing: Annotated[
+        dict[str, Annotated[float, Field(ge=0, le=1)]],
+        Field(
+            description="Further views that some clients lack, by name the share of the clients, 0 to 1, drawn by the run's seed. "
+            "The server's data keep them."
+        ),
     ] = Field(default_factory=dict)
     leave_out: Annotated[
         tuple[str, ...], Field(description="Labels whose clips are left out: they are not read at all.")
@@ -362,6 +369,9 @@ class DataSettings(Settings):
         for name in self.views:
             if not name.isidentifier():
                 raise ConfigError(f"data.views: the name {name!r} must be a word of letters, digits and _")
+        for name in self.missing:
+            if name not in self.views:
+                raise ConfigError(f"data.missing: there is no view {name!r} in data.views; {nearest(name, self.views)}")
 
     def _check_images(self) -> None:
         """Refuse what is for recordings only, where the data are images."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -54,17 +53,16 @@ class Arrivals:
         first: list[tuple[Update, Metrics]] = []
         for order in self._orders:
             result = self._result_of(order)
-            if result.update is not None:
-                first.append((result.update, result.measured["train"]))
-            if len(first) == 3:
+            first += [(update, update.metrics) for update in result.updates]
+            if len(first) >= 3:
                 break
-        checker = UpdateChecker(tensors, may_send, first)
+        checker = UpdateChecker(tensors, may_send, first[:3])
         first.clear()
         for order in self._orders:
             result = self._result_of(order)
             del self._early[order.position]
-            if self._counts(result, checker) and result.update is not None:
-                yield dataclasses.replace(result.update, metrics=result.measured["train"])
+            if self._counts(result, checker):
+                yield from result.updates
 
     def _result_of(self, order: Order) -> Result:
         """Wait for the result of an order; others that come meanwhile are kept."""
@@ -91,7 +89,7 @@ class Arrivals:
         self._vectorised += result.together > 1
         reason = result.rejected
         if result.update is not None:
-            misfit = checker.misfit(result.update, result.measured["train"])
+            misfit = next(filter(None, (checker.misfit(update, update.metrics) for update in result.updates)), "")
             reason = left_out(report.round, client, misfit, self._on_error) if misfit else ""
         if result.update is None or reason:
             report.rejected[client] = shown_reason(reason)

@@ -59,11 +59,13 @@ def assemble(
     _give(built, str(method["name"]), find_objective(chosen), str(chosen["name"]))
     attackers = None if attack is None else _build("raydfl.attacks", Attack, attack, "attack")
     chosen_by, lists = _chosen_by(_with_copies(models, type(built).copies))
-    return Parts(built, built.built_rule, attackers, _models(type(built).models, lists), chosen_by)
+    return Parts(built, built.built_rule, attackers, _models(built.models_for(tuple(models)), lists), chosen_by)
 
 
 def text_of(value: Any) -> str:
-    """Return a value of a profile as a configuration has it for a key."""
+    """Return a value of a profile as a configuration has it for a key; of several values ``a+b``."""
+    if isinstance(value, tuple):
+        return "+".join(map(text_of, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

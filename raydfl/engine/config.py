@@ -29,11 +29,12 @@ from raydfl.data.features import needs_waves
 from raydfl.engine.assembly import ModelChoice, Parts, assemble, split_view, text_of
 from raydfl.engine.digest import deciding, hashed, method_options, without_neutral
 from raydfl.engine.paths import absolute
+from raydfl.engine.phases import Phases
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
 from raydfl.methods import Method
 from raydfl.models import INIT_FROM, check_model, model_paths
 from raydfl.objectives import Objective
-from raydfl.training import TrainSettings, check_device
+from raydfl.training import PhaseSettings, TrainSettings, check_device
 
 
 class Config(Settings):
@@ -66,7 +67,8 @@ class Config(Settings):
     @model_validator(mode="after")
     def _parts_fit(self) -> Config:
         method, rule, attack = self.parts.method, self.parts.rule, self.parts.attack
-        method.check(self.train)
+        for name in self.phases.names or ("",):
+            method.check(self.train.in_phase(name))
         if self.ray.actors == 0 or self.ray.gpus == 0 or self.ray.cpu_actors:
             check_device(self.train.precision, torch.device("cpu"))
         if rule.relative and method.changes:
@@ -82,22 +84,23 @@ class Config(Settings):
         for data in self.data.each.values():
             self._objective_fits(method.objective, attack, data)
             self._pools_fit(method, data)
-        declared = type(method).models
-        for name in self.models:
-            if name not in declared:
-                raise ConfigError(f"models: {self.method['name']} has no model {name!r}; {nearest(name, declared)}")
+        declared = self.parts.models
+        _check_known(self.models, declared, f"models: {self.method['name']}")
         for data in self.data.each.values():
             self._models_fit(data)
         profiles = [data.profile for data in self.data.each.values()]
         for name, (column, keys) in self.parts.chosen_by.items():
             _check_choices(f"models.{name}", column, keys, profiles, list(self.data.parts))
         _check_read(self.method["name"], method.reads_profile(), profiles)
-        for name in self.train.optimiser.models:
-            if name not in declared:
-                raise ConfigError(
-                    f"train.optimiser.models: {self.method['name']} has no model {name!r}; {nearest(name, declared)}"
-                )
+        rates = {f"phases.{phase}.": own.optimiser.models or {} for phase, own in self.train.phases.items()}
+        for place, of_models in {"": self.train.optimiser.models, **rates}.items():
+            _check_known(of_models, declared, f"train.{place}optimiser.models: {self.method['name']}")
         return self
+
+    @property
+    def phases(self) -> Phases:
+        """The phases of the method, and in which round each begins."""
+        return Phases.of(type(self.parts.method).phases, self.train, self.method["name"])
 
     def _check_parts(self) -> None:
         """Refuse what cannot be done over several data sets."""
@@ -163,6 +166,9 @@ class Config(Settings):
                 )
         for name, choices in self.parts.models.items():
             for architecture, options in choices:
+                if name in type(self.parts.method).on_features:
+                    check_model(architecture, options, 1, None, f"models.{name}")
+                    continue
                 view, own = split_view({key: value for key, value in options.items() if key != INIT_FROM})
                 read.add(view)
                 if view and view not in data.views:
@@ -256,12 +262,24 @@ class Config(Settings):
             parts["attack"] = {"name": (self.attack or {})["name"], **plain(attack)}
         parts = deciding(parts, self.data)
         parts["train"].pop("rounds")
+        if self.phases.names:
+            parts["train"]["phases"] = [
+                (name, first, self.train.phases.get(name, PhaseSettings()).model_dump(mode="json", exclude={"rounds"}))
+                for name, first in zip(self.phases.names, self.phases.first, strict=True)
+            ]
         parts["train"].pop("tape")  # the bits are the same
         if self.train.deadline is None:
             del parts["train"]["late"]  # nobody is
         parts["seed"] = self.run.seed
         parts["threads"] = self.ray.threads
         return hashed(parts, self.files())
+
+
+def _check_known(names: Iterable[str], models: Iterable[str], where: str) -> None:
+    """Refuse the name of a model that the method does not have."""
+    for name in names:
+        if name not in models:
+            raise ConfigError(f"{where} has no model {name!r}; {nearest(name, models)}")
 
 
 def _check_read(method: str, names: Sequence[str], profiles: Sequence[Mapping[str, ProfileSettings]]) -> None:

@@ -29,6 +29,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "ungrouped"): "keep",
     ("data", "transforms"): [],
     ("data", "views"): {},
+    ("data", "missing"): {},
     **{("data", "features", name): value for name, value in NEUTRAL.items()},
     ("data", "columns"): [],
     ("data", "unseen"): "stop",
@@ -42,6 +43,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "partition", "variance"): 0.0,
     ("train", "precision"): "float32",
     ("train", "deadline"): None,
+    ("train", "phases"): {},
     ("train", "optimiser", "keep"): False,
 }
 """Settings that earlier versions did not have, with the value at which a run is what it was without them. The digest leaves that

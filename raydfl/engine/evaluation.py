@@ -54,6 +54,8 @@ class Evaluation:
         self._clients = clients
         self._shards = shards
         self._order = order
+        of_all = (spec.name for of_part in variants.values() for specs, _ in of_part for spec in specs)
+        self._models = tuple(dict.fromkeys(of_all))
         self._fully_shared = {part: _shared_models(method, of_part) for part, of_part in variants.items()}
 
     def orders(self, state: State, cohort: Sequence[str]) -> list[Order]:
@@ -133,7 +135,7 @@ class Evaluation:
             return []
         chosen = list(clients) if settings.clients == "all" else [clients.by_id(name) for name in cohort]
         whole = {spec.name for shared in self._fully_shared.values() for spec in shared}
-        names = tuple(type(self._method).models)
+        names = self._models
         measure = [Measurement("validation", names), Measurement("client_test", names)]
         private = tuple(name for name in names if name not in whole)
         if private and settings.client_test_clips:

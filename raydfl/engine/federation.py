@@ -45,7 +45,10 @@ class Federation:
         self.pool = pool
         self.method = config.parts.method
         self.clients = Clients(population, config)
-        self._cohort = config.train.cohort_size(len(self.clients))
+        self._phases = config.phases
+        self._cohorts = {
+            name: config.train.in_phase(name).cohort_size(len(self.clients)) for name in self._phases.names or ("",)
+        }
         self._attackers = Adversary(config.parts.attack, type(self.method).changes, population.ids, config.run.seed)
         self._site_of, self._part_of = population.site_of, population.part_of
         variants = {
@@ -68,7 +71,7 @@ class Federation:
             store.together = self._choose_width()
             store.commit(self.state, self._private)
         else:
-            self.state, self._private, store.together = commit.state, commit.private, commit.together
+            self.state, self._private, store.together = self._in_phase(commit.state), commit.private, commit.together
             record.discard_rows(store.folder, self.state.round_index)
         if not store.private_here:
             pool.retain(store.segments)
@@ -85,7 +88,11 @@ class Federation:
             raise ConfigError(
                 f"method {self.config.method['name']!r} starts with no tensors at all: its shared() keeps everything private"
             )
-        return as_stored(state)
+        return self._in_phase(as_stored(state))
+
+    def _in_phase(self, state: State) -> State:
+        """Return a state that knows of which phase its next round is."""
+        return dataclasses.replace(state, phase=self._phases.at(state.round_index))
 
     def _init(self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]]) -> State:
         return self.method.init(clients, models, seeds.generator(self.config.run.seed, 0, "", "init"))
@@ -151,9 +158,15 @@ class Federation:
         self._private = self._private.changed(moved)
         self.state = dataclasses.replace(state, round_index=report.round)
         rows.add(metrics)
+        if state.phase:
+            rows.add({"phase": Ratio(self._phases.number(state.phase), 1)})
+            report.phase = state.phase
 
         if report.round % config.evaluate.every == 0 or report.round == config.train.rounds:
             self._evaluate(report, rows, [order.task.client_id for order in orders])
+        self.state = self._in_phase(self.state)
+        if self.state.phase != report.phase:
+            self.state = self._in_phase(as_stored(self.method.begin_phase(self.state)))
         evaluated = time.perf_counter()
 
         report.seconds.update(
@@ -171,7 +184,7 @@ class Federation:
     def plan(self) -> list[Order]:
         """Return the orders of the next round: the same whenever they are asked for."""
         rng = seeds.generator(self.config.run.seed, self.state.round_index, "", "plan")
-        return self._orders(self.method.plan(self.state, self.clients, rng, self._cohort), None)
+        return self._orders(self.method.plan(self.state, self.clients, rng, self._cohorts[self.state.phase]), None)
 
     def _orders(self, tasks: Sequence[Task], measure: tuple[Measurement, ...] | None) -> list[Order]:
         """Return orders for what a method planned, in client order."""
@@ -217,7 +230,7 @@ class Federation:
         state, metrics = self.method.aggregate(self.state, updates, rng)
         for _ in updates:
             pass  # a rule need not look at every update, but every client's result counts
-        return as_stored(state), metrics
+        return dataclasses.replace(as_stored(state), phase=self.state.phase), metrics
 
     def _evaluate(self, report: RoundReport, rows: RoundRows, cohort: Sequence[str]) -> None:
         """Measure the new state: shared models on the server's data, and clients on their own hold-out."""

@@ -69,6 +69,8 @@ class Result:
     client_id: str
     update: Update | None = None
     """``None`` for an evaluation, and for an update that was rejected."""
+    further: tuple[Update, ...] = ()
+    """The client's updates to further keys."""
     largest: float = 0.0
     """The largest magnitude in the update."""
     rejected: str = ""
@@ -95,6 +97,11 @@ class Result:
     looped_because: str = ""
     """Why it was not, where it was tried."""
 
+    @property
+    def updates(self) -> tuple[Update, ...]:
+        """All of the client's updates; none for an evaluation, and where they were rejected."""
+        return () if self.update is None else (self.update, *self.further)
+
 
 def check_tasks(tasks: Sequence[Task], keys: Collection[str]) -> None:
     """Check that what a method planned can be carried out.
@@ -113,6 +120,12 @@ def check_tasks(tasks: Sequence[Task], keys: Collection[str]) -> None:
                 f"the method planned two tasks for client {task.client_id!r} in one round; one is possible"
             )
         seen.add(task.client_id)
+        for key in task.has:
+            if key not in task.receive:
+                raise ConfigError(
+                    f"the method planned that client {task.client_id!r} has {key!r} already, but not that it receives it; name in "
+                    f"Task(has=...) only keys of receive"
+                )
         for key in task.receive:
             if key not in keys:
                 raise ConfigError(

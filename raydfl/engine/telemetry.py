@@ -24,6 +24,8 @@ class RoundReport:
 
     round: int
     """Rounds completed."""
+    phase: str = ""
+    """The phase of the round, where the method has several."""
     clients: int = 0
     loss: float = float("nan")
     """Mean training loss per example, before aggregation."""

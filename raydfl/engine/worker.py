@@ -40,7 +40,7 @@ from raydfl.engine.storage.private import PrivateRef, PrivateStore
 from raydfl.engine.validation import check_form, check_weights, checked_metrics, reason_of
 from raydfl.methods import Method
 from raydfl.models import start_from_file
-from raydfl.training import Clock, DeadlineExceededError, Replica, Step, check_device, fixed_tensors
+from raydfl.training import Clock, DeadlineExceededError, Replica, Step, TrainSettings, check_device, fixed_tensors
 from raydfl.training.together import run_in_lockstep
 
 KEPT_MODEL, KEPT_STATE, KEPT_MOMENTS = "model:", "state:", "moments:"
@@ -76,20 +76,50 @@ def _round_of(order: Order) -> int:
     return order.round_index + (order.measure is None)
 
 
-def _received(order: Order, broadcast: Mapping[str, FlatTensors]) -> dict[str, FlatTensors]:
-    """Return what the order's client gets of the server's tensors: of those that parts have of their own, its part's; some cut."""
-    whole = _of_part(order, broadcast)
+def _received(order: Order, broadcast: Mapping[str, FlatTensors], lacks: frozenset[str]) -> dict[str, FlatTensors]:
+    """Return what the order's client gets of the server's tensors: of those that parts have of their own, its part's; some cut.
+
+    Args:
+        lacks: models of the method that the client does not have.
+    """
+    whole = _of_part(order, broadcast, lacks)
     cuts, whose = order.task.cuts, _subject(order)
     return {key: cut_tensors(tensors, cuts, whose) for key, tensors in whole.items()} if cuts else whole
 
 
-def _of_part(order: Order, broadcast: Mapping[str, FlatTensors]) -> dict[str, FlatTensors]:
-    return {key: part_names.received(broadcast[key], order.part) for key in order.task.receive}
+def _of_part(order: Order, broadcast: Mapping[str, FlatTensors], lacks: frozenset[str]) -> dict[str, FlatTensors]:
+    return {key: _without_models(part_names.received(broadcast[key], order.part), lacks) for key in order.task.receive}
 
 
-def _bytes(order: Order, broadcast: Mapping[str, FlatTensors]) -> int:
-    """Return the bytes that the order's client gets of the server's tensors."""
-    return 4 * sum(cut_size(each.layout, order.task.cuts) for each in _of_part(order, broadcast).values())
+def _without_models(tensors: FlatTensors, models: frozenset[str]) -> FlatTensors:
+    """Return tensors but those of some models."""
+    names = [name for name in tensors if name.partition("/")[0] not in models] if models else [*tensors]
+    return tensors if len(names) == len(tensors) else FlatTensors.of({name: tensors[name] for name in names})
+
+
+def _bytes(order: Order, broadcast: Mapping[str, FlatTensors], lacks: frozenset[str]) -> int:
+    """Return the bytes that the order's client gets of the server's tensors, without the entries that it has already."""
+    sent = _of_part(order, broadcast, lacks).items()
+    return 4 * sum(cut_size(each.layout, order.task.cuts) for key, each in sent if key not in order.task.has)
+
+
+def _one_by_one(found: Update, who: str) -> list[Update]:
+    """Return what a method's ``local`` returned as a list of updates, each to another key.
+
+    Raises:
+        RaydflError: it is something else, or two updates are to one key.
+    """
+    check_form(found, who)
+    updates = [dataclasses.replace(found, further=()), *found.further]
+    for update in found.further:
+        check_form(update, who)
+        if update.further:
+            raise RaydflError(f"{who}: a further update has further ones itself; put all of them beside the first")
+    keys = [update.key for update in updates]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise RaydflError(f"{who}: local() returned two updates to the key {key!r}; join their tensors in one")
+    return updates
 
 
 def _by_servers_names(update: Update, part: str, broadcast: Mapping[str, FlatTensors]) -> Update:
@@ -166,6 +196,8 @@ class Worker:
         keep_freed_memory()
         self.attack = config.parts.attack
         self._built: dict[tuple[tuple[ModelSpec, ...], int], Replica] = {}
+        self._phases = config.phases
+        self._training: dict[str, TrainSettings] = {}
         self._samples: dict[tuple[str, str, int], Examples] = {}
 
     def carry_out(
@@ -236,7 +268,7 @@ class Worker:
 
     def _left_out(self, order: Order, broadcast: Mapping[str, FlatTensors], reason: str) -> Result:
         """Return the result of a client that is left out: its private state stays. The reason is made one line, for the record."""
-        sent = _bytes(order, broadcast)
+        sent = _bytes(order, broadcast, self._lacks(order))
         return Result(
             order.position,
             order.task.client_id,
@@ -296,12 +328,12 @@ class Worker:
         Args:
             place: which of the built networks it gets; clients that are worked on at the same time have different ones.
         """
-        task, training = order.task, self.config.train
+        task, training = order.task, self._training_of(order)
         check_device(training.precision, self.device)
         client, data = self._who(order)
         purpose = task.phase if order.measure is None else f"evaluate/{task.phase}"
         seed_torch(seeds.seed_for(self.config.run.seed, order.round_index, client.id, f"torch/{purpose}"), self.device)
-        sent = _received(order, broadcast)
+        sent = _received(order, broadcast, self._lacks(order))
         kept = self.private.read(order.private) if order.private is not None else {}
         built = self._build(client.models, place)
         built.start(
@@ -330,6 +362,20 @@ class Worker:
             else Clock(training.deadline, training.late == "partial", self.device),
         )
 
+    def _training_of(self, order: Order) -> TrainSettings:
+        """Return the settings of the phase that an order is of: the same object for all of one phase."""
+        phase = self._phases.at(order.round_index - (order.measure is not None))
+        if phase not in self._training:
+            self._training[phase] = self.config.train.in_phase(phase)
+        return self._training[phase]
+
+    def _lacks(self, order: Order) -> frozenset[str]:
+        """Return the models of the method that the order's client does not have."""
+        if order.task.client_id == SERVER:
+            return frozenset()
+        client = self.clients.by_id(order.task.client_id)
+        return frozenset(self.config.parts.models) - {spec.name for spec in client.models}
+
     def _who(self, order: Order) -> tuple[Client, ClientData]:
         if order.task.client_id == SERVER:
             test = self._test("test", order.part)
@@ -351,31 +397,35 @@ class Worker:
 
     def _train(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Result:
         step = self.prepare(order, broadcast, place)
-        bytes_down = _bytes(order, broadcast)
+        bytes_down = _bytes(order, broadcast, self._lacks(order))
         step.clock.start()
         attack = self.attack if order.attacking else None
         if attack is not None and type(attack).local is not Attack.local:
             step.recordings = None  # it may train with a loss of its own
-        update = self.method.local(step) if attack is None else attack.local(self.method, step)
+        found = self.method.local(step) if attack is None else attack.local(self.method, step)
         with _malformed(order):
-            check_form(update, _subject(order))
-            metrics = reduced(checked_metrics(update.metrics, _subject(order)))
-        hidden = [name for name in update.tensors if not self.method.shared(name)]
+            updates = _one_by_one(found, _subject(order))
+            measured = [reduced(checked_metrics(update.metrics, _subject(order))) for update in updates]
+        names = [name for update in updates for name in update.tensors]
+        hidden = [name for name in names if not self.method.shared(name)]
         if hidden:
             raise ClientError(
                 f"client {step.client.id!r}, round {order.round_index + 1}: the update holds tensors that the method's shared() "
                 f"keeps private: {', '.join(hidden[:5])}; leave them out of step.update(tensors=...)"
             )
-        still = [name for name in update.tensors if name in step.fixed]
+        still = [name for name in names if name in step.fixed]
         if still:
             raise ClientError(
                 f"client {step.client.id!r}, round {order.round_index + 1}: the update holds tensors that are fixed, because they "
                 f"do not train: {', '.join(still[:5])}; leave them out of step.update(tensors=...), or let the method's fixed() "
                 f"say that they are not fixed"
             )
-        update = _by_servers_names(update, order.part, broadcast)
-        flat = FlatTensors.of(update.tensors)
-        update = dataclasses.replace(update, tensors=flat, client_id=step.client.id, metrics={})
+        updates = [_by_servers_names(update, order.part, broadcast) for update in updates]
+        sent = [FlatTensors.of(update.tensors) for update in updates]
+        updates = [
+            dataclasses.replace(update, tensors=flat, client_id=step.client.id, metrics=metrics)
+            for update, flat, metrics in zip(updates, sent, measured, strict=True)
+        ]
         result = Result(
             order.position,
             step.client.id,
@@ -385,22 +435,26 @@ class Worker:
             looped_because=step.looped_because,
             cut=step.clock.steps if step.clock.cut else None,
         )
-        lowest, highest = float(flat.vector.min(initial=0)), float(flat.vector.max(initial=0))  # a NaN is both
-        if not (math.isfinite(lowest) and math.isfinite(highest)):
-            bad = [name for name, tensor in flat.items() if not bool(torch.isfinite(tensor).all())]
+        # A NaN is both.
+        extremes = [float(of(initial=0)) for flat in sent for of in (flat.vector.min, flat.vector.max)]
+        if not all(map(math.isfinite, extremes)):
+            bad = [name for flat in sent for name, tensor in flat.items() if not bool(torch.isfinite(tensor).all())]
             return dataclasses.replace(
                 result, rejected=f"not finite: {', '.join(bad[:3])}{' ...' if len(bad) > 3 else ''}"
             )
         with _malformed(order):
-            check_weights(update, flat.layout)
-        weights = update.weight.values() if isinstance(update.weight, Mapping) else ()
+            for update, flat in zip(updates, sent, strict=True):
+                check_weights(update, flat.layout)
+        weights = [w for update in updates if isinstance(update.weight, Mapping) for w in update.weight.values()]
         return dataclasses.replace(
             result,
-            update=update,
-            largest=max(-lowest, highest),
-            measured={"train": metrics},
+            update=updates[0],
+            further=tuple(updates[1:]),
+            largest=max(map(abs, extremes)),
+            measured={"train": {name: value for metrics in measured for name, value in metrics.items()}},
             private=self._keep(order, step),
-            bytes_up=flat.vector.nbytes + sum(w.nbytes if isinstance(w, Tensor) else 8 for w in weights),
+            bytes_up=sum(flat.vector.nbytes for flat in sent)
+            + sum(w.nbytes if isinstance(w, Tensor) else 8 for w in weights),
         )
 
     def _keep(self, order: Order, step: Step) -> PrivateRef | None:
@@ -427,7 +481,7 @@ class Worker:
                 if measurement.split == TRIGGERED and self.attack is not None:
                     metrics = attack_success(metrics, self.attack.target_class(self.population.classes))
                 measured[measurement.split] = metrics
-        bytes_down = _bytes(order, broadcast)
+        bytes_down = _bytes(order, broadcast, self._lacks(order))
         return Result(order.position, step.client.id, private=order.private, measured=measured, bytes_down=bytes_down)
 
     def _examples(self, step: Step, measurement: Measurement, part: str) -> Examples:

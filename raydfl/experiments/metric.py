@@ -52,6 +52,6 @@ def for_objective(metric: Given, config: Config) -> Given:
 
 def keys_of(config: Config, metric: MetricSettings) -> list[Key]:
     """Return what the record may call a metric, the one that counts first: of what clients measured their mean."""
-    models = [metric.model] if metric.model else list(type(config.parts.method).models)[:1]
+    models = [metric.model] if metric.model else list(config.parts.models)[:1]
     names = [*(f"{model}/{metric.score}" for model in models), metric.score]
     return [(metric.split, key) for name in names for key in (f"{name}_client_mean", name)]

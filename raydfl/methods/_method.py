@@ -48,6 +48,9 @@ class Method:
     models: ClassVar[Mapping[str, str]] = {"model": "crnn_base"}
     """Names of the models that a client has, in building order, with the architecture to use when none is configured."""
 
+    on_features: ClassVar[tuple[str, ...]] = ()
+    """Names of models that read no view, but features that others compute: :meth:`build` says how many."""
+
     copies: ClassVar[Mapping[str, str]] = {}
     """Names of models that are copies of another one, and that one's: they have its architecture and begin with its weights."""
 
@@ -61,6 +64,10 @@ class Method:
     effects, and reads nothing that differs between clients or rounds but the step's tensors, ``step.phase``, ``step.options``, and
     plain values that it captured. Each class says it for itself: it is not inherited, for a subclass may compute something else.
     """
+
+    phases: ClassVar[tuple[str, ...]] = ()
+    """Names of the phases that follow one another, where there are several: ``state.phase`` says which it is. ``train.phases`` says
+    how many rounds each has and what of the training is different in it."""
 
     across_parts: ClassVar[bool] = True
     """True where it can be trained over several ``data.parts``, where tensors that depend on the classes are each part's own."""
@@ -80,6 +87,17 @@ class Method:
                 f"so any more: clients with equal architectures share the networks, so it gets these alone; write "
                 f"def build(self, models) and, in it, models instead of client.models"
             )
+
+    def models_for(self, configured: Sequence[str]) -> Mapping[str, str]:
+        """Return the names of the models of a run, in building order, each with its architecture where none is configured.
+
+        Args:
+            configured: names under ``models`` of the configuration, in its order.
+
+        Raises:
+            ConfigError: the method cannot do with models of these names.
+        """
+        return type(self).models
 
     def check(self, train: TrainSettings) -> None:
         """Refuse training settings that the method is not defined for, with a ConfigError."""
@@ -183,6 +201,10 @@ class Method:
                         tensors.setdefault(name, value.detach().clone())
         return State(round_index=0, tensors={"global": tensors})
 
+    def begin_phase(self, state: State) -> State:
+        """Return the state with which a phase begins, ``state.phase``; asked after the last round of the phase before."""
+        return state
+
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
         """Plan the tasks of the next round; by default ``cohort`` clients drawn uniformly without replacement.
 
@@ -195,7 +217,10 @@ class Method:
         return self.objective.loss(step, next(iter(step.models)), batch)
 
     def local(self, step: Step) -> Update:
-        """Do the client's work for one task; by default train on its data with :meth:`loss`."""
+        """Do the client's work for one task; by default train on its data with :meth:`loss`.
+
+        Where it changes several entries of the server's state, the updates to the others are the first one's ``further``.
+        """
         return step.update(fit(step, self.loss))
 
     def default_rule(self) -> Rule:

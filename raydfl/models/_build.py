@@ -77,7 +77,11 @@ def check_model(
     if getattr(cls, "images", False) not in (None, isinstance(inputs, tuple)):
         takes, given = ("images", "features") if isinstance(inputs, int) else ("features", "images")
         fits = (None, given == "images")
-        fitting = [name for name, (kind, _) in _built_in().items() if getattr(kind, "images", False) in fits]
+        fitting = [
+            name
+            for name, (kind, _) in _built_in().items()
+            if getattr(kind, "images", False) in fits and not getattr(kind, "on_features", False)
+        ]
         raise ConfigError(
             f"{where}: {architecture} takes {takes}, and the data are {given}; set {where} to one of {', '.join(fitting)}, or to a "
             f"network of your own"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,8 @@ class Replayed:
     rejected: str
     received: dict[str, FlatTensors]
     metrics: dict[str, float]
+    further: tuple[Update, ...] = ()
+    """The client's updates to further keys of the server's state."""
 
 
 def _strict(config: Config) -> Config:
@@ -92,14 +93,14 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
             with contextlib.closing(strict):
                 result = next(each for each in strict.run(group, received) if each.position == order.position)
             measured = result.measured.get("train", {})
-            checker, misfit = UpdateChecker(federation.state.tensors, federation.method.may_send), ""
-            if result.update is not None:
-                misfit = checker.misfit(result.update, measured)
+            checker = UpdateChecker(federation.state.tensors, federation.method.may_send)
+            misfit = next(filter(None, (checker.misfit(update, update.metrics) for update in result.updates)), "")
             return Replayed(
                 client=federation.clients.by_id(client_id),
                 round=round_number,
                 phase=order.task.phase,
-                update=None if result.update is None else dataclasses.replace(result.update),
+                update=result.update,
+                further=result.further,
                 rejected=result.rejected or misfit,
                 received=received,
                 metrics={name: ratio.value for name, ratio in measured.items() if hasattr(ratio, "value")},

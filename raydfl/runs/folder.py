@@ -164,7 +164,8 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
         population = build_population(
             config.data, config.run.seed, progress, attack=config.parts.attack, labels_needed=config.labels_needed
         )
-    config.train.cohort_size(len(population))
+    for name in config.phases.names or ("",):
+        config.train.in_phase(name).cohort_size(len(population))
     models = try_models(config, population)
     remarks = _remarks(config, population)
     for message in (*population.messages, *remarks):
@@ -224,6 +225,8 @@ def begin(
     }
     if remarks:
         about["remarks"] = list(remarks)
+    if config.phases.names:
+        about["phases"] = dict(zip(config.phases.names, (first + 1 for first in config.phases.first), strict=True))
     if population.parts:
         about["parts"] = {part.name: list(part.population.classes) for part in population.parts}
     if any(data.features.normalise == "group" for data in config.data.each.values()):
@@ -284,7 +287,7 @@ def export(run_dir: Path, config: Config) -> list[Path]:
     """
     state = final_state(run_dir)
     about = stored_about(run_dir)
-    names = tuple(type(config.parts.method).models)
+    names = tuple(config.parts.models)
     fixed = _fixed_tensors(run_dir, config)
     paths = []
     for key, (part, data) in itertools.product(state.tensors, config.data.each.items()):

@@ -161,6 +161,7 @@ class Progress:
                 "round",
                 round=report.round,
                 total=self._total,
+                **({"phase": report.phase} if report.phase else {}),
                 loss=report.loss,
                 scores=scores,
                 clients=report.used,
@@ -176,13 +177,14 @@ class Progress:
                 seconds_left=left,
             )
         elif self.mode == "bar" and self._task is not None:
-            parts = [_loss_text(report.loss), scores_text(self._scores, self._headline), *_work(report)]
+            parts = [report.phase, _loss_text(report.loss), scores_text(self._scores, self._headline), *_work(report)]
             bar = self._show_bar()
             bar.below = printable("  ".join(part for part in parts if part))
             status = f"round {report.round}/{self._total}  {duration(left)} left"
             bar.update(self._task, completed=report.round, status=status)
         else:
-            parts = [f"round {report.round:{len(str(self._total))}d}/{self._total}", _loss_text(report.loss)]
+            number = f"round {report.round:{len(str(self._total))}d}/{self._total}"
+            parts = [number, report.phase, _loss_text(report.loss)]
             parts += [
                 scores_text(scores, self._headline),
                 f"{report.used} clients",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from raydfl.core.errors import ConfigError, nearest
-from raydfl.core.types import Batch, Metrics, Ratio
+from raydfl.core.types import Batch, Metrics, Ratio, view_of
 from raydfl.data import Examples
 from raydfl.training.fates import begin_training
 from raydfl.training.moments import begin_with_kept, keep
@@ -110,7 +110,12 @@ def _check_rates(lr: float | Mapping[str, float] | None, models: Sequence[str]) 
 
 
 def predict(step: Step, model: str, examples: Examples, batch_size: int = 64) -> Tensor:
-    """Return logits float32 [examples, classes] on the CPU, of the named model in evaluation mode."""
+    """Return logits float32 [examples, classes] on the CPU, of the named model in evaluation mode.
+
+    Of the examples' further views only the one that the model reads is read.
+    """
+    if isinstance(examples, Examples):
+        examples = examples.seen_by(view_of(step.models[model]))
     with step.clock.waiting():
         return cast(Tensor, together.answer(_Predict(step, model, examples, batch_size)))
 

@@ -49,6 +49,42 @@ class OptimiserSettings(Settings):
         return value
 
 
+class PhaseOptimiserSettings(Settings):
+    """Learning rates of one phase; null: those of train.optimiser."""
+
+    lr: float | None = Field(None, gt=0, description="learning rate of all models")
+    models: dict[str, Annotated[float, Field(gt=0)]] | None = Field(
+        None, description="learning rates of single models by name, instead of lr"
+    )
+    decay: float | None = Field(
+        None, gt=0, le=1, description="factor on the learning rates for every completed round of the run"
+    )
+
+
+class PhaseSettings(Settings):
+    """One phase of a method that has several; null: as in train."""
+
+    rounds: int | None = Field(
+        None,
+        ge=1,
+        description="rounds of the phase; null: an equal share; the last phase has what is left of train.rounds",
+    )
+    cohort: int | float | None = Field(None, gt=0, description="clients a round, as train.cohort")
+    local_epochs: int | None = Field(None, ge=1, description="passes over a client's training data in a round")
+    optimiser: PhaseOptimiserSettings = PhaseOptimiserSettings()
+
+    @field_validator("cohort")
+    @classmethod
+    def _share_at_most_one(cls, value: int | float | None) -> int | float | None:
+        return value if value is None else _checked_cohort(value)
+
+
+def _checked_cohort(value: int | float) -> int | float:
+    if isinstance(value, float) and value > 1:
+        raise ValueError("a share of the clients must be at most 1.0; for a number of clients write an integer")
+    return value
+
+
 class TrainSettings(Settings):
     """Training: what every round does."""
 
@@ -83,13 +119,25 @@ class TrainSettings(Settings):
         "float32. bfloat16 is for GPUs that have it, float16 (with scaled gradients) for any GPU; float16 is refused on the CPU",
     )
     optimiser: OptimiserSettings = OptimiserSettings()
+    phases: dict[str, PhaseSettings] = Field(
+        default_factory=dict, description="what differs in single phases of a method that has several, by their names"
+    )
 
     @field_validator("cohort")
     @classmethod
     def _share_at_most_one(cls, value: int | float) -> int | float:
-        if isinstance(value, float) and value > 1:
-            raise ValueError("a share of the clients must be at most 1.0; for a number of clients write an integer")
-        return value
+        return _checked_cohort(value)
+
+    def in_phase(self, name: str) -> TrainSettings:
+        """Return the settings of one phase; these themselves where it has none of its own."""
+        own = self.phases.get(name)
+        if own is None:
+            return self
+        rates = own.optimiser.model_dump(exclude_none=True)
+        if own.optimiser.lr is not None and own.optimiser.models is None:
+            rates["models"] = {}  # lr is the phase's rate of all models
+        changed = own.model_dump(include={"cohort", "local_epochs"}, exclude_none=True)
+        return self.model_copy(update={**changed, "optimiser": self.optimiser.model_copy(update=rates)})
 
     def cohort_size(self, population: int) -> int:
         """Return the number of clients a round, rounded half up, at least 1.

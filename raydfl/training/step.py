@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -145,6 +145,7 @@ class Step:
         weight: float | Mapping[str, float | Tensor] | None = None,
         key: str | None = None,
         cuts: Cuts | None = None,
+        further: Sequence[Update] = (),
     ) -> Update:
         """Return this client's update.
 
@@ -154,6 +155,7 @@ class Step:
             weight: by default the number of training examples.
             key: the entry of the server's state that it changes; by default the first that was received.
             cuts: what part of the server's tensors these are, by name; by default as the client received them.
+            further: updates to other keys, made by this method too.
         """
         if tensors is None:
             tensors = {name: value for name, value in self.floating_state().items() if self.shared(name)}
@@ -163,7 +165,7 @@ class Step:
             weight = float(self.client.num_examples)
         if cuts is None:
             cuts = {name: cut for name, cut in self.cuts.items() if name in tensors}
-        return Update(tensors, weight, metrics or {}, key, self.client.id, cuts)
+        return Update(tensors, weight, metrics or {}, key, self.client.id, cuts, tuple(further))
 
 
 Reported = Mapping[str, tuple[Tensor | float, Tensor | float]]

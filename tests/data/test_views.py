@@ -197,8 +197,8 @@ def test_sites_with_views_compute_what_one_place_does(tiny: Tiny, folder: Path) 
     run_dir = Path(config.run.dir) / "tiny"
     told = json.loads((run_dir / "sites.json").read_text())["sites"]
     assert [site["views"]["picture"] for site in told] == [
-        {"examples": 15, "length": 8},
-        {"examples": 0, "length": None},
+        {"examples": 15, "length": 8, "clients": [True] * 3},
+        {"examples": 0, "length": None, "clients": [False] * 3},
     ]
     alone = federation(tiny, folder, "run.name=alone", "train.cohort=3", "train.rounds=1")
     finish(alone)

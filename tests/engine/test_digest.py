@@ -45,6 +45,11 @@ CONFIGURATIONS = {
     ],
     "sets of classes": ["data.label_sets={}", "objective=multi_label"],
     "as published": ["data.split={test: null, as_published: true}"],
+    "phases": [
+        "method=modality_mirror",
+        "models={audio: crnn_tiny, video: crnn_tiny}",
+        "train.phases={multimodal: {rounds: 1}}",
+    ],
     "sites": ["data.sites={here: {folder: /here}}"],
 }
 
@@ -118,7 +123,7 @@ def test_every_setting_that_decides_numbers_is_in_the_digest_and_no_other(tiny: 
         config = tiny(*overrides, "train.deadline=10")
         before = config.digest()
         for place, other in changed(config):
-            name = re.sub(r"\.(size|a|seen|here)\.", ".", place)
+            name = re.sub(r"\.(size|a|seen|here|multimodal)\.", ".", place)
             if name not in seen and not re.fullmatch(PLUGINS, name):
                 decides = re.fullmatch(DECIDES_NOTHING, name) is None
                 assert (other.digest() != before) is decides, f"{what}: {place}"

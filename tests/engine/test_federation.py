@@ -29,6 +29,7 @@ from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
 from raydfl.engine.telemetry import RoundReport
+from raydfl.methods import Method
 from raydfl.models import build_model
 from raydfl.runs._run import run
 from raydfl.runs.folder import create, export
@@ -254,15 +255,16 @@ def test_every_method_beats_chance_on_easy_data(tiny: Tiny, method: str) -> None
         "train.optimiser.momentum=0.9",
     ]
     settings.append("data.features.normalise=group")  # normalised by clip, a tone that does not change has nothing left
-    names = ("plugin", "local") if method == "fedmlac" else ("model",)
-    chosen = [f"models.{name}=mlp" for name in names]
+    cls = registry.find("raydfl.methods", method, Method, "method")  # type: ignore[type-abstract]
+    chosen = [f"models.{name}=mlp" for name in cls.models if name not in (*cls.on_features, *cls.copies)]
     extra = ["method.plug_ce_weight=1.0"] if method == "fedmlac" else []
     extra += ["method.server_lr=0.05"] if method in ("fedadam", "fedyogi", "fedadagrad", "fedopt") else []
     extra += ["method.momentum=0.3"] if method == "fedavgm" else []
     extra += ["method.server_steps=50"] if method == "fedgen" else []  # a generator that is hardly trained misleads
     extra += ["method.prune=[linear]"] if method in ("fedapta", "fedmp", "hermes") else []
     scores = run(tiny(*settings, *chosen, *extra, f"run.name={method}", method=method)).scores
-    reported = ("test plugin/accuracy", "test model/accuracy", "test model/accuracy_client_mean")
+    reported = ["test plugin/accuracy", "test model/accuracy", "test model/accuracy_client_mean"]
+    reported += ["test fused:fusion/accuracy", "test fusion/accuracy", "test audio/accuracy"]
     score = next(scores[name] for name in reported if name in scores)
     assert score > 0.8, f"{method}: {score}"
 

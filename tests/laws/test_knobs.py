@@ -159,6 +159,13 @@ MOVES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
     ("fedapta", "recover"): (["method.recover=false", *UNEQUAL], UNEQUAL),
     ("fedapta", "drift"): (["method.drift=server"], []),
     ("fedapta", "alpha"): (["method.alpha=1.0"], []),
+    ("modality_mirror", "temperature"): (["method.temperature=0.5"], []),
+    ("modality_mirror", "kd_weight"): (["method.kd_weight=0.0"], []),
+    ("modality_mirror", "divergence"): (["method.divergence=literal"], []),
+    ("harmony", "groups"): (["method.groups=1"], []),
+    **{
+        (name, "student"): (["method.student=video"], []) for name in ("multifl", "unifl", "harmony", "modality_mirror")
+    },
     ("fedlps", "ratio"): (["method.ratio=0.25"], []),
     ("fedlps", "ratio_from"): (UNEQUAL, []),
     ("fedlps", "inputs"): (["method.inputs=false"], []),

@@ -134,7 +134,8 @@ def test_a_network_is_built_once_for_all_clients(tiny: Tiny, method: str, monkey
     first = len(made)
     assert kinds <= first <= kinds + 1  # and once for the server's own evaluation
     server.round()
-    assert len(made) == first
+    next_phase = len(type(config.parts.method).phases) > 1  # in which the server may measure other models
+    assert len(made) <= first + next_phase
     server.close()
 
 

@@ -105,7 +105,7 @@ def test_every_method_learns_every_objective_that_it_takes_from_every_view_and_r
     given += VIEWS[view]
     for network in NETWORKS[view]:
         cls = registry.find("raydfl.methods", method, Method, "method")
-        names = [name for name in cls.models if name not in cls.copies]
+        names = [name for name in cls.models if name not in (*cls.copies, *cls.on_features)]
         given += [f"models.{name}={network}" for name in (names if view == "image" else names[-1:])]
     if not accepts(method, objective):
         only = ", ".join(registry.find("raydfl.methods", method, Method, "method").objectives or ())
@@ -131,7 +131,8 @@ def test_every_method_learns_every_objective_that_it_takes_from_every_view_and_r
 
 def test_only_methods_that_need_class_probabilities_refuse() -> None:
     refusing = {m for m in registry.names("raydfl.methods") if not accepts(m, "compact")}
-    assert refusing == {"fedgen", "fedkad", "fedlc", "fedmlac", "fedntd", "fedstar", "hermes", "moon"}
+    of_views = {"multifl", "unifl", "harmony", "modality_mirror"}
+    assert refusing == {"fedgen", "fedkad", "fedlc", "fedmlac", "fedntd", "fedstar", "hermes", "moon", *of_views}
 
 
 def test_an_anomaly_detector_is_measured_as_scikit_learn_does(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

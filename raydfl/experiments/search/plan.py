@@ -237,7 +237,7 @@ def _check(search: Search) -> None:
     settings, config = search.settings, search.first
     metric, method, scheduler = settings.metric, config.parts.method, settings.scheduler
     if metric.model is not None:
-        check_known(metric.model, type(method).models, f"{search.file}: metric.model: there is no model")
+        check_known(metric.model, config.parts.models, f"{search.file}: metric.model: there is no model")
     if type(method).evaluate is Method.evaluate:  # else the method measures what it likes
         known = [score + suffix for score in HIGHER_IS_BETTER for suffix in ("", *OF_CLIENTS, HARMONIC_MEAN)]
         check_known(metric.score, known, f"{search.file}: metric.score: nothing measures")

@@ -145,13 +145,14 @@ class _Run:
     def shared_model(self, model: str | None) -> RunModel:
         """Return a model of which the server holds every tensor."""
         found = self._shared()
+        self._check_reads_data(model)
         if model is None and len(found) == 1:
             model = next(iter(found))
         if model in found:
             specs, name, key, part = found[model]
             networks, _ = self._load(specs, self._received([key], part), {}, f"model {model!r}")
             return self._made(model, "", part, specs, name, networks[name])
-        if not found or model in type(self.method).models:
+        if not found or model in self.config.parts.models:
             what = "no model of this run is" if model is None else f"model {model!r} of this run is not"
             raise InputError(
                 f"{what} shared as a whole, clients keep theirs or parts of them: name one with --client; "
@@ -159,10 +160,20 @@ class _Run:
             )
         if model is None:
             raise InputError(f"this run has several shared models; choose one with --model: {', '.join(found)}")
-        raise InputError(f"this run has no model {model!r}; {nearest(model, [*found, *type(self.method).models])}")
+        raise InputError(f"this run has no model {model!r}; {nearest(model, [*found, *self.config.parts.models])}")
+
+    def _check_reads_data(self, model: str | None) -> None:
+        """Refuse a model that reads no recordings or images."""
+        if model is not None and model.rpartition(":")[2] in type(self.method).on_features:
+            whole = [name for name in self.config.parts.models if name not in type(self.method).on_features]
+            raise InputError(
+                f"model {model!r} reads what other models of the run make of an example, and cannot be used by itself; choose one "
+                f"of {', '.join(whole)} with --model"
+            )
 
     def clients_model(self, model: str | None, client_id: str) -> RunModel:
         """Return a model as one client would use it."""
+        self._check_reads_data(model)
         client = self.clients.by_id(client_id)
         record = self.commit.private.get(client.index)
         kept = {} if record is None else PrivateStore(self.run_dir / "private").read(record)
@@ -206,6 +217,8 @@ class _Run:
                 networks = build_models(self.method, specs, self.config.run.seed)
                 for key, tensors in received.items():
                     for name in networks:
+                        if name in type(self.method).on_features:
+                            continue
                         if self._is_whole(networks, name, tensors):
                             label = [part] * bool(part) + [key] * (key != "global")
                             found.setdefault(":".join([*label, name]), (specs, name, key, part))

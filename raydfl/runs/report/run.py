@@ -65,6 +65,7 @@ def single_page(run: RunRecord) -> str:
 def _subtitle(run: RunRecord) -> str:
     parts = [run.method and f"method {run.method}", run.data and f"data {run.data}"]
     seed = get_path(run.config, "run.seed")
+    parts += [f"phase {name} from round {first}" for name, first in run.about.get("phases", {}).items()]
     parts += [f"seed {seed}" if seed is not None else "", str(run.about.get("created", ""))]
     parts += [f"raydfl {run.about['raydfl']}" if "raydfl" in run.about else ""]
     return " · ".join(part for part in parts if part)

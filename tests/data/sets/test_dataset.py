@@ -12,7 +12,8 @@ from raydfl.data.dataset import Card, Dataset, dataset_names, find_dataset
 
 NAMES = [
     *("ambient_contexts", "cifar10", "crema_d", "emnist", "emodb", "esc", "fashion_mnist", "folder", "fsd50k", "fsdd"),
-    *("iemocap", "manifest", "mnist", "ravdess", "speech_commands", "spoken_words", "svhn", "urbansound8k", "voxforge"),
+    *("iemocap", "manifest", "mnist", "ravdess", "speech_commands", "spoken_and_written", "spoken_words", "svhn"),
+    *("urbansound8k", "voxforge"),
 ]
 
 OWN = """

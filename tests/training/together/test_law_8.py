@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from raydfl.core import ops, registry
 from raydfl.core.types import Batch, Client, ModelSpec, State, Update
+from raydfl.methods._layers import last_layer
 from raydfl.methods._method import Method
 from raydfl.methods._server_optimiser import ServerOptimiser
+from raydfl.methods._views import WithViews
 from raydfl.methods.ditto import Ditto
 from raydfl.methods.fedadagrad import FedAdagrad
 from raydfl.methods.fedadam import FedAdam
@@ -39,12 +41,17 @@ from raydfl.methods.fedprox import FedProx
 from raydfl.methods.fedrolex import FedRolex
 from raydfl.methods.fedstar import FedSTAR
 from raydfl.methods.fedyogi import FedYogi
+from raydfl.methods.harmony import Harmony
 from raydfl.methods.hermes import Hermes
+from raydfl.methods.modality_mirror import ModalityMirror
 from raydfl.methods.moon import Moon, add_projection
+from raydfl.methods.multifl import MultiFL
 from raydfl.methods.profila import ProFiLA, add_prototype
 from raydfl.methods.scaffold import Scaffold
+from raydfl.methods.unifl import UniFL
 from raydfl.models.crnn import CRNN
 from raydfl.models.dense import MeanLinear, MeanMLP
+from raydfl.models.fusion import Fusion
 from raydfl.models.resnet18 import ResNet18
 from raydfl.models.shufflenet_v2 import ShuffleNetV2
 from raydfl.models.split_cnn import SplitCNN
@@ -100,6 +107,10 @@ METHODS: dict[str, list[Method]] = {
     "fedlps": [FedLPS()],
     "fedmp": [FedMP(prune=EVERY_KIND)],
     "hermes": [Hermes(prune=EVERY_KIND, threshold=0.0)],
+    "multifl": [MultiFL()],
+    "unifl": [UniFL()],
+    "harmony": [Harmony()],
+    "modality_mirror": [ModalityMirror()],  # its second phase in tests/laws
     "fedmlac": [
         FedMLAC(),
         FedMLAC(sequential=True),
@@ -120,6 +131,10 @@ def networks(method: Method, family: str = "mlp") -> Callable[[], dict[str, nn.M
 
     def build() -> dict[str, nn.Module]:
         built = {name: FAMILIES[family]() for name in names}
+        if isinstance(method, WithViews):
+            built = {"audio": FAMILIES[family](), "video": FAMILIES[family]()}
+            width = sum(last_layer(network, "").in_features for network in built.values())
+            return {**built, "fusion": Fusion(width, CLASSES, hidden=4)}
         if isinstance(method, Moon) and method.projection:
             add_projection(built["model"], method.projection)
         if isinstance(method, ProFiLA):

@@ -1,0 +1,61 @@
+"""Phases: which rounds belong to which phase of a method that has several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raydfl.core.errors import ConfigError, nearest
+from raydfl.training import TrainSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """The phases of a run in their order."""
+
+    names: tuple[str, ...] = ()
+    first: tuple[int, ...] = ()
+    """Rounds that are completed before each begins."""
+
+    @classmethod
+    def of(cls, names: Sequence[str], train: TrainSettings, method: str) -> Phases:
+        """Return the phases of a run.
+
+        Args:
+            names: of the method's phases.
+            train: how many rounds there are, and how many each phase has.
+            method: its name, for the messages.
+
+        Raises:
+            ConfigError: settings of a phase that the method does not have, or rounds of the phases that do not fit.
+        """
+        for name in train.phases:
+            if name not in names:
+                hint = nearest(name, names) if names else "it has none; leave train.phases out"
+                raise ConfigError(f"train.phases: method {method!r} has no phase {name!r}; {hint}")
+        if not names:
+            return cls()
+        given = [train.phases[name].rounds if name in train.phases else None for name in names]
+        if given[-1] is not None:
+            raise ConfigError(
+                f"train.phases.{names[-1]}.rounds: {given[-1]}; the last phase has what is left of train.rounds; leave it out"
+            )
+        first = [0]
+        for rounds in given[:-1]:
+            first.append(first[-1] + (rounds or max(1, train.rounds // len(names))))
+        if any(given) and first[-1] > train.rounds:
+            raise ConfigError(
+                f"train.phases: {names[-1]!r} would begin after round {first[-1]}, and train.rounds is {train.rounds}; raise "
+                f"train.rounds, or lower the rounds of the phases before"
+            )
+        return cls(tuple(names), tuple(first))
+
+    def at(self, round_index: int) -> str:
+        """Return the phase of the round after so many completed ones; empty where there are no phases."""
+        return next(
+            (n for n, f in zip(reversed(self.names), reversed(self.first), strict=True) if f <= round_index), ""
+        )
+
+    def number(self, name: str) -> int:
+        """Return the place of a phase, from 1 on."""
+        return self.names.index(name) + 1

@@ -1,0 +1,241 @@
+"""Methods with an encoder for each view: what their networks are, which clients have which, and how they are measured.
+
+The models are one network for each view, named as the configuration names them, and ``fusion``. A network is an encoder (all up to
+its last layer) and a head (its last layer, ``output``). ``fusion`` is a classifier of what all encoders make of an example, end to
+end; of a view that a clip lacks it sees zeros.
+
+A client has the networks of the views that it has, and ``fusion`` if it has all of them. It builds, receives and sends no others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, cast
+
+import numpy as np
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.metrics import classification_metrics
+from raydfl.core.types import Batch, Client, Metrics, ModelSpec, Ratio, State, Task, Tensors, Update, view_of
+from raydfl.data import Examples
+from raydfl.methods._layers import last_layer
+from raydfl.methods._method import Method
+from raydfl.models import build_model
+from raydfl.objectives import Classify
+from raydfl.rules import Rule, UniformMean
+from raydfl.training import Loss, Step, computing_in, fit
+
+FUSION, GLOBAL = "fusion", "global"
+
+_KINDS = "clients"
+"""The key of the state's ``extra`` under which it stands which client has all views: a letter for each, :data:`ALL` or
+:data:`SOME`."""
+ALL, SOME = "a", "s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithViews(Method):
+    """Base of methods with an encoder for each view."""
+
+    objectives: ClassVar[tuple[str, ...] | None] = ("classify",)
+
+    across_parts: ClassVar[bool] = False  # who has which view is known by the clients' places
+
+    on_features: ClassVar[tuple[str, ...]] = (FUSION,)
+
+    models: ClassVar[Mapping[str, str]] = {"audio": "crnn_lite", "video": "cnn_small", FUSION: "fusion"}
+
+    student: Annotated[
+        str | None,
+        Field(
+            description="the model whose accuracy counts, trained where there is no other view; null: the first of models"
+        ),
+    ] = None
+
+    def models_for(self, configured: Sequence[str]) -> Mapping[str, str]:
+        """Return the configured encoders, the student first, and ``fusion``; where none is configured audio and video.
+
+        Raises:
+            ConfigError: fewer than two encoders, or no student among them.
+        """
+        encoders = [name for name in configured if name != FUSION]
+        given = {name: type(self).models.get(name, "crnn_lite") for name in encoders}
+        if not encoders or set(encoders) < set(type(self).models):
+            given = {name: what for name, what in type(self).models.items() if name != FUSION}
+        if len(given) < 2:
+            raise ConfigError(
+                f"models: {', '.join(given)} alone; this method needs at least two networks, one for each view: "
+                f"models='{{audio: crnn_lite, video: {{name: cnn_small, view: video}}}}'"
+            )
+        student = self.student or next(iter(given))
+        if student not in given:
+            raise ConfigError(f"method.student: there is no model {student!r}; {nearest(student, given)}")
+        return {student: given.pop(student), **given, FUSION: "fusion"}
+
+    def reads_profile(self) -> tuple[str, ...]:
+        """Return the views that a client has."""
+        return ("views",)
+
+    def client_models(self, models: Sequence[ModelSpec], profile: Mapping[str, Any]) -> tuple[ModelSpec, ...]:
+        """Return the networks of the views that a client has, and ``fusion`` where these are all."""
+        has = ("", *profile.get("views", ()))
+        own = [spec for spec in models if spec.name == FUSION or spec.view in has]
+        return tuple(own if len(own) == len(models) else (spec for spec in own if spec.name != FUSION))
+
+    def build(self, models: Sequence[ModelSpec]) -> dict[str, nn.Module]:
+        """Build the networks, and the fusion for the features that they give.
+
+        Raises:
+            ConfigError: a network has no ``embed``, or no linear ``output``.
+        """
+        built: dict[str, nn.Module] = {}
+        width = 0
+        for spec in models:
+            if spec.name != FUSION:
+                built[spec.name] = build_model(spec)
+                width += last_layer(built[spec.name], "a method with several views").in_features
+        for spec in models:
+            if spec.name == FUSION:
+                built[FUSION] = build_model(dataclasses.replace(spec, inputs=width))
+        return built
+
+    def logits(self, models: Mapping[str, nn.Module], name: str, batch: Batch) -> Tensor | None:
+        """Return a network's outputs; the fusion's for what the encoders give."""
+        return fused(models, batch) if name == FUSION else super().logits(models, name, batch)
+
+    def default_rule(self) -> Rule:
+        """Return the mean in which every client counts the same."""
+        return UniformMean()
+
+    def init(
+        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
+    ) -> State:
+        """Return the state of all networks, and which clients have all views."""
+        state = super().init(clients, models, rng)
+        kinds = (ALL if any(spec.name == FUSION for spec in client.models) else SOME for client in clients)
+        return dataclasses.replace(state, extra={**state.extra, _KINDS: "".join(kinds)})
+
+    def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:
+        """Measure what is in ``global``."""
+        return [Task(client, phase="evaluate") for client in ([each.id for each in clients] or [""])]
+
+    def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
+        """Measure the networks that :meth:`measured` names, of those received; ``fusion`` with all encoders."""
+        there = {name.partition("/")[0] for tensors in step.received.values() for name in tensors}
+        found: dict[str, Any] = {}
+        for name in step.options.get("models", self.measured(step)):
+            if name == FUSION and there.issuperset(step.models) and FUSION in step.models:
+                measured = self._of_fusion(step, examples, batch_size)
+            elif name != FUSION and name in step.models and name in there:
+                measured = self.objective.evaluate(step, name, examples, batch_size)
+            else:
+                continue
+            found |= {f"{name}/{metric}": value for metric, value in measured.items()}
+        return found
+
+    def measured(self, step: Step) -> Sequence[str]:
+        """Return the models of which something is known to be measured: by default the student, and the fusion."""
+        return [*list(step.models)[:1], FUSION]
+
+    def _of_fusion(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
+        for network in step.models.values():
+            network.eval()
+        with torch.no_grad(), computing_in(step.training.precision, step.device):
+            batches = examples.batches(batch_size, None, step.device)
+            logits = torch.cat([fused(step.models, batch).cpu() for batch in batches])
+        average = cast(Classify, self.objective).average
+        return classification_metrics(logits, examples.labels, examples.clips, logits.shape[1], average)
+
+    def alone(self, step: Step, name: str, batch: Batch) -> Tensor:
+        """Return the loss of one network, over the examples that have its view."""
+        view = view_of(step.models[name])
+        if view:
+            present = batch.present[view].float()
+            batch = dataclasses.replace(batch, weight=present if batch.weight is None else present * batch.weight)
+        return self.objective.loss(step, name, batch)
+
+    def apart(self, step: Step) -> Metrics:
+        """Train each network by itself, one after another; metrics of those after the first have its name before them."""
+        found: dict[str, Any] = {}
+        for name in encoders_of(step):
+            measured = fit(step, self._loss_of(name), models=(name,))
+            found |= {f"{name}/{metric}": value for metric, value in measured.items()} if found else measured
+        return found
+
+    def _loss_of(self, name: str) -> Loss:
+        def loss(step: Step, batch: Batch) -> Tensor:
+            return self.alone(step, name, batch)
+
+        return loss
+
+    def together(self, step: Step, batch: Batch) -> Tensor:
+        """Return the cross-entropy of the fusion of all encoders."""
+        each = nn.functional.cross_entropy(fused(step.models, batch), batch.y, reduction="none")
+        return batch.mean(each)
+
+
+def encoders_of(step: Step) -> list[str]:
+    """Return the names of a client's networks but the fusion's."""
+    return [name for name in step.models if name != FUSION]
+
+
+def fused(models: Mapping[str, nn.Module], batch: Batch) -> Tensor:
+    """Return what the fusion makes of the features of all other models, in their order: logits float32 [batch, classes]."""
+    features: list[Tensor] = []
+    for name, network in models.items():
+        if name == FUSION:
+            continue
+        view, (x, lengths) = view_of(network), batch.input_of(network)
+        own = cast(Any, network).embed(x, lengths if lengths is None or not view else lengths.clamp_min(1))
+        features.append(own * batch.present[view].to(own.dtype).unsqueeze(1) if view else own)
+    logits: Tensor = models[FUSION](torch.cat(features, dim=1))
+    return logits.float()
+
+
+@contextlib.contextmanager
+def teaching(step: Step, tensors: Tensors) -> Iterator[None]:
+    """Have all networks compute with other tensors, in evaluation mode and without gradients, inside a ``with`` block."""
+    with contextlib.ExitStack() as stack:
+        for name in step.models:
+            stack.enter_context(step.teacher(name, tensors))
+        yield
+
+
+def encoders_and_fusion(step: Step) -> dict[str, Tensor]:
+    """Return the shared tensors of all networks but their heads."""
+    heads = tuple(f"{name}/output." for name in step.models if name != FUSION)
+    return {name: value for name, value in step.floating_state().items() if not name.startswith(heads)}
+
+
+def of_kind(state: State, clients: Sequence[Client], kind: str) -> list[Client]:
+    """Return the clients that have all views (:data:`ALL`), or those that do not (:data:`SOME`)."""
+    kinds = cast(str, state.extra[_KINDS])
+    return [clients[place] for place, own in enumerate(kinds) if own == kind]
+
+
+class Senders(Iterable[Update]):
+    """Updates to be read once; afterwards :meth:`metrics` says how many clients of each kind sent them."""
+
+    def __init__(self, updates: Iterable[Update]) -> None:
+        self.clients: list[str] = []
+        self._with_fusion = 0
+        self._updates = updates
+
+    def __iter__(self) -> Iterator[Update]:
+        for update in self._updates:
+            self.clients.append(update.client_id)
+            self._with_fusion += any(name.startswith(f"{FUSION}/") for name in update.tensors)
+            yield update
+
+    def metrics(self) -> dict[str, Ratio]:
+        """Return the clients that trained the fusion, and the others; what a kind trains is kept where it has none."""
+        return {
+            "clients/fused": Ratio(self._with_fusion, 1),
+            "clients/apart": Ratio(len(self.clients) - self._with_fusion, 1),
+        }

@@ -1,0 +1,151 @@
+"""ModalityMirror: clients that see and hear teach an audio model that clients without video can use.
+
+ModalityMirror: Improving Audio Classification in Modality Heterogeneity Federated Learning with Multimodal Distillation.
+
+Phase ``multimodal`` (algorithm 1) is :mod:`raydfl.methods.multifl`. Phase ``distil`` (algorithm 2) goes on with the clients that
+have all views. The teacher is what the first phase ended with (encoders and fusion), frozen and in evaluation mode. The student
+begins with the first phase's network of its view, encoder and head, and learns
+
+    CE(student(x_A), y) + w T^2 KL(p_M || p_A),    p = softmax(logits / T), mean over the batch
+
+where p_M is the teacher's and p_A the student's. The server averages the students. Clients receive the teacher once.
+
+Readings and deviations:
+
+- The paper prints KL(p_A || p_M), with the student first; ``divergence: literal`` is that. What distillation is, and what a
+  library's function of (log student, teacher) computes, is KL(p_M || p_A), the default.
+- The paper gives no temperature T and no weight w, and does not mention T^2, which keeps the gradients' size: 2, 1, and T^2 is
+  there.
+- Algorithm 2 divides by the number of audio-only clients, while it sums over the others: they are divided by their own number.
+- Heads, and the uniform mean: see MultiFL. A fusion sees zeros in place of a view that a clip lacks.
+- The phases are general: any views, of which ``student`` says which learns; all of them teach.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, ClassVar, Literal, cast
+
+import numpy as np
+import torch.nn.functional as F
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from raydfl.core.errors import ConfigError
+from raydfl.core.types import Batch, Client, Metrics, State, Task, Update
+from raydfl.methods._method import drawn
+from raydfl.methods._views import ALL, GLOBAL, fused, of_kind, teaching
+from raydfl.methods.multifl import MultiFL
+from raydfl.training import Step, fit
+
+MULTIMODAL, DISTIL = "multimodal", "distil"
+TEACHER = "teacher"
+"""The entry of the state with what the first phase ended with."""
+
+_TAUGHT = "have the teacher"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModalityMirror(MultiFL):
+    """MultiFL, then a student of one view learns from the frozen network of all views."""
+
+    pure: ClassVar[bool] = True
+
+    phases: ClassVar[tuple[str, ...]] = (MULTIMODAL, DISTIL)
+
+    temperature: Annotated[
+        float, Field(gt=0, description="softening of the teacher's and the student's output; 1: none")
+    ] = 2.0
+    kd_weight: Annotated[
+        float,
+        Field(ge=0, description="weight of the divergence from the teacher; 0: the student learns from labels alone"),
+    ] = 1.0
+    divergence: Annotated[
+        Literal["standard", "literal"],
+        Field(description="standard: KL(teacher || student); literal: KL(student || teacher), as the paper prints it"),
+    ] = "standard"
+
+    def init(
+        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
+    ) -> State:
+        """Return MultiFL's state.
+
+        Raises:
+            ConfigError: no client has all views, so that nobody could be taught.
+        """
+        state = super().init(clients, models, rng)
+        if not of_kind(state, clients, ALL):
+            views = ", ".join(sorted({spec.view for built in clients[:1] for spec in built.models if spec.view}))
+            raise ConfigError(
+                "method 'modality_mirror': no client has all views that its models read, so nobody can take part in the phase "
+                f"{DISTIL!r} (the first client has {views or 'the first view alone'}); lower data.missing, or take a method that "
+                "needs no such client (multifl, unifl, harmony)"
+            )
+        return state
+
+    def begin_phase(self, state: State) -> State:
+        """Freeze what there is as the teacher; the student goes on from it."""
+        whole = state.tensors[GLOBAL]
+        student = {name: value for name, value in whole.items() if name.startswith(f"{self._student(state)}/")}
+        return dataclasses.replace(
+            state,
+            tensors={GLOBAL: student, TEACHER: {name: value.clone() for name, value in whole.items()}},
+            extra={**state.extra, _TAUGHT: []},
+        )
+
+    def _student(self, state: State) -> str:
+        return self.student or next(iter(state.tensors[GLOBAL])).partition("/")[0]
+
+    def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
+        """Draw from all clients; in the second phase from those that have all views."""
+        if state.phase != DISTIL:
+            return super().plan(state, clients, rng, cohort)
+        members = of_kind(state, clients, ALL)
+        taught = set(cast(Sequence[str], state.extra[_TAUGHT]))
+        keys = (GLOBAL, TEACHER) if self.kd_weight else (GLOBAL,)
+        return [
+            Task(client.id, phase=DISTIL, receive=keys, has=keys[1:] if client.id in taught else ())
+            for client in drawn(members, rng, min(cohort, len(members)))
+        ]
+
+    def local(self, step: Step) -> Update:
+        """Do MultiFL's work, or train the student."""
+        if step.phase != DISTIL:
+            return super().local(step)
+        student = next(iter(step.models))
+        metrics = fit(step, self.distil, models=(student,))
+        sent = {name: value for name, value in step.floating_state(student).items() if self.shared(name)}
+        return step.update(metrics, tensors=sent)
+
+    def distil(self, step: Step, batch: Batch) -> Tensor:
+        """Return cross-entropy of the student plus its divergence from the teacher."""
+        student = next(iter(step.models))
+        if self.kd_weight == 0:
+            return self.alone(step, student, batch)
+        logits = step.forward(student, batch)
+        value = batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
+        with teaching(step, step.received[TEACHER]):
+            teacher = fused(step.models, batch)
+        t = self.temperature
+        log_student, log_teacher = F.log_softmax(logits / t, dim=1), F.log_softmax(teacher / t, dim=1)
+        first, second = (log_teacher, log_student) if self.divergence == "standard" else (log_student, log_teacher)
+        # Not F.kl_div, which PyTorch cannot compute for several clients at once.
+        each = (first.exp() * (first - second)).sum(dim=1)
+        return value + self.kd_weight * t * t * batch.mean(each)
+
+    def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
+        """Average over those who sent; note who has the teacher now."""
+        if state.phase != DISTIL:
+            return super().aggregate(state, updates, rng)
+        clients: list[str] = []
+
+        def noted() -> Iterable[Update]:
+            for update in updates:
+                clients.append(update.client_id)
+                yield update
+
+        new, report = super().aggregate(state, noted(), rng)
+        taught = dict.fromkeys([*cast(Sequence[str], state.extra[_TAUGHT]), *clients])
+        return dataclasses.replace(new, extra={**new.extra, _TAUGHT: [*taught]}), report

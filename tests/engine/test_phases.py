@@ -1,0 +1,88 @@
+"""Phases of a method: which rounds they have, with which settings, and that nothing of it is lost where a run stops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import differ, finish, known, same, start
+from seen_and_heard import federation, write
+
+from raydfl.core.errors import ConfigError
+from raydfl.engine.config import Config
+from raydfl.engine.phases import Phases
+from raydfl.engine.storage import record
+from raydfl.training import TrainSettings
+
+Tiny = Callable[..., Config]
+TWO = ["train.rounds=4", "train.phases.multimodal.rounds=2", "evaluate.every=9"]
+LR = "train.phases.distil.optimiser.lr=0.01"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("views"), takes=2)
+
+
+def test_the_last_phase_has_what_is_left() -> None:
+    def begins(rounds: int, **phases: int) -> tuple[int, ...]:
+        train = TrainSettings.model_validate(
+            {"rounds": rounds, "phases": {n: {"rounds": r} for n, r in phases.items()}}
+        )
+        return Phases.of(("a", "b", "c"), train, "some").first
+
+    assert begins(9) == (0, 3, 6)
+    assert begins(1) == (0, 1, 2)
+    assert begins(9, a=1) == (0, 1, 4)
+    assert begins(9, a=5, b=4) == (0, 5, 9)
+    found = Phases.of(("a", "b"), TrainSettings(rounds=4), "some")
+    assert [found.at(done) for done in range(5)] == ["a", "a", "b", "b", "b"]
+    assert Phases().at(7) == ""
+    with pytest.raises(ConfigError, match="'c' would begin after round 10, and train.rounds is 9"):
+        begins(9, a=5, b=5)
+    with pytest.raises(ConfigError, match=r"train.phases.c.rounds: 2; the last phase has what is left"):
+        begins(9, c=2)
+    with pytest.raises(ConfigError, match="no phase 'd'"):
+        begins(9, d=2)
+
+
+def test_settings_of_a_phase_hold_in_it_alone(tiny: Tiny, folder: Path) -> None:
+    base = known(federation(tiny, folder, "modality_mirror", *TWO))
+    for number, setting in enumerate((LR, "train.phases.distil.local_epochs=2", "train.phases.distil.cohort=2")):
+        other = finish(federation(tiny, folder, "modality_mirror", *TWO, setting, f"run.name=p{number}"))
+        assert differ(base, other)
+        assert {n for n in base if base[n] != other[n]} <= {
+            n for n in base if n.startswith("server global audio/") or n == "extra"
+        }
+
+
+def test_a_run_stopped_in_any_phase_goes_on_to_the_same_bits(tiny: Tiny, folder: Path) -> None:
+    undisturbed = known(federation(tiny, folder, "modality_mirror", *TWO, LR))
+    config = federation(tiny, folder, "modality_mirror", *TWO, LR, "run.name=stopped")
+    for done in (1, 2, 3):  # in the first phase, between both, in the second
+        server = start(config)
+        while server.round_index < done:
+            server.round()
+        server.finish()
+        server.close()
+    same(undisturbed, finish(config))
+    rows = record.read_rows(Path(config.run.dir) / "stopped").to_pylist()
+    assert [row["value"] for row in rows if row["metric"] == "phase"] == [1.0, 1.0, 2.0, 2.0]
+
+
+def test_phases_in_the_digest(tiny: Tiny, folder: Path) -> None:
+    """When the second begins decides numbers, where the last ends does not; methods without phases know nothing of it."""
+
+    def digest(*overrides: str, method: str = "modality_mirror") -> str:
+        return federation(tiny, folder, method, *overrides).digest()
+
+    same_ = ["train.phases.multimodal.rounds=2"]
+    assert digest(*same_, "train.rounds=4") == digest(*same_, "train.rounds=9") == digest("train.rounds=4")
+    assert digest("train.rounds=9") != digest("train.rounds=4")
+    assert digest(*same_, "train.rounds=4", LR) != digest(*same_, "train.rounds=4")
+    assert tiny("train.phases={}").digest() == tiny().digest()
+    with pytest.raises(ConfigError, match="has no phase 'distil'; it has none"):
+        tiny(LR)
+    with pytest.raises(ConfigError, match=r"phases.distil.optimiser.models: modality_mirror has no model 'sound'"):
+        digest("train.phases.distil.optimiser.models={sound: 0.1}")

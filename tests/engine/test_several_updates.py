@@ -1,0 +1,86 @@
+"""One task with updates to several entries of the server's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import finish, known, same, start
+
+from raydfl.core.errors import ClientError, ConfigError
+from raydfl.engine.config import Config
+
+Tiny = Callable[..., Config]
+METHOD = '''
+import dataclasses
+
+from pydantic.dataclasses import dataclass
+from raydfl import Method, Task, fit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parted(Method):
+    """FedAvg with the last layer in an entry of its own."""
+
+    key: str = "head"
+    has: str = "head"
+
+    def init(self, clients, models, rng):
+        state = super().init(clients, models, rng)
+        head = {n: t for n, t in state.tensors["global"].items() if "/output." in n}
+        rest = {n: t for n, t in state.tensors["global"].items() if n not in head}
+        return dataclasses.replace(state, tensors={"global": rest, "head": head})
+
+    def plan(self, state, clients, rng, cohort):
+        tasks = super().plan(state, clients, rng, cohort)
+        has = (self.has,) if state.round_index else ()
+        return [dataclasses.replace(task, receive=("global", "head"), has=has) for task in tasks]
+
+    def plan_evaluation(self, state, clients):
+        return [Task(client.id, phase="evaluate", receive=("global", "head")) for client in clients]
+
+    def local(self, step):
+        metrics = fit(step, self.loss)
+        head = {n: t for n, t in step.floating_state().items() if "/output." in n}
+        rest = {n: t for n, t in step.floating_state().items() if n not in head}
+        return step.update(metrics, tensors=rest, further=[step.update(tensors=head, key=self.key)])
+'''
+
+
+@pytest.fixture
+def parted(tmp_path: Path) -> str:
+    (tmp_path / "parted.py").write_text(METHOD)
+    return f"{tmp_path / 'parted.py'}:Parted"
+
+
+@pytest.mark.parametrize("attack", ["null", "{name: sign_flip, clients: 0.34}"])
+def test_a_model_in_two_entries_is_the_model(tiny: Tiny, parted: str, attack: str) -> None:
+    """To the bit, whoever attacks; only the entry is another."""
+    settings = ["train.rounds=2", f"attack={attack}", "evaluate.server=false"]
+    reference = known(tiny(*settings))
+    found = finish(tiny(*settings, "run.name=parted", method=parted))
+    same({name.replace("server head ", "server global "): value for name, value in found.items()}, reference)
+
+
+def test_what_a_client_has_is_not_counted_again(tiny: Tiny, parted: str) -> None:
+    server = start(tiny("evaluate.every=9", method=parted))
+    state = server._federation.state
+    rest, head = (4 * sum(t.numel() for t in state.tensors[key].values()) for key in ("global", "head"))
+    reports = [server._federation.round() for _ in range(2)]
+    assert [report.bytes_down for report in reports] == [3 * (rest + head), 3 * rest]
+    assert all(report.bytes_up == 3 * (rest + head) for report in reports)
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "says"),
+    [
+        ("key=global", ClientError, "two updates to the key 'global'; join their tensors in one"),
+        ("key=tail", ClientError, "the update has the key 'tail'"),
+        ("has=tail", ConfigError, "has 'tail' already, but not that it receives it"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tiny: Tiny, parted: str, option: str, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        finish(tiny("train.rounds=2", f"method.{option}", method=parted))

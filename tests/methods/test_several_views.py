@@ -1,0 +1,212 @@
+"""MultiFL, UniFL, Harmony and ModalityMirror: what their papers say they are, held to FedAvg's bits and to closed forms."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import differ, finish, known, same, start
+from seen_and_heard import OF_KIND, federation, write
+
+from raydfl.core.errors import ConfigError, InputError
+from raydfl.engine.config import Config, apply_overrides, make_config
+from raydfl.engine.storage import record
+from raydfl.methods.harmony import clusters
+from raydfl.runs.inference.model import load_model
+
+Tiny = Callable[..., Config]
+MIRROR = ["train.rounds=3", "train.phases.multimodal.rounds=2", "evaluate.every=9"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("views"))
+
+
+def audio_of(found: Mapping[str, bytes], model: str = "audio") -> dict[str, bytes]:
+    start_ = f"server global {model}/"
+    return {name.removeprefix(start_): value for name, value in found.items() if name.startswith(start_)}
+
+
+def fedavg(tiny: Tiny, folder: Path, *overrides: str, method: str = "fedavg") -> Config:
+    """Return a federation of the audio network alone."""
+    others = [each for each in overrides if not each.startswith("method.")]
+    whole = federation(tiny, folder, "harmony", *others).model_dump(mode="json")
+    whole["method"], whole["models"] = {"name": method}, {"model": whole["models"]["audio"]}
+    if method == "fedavg":
+        whole["data"]["views"], whole["data"]["missing"] = {}, {}
+    whole["train"]["phases"] = {}
+    return make_config(apply_overrides(whole, overrides))
+
+
+@pytest.mark.parametrize("rule", ["uniform_mean", "weighted_mean"])
+def test_harmonys_audio_is_fedavg_of_the_audio_network_over_all_clients(tiny: Tiny, folder: Path, rule: str) -> None:
+    """To the bit, whoever lacks video: it is the same however many do."""
+    same_for = ["train.rounds=2", "train.cohort=4", "train.optimiser.clip_norm=0.5", f"method.rule={rule}"]
+    reference = audio_of(finish(fedavg(tiny, folder, *same_for)), "model")
+    for share in (0.0, 0.5):
+        config = federation(
+            tiny,
+            folder,
+            "harmony",
+            *same_for,
+            f"data.missing={{video: {share}}}",
+            "train.phases.unimodal.rounds=2",
+            f"run.name=h{share}",
+        )
+        same(audio_of(finish(config)), reference)
+
+
+def test_unifls_audio_is_fedavg_over_the_clients_without_video(tiny: Tiny, folder: Path) -> None:
+    """To the bit; with nobody who has video it is FedAvg over all."""
+    rounds = ["train.rounds=2", "train.cohort=2", "method.rule=uniform_mean"]
+    lacking = [*rounds, "data.missing={video: 0.5}"]
+    reference = audio_of(finish(fedavg(tiny, folder, *lacking, "method.views=[]", method=OF_KIND)), "model")
+    same(audio_of(finish(federation(tiny, folder, "unifl", *lacking, "run.name=u"))), reference)
+    everybody = audio_of(finish(fedavg(tiny, folder, *rounds, "run.name=all")), "model")
+    nobody_sees = federation(tiny, folder, "unifl", *rounds, "data.missing={video: 1.0}", "run.name=n")
+    same(audio_of(finish(nobody_sees)), everybody)
+
+
+def test_the_first_phase_is_multifl_and_the_teacher_never_moves(tiny: Tiny, folder: Path) -> None:
+    lacking = [*MIRROR, "data.missing={video: 0.5}"]
+    first = known(federation(tiny, folder, "multifl", *lacking[2:], "train.rounds=2"))
+    mirror = known(federation(tiny, folder, "modality_mirror", *lacking))
+    teacher = {n.removeprefix("server teacher "): v for n, v in mirror.items() if n.startswith("server teacher ")}
+    same(teacher, {n.removeprefix("server global "): v for n, v in first.items() if n.startswith("server global ")})
+    assert {name.split()[-1].partition("/")[0] for name in mirror if name.startswith("server global ")} == {"audio"}
+    assert differ(audio_of(mirror), audio_of(first))  # the student does
+
+
+def test_without_distillation_the_student_is_fedavg_from_the_first_phase(tiny: Tiny, folder: Path) -> None:
+    """Over the clients that have all views, to the bit."""
+    plain = ["train.rounds=3", "method.rule=uniform_mean", "evaluate.every=9"]
+    config = federation(tiny, folder, "modality_mirror", *MIRROR, "data.missing={video: 0.5}", "method.kd_weight=0.0")
+    server = start(config)
+    for _ in range(2):
+        server._federation.round()
+    begun = server._federation.state
+    server._federation.round()
+    after = server._federation.state.tensors["global"]
+    server.close()
+    reference = start(
+        fedavg(tiny, folder, *plain, "data.missing={video: 0.5}", "method.phase=distil", "run.name=r", method=OF_KIND)
+    )
+    inner = reference._federation
+    own = {name.replace("audio/", "model/"): value.clone() for name, value in begun.tensors["global"].items()}
+    inner.state = dataclasses.replace(inner.state, round_index=2, tensors={"global": own})
+    inner.round()
+    for name, value in after.items():
+        assert torch.equal(inner.state.tensors["global"][name.replace("audio/", "model/")], value), name
+    reference.close()
+
+
+def test_the_divergence_is_the_papers(tiny: Tiny, folder: Path) -> None:
+    """Oracle: PyTorch's own functions, given the student's first, on logits computed network by network."""
+    server = start(federation(tiny, folder, "modality_mirror", *MIRROR))
+    inner = server._federation
+    for _ in range(2):
+        inner.round()
+    order = inner.plan()[0]
+    worker = inner.pool._worker
+    for setting, first_is_student in (("standard", False), ("literal", True)):
+        step = worker.prepare(order, inner.broadcast({"global", "teacher"}))
+        step.models = {name: network.eval() for name, network in step.models.items()}
+        batch = step.data.train.batch(np.arange(4))
+        distil = dataclasses.replace(inner.method, kd_weight=3.0, temperature=4.0, divergence=setting)
+        found = distil.distil(step, batch)
+        student = step.models["audio"](batch.x)
+        features = torch.cat(
+            [step.models["audio"].embed(batch.x), step.models["video"].embed(batch.views["video"])], dim=1
+        )
+        teacher = step.models["fusion"](features)  # the student has not moved yet, so the encoders are the teacher's
+        a, b = (
+            F.log_softmax(logits / 4.0, dim=1)
+            for logits in ((student, teacher) if first_is_student else (teacher, student))
+        )
+        divergence = F.kl_div(b, a, reduction="batchmean", log_target=True)
+        torch.testing.assert_close(found, F.cross_entropy(student, batch.y) + 3.0 * 16.0 * divergence)
+        found.backward()
+        assert all(p.grad is None for name in ("video", "fusion") for p in step.models[name].parameters())
+    server.close()
+
+
+def test_the_teacher_is_sent_once_to_each_client(tiny: Tiny, folder: Path) -> None:
+    """Oracle: the tensors' bytes; a run that is resumed in the second phase counts the same."""
+    config = federation(tiny, folder, "modality_mirror", *MIRROR, "train.rounds=5", "data.missing={video: 0.5}")
+    down = []
+    for rounds in (3, 5):
+        server = start(config)
+        while server.round_index < rounds:
+            report = server._federation.round()
+            down.append(report.bytes_down)
+        state = server._federation.state
+        server._federation.finish(report)
+        server.close()
+    student, teacher = (4 * sum(t.numel() for t in state.tensors[key].values()) for key in ("global", "teacher"))
+    assert down[2:] == [3 * (student + teacher), 3 * student, 3 * student]
+
+
+def test_a_round_without_one_kind_of_client_keeps_its_parts(tiny: Tiny, folder: Path) -> None:
+    config = federation(tiny, folder, "multifl", "train.rounds=1", "data.missing={video: 1.0}")
+    server = start(config)
+    before = {name: value.clone() for name, value in server._federation.state.tensors["global"].items()}
+    server.close()
+    finish(config)
+    server = start(config)
+    for name, value in server._federation.state.tensors["global"].items():
+        assert torch.equal(value, before[name]) is not name.startswith("audio/")
+    server.close()
+    rows = record.read_rows(Path(config.run.dir) / "tiny").to_pylist()
+    assert {row["metric"]: row["value"] for row in rows if row["metric"].startswith("clients/")} == {
+        "clients/fused": 0.0,
+        "clients/apart": 6.0,
+    }
+
+
+def test_where_nobody_has_all_views_the_second_phase_is_refused_before_the_first_round(
+    tiny: Tiny, folder: Path
+) -> None:
+    with pytest.raises(ConfigError, match="no client has all views"):
+        start(federation(tiny, folder, "modality_mirror", *MIRROR, "data.missing={video: 1.0}"))
+
+
+def test_the_fusion_is_no_model_to_predict_with(tiny: Tiny, folder: Path) -> None:
+    finish(federation(tiny, folder, "multifl", "train.rounds=1", "run.name=used"))
+    run_dir = Path(tiny().run.dir) / "used"
+    assert load_model(run_dir, "video").spec.view == "video"
+    with pytest.raises(InputError, match="model 'fusion' reads what other models .* choose one of audio, video"):
+        load_model(run_dir, "fusion")
+
+
+def test_groups_of_like_bias() -> None:
+    """Two kinds of clients, one whose sound and one whose picture has moved; each view counts by its own maximum."""
+    biases = np.array([[1e-6, 0.9], [9e-6, 0.1], [1.2e-6, 1.0], [8e-6, 0.05]])
+    assert clusters(biases, 2, 0) == [0, 1, 0, 1]
+    assert clusters(biases, 1, 0) == [0] * 4
+    assert clusters(np.zeros((3, 2)), 2, 0) == [0] * 3
+
+
+def test_harmonys_groups_have_a_classifier_each_and_encoders_stay(tiny: Tiny, folder: Path) -> None:
+    """Oracle: with one group its classifier is the mean of all clients', and so is the one in global."""
+    settings = [
+        "train.rounds=3",
+        "train.phases.unimodal.rounds=1",
+        "train.phases.fusion.optimiser.models={audio: 0.05, video: 0.05, fusion: 0.1}",
+    ]
+    one = finish(federation(tiny, folder, "harmony", *settings, "method.groups=1", "run.name=one"))
+    fusion = {n.removeprefix("server group1 "): v for n, v in one.items() if n.startswith("server group1 ")}
+    same(fusion, {n.removeprefix("server global "): v for n, v in one.items() if n.startswith("server global fusion/")})
+    two = finish(federation(tiny, folder, "harmony", *settings, "run.name=two"))
+    groups = {name.split()[1] for name in two if name.startswith("server group")}
+    assert len(groups) >= 2
+    audio = audio_of(
+        finish(federation(tiny, folder, "harmony", "train.rounds=1", "train.phases.unimodal.rounds=1", "run.name=u"))
+    )
+    same(audio_of(two), audio)
+    assert any("encoder/audio/" in name for name in two if name.startswith("client "))
