@@ -28,8 +28,9 @@ run: $(INSTALLED)
 	@echo 'open the comparison:  $(QUICKSTART).html   (each run has its own page beside its files: report.html)'
 	@echo 'browse in MLflow:     .venv/bin/mlflow ui --backend-store-uri sqlite:///$(abspath $(RUNS))/mlflow.db'
 
+# Without bytecode on the disk each process would compile raydfl, and each worker all tests, anew: 5 s of its time.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m 'not slow' --numprocesses 2 --dist loadfile $(ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m 'not slow' --numprocesses 2 --dist loadfile $(ARGS)
 
 test-all: $(INSTALLED)
 	.venv/bin/python -m pytest $(ARGS)

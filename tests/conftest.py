@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # Ray reads these when it is imported: its token must be there before, and never in the user's home.
 _secrets = tempfile.mkdtemp(prefix="raydfl-tests-")
@@ -28,7 +28,8 @@ gc.disable()  # while modules are imported and tests collected, none of which is
 import hypothesis
 import pytest
 
-from raydfl.engine.config import Config, apply_overrides, make_config
+if TYPE_CHECKING:  # the process that only hands out the tests needs no PyTorch
+    from raydfl.engine.config import Config
 
 TESTS = Path(__file__).parent
 
@@ -118,6 +119,7 @@ def feature_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tiny(tmp_path: Path, feature_cache: Path) -> Callable[..., Config]:
     """``tiny("key=value", ...)``: the tiny federation's configuration, its runs in this test's folder."""
+    from raydfl.engine.config import apply_overrides, make_config
 
     def configure(*overrides: str, method: str = "fedavg") -> Config:
         values = copy.deepcopy(TINY)

@@ -32,8 +32,13 @@ T = TypeVar("T")
 
 def names(package: str) -> list[str]:
     """Return the built-in names of a package (``"raydfl.methods"``): its public modules, sorted."""
+    return list(_names(package))
+
+
+@functools.cache
+def _names(package: str) -> tuple[str, ...]:
     module = importlib.import_module(package)
-    return sorted(m.name for m in pkgutil.iter_modules(module.__path__) if not m.name.startswith("_"))
+    return tuple(sorted(m.name for m in pkgutil.iter_modules(module.__path__) if not m.name.startswith("_")))
 
 
 @functools.cache

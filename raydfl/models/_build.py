@@ -144,22 +144,35 @@ def _checked(cls: type[nn.Module], options: Mapping[str, Any], where: str) -> di
     parameters = list(inspect.signature(cls).parameters.values())
     known = [parameter.name for parameter in parameters[2:] if parameter.kind is not parameter.VAR_KEYWORD]
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    annotations = _annotations(cls)
     checked = {}
     for key, value in options.items():
         if key not in known and not anything:
             hint = nearest(key, known) if known else "it has no options"
             raise ConfigError(f"{where}: unknown option {key!r}; {hint}")
-        adapter = TypeAdapter(annotations.get(key, Any), config=ConfigDict(arbitrary_types_allowed=True))
         try:
-            checked[key] = adapter.validate_python(value)
+            checked[key] = _adapter(cls, key).validate_python(value)
         except ValidationError as error:
             raise ConfigError(explain(error, f"{where}.{key}", value)) from error
     return checked
 
 
+def _adapter(cls: type[nn.Module], option: str) -> TypeAdapter[Any]:
+    """Return what checks an option of a class."""
+    if (cls, option) not in _ADAPTERS:
+        given = _annotations(cls).get(option, Any)
+        _ADAPTERS[cls, option] = TypeAdapter(given, config=ConfigDict(arbitrary_types_allowed=True))
+    return _ADAPTERS[cls, option]
+
+
 def _annotations(cls: type[nn.Module]) -> Mapping[str, Any]:
-    try:
-        return typing.get_type_hints(cls.__init__, include_extras=True)
-    except NameError:  # a user's annotation that only a type checker can resolve: its options go unchecked
-        return {}
+    if cls not in _ANNOTATIONS:
+        try:
+            _ANNOTATIONS[cls] = typing.get_type_hints(cls.__init__, include_extras=True)
+        except NameError:  # a user's annotation that only a type checker can resolve: its options go unchecked
+            _ANNOTATIONS[cls] = {}
+    return _ANNOTATIONS[cls]
+
+
+_ADAPTERS: dict[tuple[type[nn.Module], str], TypeAdapter[Any]] = {}
+_ANNOTATIONS: dict[type[nn.Module], Mapping[str, Any]] = {}
+"""Kept: making both takes longer than building a tiny network does."""

@@ -7,6 +7,7 @@ since the run began is not what the run began with. Neither is loaded before som
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import json
 import re
@@ -117,23 +118,28 @@ def _with_neighbours(path: Path) -> list[Path]:
     found = [path]
     for file in found:
         try:
-            tree = ast.parse(file.read_bytes())
+            imported = _imported(file.read_bytes())
         except (OSError, SyntaxError, ValueError):
             continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                names = [(path.parent, alias.name) for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                start = file.parents[node.level - 1] if 0 < node.level <= len(file.parents) else path.parent
-                module = f"{node.module}." if node.module else ""
-                names = [(start, f"{module}{alias.name}") for alias in node.names]
-            else:
-                continue
-            for folder, name in names:
-                # raydfl itself is there before them, whatever lies in their folder.
-                if not (name.partition(".")[0] == "raydfl" and folder == path.parent):
-                    found += [near for near in _files_of(folder, name) if near not in found]
+        for level, name in imported:
+            folder = file.parents[level - 1] if 0 < level <= len(file.parents) else path.parent
+            # raydfl itself is there before them, whatever lies in their folder.
+            if not (name.partition(".")[0] == "raydfl" and folder == path.parent):
+                found += [near for near in _files_of(folder, name) if near not in found]
     return [file for file in found if file.is_relative_to(path.parent)]
+
+
+@functools.lru_cache(maxsize=256)
+def _imported(code: bytes) -> tuple[tuple[int, str], ...]:
+    """Return the dotted names that a file's code imports, each with the number of dots before it."""
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            found += [(0, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = f"{node.module}." if node.module else ""
+            found += [(node.level, f"{module}{alias.name}") for alias in node.names]
+    return tuple(found)
 
 
 def _files_of(folder: Path, name: str) -> Iterator[Path]:
