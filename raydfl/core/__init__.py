@@ -10,6 +10,7 @@ __all__ = [
     "files",
     "lazy",
     "lock",
+    "memory",
     "metrics",
     "nested",
     "ops",

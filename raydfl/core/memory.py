@@ -1,4 +1,4 @@
-"""How a process gives memory back to the system."""
+"""Memory that a process frees: whether the system gets it back."""
 
 from __future__ import annotations
 
