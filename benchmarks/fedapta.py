@@ -90,7 +90,7 @@ PERSONAL: Mapping[str, Mapping[str, Any]] = {
     "FedAvg for each true task": {"name": "fedavg", "tasks": "known"},
     "Ditto": {"name": "ditto"},
     "FedGen": {"name": "fedgen"},
-    "MOON": {"name": "moon"},
+    "MOON": {"name": "moon", "projection": None},  # the network of all others
     "FedBABU": {"name": "fedbabu"},
     "FedNTD": {"name": "fedntd"},
     "FedLC": {"name": "fedlc"},
