@@ -16,7 +16,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "crnn_base": (64, (16, 101, 64)),
     "cnn": ((3, 32, 32), (16, 3, 32, 32)),
     "split_cnn": (64, (16, 96, 64)),
+    "resnet18": ((3, 32, 32), (16, 3, 32, 32)),
+    "shufflenet_v2": ((3, 32, 32), (16, 3, 32, 32)),
 }
 """Networks with their inputs and a batch's shape."""
 
@@ -190,11 +192,11 @@ class Device:
         return 2 * self.bytes() + sum(size for place, size in kept.items() if place not in weights)
 
 
-def device(turns: int) -> None:
+def device(turns: int, networks: Sequence[str]) -> None:
     """Print a device's table."""
     torch.set_num_threads(1)
     print("| network | | bytes each way | memory | time of a step |\n|---|---|---|---|---|")
-    for name in NETWORKS:
+    for name in networks:
         contestants = {"whole": Device(name, 1.0, False)}
         contestants |= {f"share {share:g}": Device(name, share, False) for share in (0.5, 0.25)}
         contestants |= {f"masked, {share:g}": Device(name, share, True) for share in (0.5,)}
@@ -212,7 +214,8 @@ def device(turns: int) -> None:
             if what == "whole":
                 time_of = f"1 ({statistics.median(seconds[what]) * 1000:.1f} ms)"
             print(
-                f"| {name} | {what} | {contestant.bytes() / 1e6:.2f} MB | {contestant.memory() / 1e6:.1f} MB | {time_of} |"
+                f"| {name} | {what} | {contestant.bytes() / 1e6:.2f} MB | {contestant.memory() / 1e6:.1f} MB | {time_of} |",
+                flush=True,
             )
 
 
@@ -222,11 +225,12 @@ def main() -> None:
     parser.add_argument("what", choices=["server", "device"])
     parser.add_argument("--share", type=float, default=0.5)
     parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=[*NETWORKS], help="of the devices")
     arguments = parser.parse_args()
     if arguments.what == "server":
         server(arguments.share)
     else:
-        device(arguments.turns)
+        device(arguments.turns, arguments.networks)
 
 
 if __name__ == "__main__":

@@ -99,8 +99,8 @@ def _groups(network: nn.Module, where: str) -> Channels:
     found: Channels = channels() if callable(channels) else {}
     if not any(any(dimensions) for dimensions in found.values()):
         raise ConfigError(
-            f"{where} has no channels that could be left out, so it cannot be cut; take cnn, crnn, mlp or split_cnn, or give your "
-            f"network the option width and the method channels()"
+            f"{where} has no channels that could be left out, so it cannot be cut; take cnn, crnn, mlp, split_cnn or resnet18, or "
+            f"give your network the option width and the method channels()"
         )
     return found
 

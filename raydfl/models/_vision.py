@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Annotated, Any, ClassVar
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
 from raydfl.models._norm import GroupNorm, inside_of
+from raydfl.models._width import Channels, narrowed
 
 COLOURS = 3
 """Channels that the first convolution sees."""
@@ -26,13 +27,16 @@ class VisionNetwork(nn.Module):
 
     images: ClassVar[bool | None] = None
 
-    def __init__(self, network: nn.Module, inputs: int | tuple[int, int, int], classes: int) -> None:
+    def __init__(
+        self, network: nn.Module, inputs: int | tuple[int, int, int], classes: int, inputs_of_last: int | None = None
+    ) -> None:
         """Take the layers of ``network``, in their order, but for its last, ``fc``.
 
         Args:
             network: torchvision's, with group normalisation.
             inputs: channels (1 or 3), rows and columns of an image; features of a frame.
             classes: outputs.
+            inputs_of_last: channels that the last layer sees; ``None``: those of ``fc``.
 
         Raises:
             ConfigError: images of another number of channels.
@@ -48,7 +52,7 @@ class VisionNetwork(nn.Module):
                 self.add_module(name, part)
                 self.steps.append(name)
             elif isinstance(part, nn.Linear):
-                self.output = nn.Linear(part.in_features, classes)
+                self.output = nn.Linear(inputs_of_last or part.in_features, classes)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Return logits float32 [batch, classes]; see :meth:`embed` for the arguments."""
@@ -104,6 +108,48 @@ class VisionNetwork(nn.Module):
     def _block(self, block: Any, x: Tensor, inside: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return what a block of the network makes of x: its ``forward``, written with :meth:`_chain`."""
         raise NotImplementedError
+
+
+def narrow_layers(
+    network: nn.Module,
+    channels: Channels,
+    width: float,
+    multiple: int,
+    initial: Callable[[Tensor], object] | None = None,
+) -> None:
+    """Put narrower convolutions and normalisations in the place of a network's; with a width of 1 leave it as it is.
+
+    Args:
+        network: to be changed.
+        channels: which groups of channels are in its tensors; see :mod:`raydfl.models._width`.
+        width: share of the channels of each group, rounded up.
+        multiple: of which their number must be one.
+        initial: draws a convolution's first weights in their place; ``None``: as PyTorch does.
+    """
+    if width == 1:
+        return
+    for path, layer in [*network.named_modules()]:
+        of_outputs, *others = channels.get(f"{path}.weight", ((),))
+        if isinstance(layer, nn.GroupNorm) and of_outputs:
+            fewer: nn.Module = GroupNorm(layer.num_groups, narrowed(layer.num_channels, width, multiple))
+        elif isinstance(layer, nn.Conv2d) and (of_outputs or any(others)):
+            outputs = narrowed(layer.out_channels, width, multiple) if of_outputs else layer.out_channels
+            each_by_itself = layer.groups > 1
+            inputs = narrowed(layer.in_channels, width, multiple) if others[0] else layer.in_channels
+            fewer = nn.Conv2d(
+                outputs if each_by_itself else inputs,
+                outputs,
+                layer.kernel_size,  # type: ignore[arg-type]  # it has two numbers
+                layer.stride,  # type: ignore[arg-type]
+                layer.padding,  # type: ignore[arg-type]
+                groups=outputs if each_by_itself else 1,
+                bias=layer.bias is not None,
+            )
+            if initial is not None:
+                initial(fewer.weight)
+        else:
+            continue
+        network.set_submodule(path, fewer)
 
 
 def group_norm(groups: int, channels: int) -> GroupNorm:

@@ -7,14 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchvision.models
 from torch import nn
 
+from raydfl.core.cuts import cut_tensors
 from raydfl.core.errors import ConfigError
+from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import ModelSpec
-from raydfl.models import build_model, start_from_file
+from raydfl.models import build_model, cuts_of, narrow, start_from_file
 
 NAMES = ["resnet18", "shufflenet_v2"]
 THEIRS: dict[str, Callable[[], nn.Module]] = {
@@ -55,6 +58,35 @@ def test_a_network_computes_what_torchvisions_does_and_repeats_grey(name: str) -
         torch.testing.assert_close(network(x), expected)
         torch.testing.assert_close(network(x.repeat(1, 3, 1, 1)), expected)
         torch.testing.assert_close(network(x[:, 0]), expected)  # as features: 32 frames of 32 bands
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_without_normalisation_a_part_computes_what_the_whole_does_without_the_other_channels(name: str) -> None:
+    torch.manual_seed(1)
+    whole_spec, rng = spec(name, (1, 16, 16)), np.random.default_rng(2)
+    part_spec = narrow(whole_spec, 0.3)
+    cuts = cuts_of(part_spec, lambda group, channels, kept: np.sort(rng.choice(channels, kept, replace=False)))
+    whole, part = build_model(whole_spec).eval(), build_model(part_spec).eval()
+    for parameter in whole.parameters():
+        if parameter.ndim == 4:  # so that values neither fade nor grow from layer to layer
+            nn.init.kaiming_normal_(parameter)
+    state = {f"model/{key}": tensor for key, tensor in whole.state_dict().items()}
+    slices = cut_tensors(FlatTensors.of(state), cuts, "")
+    part.load_state_dict({key.removeprefix("model/"): tensor for key, tensor in slices.items()})
+    for key, tensor in whole.state_dict().items():
+        if f"model/{key}" in cuts:
+            kept = np.zeros(tuple(tensor.shape), np.float32)
+            kept[cuts[f"model/{key}"].place(kept.shape)] = 1
+            tensor.mul_(torch.from_numpy(kept))
+    x = torch.randn(2, 1, 16, 16)
+    assert not torch.allclose(part(x), whole(x), atol=0.01)  # a channel that is 0 counts in its group's mean
+    for network in (whole, part):
+        for path, layer in [*network.named_modules()]:
+            if isinstance(layer, nn.GroupNorm):
+                network.set_submodule(path, nn.Identity())
+    torch.testing.assert_close(part(x), whole(x))
+    assert float((part(x) - part(-x)).abs().max()) > 1e-3  # it is no constant
 
 
 @pytest.mark.parametrize(("name", "candidates"), [("resnet18", 11_010_048), ("shufflenet_v2", 1_208_140)])
