@@ -212,9 +212,9 @@ ClientId = Annotated[str | None, typer.Option("--client", help="the model of thi
 def predict_command(
     directory: RunDir,
     files: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(metavar="FILE...", help="recordings or images, or folders of them", show_default=False),
-    ],
+    ] = None,
     model: ModelName = None,
     client: ClientId = None,
     top: Annotated[int, typer.Option("--top", min=1, help="how many classes to show for each recording")] = 1,
@@ -232,6 +232,12 @@ def predict_command(
             show_default=False,
         ),
     ] = None,
+    test: Annotated[
+        bool,
+        typer.Option(
+            "--test", help="score the run's own test clips, in place of FILEs, for DIR/scores.csv and the report"
+        ),
+    ] = False,
     trust: Trust = False,
 ) -> None:
     """Classify recordings with a model of the run in DIR, or say of them what else the run's objective answers.
@@ -242,11 +248,22 @@ def predict_command(
     import dataclasses
 
     from raydfl.cli.predictions import Form, show
-    from raydfl.runs.inference import Threshold, load_model, predictions, write_submission
+    from raydfl.runs.inference import Threshold, load_model, predictions, score_tests, write_submission
+    from raydfl.runs.report import write_report
 
+    if test != (not files):
+        raise InputError("give either recordings (FILE...) or --test, for the run's own test clips")
+    files = files or []
     if as_csv and as_json:
         raise InputError("--csv and --json: choose one")
     given = None if threshold is None else Threshold(threshold, "given")
+    if test:
+        if client is not None or dcase is not None:
+            raise InputError("--test scores each client's clips by its own model; leave out --client and --dcase")
+        scored = score_tests(directory, model, given, trust)
+        print(scored)  # noqa: T201
+        print(write_report([scored.parent], scored.parent))  # noqa: T201
+        return
     if dcase is not None:
         for path in write_submission(directory, files, dcase, model=model, client=client, threshold=given, trust=trust):
             print(path)  # noqa: T201

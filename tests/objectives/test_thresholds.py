@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable
 from pathlib import Path
 
@@ -160,3 +161,27 @@ def test_a_submission_to_dcase_has_a_file_for_each_machine(
     refused = raydfl("predict", folder, clips, "--dcase", tmp_path / "out")
     assert refused.code == 2
     assert "noise.wav do not say of which machine they are; they must be MACHINE/test/section_NN_...wav" in refused.err
+
+
+def test_the_runs_own_tests_are_scored_clip_by_clip_and_shown(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str], pictures: object
+) -> None:
+    folder = run(tiny(*HERE, data())).run_dir
+    raydfl = Raydfl(capsys)
+    said = raydfl("predict", folder, "--test")
+    assert said.code == 0, said.err
+    rows = list(csv.DictReader((folder / "scores.csv").open(newline="")))
+    assert len(rows) == 3 * 20
+    for client in ("fan_00", "fan_02"):
+        _, test, truth = scores_of(folder, client)
+        own = [row for row in rows if row["client"] == client]
+        assert [float(row["score"]) for row in own] == pytest.approx(sorted(test, reverse=True), rel=1e-5)
+        assert sum(row["label"] == "anomaly" for row in own) == truth.sum() == 10
+        assert all((row["decision"] == "anomaly") == (float(row["score"]) >= float(row["threshold"])) for row in own)
+        assert all(("normal" in row["clip"]) == (row["label"] == "normal") for row in own)
+    page = (folder / "report.html").read_text()
+    assert "Clips with the highest scores" in page
+    assert "normal scores over rounds" in page
+    both = raydfl("predict", folder, "x.wav", "--test")
+    assert both.code == 2
+    assert "give either recordings (FILE...) or --test" in both.err

@@ -21,7 +21,7 @@ class DCASE2023Task2(SectionSet):
 
     card: ClassVar[Card] = Card(
         title="DCASE 2023 task 2, development set",
-        layout=f"{{machine}}/{{train,test}}/{SECTION_FORM}",
+        layout=f"{{machine}}/{{train,test}}/ with {SECTION_FORM}",
         licence="CC BY 4.0",
         url="https://zenodo.org/record/7690157",
         classes=2,

@@ -21,7 +21,7 @@ class MIMIIDG(SectionSet):
 
     card: ClassVar[Card] = Card(
         title="MIMII DG, DCASE 2022 task 2",
-        layout=f"{{machine}}/{{train,test}}/{SECTION_FORM}",
+        layout=f"{{machine}}/{{train,test}}/ with {SECTION_FORM}",
         licence="CC BY-SA 4.0",
         url="https://zenodo.org/record/6529888",
         classes=2,

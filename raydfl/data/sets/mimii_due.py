@@ -20,7 +20,7 @@ class MIMIIDUE(SectionSet):
 
     card: ClassVar[Card] = Card(
         title="MIMII DUE, DCASE 2021 task 2",
-        layout=f"{{machine}}/{{train,source_test,target_test}}/{SECTION_FORM}",
+        layout=f"{{machine}}/{{train,source_test,target_test}}/ with {SECTION_FORM}",
         licence="CC BY-SA 4.0",
         url="https://zenodo.org/record/4740355",
         classes=2,

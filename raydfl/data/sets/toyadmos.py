@@ -31,7 +31,8 @@ class ToyADMOS(Dataset):
 
     card: ClassVar[Card] = Card(
         title="ToyADMOS",
-        layout="{machine}/case{n}/{NormalSound,AnomalousSound}_IND/{number}_{machine}_case{n}_{normal|ab{nn}}_IND_ch{n}_{nnnn}.wav",
+        layout="{machine}/case{n}/{NormalSound,AnomalousSound}_IND/ with "
+        "{number}_{machine}_case{n}_{normal|ab{nn}}_IND_ch{n}_{nnnn}.wav",
         licence="NTT's own, for research",
         url="https://github.com/YumaKoizumi/ToyADMOS-dataset",
         classes=2,

@@ -7,6 +7,7 @@ from raydfl.runs.inference.model import RunModel, load_model
 from raydfl.runs.inference.onnx import export_model
 from raydfl.runs.inference.recordings import Prediction, classify, predictions
 from raydfl.runs.inference.submission import write_submission
+from raydfl.runs.inference.tested import score_tests
 from raydfl.runs.inference.threshold import Threshold
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "export_model",
     "load_model",
     "predictions",
+    "score_tests",
     "write_submission",
 ]

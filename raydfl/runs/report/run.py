@@ -13,6 +13,7 @@ from raydfl.runs.report import figures as plots
 from raydfl.runs.report.data import SPLITS, Key, RunRecord, place
 from raydfl.runs.report.figures import Series
 from raydfl.runs.report.groups import group_pictures
+from raydfl.runs.report.machines import machine_pictures, strangest
 from raydfl.runs.report.models import about_models
 from raydfl.runs.report.page import (
     UNITS,
@@ -49,6 +50,8 @@ def single_page(run: RunRecord) -> str:
         clients=_spread_pictures(run, pictures),
         confusions=_confusion_pictures(run, pictures),
         groups=group_pictures(run, pictures),
+        machines=machine_pictures(run, pictures),
+        strangest=strangest(run),
         pruning=_pruning_picture(run, pictures),
         failures=_failure_pictures(run, pictures),
         costs=_cost_pictures(run, pictures),

@@ -11,9 +11,33 @@ from raydfl.core.registry import build
 from raydfl.data.dataset import Card, Dataset, dataset_names, find_dataset
 
 NAMES = [
-    *("ambient_contexts", "cifar10", "crema_d", "emnist", "emodb", "esc", "fashion_mnist", "folder", "fsd50k", "fsdd"),
-    *("iemocap", "manifest", "mnist", "ravdess", "speech_commands", "spoken_and_written", "spoken_words", "svhn"),
-    *("urbansound8k", "voxforge"),
+    "ambient_contexts",
+    "cifar10",
+    "crema_d",
+    "dcase2020_task2",
+    "dcase2023_task2",
+    "emnist",
+    "emodb",
+    "esc",
+    "fashion_mnist",
+    "folder",
+    "fsd50k",
+    "fsdd",
+    "iemocap",
+    "machines",
+    "manifest",
+    "mimii",
+    "mimii_dg",
+    "mimii_due",
+    "mnist",
+    "ravdess",
+    "speech_commands",
+    "spoken_and_written",
+    "spoken_words",
+    "svhn",
+    "toyadmos",
+    "urbansound8k",
+    "voxforge",
 ]
 
 OWN = """
