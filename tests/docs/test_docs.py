@@ -64,6 +64,7 @@ def test_pages_are_there_and_have_blocks() -> None:
         "fedstar.md",
         "gpu.md",
         "jobs.md",
+        "machines.md",
         "methods.md",
         "objectives.md",
         "observability.md",
