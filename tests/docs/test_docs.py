@@ -65,6 +65,7 @@ def test_pages_are_there_and_have_blocks() -> None:
         "fedstar.md",
         "gpu.md",
         "jobs.md",
+        "machines.md",
         "methods.md",
         "modality_mirror.md",
         "objectives.md",
