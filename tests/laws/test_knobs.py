@@ -55,8 +55,9 @@ WELL = [
     "method.beta=0.0",
     "method.lr_max=1.0",
     "data.speakers=6",
+    "data.takes=6",
 ]
-"""Rates that fall after a best performance, which one of six clients has twice."""
+"""Rates that fall after a best performance: some of six clients have one with six takes."""
 
 POOLED = ["data.pools={normal: {column: label, values: [tone0]}, anomalous: {column: label, values: [tone1, tone2]}}"]
 AS_RUN = [*POOLED, "method.mode=as_run"]
