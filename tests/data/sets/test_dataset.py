@@ -74,7 +74,7 @@ def test_every_set_says_what_it_is(name: str) -> None:
     assert card.layout
     if name not in {"folder", "manifest"}:
         assert card.licence
-        assert card.url.startswith("http")
+        assert card.url.startswith("http") or name == "machines", "made from nothing but NumPy"
     assert all(field.description for field in found.__pydantic_fields__.values())
 
 
