@@ -109,7 +109,7 @@ class Machines(Dataset):
     card: ClassVar[Card] = Card(
         title="Machines, made on the spot",
         layout="nothing: the clips are generated",
-        licence="none needed",
+        licence="none needed: nothing is downloaded",
         classes=2,
     )
 
