@@ -32,6 +32,7 @@ NAMES = [
     "mnist",
     "ravdess",
     "speech_commands",
+    "spoken_and_written",
     "spoken_words",
     "svhn",
     "toyadmos",
