@@ -149,7 +149,11 @@ def _paths(model: type[BaseModel], prefix: str) -> list[str]:
     paths = []
     for name, field in model.model_fields.items():
         place = f"{prefix}.{name}" if prefix else name
-        inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if _is_group(kind)]
+        named = get_origin(field.annotation) in (
+            dict,
+            Mapping,
+        )  # its groups have names of the user's own, which no place here has
+        inner = [] if named else [kind for kind in (field.annotation, *get_args(field.annotation)) if _is_group(kind)]
         paths += [place, *(path for kind in inner for path in _paths(kind, place))]
     return paths
 

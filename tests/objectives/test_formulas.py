@@ -180,7 +180,7 @@ def test_random_numbers_are_uniform_and_a_row_is_its_own() -> None:
 
 
 def examples(labels: list[int], clips: list[int], names: tuple[str, ...], sets: np.ndarray | None = None) -> Any:
-    found = SimpleNamespace(labels=np.array(labels), clips=np.array(clips), classes=names, sets=sets)
+    found = SimpleNamespace(labels=np.array(labels), clips=np.array(clips), classes=names, sets=sets, columns={})
     found.targets = lambda some: sets[some].astype(np.float32)
     return found
 

@@ -19,7 +19,7 @@ from raydfl.core.errors import ConfigError
 from raydfl.core.registry import build
 from raydfl.data.dataset import find_dataset
 from raydfl.data.sets import _espeak as espeak
-from raydfl.data.sets import spoken_words
+from raydfl.data.sets._noise import coloured_noise
 from raydfl.data.sets.speech_commands import KEYWORDS, WORDS
 from raydfl.data.sets.spoken_words import SpokenWords
 from raydfl.engine.config import make_config
@@ -373,10 +373,10 @@ def test_a_clip_without_noise_is_silent_around_the_word() -> None:
 
 def test_coloured_noise_is_white_noise_through_a_decaying_filter() -> None:
     white = np.random.default_rng(3).standard_normal(531, np.float32)
-    noise = spoken_words._coloured_noise(500, 0.9, np.random.default_rng(3))
+    noise = coloured_noise(500, 0.9, np.random.default_rng(3))
     expected = np.convolve(white.astype(np.float64), 0.9 ** np.arange(32), "valid")
     np.testing.assert_allclose(noise, expected, rtol=1e-4, atol=1e-4)
-    np.testing.assert_array_equal(spoken_words._coloured_noise(500, 0.0, np.random.default_rng(3)), white[31:])
+    np.testing.assert_array_equal(coloured_noise(500, 0.0, np.random.default_rng(3)), white[31:])
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,16 @@ NOT_SEARCHED = {
     "speed_from": "FedMP: the devices' speeds, part of the problem",
     "share": "the devices' limits: part of the problem",
     "generated_epochs": "FedGen: more than the passes of a round",
+    "student": "methods of several views: which one is to learn is the problem",
+    "mode": "ProFiLA: whether anomalies may be trained on is part of the problem",
+    **dict.fromkeys(
+        ("centre_of", "anomalous_share", "push", "margin", "contrast", "contrast_temperature"), "ProFiLA: of as_run"
+    ),
+    "total_rounds": "ProFiLA: the rounds of the run",
+    "first_round": "ProFiLA: two readings of the code",
+    "steer": "ProFiLA: what there is to steer by is part of the problem",
+    "lr_min": "ProFiLA: bounds of what is searched",
+    "lr_max": "ProFiLA: bounds of what is searched",
     "strong": "FedSTAR: needs a view of one's own",
 }
 
