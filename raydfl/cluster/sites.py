@@ -46,7 +46,7 @@ class ViewReport:
     length: int | None
     """Frames of each, ``None`` when they differ or there is none."""
     clients: tuple[bool, ...]
-    """Which of its clients have it."""
+    """Its clients in their order: true for those that have it."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ what was pooled.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -331,9 +332,7 @@ def harmonic_mean(values: Sequence[float]) -> float:
     >>> harmonic_mean([1.0, 0.5])
     0.6666666666666666
     """
-    if not len(values):
-        return float("nan")
-    return 0.0 if min(values) <= 0 else len(values) / sum(1 / value for value in values)
+    return statistics.harmonic_mean(values) if values else float("nan")
 
 
 def _equal_error_rate(false_positives: NDArray[np.float64], true_positives: NDArray[np.float64]) -> float:

@@ -149,10 +149,8 @@ def _paths(model: type[BaseModel], prefix: str) -> list[str]:
     paths = []
     for name, field in model.model_fields.items():
         place = f"{prefix}.{name}" if prefix else name
-        named = get_origin(field.annotation) in (
-            dict,
-            Mapping,
-        )  # its groups have names of the user's own, which no place here has
+        # Groups in a mapping have names of the user's own: their settings have no place that could be named here.
+        named = get_origin(field.annotation) in (dict, Mapping)
         inner = [] if named else [kind for kind in (field.annotation, *get_args(field.annotation)) if _is_group(kind)]
         paths += [place, *(path for kind in inner for path in _paths(kind, place))]
     return paths

@@ -28,7 +28,7 @@ from raydfl.core.errors import ClientError, RaydflError
 from raydfl.core.files import default_cache
 from raydfl.core.memory import keep_freed_memory
 from raydfl.core.metrics import attack_success, reduced
-from raydfl.core.tensors import FlatTensors, OwnTensors
+from raydfl.core.tensors import FlatTensors, Layout, OwnTensors
 from raydfl.core.types import Client, Metrics, ModelSpec, Update
 from raydfl.core.users_code import place_of
 from raydfl.data import ClientData, Examples, Population
@@ -93,14 +93,22 @@ def _of_part(order: Order, broadcast: Mapping[str, FlatTensors], lacks: frozense
 
 def _without_models(tensors: FlatTensors, models: frozenset[str]) -> FlatTensors:
     """Return tensors but those of some models."""
-    names = [name for name in tensors if name.partition("/")[0] not in models] if models else [*tensors]
-    return tensors if len(names) == len(tensors) else FlatTensors.of({name: tensors[name] for name in names})
+    names = [name for name in tensors if name.partition("/")[0] not in models] if models else ()
+    return tensors if not models or len(names) == len(tensors) else FlatTensors.of({n: tensors[n] for n in names})
 
 
 def _bytes(order: Order, broadcast: Mapping[str, FlatTensors], lacks: frozenset[str]) -> int:
     """Return the bytes that the order's client gets of the server's tensors, without the entries that it has already."""
-    sent = _of_part(order, broadcast, lacks).items()
-    return 4 * sum(cut_size(each.layout, order.task.cuts) for key, each in sent if key not in order.task.has)
+    total = 0
+    for key in order.task.receive:
+        if key in order.task.has:
+            continue
+        layout = part_names.received(broadcast[key], order.part).layout
+        if lacks:
+            shapes = zip(layout.names, layout.shapes, strict=True)
+            layout = Layout.of_shapes({name: shape for name, shape in shapes if name.partition("/")[0] not in lacks})
+        total += cut_size(layout, order.task.cuts)
+    return 4 * total
 
 
 def _one_by_one(found: Update, who: str) -> list[Update]:

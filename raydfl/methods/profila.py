@@ -377,6 +377,8 @@ class ProFiLA(Method):
 
     def _weighted(self, updates: Iterable[Update], extra: dict[str, Any]) -> Iterable[Update]:
         """Yield updates with the weights of equation 4; ``extra`` keeps the clients' last performances."""
+        if self.history > 1:
+            extra["performance"] = dict(extra.get("performance", {}))  # the former state keeps its own
         spool, clips, performance = Spool(), list[float](), list[float | None]()
         for update in updates:
             spool.add(update)
@@ -397,7 +399,7 @@ class ProFiLA(Method):
         now = cast(Ratio, update.metrics.get("performance", Ratio(0.0, 0)))
         if self.history == 1:
             return now.value if now.count else None
-        of_clients = extra["performance"] = dict(extra.get("performance", {}))
+        of_clients = extra["performance"]
         kept = [*of_clients.get(update.client_id, ()), *([now.value] if now.count else [])][-self.history :]
         if not kept:
             return None

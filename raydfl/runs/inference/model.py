@@ -59,7 +59,7 @@ class RunModel:
     objective: Objective = field(default_factory=Classify)
     """The objective that it was trained for: it says what the outputs mean."""
     threshold: Threshold | None = None
-    """Where the answer is a score, from which one on it is anomalous; ``None``: not known."""
+    """The score from which on a recording is anomalous; ``None``: not known, or the answer is no score."""
 
     @property
     def description(self) -> str:

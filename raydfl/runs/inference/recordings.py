@@ -60,7 +60,7 @@ class Prediction:
     labels: tuple[str, ...] = ()
     """The classes that it has; where it is one class empty, see :attr:`label`."""
     threshold: Threshold | None = None
-    """Where the answer is a score, from which one on it is anomalous; ``None``: not known."""
+    """The score from which on a recording is anomalous; ``None``: not known, or the answer is no score."""
 
     @property
     def decision(self) -> str:

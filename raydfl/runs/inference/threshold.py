@@ -21,7 +21,7 @@ class Threshold:
     value: float
     """A score of at least this is anomalous."""
     origin: str
-    """Where it comes from, in words."""
+    """Its origin, in words."""
 
     def decision(self, score: float) -> str:
         """Return ``"anomaly"`` or ``"normal"``."""
