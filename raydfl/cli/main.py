@@ -123,7 +123,7 @@ def resume_command(
 ) -> None:
     """Go on with the run in DIR after its last commit.
 
-    Settings that do not decide the numbers may be changed: train.rounds, ray.*, run.commit_every, track.* ...
+    Settings that do not decide the numbers may be changed: train.rounds, run.stop.patience, ray.*, run.commit_every, track.* ...
     """
     from raydfl.runs import resume
 
@@ -208,6 +208,11 @@ ModelName = Annotated[
 ClientId = Annotated[str | None, typer.Option("--client", help="the model of this client, with its private part")]
 
 
+BestRound = Annotated[
+    bool, typer.Option("--best", help="the models of the best round, which run.best keeps; default: of the last round")
+]
+
+
 @app.command("predict")
 def predict_command(
     directory: RunDir,
@@ -238,6 +243,7 @@ def predict_command(
             "--test", help="score the run's own test clips, in place of FILEs, for DIR/scores.csv and the report"
         ),
     ] = False,
+    best: BestRound = False,
     trust: Trust = False,
 ) -> None:
     """Classify recordings with a model of the run in DIR, or say of them what else the run's objective answers.
@@ -260,15 +266,18 @@ def predict_command(
     if test:
         if client is not None or dcase is not None:
             raise InputError("--test scores each client's clips by its own model; leave out --client and --dcase")
-        scored = score_tests(directory, model, given, trust)
+        scored = score_tests(directory, model, given, trust, best)
         print(scored)  # noqa: T201
         print(write_report([scored.parent], scored.parent))  # noqa: T201
         return
     if dcase is not None:
-        for path in write_submission(directory, files, dcase, model=model, client=client, threshold=given, trust=trust):
+        written = write_submission(
+            directory, files, dcase, model=model, client=client, threshold=given, trust=trust, best=best
+        )
+        for path in written:
             print(path)  # noqa: T201
         return
-    loaded = load_model(directory, model, client, trust)
+    loaded = load_model(directory, model, client, trust, best)
     if given is not None:
         if loaded.objective.answers != "score":
             raise InputError(f"--threshold: model {loaded.name!r} gives no scores; leave it out")
@@ -295,6 +304,7 @@ def export_command(
     out: Annotated[
         Path | None, typer.Option("--out", help="the .onnx file; default: DIR/export/MODEL.onnx", show_default=False)
     ] = None,
+    best: BestRound = False,
     trust: Trust = False,
 ) -> None:
     """Write a model of the run in DIR as ONNX, with its front end described in a JSON file beside it.
@@ -303,9 +313,10 @@ def export_command(
     """
     from raydfl.runs.inference import export_model
 
-    exported = export_model(directory, out, model=model, client=client, trust=trust)
+    exported = export_model(directory, out, model=model, client=client, trust=trust, best=best)
     print(exported.path)  # noqa: T201
     print(exported.description_path)  # noqa: T201
+    print(f"round {exported.description['round']}{', ' * bool(exported.chosen)}{exported.chosen}")  # noqa: T201
     print(f"largest difference to PyTorch: {exported.difference:.1e} ({exported.output})")  # noqa: T201
 
 

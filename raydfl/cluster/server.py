@@ -88,9 +88,9 @@ class Server:
         with self._sound() as federation:
             return federation.state.round_index
 
-    def open(self) -> tuple[int, list[str]]:
-        """Return rounds completed, and what was found damaged and passed over when the directory was opened."""
-        return self.round_index, self._federation.warnings
+    def open(self) -> tuple[int, list[str], str]:
+        """Return rounds completed, what was found damaged and passed over, and why ``run.stop`` has ended the training, if so."""
+        return self.round_index, self._federation.warnings, self._federation.stopped
 
     def round(self) -> RoundReport:
         """Do Federation.round. One that fails may be asked for again, where :meth:`rounds` is not what the server is asked for."""
@@ -124,7 +124,7 @@ class Server:
                     raise
                 return reports
             taken = time.perf_counter() - started
-            if reports[-1].round >= until or taken * (1 + 1 / len(reports)) > seconds:
+            if reports[-1].round >= until or reports[-1].stopped or taken * (1 + 1 / len(reports)) > seconds:
                 return reports
 
     def finish(self, round_index: int | None = None) -> RoundReport | None:
@@ -168,7 +168,7 @@ class ServerActor:
             self._server = Server(self._run_dir, self._config)
         return self._server
 
-    def open(self) -> tuple[int, list[str]]:
+    def open(self) -> tuple[int, list[str], str]:
         """Do Server.open."""
         return self._open().open()
 
@@ -238,11 +238,11 @@ class RemoteServer:
                 f"the server actor cannot be reached: {type(error).__name__}: {why_ended(error)}; resume the run when it can"
             ) from error
 
-    def open(self) -> tuple[int, list[str]]:
-        """Return rounds completed, and warnings about damaged commits; also after a restart, which may take a moment."""
+    def open(self) -> tuple[int, list[str], str]:
+        """Do Server.open; also after a restart, which may take a moment."""
         while True:
             with contextlib.suppress(_ServerLostError):
-                stand: tuple[int, list[str]] = self._get(self._actor.open.remote())
+                stand: tuple[int, list[str], str] = self._get(self._actor.open.remote())
                 return stand
 
     def rounds(self, round_index: int, until: int) -> list[RoundReport] | None:

@@ -9,8 +9,11 @@ from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config, apply_overrides, load_config, make_config
 from raydfl.engine.federation import Federation
 from raydfl.engine.orders import SERVER, Order, Result, in_groups, keys_of
+from raydfl.engine.phases import Phases
 from raydfl.engine.pool import Pool, SerialPool
 from raydfl.engine.probe import try_models
+from raydfl.engine.recall import Best, best_of
+from raydfl.engine.selection import Leader
 from raydfl.engine.settings import RaySettings, TrackSettings, without_password
 from raydfl.engine.telemetry import TIMELINE, WALL, RoundReport, with_spans
 from raydfl.engine.validation import UpdateChecker
@@ -21,10 +24,13 @@ __all__ = [
     "SERVER",
     "TIMELINE",
     "WALL",
+    "Best",
     "Clients",
     "Config",
     "Federation",
+    "Leader",
     "Order",
+    "Phases",
     "Pool",
     "RaySettings",
     "Result",
@@ -34,6 +40,7 @@ __all__ = [
     "UpdateChecker",
     "Worker",
     "apply_overrides",
+    "best_of",
     "build_models",
     "in_groups",
     "keys_of",

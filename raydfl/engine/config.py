@@ -30,6 +30,7 @@ from raydfl.engine.assembly import ModelChoice, Parts, assemble, split_view, tex
 from raydfl.engine.digest import deciding, hashed, method_options, without_neutral
 from raydfl.engine.paths import absolute
 from raydfl.engine.phases import Phases
+from raydfl.engine.selection import Criterion, Selection
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
 from raydfl.methods import Method
 from raydfl.models import INIT_FROM, check_model, model_paths
@@ -95,12 +96,74 @@ class Config(Settings):
         rates = {f"phases.{phase}.": own.optimiser.models or {} for phase, own in self.train.phases.items()}
         for place, of_models in {"": self.train.optimiser.models, **rates}.items():
             _check_known(of_models, declared, f"train.{place}optimiser.models: {self.method['name']}")
+        for criteria in self.selection.wanted.values():
+            for setting, criterion in criteria:
+                self._check_chooses(setting, criterion)
+        self._check_begins()
         return self
 
     @property
     def phases(self) -> Phases:
         """The phases of the method, and in which round each begins."""
         return Phases.of(type(self.parts.method).phases, self.train, self.method["name"])
+
+    @property
+    def selection(self) -> Selection:
+        """The comparison of rounds that ``run.best`` and ``run.stop`` ask for, before the first of them.
+
+        Raises:
+            ConfigError: they do not fit the method, or it is not known which values are better.
+        """
+        model, headline = next(iter(self.parts.models), ""), self.parts.method.objective.headline
+        validation = "server_validation" if self.evaluate.server and self._server_validates else "validation"
+        return Selection.of(self.run, self.phases, model, headline, validation, self.method["name"])
+
+    @property
+    def _server_validates(self) -> bool:
+        splits = [data.split for data in self.data.each.values()]
+        return any(s.server_validation is not None or s.official_validation == "validation" for s in splits)
+
+    def _check_chooses(self, setting: str, criterion: Criterion) -> None:
+        """Refuse a metric on data that nobody holds out, or that are not measured. Which metrics there are a round must show."""
+        evaluate, splits = self.evaluate, [data.split for data in self.data.each.values()]
+        of_clients = criterion.split in ("validation", "client_test")
+        missing = {
+            "validation": ("clients hold nothing out: data.split.validation is 0", any(s.validation for s in splits)),
+            "client_test": ("clients have no test data", any(s.tested_by_clients for s in splits)),
+            "server_validation": ("the server holds nothing out", self._server_validates),
+        }
+        reason, there = missing.get(criterion.split, ("", True))
+        if not there:
+            raise ConfigError(
+                f"{setting}: {criterion.metric!r} is not measured, because {reason}; set data.split.{criterion.split}, or name a "
+                f"metric of other data in {setting}.metric"
+            )
+        if of_clients and evaluate.clients == "none":
+            raise ConfigError(
+                f"{setting}: {criterion.metric!r} is not measured, because evaluate.clients is none; set it to cohort or all"
+            )
+        if not of_clients and not evaluate.server and (criterion.split != "test" or evaluate.clients == "none"):
+            raise ConfigError(
+                f"{setting}: {criterion.metric!r} is not measured, because evaluate.server is false; set it to true"
+            )
+
+    def _check_begins(self) -> None:
+        """Refuse phases that would begin with a best round that there is not."""
+        phases, every = self.phases, self.evaluate.every
+        for name, own in self.train.phases.items():
+            if own.begin == "last":
+                continue
+            number, where = phases.number(name) - 1, f"train.phases.{name}.begin: best"
+            if number == 0:
+                raise ConfigError(f"{where}: {name!r} is the first phase, there is no round before it; leave it out")
+            if self.run.best is None:
+                raise ConfigError(f"{where} needs a metric by which a round is the best; set run.best.metric")
+            first, last = phases.first[number - 1], phases.first[number]
+            if last < self.train.rounds and first // every == last // every:
+                raise ConfigError(
+                    f"{where}: no round of phase {phases.names[number - 1]!r}, {first + 1} to {last}, is evaluated; lower "
+                    f"evaluate.every, which is {every}"
+                )
 
     def _check_parts(self) -> None:
         """Refuse what cannot be done over several data sets."""
@@ -264,15 +327,23 @@ class Config(Settings):
         parts["train"].pop("rounds")
         if self.phases.names:
             parts["train"]["phases"] = [
-                (name, first, self.train.phases.get(name, PhaseSettings()).model_dump(mode="json", exclude={"rounds"}))
+                (name, first, self.train.phases.get(name, PhaseSettings()).deciding())
                 for name, first in zip(self.phases.names, self.phases.first, strict=True)
             ]
+            parts |= self._choosing()
         parts["train"].pop("tape")  # the bits are the same
         if self.train.deadline is None:
             del parts["train"]["late"]  # nobody is
         parts["seed"] = self.run.seed
         parts["threads"] = self.ray.threads
         return hashed(parts, self.files())
+
+    def _choosing(self) -> dict[str, Any]:
+        """Return what decides where phases begin, and with which round's models, where rounds are compared for that."""
+        best = any(phase.begin == "best" for phase in self.train.phases.values())
+        asked = {"stop": self.run.stop, "best": self.run.best if best else None}
+        found = {name: group.model_dump(mode="json") for name, group in asked.items() if group is not None}
+        return {**found, "evaluate": self.evaluate.model_dump(mode="json")} if found else {}
 
 
 def _check_known(names: Iterable[str], models: Iterable[str], where: str) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
 from raydfl.core import part_names, seeds
-from raydfl.core.errors import ConfigError
+from raydfl.core.errors import ConfigError, RunDirectoryError
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import Client, Metrics, ModelSpec, Ratio, State, Task
 from raydfl.data import Population
@@ -20,9 +21,12 @@ from raydfl.engine.config import Config
 from raydfl.engine.evaluation import Evaluation, Variants, pooled
 from raydfl.engine.orders import SERVER, Measurement, Order, Result, check_tasks, grouped, in_order, keys_of
 from raydfl.engine.parts import join_states
+from raydfl.engine.phases import Phases
 from raydfl.engine.pool import Pool
+from raydfl.engine.recall import recalled
 from raydfl.engine.storage import record
 from raydfl.engine.storage.committer import Committer
+from raydfl.engine.storage.folder import file_name_of
 from raydfl.engine.storage.mirror import RunMirror
 from raydfl.engine.storage.private import PrivateIndex, PrivateRef
 from raydfl.engine.storage.store import RunStore, as_stored
@@ -45,7 +49,7 @@ class Federation:
         self.pool = pool
         self.method = config.parts.method
         self.clients = Clients(population, config)
-        self._phases = config.phases
+        self._phases = self._configured_phases = config.phases
         self._cohorts = {
             name: config.train.in_phase(name).cohort_size(len(self.clients)) for name in self._phases.names or ("",)
         }
@@ -61,21 +65,86 @@ class Federation:
         """Measurements of the rounds since the last commit."""
         self._marked = time.perf_counter()
         commit, self.warnings = store.open_latest()
+        self._selection = config.selection
+        """The evaluated rounds so far, as they are compared."""
         if commit is None:
             self.state = self._first_state(variants)
+            self._check_file_names()
             self._evaluation.server_orders(
                 self.state
             )  # a plan that cannot be measured ends the run before its first round
             self._private = PrivateIndex()
+            self._check_metrics()
             record.discard_rows(store.folder, -1)
             store.together = self._choose_width()
             store.commit(self.state, self._private)
         else:
+            if commit.begun:
+                self._phases = Phases(self._phases.names, commit.begun)
             self.state, self._private, store.together = self._in_phase(commit.state), commit.private, commit.together
             record.discard_rows(store.folder, self.state.round_index)
+            self._recall()
         if not store.private_here:
             pool.retain(store.segments)
         self._committer = Committer(store, self.state, self._private)
+
+    def _check_file_names(self) -> None:
+        """Refuse entries of the state, or parts, whose models would be written into the files of the best round's.
+
+        Raises:
+            ConfigError: naming the first.
+        """
+        for name in (*self.state.tensors, *self.config.data.parts) if self._selection.for_best else ():
+            if re.match(r"best($|-)", file_name_of(name)):
+                raise ConfigError(
+                    f"run.best: the models of {name!r} would be written into model-best.safetensors, which is the best round's; "
+                    f"give it another name, or leave run.best out"
+                )
+
+    def _recall(self) -> None:
+        """Read back from the record how the rounds so far compare, and keep the commit of the best one.
+
+        Raises:
+            ConfigError: a metric by which they are to be compared is none that is measured.
+        """
+        if not self._selection.wanted:
+            return
+        self._selection, names, unkept = recalled(self.store, self._selection, self._phases, self.state.round_index)
+        if unkept is not None:
+            self.warnings.append(
+                f"the best round so far is {unkept.text}, but its models are not kept; run.best compares the rounds from here on"
+            )
+        phase = self._selection.phase
+        if names:
+            self._selection.check(phase, names)
+        else:
+            self._check_metrics()
+        if self._selection.best is not None and self._selection.best.round:
+            self.store.keep_best(self._selection.best.round)
+
+    def _check_metrics(self) -> None:
+        """Measure the state at hand, to see that what rounds are to be compared by is measured; in later phases too.
+
+        Raises:
+            ConfigError: naming what is not, and what is.
+        """
+        if not self._selection.wanted:
+            return
+        at_hand, names = self.state, self._phases.names
+        try:
+            for phase in names[names.index(at_hand.phase) :] if names else ("",):
+                if phase != self.state.phase:
+                    self.state = self._begun(dataclasses.replace(self.state, phase=phase))
+                found, _ = self._measured([order.task.client_id for order in self.plan()])
+                self._selection.check(phase, list(record.scores(found)))
+        finally:
+            self.state = at_hand
+
+    @property
+    def stopped(self) -> str:
+        """The reason for training to stop here by ``run.stop``; empty: it goes on, as long as there are rounds."""
+        last = self._phases.names[-1] if self._phases.names else ""
+        return self._selection.reason if self._selection.phase == last else ""
 
     def _first_state(self, variants: Mapping[str, Variants]) -> State:
         states = {
@@ -121,18 +190,23 @@ class Federation:
         Raises:
             ClientError: a method's code failed, or too many updates were rejected; nothing of the round counts.
         """
-        before = self.state, self._private
+        before = self.state, self._private, self._phases, self._selection
         report = RoundReport(self.state.round_index + 1)
         rows = RoundRows(report.round)
         try:
             moved = self._round(report, rows)
+            went_back = self._next_phase(report)
         except BaseException:
-            self.state, self._private = before
+            self.state, self._private, self._phases, self._selection = before
             raise
         self._rows += rows
         self._committer.note_moved(before[1], moved)
-        if report.round % self.config.run.commit_every == 0 or report.round == self.config.train.rounds:
-            self._prepare_commit(report)
+        if went_back:
+            self._committer.go_back_to(self._private)
+        best = self._selection.best is not None and self._selection.best.round == report.round
+        due = report.round % self.config.run.commit_every == 0 or report.round == self.config.train.rounds
+        if due or best or went_back or report.stopped:
+            self._prepare_commit(report, best)
         return report
 
     def _round(self, report: RoundReport, rows: RoundRows) -> dict[int, PrivateRef]:
@@ -164,9 +238,7 @@ class Federation:
 
         if report.round % config.evaluate.every == 0 or report.round == config.train.rounds:
             self._evaluate(report, rows, [order.task.client_id for order in orders])
-        self.state = self._in_phase(self.state)
-        if self.state.phase != report.phase:
-            self.state = self._in_phase(as_stored(self.method.begin_phase(self.state)))
+            self._compare(report, rows)
         evaluated = time.perf_counter()
 
         report.seconds.update(
@@ -189,6 +261,7 @@ class Federation:
     def _orders(self, tasks: Sequence[Task], measure: tuple[Measurement, ...] | None) -> list[Order]:
         """Return orders for what a method planned, in client order."""
         check_tasks(tasks, self.state.tensors)
+        stage = self._stage(self.state.round_index)
         placed = sorted(((self.clients.index_of(t.client_id), t) for t in tasks), key=lambda pair: pair[0])
         orders = [
             Order(
@@ -200,11 +273,16 @@ class Federation:
                 measure,
                 attacking=measure is None and self._attackers.attacks(index, self.state.round_index),
                 part=self._part_of(index),
+                stage=stage,
             )
             for position, (index, task) in enumerate(placed)
         ]
         kinds = [(self.clients[index].models, self._site_of(index), self._part_of(index)) for index, _ in placed]
         return grouped(orders, kinds, self.store.together)
+
+    def _stage(self, round_index: int) -> str | None:
+        """Return the phase of the round after so many completed ones, where it may be another one than is configured."""
+        return None if self._phases == self._configured_phases else self._phases.at(round_index)
 
     def _carry_out(self, orders: Sequence[Order]) -> Iterator[Result]:
         """Have the pool begin with orders; the results come in order of completion."""
@@ -234,16 +312,65 @@ class Federation:
 
     def _evaluate(self, report: RoundReport, rows: RoundRows, cohort: Sequence[str]) -> None:
         """Measure the new state: shared models on the server's data, and clients on their own hold-out."""
-        settings = self.config.run
-        orders = self._evaluation.orders(self.state, cohort)
-        # All at once: they are metrics and no tensors.
-        results = in_order(self._carry_out(orders), len(orders)) if orders else []
-        found, report.unmeasured = pooled(report.round, orders, results, settings.on_error)
-        at_clients = sum(order.task.client_id != SERVER for order in orders)
-        check_failed(report.round, report.unmeasured, at_clients, settings.max_failed)
+        found, report.unmeasured = self._measured(cohort)
         report.scores = record.scores(found)
         rows.add_notes("evaluate", "failed", report.unmeasured)
         rows += found
+
+    def _measured(self, cohort: Sequence[str]) -> tuple[list[record.MetricRow], dict[str, str]]:
+        """Return what is measured of the state, and why clients could not be measured, by client id."""
+        settings, round_index = self.config.run, self.state.round_index
+        stage = self._stage(round_index - 1)
+        orders = [dataclasses.replace(order, stage=stage) for order in self._evaluation.orders(self.state, cohort)]
+        # All at once: they are metrics and no tensors.
+        results = in_order(self._carry_out(orders), len(orders)) if orders else []
+        found, unmeasured = pooled(round_index, orders, results, settings.on_error)
+        at_clients = sum(order.task.client_id != SERVER for order in orders)
+        check_failed(round_index, unmeasured, at_clients, settings.max_failed)
+        return found, unmeasured
+
+    def _compare(self, report: RoundReport, rows: RoundRows) -> None:
+        """Compare the round's scores with those before: it may be the best, or end the training or its phase."""
+        if not self._selection.wanted:
+            return
+        self._selection = self._selection.noted(report.round, report.phase, report.scores)
+        best = self._selection.best
+        if best is not None and best.round:
+            rows.add_fact("best_round", best.round, best.text)
+        if not self._selection.reason:
+            return
+        report.stopped = self.stopped
+        if report.stopped:
+            rows.add_fact("stopped", report.round, report.stopped)
+        elif self._phases.at(report.round) == report.phase:
+            self._phases = self._phases.ended(report.phase, report.round)
+            rows.add_fact("phase_stopped", report.round, f"{report.phase}: {self._selection.reason}")
+
+    def _next_phase(self, report: RoundReport) -> bool:
+        """Begin the next phase if the round was the last of its own; return whether with an earlier round's models."""
+        self.state = self._in_phase(self.state)
+        phase, best = self.state.phase, self._selection.best
+        if phase == report.phase:
+            return False
+        own = self.config.train.phases.get(phase)
+        back = own is not None and own.begin == "best" and best is not None and 0 < best.round < report.round
+        if back and best is not None:
+            self._await_commit(report)
+            name = self.store.commit_of(best.round)
+            if name is None:
+                raise RunDirectoryError(
+                    f"phase {phase!r} begins with the models of round {best.round}, whose commit is not in "
+                    f"{self.store.folder / 'commits'} any more; restore it from a copy, or start the run again"
+                )
+            commit = self.store.load(name)
+            self.state = dataclasses.replace(commit.state, round_index=report.round, phase=phase)
+            self._private = commit.private
+        self.state = self._begun(self.state)
+        return back
+
+    def _begun(self, state: State) -> State:
+        """Return the state with which the phase that it names begins."""
+        return dataclasses.replace(as_stored(self.method.begin_phase(state)), phase=state.phase)
 
     def heaviest(self) -> list[list[Order]]:
         """Return what of the next round needs the most memory: the largest client's training with its group, and evaluations."""
@@ -260,11 +387,12 @@ class Federation:
         report.seconds.update(round=now - self._marked, commit=committer.seconds, commit_wait=committer.waited)
         self._marked, committer.waited = now, 0.0
 
-    def _prepare_commit(self, report: RoundReport) -> None:
+    def _prepare_commit(self, report: RoundReport, best: bool = False) -> None:
         """Hold fast what the next commit shall be; it begins when the clients have work again, or at the end."""
         self._await_commit(report)
         self._compact()
-        self._committer.prepare(self.state, self._private, self._rows)
+        begun = () if self._phases == self._configured_phases else self._phases.first
+        self._committer.prepare(self.state, self._private, self._rows, best, begun)
         self._rows = []
 
     def _compact(self) -> None:

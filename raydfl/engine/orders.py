@@ -59,6 +59,8 @@ class Order:
     """True where the client attacks in this round."""
     part: str = ""
     """The client's part of ``data.parts``; empty: there are none."""
+    stage: str | None = None
+    """The method's phase whose training settings hold; ``None``: the one that the configuration has at this round."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,15 @@ class Phases:
             )
         return cls(tuple(names), tuple(first))
 
+    def ended(self, name: str, round_index: int) -> Phases:
+        """Return the phases of a run of which one ends after so many completed rounds: the next begins then.
+
+        Those after that keep their numbers of rounds, and the last has what is left.
+        """
+        number = self.number(name)
+        earlier = self.first[number] - round_index
+        return Phases(self.names, (*self.first[:number], *(first - earlier for first in self.first[number:])))
+
     def at(self, round_index: int) -> str:
         """Return the phase of the round after so many completed ones; empty where there are no phases."""
         return next(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -103,6 +103,35 @@ class RaySettings(Settings):
         return self
 
 
+class MetricChoice(Settings):
+    """A metric of the record, and which of two values of it is the better one."""
+
+    metric: str | dict[str, str] | None = Field(
+        None,
+        description="metric of the record with its split, such as 'validation model/accuracy'; without a split one of the "
+        "validation (server_validation where there is one); of a method with phases one for each, by their names; null: the "
+        "headline of the objective, of the first model",
+    )
+    mode: Literal["max", "min"] | None = Field(
+        None, description="whether the larger or the smaller value is better; null: known from the metric's name"
+    )
+
+
+class BestSettings(MetricChoice):
+    """The round whose models are kept beside the last one's: the best by a metric."""
+
+
+class StopSettings(MetricChoice):
+    """The end of training, or of one of its phases, before its last round: when a metric no longer gets better."""
+
+    patience: int = Field(
+        5, ge=1, description="evaluations in a row that do not get better, after which training or its phase ends"
+    )
+    min_delta: float = Field(
+        0.0, ge=0, description="least difference to the best value so far that counts as better, in units of the metric"
+    )
+
+
 class RunSettings(Settings):
     """The run: its folder, and what decides its random numbers."""
 
@@ -139,6 +168,18 @@ class RunSettings(Settings):
         "stop",
         description="when a client's code raises or its actor is lost too often: the run stops, or the round goes on without it",
     )
+
+    best: BestSettings | None = Field(
+        None, description="keep the models of the best round in model-best.safetensors; null: only those of the last"
+    )
+    stop: StopSettings | None = Field(
+        None, description="stop when a metric no longer gets better; null: after train.rounds"
+    )
+
+    @field_validator("best", "stop", mode="before")
+    @classmethod
+    def _metric_alone(cls, value: Any) -> Any:
+        return {"metric": value} if isinstance(value, str) else value
 
     @field_validator("dir")
     @classmethod

@@ -49,6 +49,8 @@ class RoundReport:
     """Times that a client's training was given to another actor."""
     bytes_down: int = 0
     bytes_up: int = 0
+    stopped: str = ""
+    """Why no further round is done, where ``run.stop`` ends the training with this one."""
     rows: list[record.MetricRow] = field(default_factory=list)
     """Rows that have become durable since the last report, of rounds before this one, as a rule."""
 
@@ -83,6 +85,10 @@ class RoundRows(list[record.MetricRow]):
     def add(self, metrics: Metrics, client: str = "") -> None:
         """Add numbers about the round's training, or about one client's part in it."""
         self += record.rows_from_metrics(self.round, "train", client, "server", metrics)
+
+    def add_fact(self, metric: str, value: float, note: str) -> None:
+        """Add a number about the run, and what it means in words."""
+        self.append(record.MetricRow(self.round, "train", "", "server", metric, float(value), 1.0, note=note))
 
     def add_notes(self, phase: str, metric: str, notes: Mapping[str, str]) -> None:
         """Add what happened to single clients."""

@@ -372,7 +372,9 @@ class Worker:
 
     def _training_of(self, order: Order) -> TrainSettings:
         """Return the settings of the phase that an order is of: the same object for all of one phase."""
-        phase = self._phases.at(order.round_index - (order.measure is not None))
+        phase = order.stage
+        if phase is None:
+            phase = self._phases.at(order.round_index - (order.measure is not None))
         if phase not in self._training:
             self._training[phase] = self.config.train.in_phase(phase)
         return self._training[phase]

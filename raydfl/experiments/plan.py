@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pyarrow.compute as pc
 from pydantic import Field, ValidationError
 
 from raydfl.core.errors import ConfigError, InputError, ResourcesError, nearest
@@ -19,7 +20,7 @@ from raydfl.core.yaml import parse_yaml, to_yaml
 from raydfl.data import build_population
 from raydfl.data.features import RunChunks
 from raydfl.engine import Config, apply_overrides
-from raydfl.engine.storage import RunStore, round_of
+from raydfl.engine.storage import RunStore, read_rows, round_of
 from raydfl.methods import Method
 from raydfl.runs import Progress
 
@@ -236,6 +237,15 @@ def faults_text(heading: str, faults: Mapping[str, Sequence[str]], named: int) -
     if len(faults) > _LISTED:
         lines.append(f"  and {len(faults) - _LISTED} more messages")
     return "\n".join(lines)
+
+
+def is_complete(folder: Path, config: Config) -> bool:
+    """Return whether a run folder has all rounds of its configuration, or ``run.stop`` has ended the training there."""
+    done = rounds_done(folder)
+    if done >= config.train.rounds:
+        return True
+    where = (pc.field("metric") == "stopped") & (pc.field("client") == "") & (pc.field("round") == done)
+    return config.run.stop is not None and done > 0 and read_rows(folder, done, where=where).num_rows > 0
 
 
 def rounds_done(folder: Path) -> int:

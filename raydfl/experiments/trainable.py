@@ -129,6 +129,10 @@ class _Federation(FederationTrial):
         result = {**scores, "round": said.round, "loss": said.loss, "run": str(self._folder)}
         if said.reason:
             result["worthless"] = said.reason
+        if said.ended:
+            result |= {"stopped_round": said.round, "stopped": said.ended}
+        if said.best:
+            result["best_round"] = said.best
         return {**result, SHOULD_CHECKPOINT: True, DONE: said.status != "running"}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:

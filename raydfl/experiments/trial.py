@@ -16,7 +16,7 @@ import shutil
 import threading
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,6 +86,10 @@ class Said:
     """Loss of the round's training; NaN of a round that is told again."""
     error: BaseException | None = None
     """The exception that was raised."""
+    ended: str = ""
+    """Why ``run.stop`` has ended the training before its last round."""
+    best: int = 0
+    """The best round by ``run.best``; 0: there is none."""
 
 
 class FederationTrial(tune.Trainable):
@@ -182,14 +186,17 @@ class RunThread:
         outcome = run(config, Progress("quiet"), self._on_round, self._order.durable)
         if not outcome.finished:
             return Said("interrupted", self._last)
-        last = recorded(folder, self._total - 1).get(self._total, {})
-        return Said("finished", self._total, self._find(last), outcome.worthless, last, self._loss(self._total))
+        done = outcome.round
+        last = recorded(folder, done - 1).get(done, {})
+        said = Said("finished", done, self._find(last), outcome.worthless, last, self._loss(done))
+        return replace(said, ended=outcome.ended, best=0 if outcome.best is None else outcome.best.round)
 
     def _on_round(self, report: RoundReport) -> bool:
         """Return, after each round, whether the run shall stop."""
         self._trained = report
         evaluated = report.round % self._every == 0
-        if self._order.judged and evaluated and self._last < report.round < self._total:
+        more = report.round < self._total and not report.stopped
+        if self._order.judged and evaluated and more and self._last < report.round:
             return not self._report(report.round, {_key(name): value for name, value in report.scores.items()})
         return self._interrupted()
 

@@ -12,7 +12,7 @@ from raydfl.core.errors import InputError, RunDirectoryError
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import Client, Update
 from raydfl.data import Population
-from raydfl.engine import Config, Federation, UpdateChecker
+from raydfl.engine import Config, Federation, Phases, UpdateChecker
 from raydfl.engine.storage import RunStore, local_run, round_of, stored_about, stored_config
 
 
@@ -65,12 +65,25 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
             f"round {round_number} of {run_dir} cannot be replayed: the commit before it is no longer kept ({span}); "
             f"set run.keep to keep more"
         )
+    newest = store.newest()
+    begun = () if newest is None else newest.begun
+    phases = Phases(config.phases.names, begun) if begun else config.phases
+    own = config.train.phases.get(phases.at(round_number - 1))
+    first = phases.first[phases.number(phases.at(round_number - 1)) - 1] if phases.names else 0
+    if own is not None and own.begin == "best" and round_of(before[-1]) < first:
+        raise RunDirectoryError(
+            f"round {round_number} of {run_dir} cannot be replayed: its phase began with the models of an earlier round "
+            f"(begin: best), and no commit of the phase before round {round_number} is kept; set run.keep to keep more"
+        )
     with tempfile.TemporaryDirectory(prefix="raydfl-replay-") as name:
         scratch = Path(name)
         commit, copy = store.load(before[-1]), RunStore(scratch)
         copy.together = commit.together
-        copy.commit(commit.state, commit.private)
-        quiet = config.model_copy(update={"evaluate": config.evaluate.model_copy(update={"every": 10**9})})
+        copy.commit(commit.state, commit.private, begun=begun)
+        # Rounds are not measured again, so they cannot be compared: what has come of that is in the commits.
+        unjudged = config.run.model_copy(update={"best": None, "stop": None})
+        never = config.evaluate.model_copy(update={"every": 10**9})
+        quiet = config.model_copy(update={"evaluate": never, "run": unjudged})
         population = Population.load(run_dir / "population", verify=True, verify_features=True)
         key = stored_about(run_dir).get("site_key", "")
         pool = pool_here(run_dir, config, population, key, scratch / "private")

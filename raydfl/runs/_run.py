@@ -18,7 +18,7 @@ from raydfl.core import ops
 from raydfl.core.files import write_durably
 from raydfl.core.nested import flatten
 from raydfl.core.remote import is_uri, parted
-from raydfl.engine import Config, RoundReport, apply_overrides, make_config
+from raydfl.engine import Config, RoundReport, apply_overrides, best_of, make_config
 from raydfl.engine.storage import (
     check_begun,
     check_same,
@@ -72,7 +72,8 @@ def resume(
 
     Args:
         run_dir: its folder, or its URI: then it is fetched first.
-        overrides: settings that do not decide the numbers (``train.rounds``, ``ray.*``, ``run.commit_every``, ``track.*``).
+        overrides: settings that do not decide the numbers (``train.rounds``, ``ray.*``, ``run.commit_every``,
+            ``run.stop.patience``, ``track.*``).
         trust: whether code may be run that came with the folder or has changed since the run began.
 
     Raises:
@@ -142,7 +143,7 @@ def execute(
             else RemoteServer(run_dir, config, clients, progress.message)
         )
         try:
-            round_index, warnings = server.open()
+            round_index, warnings, ended = server.open()
             for warning in warnings:
                 progress.message(f"warning: {warning}; going on from round {round_index}")
             recorded = record.read_rows(run_dir, round_index, where=pc.field("client") == "", columns=["round"])
@@ -152,10 +153,8 @@ def execute(
                     f"warning: the files in {run_dir / 'rows'} of rounds {lost} are missing; restore them from a copy, or go on "
                     f"without what was measured in them"
                 )
-            if round_index >= config.train.rounds:
-                progress.message(
-                    f"all {round_index} rounds are done; for more: raydfl resume {name} train.rounds={2 * round_index}"
-                )
+            if ended or round_index >= config.train.rounds:
+                progress.message(_nothing_to_do(config, name, round_index, ended))
             tracker = make_tracker(
                 config.track, local_runs(config.run.dir, config.data.cache), run_dir, progress.message
             )
@@ -171,7 +170,7 @@ def execute(
                 if mirror is not None:
                     mirror.put("run.json")
             try:
-                outcome = _rounds(run_dir, config, server, round_index, tracker, progress, on_round, durable)
+                outcome = _rounds(run_dir, config, server, round_index, ended, tracker, progress, on_round, durable)
             except BaseException as error:
                 tracker.finish("FAILED")
                 if isinstance(error, KeyboardInterrupt):
@@ -184,7 +183,10 @@ def execute(
         for path in export(run_dir, config):
             tracker.log_artifact(path)
     done = read_run(run_dir.resolve())
-    outcome = dataclasses.replace(outcome, problems=tuple(problems_of(done)))
+    best = best_of(run_dir, config)
+    outcome = dataclasses.replace(
+        outcome, problems=tuple(problems_of(done)), best=None if best is None else best.leader
+    )
     report = write_page([done], run_dir / "report.html")
     for path in (run_dir / "config.yaml", report):
         tracker.log_artifact(path)
@@ -194,6 +196,19 @@ def execute(
     next_step = f"open {_shown(run_dir)}/report.html" if outcome.finished else f"raydfl resume {name}"
     progress.finish(outcome, time.monotonic() - started, next_step)
     return outcome
+
+
+def _nothing_to_do(config: Config, name: str, round_index: int, ended: str) -> str:
+    """Say why a run has no rounds to do, and how to do more.
+
+    Args:
+        name: of the run as a command takes it.
+        ended: why ``run.stop`` has ended the training; empty: it has not.
+    """
+    if not ended or config.run.stop is None:
+        return f"all {round_index} rounds are done; for more: raydfl resume {name} train.rounds={2 * round_index}"
+    more = f"run.stop.patience={2 * config.run.stop.patience}"
+    return f"stopped in round {round_index}: {ended}; to go on: raydfl resume {name} {more}, or run.stop=null"
 
 
 def _shown(run_dir: Path) -> str:
@@ -207,6 +222,7 @@ def _rounds(
     config: Config,
     server: Server | RemoteServer,
     round_index: int,
+    ended: str,
     tracker: Tracker,
     progress: Progress,
     on_round: OnRound | None,
@@ -225,7 +241,7 @@ def _rounds(
     with StopSignals(progress, "stopping after this round") as stop:
         told = False
         while True:
-            last = round_index >= total or stop.asked
+            last = round_index >= total or bool(ended) or stop.asked
             if last:
                 finished = server.finish(round_index)
                 reports = None if finished is None else [finished]
@@ -236,7 +252,7 @@ def _rounds(
                     finished = server.finish(reports[-1].round)
                     reports = None if finished is None else [*reports[:-1], _joined(reports[-1], finished)]
             if reports is None:  # the server was lost: rounds it had committed are read back, others are done again
-                round_index, _ = server.open()
+                round_index, _, ended = server.open()
                 recorded(record.to_rows(record.read_rows(run_dir, round_index, where=pc.field("client") == "")))
                 continue
             for report in reports:
@@ -248,13 +264,13 @@ def _rounds(
             if last:
                 break
             for report in reports:
-                round_index = report.round
+                round_index, ended = report.round, report.stopped
                 if round_index > shown:
                     shown = round_index
                     progress.round(report)
                     if on_round is not None and on_round(report):
                         stop.asked = True
-    return Outcome(run_dir, round_index, round_index >= total, scores)
+    return Outcome(run_dir, round_index, round_index >= total or bool(ended), scores, ended=ended)
 
 
 def _joined(report: RoundReport, finished: RoundReport) -> RoundReport:

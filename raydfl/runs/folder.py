@@ -21,10 +21,10 @@ from raydfl.core.errors import DataError, RunDirectoryError
 from raydfl.core.files import default_cache, write_durably
 from raydfl.core.lock import FileLock
 from raydfl.core.tensor_file import to_safetensors
-from raydfl.core.types import ModelSpec
+from raydfl.core.types import ModelSpec, State
 from raydfl.core.version import __version__
 from raydfl.data import Population, build_population
-from raydfl.engine import Clients, Config, build_models, try_models
+from raydfl.engine import Clients, Config, best_of, build_models, try_models
 from raydfl.engine.storage import (
     RunStore,
     check_same,
@@ -283,12 +283,36 @@ def export(run_dir: Path, config: Config) -> list[Path]:
     """Return the shared models as safetensors: ``model.safetensors``, or ``model-<key>.safetensors`` for each of several keys.
 
     Tensor names are ``model/layer.weight``; the metadata says architecture, classes, features and round. What is fixed of a model
-    is in the file of each key that has tensors of the model.
+    is in the file of each key that has tensors of the model. With ``run.best`` those of the best round are beside them, in
+    ``model-best.safetensors`` and ``model-best-<key>.safetensors``, which also say by which metric and value.
     """
-    state = final_state(run_dir)
+    fixed = _fixed_tensors(run_dir, config)
+    paths = _export(run_dir, config, final_state(run_dir), "model", fixed, {})
+    best = best_of(run_dir, config)
+    if best is not None:
+        leader = best.leader
+        chosen = {"metric": leader.criterion.metric, "value": leader.value, "chosen_by": leader.criterion.chooser}
+        paths += _export(run_dir, config, best.commit.state, "model-best", fixed, {"best": json.dumps(chosen)})
+    return paths
+
+
+def _export(
+    run_dir: Path,
+    config: Config,
+    state: State,
+    stem: str,
+    fixed: Mapping[str, Mapping[str, Tensor]],
+    more: Mapping[str, str],
+) -> list[Path]:
+    """Write the shared models of one round.
+
+    Args:
+        stem: of the files' names.
+        fixed: tensors by part, see :func:`_fixed_tensors`.
+        more: metadata.
+    """
     about = stored_about(run_dir)
     names = tuple(config.parts.models)
-    fixed = _fixed_tensors(run_dir, config)
     paths = []
     for key, (part, data) in itertools.product(state.tensors, config.data.each.items()):
         tensors = part_names.of_part(state.tensors[key], part)
@@ -298,7 +322,7 @@ def export(run_dir: Path, config: Config) -> list[Path]:
         there = {n.partition("/")[0] for n in models}
         models |= {n: t for n, t in fixed[part].items() if n not in models and n.partition("/")[0] in there}
         label = [part] * bool(part) + [file_name_of(key)] * (key != "global")
-        path = run_dir / f"{'-'.join(['model', *label])}.safetensors"
+        path = run_dir / f"{'-'.join([stem, *label])}.safetensors"
         metadata = {
             "raydfl": about["raydfl"],
             "key": key,
@@ -307,6 +331,7 @@ def export(run_dir: Path, config: Config) -> list[Path]:
             "models": json.dumps(about["models"]),
             "classes": json.dumps(about["parts"][part] if part else about["classes"]),
             "features": data.features.model_dump_json(),
+            **more,
         }
         if part:
             metadata["part"] = part

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from raydfl.core.types import Problem
+from raydfl.engine import Leader
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +18,19 @@ class Outcome:
     round: int
     """Rounds completed and committed."""
     finished: bool
-    """True when all configured rounds are done; else it was stopped and can be resumed."""
+    """True when all configured rounds are done, or run.stop has ended the training; else it was stopped and can be resumed."""
     scores: dict[str, float] = field(default_factory=dict)
     """The last evaluation, ``"test plugin/accuracy" -> 0.81``."""
     problems: tuple[Problem, ...] = ()
     """What went wrong although rounds are done, the worst first: raydfl.runs.report.diagnosis."""
+    ended: str = ""
+    """Why run.stop has ended the training before its last round; empty: it has not."""
+    best: Leader | None = None
+    """The best round by run.best, whose models are kept; ``None``: there is none, or it is not asked for."""
 
     @property
     def status(self) -> Literal["finished", "stopped", "failed"]:
-        """The end in a word: ``"stopped"`` by the user or a stop rule, to be resumed; ``"failed"``: see ``problems``."""
+        """The end in a word: ``"stopped"`` by the user or a study, to be resumed; ``"failed"``: see ``problems``."""
         return "stopped" if not self.finished else "failed" if self.worthless else "finished"
 
     @property

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from raydfl.core.errors import printable
 from raydfl.core.metrics import HARMONIC_MEAN, OF_CLIENTS, SHOWN, base_name
-from raydfl.engine import RoundReport
+from raydfl.engine import Leader, RoundReport
 from raydfl.runs.outcome import Outcome
 
 Mode = Literal["auto", "bar", "lines", "quiet", "json"]
@@ -221,10 +221,16 @@ class Progress:
                 scores=outcome.scores,
                 next_step=next_step,
                 problems=[asdict(problem) for problem in outcome.problems],
+                **({"ended": outcome.ended} if outcome.ended else {}),
+                **({"best": _described(outcome.best)} if outcome.best is not None else {}),
             )
             return
         scores = f": {scores_text(outcome.scores, self._headline)}" if outcome.scores else ""
         self._line(f"{outcome.status} after {outcome.round} of {self._total} rounds, {duration(seconds)}{scores}")
+        if outcome.ended:
+            self._line(f"stopped in round {outcome.round}: {outcome.ended}")
+        if outcome.best is not None:
+            self._line(f"best: {outcome.best.text}")
         for problem in outcome.problems:
             self._line(f"{'worthless' if problem.worthless else 'warning'}: {problem.text}")
         self._line(f"run directory: {outcome.run_dir}")
@@ -343,6 +349,16 @@ def _work(report: RoundReport) -> list[str]:
         client, reason = next(iter(report.rejected.items()))
         parts.append(f"{len(report.rejected)} failed ({client}: {reason[:_REASON]})")
     return parts
+
+
+def _described(best: Leader) -> dict[str, Any]:
+    """Return the best round for machines."""
+    return {
+        "round": best.round,
+        "metric": best.criterion.metric,
+        "value": best.value,
+        "chosen_by": best.criterion.chooser,
+    }
 
 
 def _plain(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -69,9 +69,18 @@ class PhaseSettings(Settings):
         ge=1,
         description="rounds of the phase; null: an equal share; the last phase has what is left of train.rounds",
     )
+    begin: Literal["last", "best"] = Field(
+        "last",
+        description="round of the phase before with whose models and private state the phase begins: its last, or its best by "
+        "run.best",
+    )
     cohort: int | float | None = Field(None, gt=0, description="clients a round, as train.cohort")
     local_epochs: int | None = Field(None, ge=1, description="passes over a client's training data in a round")
     optimiser: PhaseOptimiserSettings = PhaseOptimiserSettings()
+
+    def deciding(self) -> dict[str, Any]:
+        """Return what decides numbers, beside when the phase begins, as plain data: ``begin`` only where it is not the last."""
+        return self.model_dump(mode="json", exclude={"rounds"} if self.begin == "best" else {"rounds", "begin"})
 
     @field_validator("cohort")
     @classmethod

@@ -46,7 +46,9 @@ class Committer:
         self._store = store
         self._usage = SegmentUsage(private, store.sizes_of_segments())
         self._thread = ThreadPoolExecutor(1, "commit")
-        self._prepared: tuple[State, PrivateIndex, set[str], set[str], Sequence[MetricRow]] | None = None
+        self._prepared: (
+            tuple[State, PrivateIndex, set[str], set[str], bool, tuple[int, ...], Sequence[MetricRow]] | None
+        ) = None
         self._under_way: Future[float] | None = None
         self._rows: Sequence[MetricRow] = ()
         self._commits = 0
@@ -60,11 +62,28 @@ class Committer:
         """Return the private records that fill little of their segments, if these take more than about twice what counts."""
         return private.within(self._usage.sparse()) if self._usage.wasteful else None
 
-    def prepare(self, state: State, private: PrivateIndex, rows: Sequence[MetricRow]) -> None:
-        """Hold fast what the next commit shall be. The one before must have been waited for."""
+    def go_back_to(self, private: PrivateIndex) -> None:
+        """Take note that an earlier index counts again. No commit may be under way; that index's one must be kept."""
+        self._usage = self._usage.replaced(SegmentUsage(private, self._store.sizes_of_segments()))
+        self._store.go_back_to(private)
+
+    def prepare(
+        self,
+        state: State,
+        private: PrivateIndex,
+        rows: Sequence[MetricRow],
+        best: bool = False,
+        begun: tuple[int, ...] = (),
+    ) -> None:
+        """Hold fast what the next commit shall be. The one before must have been waited for.
+
+        Args:
+            best: see :meth:`RunStore.commit`.
+            begun: see :attr:`Commit.begun`.
+        """
         if self._under_way is not None or self._prepared is not None:
             raise AssertionError("a commit is still under way")
-        self._prepared = (_held(state), private, *self._usage.take(), rows)
+        self._prepared = (_held(state), private, *self._usage.take(), best, begun, rows)
         self.round_index = state.round_index
 
     def begin(self) -> None:
@@ -75,12 +94,19 @@ class Committer:
             self._prepared = None
 
     def _write(
-        self, state: State, private: PrivateIndex, written: set[str], superseded: set[str], rows: Sequence[MetricRow]
+        self,
+        state: State,
+        private: PrivateIndex,
+        written: set[str],
+        superseded: set[str],
+        best: bool,
+        begun: tuple[int, ...],
+        rows: Sequence[MetricRow],
     ) -> float:
         started = time.perf_counter()
         # Rows first: what LATEST names is never without its record.
         record.write_rows(record.rows_path(self._store.folder, state.round_index), rows)
-        self._store.commit(state, private, written, superseded)
+        self._store.commit(state, private, written, superseded, best, begun)
         self._commits += 1
         if self._commits % _MERGE == 0:
             record.compact(self._store.folder, gather=_MERGE)
@@ -155,6 +181,12 @@ class SegmentUsage:
             del self._live[former.segment]
             self.bytes -= self._sizes.pop(former.segment)
             self._emptied.add(former.segment)
+
+    def replaced(self, other: SegmentUsage) -> SegmentUsage:
+        """Return the use of another index's segments, which takes the place of this one's: what only this one uses is emptied."""
+        other._written = self._written & set(other._live)
+        other._emptied = (self._emptied | self._written | set(self._live)) - set(other._live)
+        return other
 
     @property
     def wasteful(self) -> bool:

@@ -59,6 +59,8 @@ class Commit:
     private: PrivateIndex
     together: int
     name: str
+    begun: tuple[int, ...] = ()
+    """Rounds completed before each phase, where one has ended early; empty: as configured."""
 
 
 class RunStore:
@@ -86,6 +88,12 @@ class RunStore:
         """Segments that kept commits referred to when the run was opened."""
         self._superseded: deque[tuple[int, list[str]]] = deque()
         """Files in private/ to which commits of that round and later do not refer, by rising round."""
+        self._best = ""
+        """Name of the commit of the best round, which is kept beside the newest ones."""
+        self._best_files: set[str] = set()
+        """Files in private/ that it refers to."""
+        self._held: set[str] = set()
+        """Files in private/ to which of all kept commits only that of the best round refers."""
 
     def lock(self, wait: float = 20.0) -> None:
         """Become the one process that may commit; the lock ends with the process.
@@ -105,6 +113,8 @@ class RunStore:
         private: PrivateIndex,
         new_segments: Iterable[str] = (),
         superseded_segments: Iterable[str] = (),
+        best: bool = False,
+        begun: tuple[int, ...] = (),
     ) -> str:
         """Make ``state`` the truth of the run; returns the commit's name.
 
@@ -112,6 +122,8 @@ class RunStore:
             private: of every client that ever took part, its newest record.
             new_segments: segments written since the last commit, to be made durable first.
             superseded_segments: segments to which this commit no longer refers. They are removed when none that is kept does.
+            best: whether it is kept until another one is the best.
+            begun: see :attr:`Commit.begun`.
 
         Raises:
             ResourcesError: the disk is full; the last commit still counts.
@@ -121,7 +133,7 @@ class RunStore:
         base = private.base.file_name
         if base and not (self.private_folder / base).exists():
             write_durably(self.private_folder / base, private.base.encode())
-        data = _encode(state, private, self.together)
+        data = _encode(state, private, self.together, begun)
         name = f"{state.round_index:06d}-{zlib.crc32(data):08x}.safetensors"
         folder = self.folder / "commits"
         write_durably(folder / name, data)
@@ -129,22 +141,59 @@ class RunStore:
         superseded = [*superseded_segments, *([self._base] if self._base not in ("", base) else [])]
         self._superseded.append((state.round_index, superseded))
         self._base = base
+        if best:
+            self._keep_best(name, private)
         self._forget(name)
         return name
+
+    def _keep_best(self, name: str, private: PrivateIndex) -> None:
+        """Keep a commit, and no longer the one that was the best before it."""
+        self._best, self._best_files = name, private.files() if private else set()
+        released, self._held = self._held - self._best_files, self._held & self._best_files
+        for file in released:
+            self._remove(file)
+
+    def keep_best(self, round_index: int) -> None:
+        """Keep the commit of a round, if there is one, until another one is the best.
+
+        Raises:
+            RunDirectoryError: it is damaged.
+        """
+        name = self.commit_of(round_index)
+        if name is not None:
+            self._keep_best(name, self.load(name).private)
+
+    def commit_of(self, round_index: int) -> str | None:
+        """Return the name of the commit of a round; ``None``: it is not kept."""
+        return next((name for name in self.commits() if round_of(name) == round_index), None)
+
+    def go_back_to(self, private: PrivateIndex) -> None:
+        """Take note that the next commits refer to files again to which the newest one does not. None may be under way."""
+        files = private.files() if private else set()
+        self._superseded = deque((r, [name for name in names if name not in files]) for r, names in self._superseded)
+        self._held -= files
 
     def _forget(self, newest: str) -> None:
         """Remove commits beyond the kept ones, and what none of the kept ones refers to."""
         names = self.commits()
         names = names[: names.index(newest) + 1]
         for name in names[: -self.keep]:
-            (self.folder / "commits" / name).unlink(missing_ok=True)
+            if name != self._best:
+                (self.folder / "commits" / name).unlink(missing_ok=True)
         oldest = round_of(names[-self.keep :][0])
         while self._superseded and self._superseded[0][0] <= oldest:
             for name in self._superseded.popleft()[1]:
-                if name.endswith(".seg") and not self.private_here:
-                    self._forgotten.append(name)
+                if name in self._best_files:
+                    self._held.add(name)
                 else:
-                    (self.private_folder / name).unlink(missing_ok=True)
+                    self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        """Remove a file in private/, or have the workers do it."""
+        if name.endswith(".seg") and not self.private_here:
+            self._forgotten.append(name)
+        else:
+            (self.private_folder / name).unlink(missing_ok=True)
 
     def take_forgotten(self) -> list[str]:
         """Return the segments outside the run's folder to which, since this was last asked, no kept commit refers any more."""
@@ -202,7 +251,7 @@ class RunStore:
         if match is None or zlib.crc32(data) != int(match.group(2), 16):
             raise RunDirectoryError(f"commit {path} is damaged: its checksum does not fit its content")
         try:
-            state, base, recent, together = _decode(data)
+            state, base, recent, together, begun = _decode(data)
             for file in (*recent.segments, *([base] if base else [])):
                 plain_name(file)
         except (SafetensorError, KeyError, ValueError) as error:
@@ -211,7 +260,7 @@ class RunStore:
             private = PrivateIndex(Records.read(self.private_folder / base) if base else None, recent)
         except RunDirectoryError as error:
             raise RunDirectoryError(f"commit {path} cannot be used: {error}") from error
-        return Commit(state, private, together, name)
+        return Commit(state, private, together, name, begun)
 
     def open_latest(self) -> tuple[Commit | None, list[str]]:
         """Return the newest commit that is whole, and warnings about damaged ones that were passed over.
@@ -379,7 +428,7 @@ def _unstorable(value: Any, place: str) -> tuple[str, str] | None:
     return next(filter(None, found), None)
 
 
-def _encode(state: State, private: PrivateIndex, together: int) -> bytes:
+def _encode(state: State, private: PrivateIndex, together: int, begun: tuple[int, ...]) -> bytes:
     tensors = {"private": torch.from_numpy(private.recent.table)}
     for place, group in enumerate(state.tensors.values()):
         for name, value in group.items():
@@ -393,6 +442,8 @@ def _encode(state: State, private: PrivateIndex, together: int) -> bytes:
         "segments": private.recent.segments,
         "together": together,
     }
+    if begun:
+        about["begun"] = begun
     return safetensors.torch.save(tensors, metadata={"raydfl": json.dumps(about)})
 
 
@@ -403,8 +454,8 @@ def _about(data: bytes) -> dict[str, Any]:
     return about
 
 
-def _decode(data: bytes) -> tuple[State, str, Records, int]:
-    """State, name of the index file, what has changed since, clients trained together."""
+def _decode(data: bytes) -> tuple[State, str, Records, int, tuple[int, ...]]:
+    """State, name of the index file, what has changed since, clients trained together, when phases have begun."""
     about = _about(data)
     tensors = safetensors.torch.load(data)
     recent = Records(tuple(about["segments"]), tensors["private"].numpy())
@@ -413,4 +464,11 @@ def _decode(data: bytes) -> tuple[State, str, Records, int]:
         key: {name: tensors[f"{key if first else place}{_SEPARATOR}{name}"] for name in names}
         for place, (key, names) in enumerate(about["keys"].items())
     }
-    return State(int(about["round_index"]), groups, about["extra"]), about["base"], recent, int(about["together"])
+    begun = tuple(int(first) for first in about.get("begun", ()))
+    return (
+        State(int(about["round_index"]), groups, about["extra"]),
+        about["base"],
+        recent,
+        int(about["together"]),
+        begun,
+    )

@@ -61,7 +61,7 @@ def collect(search: Search, journal: Journal) -> SearchResults:
     records = [journal.trials[number] for number in sorted(journal.trials)]
     sign = search.settings.metric.sign
     known = [record for record in records if math.isfinite(record.score)]
-    full = search.rounds
+    full = 0 if search.first.run.stop is not None else search.rounds  # a trial may have stopped by itself
     ranked = sorted(
         known,
         key=lambda r: (r.worthless, not (r.status == "finished" and r.reported >= full), -sign * r.score, r.number),
@@ -82,6 +82,9 @@ def lines(results: SearchResults) -> list[list[str]]:
     found = []
     for record in (*results.ranked, *rest):
         state = f"stopped ({record.reason})" if record.status == "stopped" else record.status
+        stops = results.search.first.run.stop is not None
+        if stops and record.status == "finished" and record.reported < results.search.rounds:
+            state = "stopped (run.stop)"
         state = "not finished" if record.status == "running" else "worthless" if record.worthless else state
         line = [trial_name(record.number), state, str(record.reported), results.shown(record.score)]
         line += [label_of(record.values[key]) for key in results.search.settings.space]

@@ -29,11 +29,11 @@ from raydfl.experiments.plan import (
     checked,
     faults_text,
     folder_of,
+    is_complete,
     label_of,
     laid_over,
     read_base,
     read_groups,
-    rounds_done,
 )
 from raydfl.experiments.sweep.settings import SweepSettings, check_repeat
 
@@ -61,7 +61,7 @@ class CellRun(Planned):
     @property
     def finished(self) -> bool:
         """True when all rounds are done and what comes after them (the model, the report) is written."""
-        return rounds_done(self.run_dir) >= self.config.train.rounds and (self.run_dir / "report.html").exists()
+        return is_complete(self.run_dir, self.config) and (self.run_dir / "report.html").exists()
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,10 @@ def _settled(values: dict[str, Any], settings: SweepSettings, folder: Path) -> d
 
 
 def _identity(config: Config) -> str:
-    parts = [config.digest(), config.train.rounds, config.evaluate.model_dump(mode="json")]
+    parts: list[Any] = [config.digest(), config.train.rounds, config.evaluate.model_dump(mode="json")]
+    asked = config.run.model_dump(mode="json", include={"best", "stop"}, exclude_none=True)
+    if asked:
+        parts.append(asked)
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -21,7 +21,7 @@ from raydfl.core.errors import InputError, RunDirectoryError, nearest
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import ModelSpec, Tensors
 from raydfl.data import DataSettings, Population, ViewSettings
-from raydfl.engine import KEPT_MODEL, SERVER, Clients, Config, build_models
+from raydfl.engine import KEPT_MODEL, SERVER, Clients, Config, best_of, build_models
 from raydfl.engine.storage import Commit, PrivateStore, RunStore, local_run, stored_config
 from raydfl.methods import Method
 from raydfl.objectives import Classify, Objective
@@ -60,12 +60,15 @@ class RunModel:
     """The objective that it was trained for: it says what the outputs mean."""
     threshold: Threshold | None = None
     """The score from which on a recording is anomalous; ``None``: not known, or the answer is no score."""
+    chosen: str = ""
+    """Where it is the best round's, by what that was chosen; empty: it is the last round's."""
 
     @property
     def description(self) -> str:
         """One line: ``plugin (crnn_lite) of runs/first, round 60, shared by all clients``."""
         whose = f"of client {self.client!r}" if self.client else "shared by all clients"
-        return f"{self.name} ({self.spec.architecture}) of {self.run_dir}, round {self.round}, {whose}"
+        best = f" ({self.chosen})" if self.chosen else ""
+        return f"{self.name} ({self.spec.architecture}) of {self.run_dir}, round {self.round}{best}, {whose}"
 
     @property
     def view(self) -> DataSettings | ViewSettings:
@@ -93,26 +96,32 @@ class RunModel:
 
 
 def load_model(
-    run_dir: str | Path, model: str | None = None, client: str | None = None, trust: bool = False
+    run_dir: str | Path,
+    model: str | None = None,
+    client: str | None = None,
+    trust: bool = False,
+    best: bool = False,
 ) -> RunModel:
-    """Return a model of a run, finished or not, as of its last commit.
+    """Return a model of a run, finished or not, as of its last commit, or as it was after its best round.
 
     Args:
         run_dir: the run's folder, or its URI: then it is fetched first.
         model: its name; by default the shared model, or with ``client`` the one that the client does not share.
         client: the id of the client whose model it shall be, private parts included; by default the server's.
         trust: whether code may be run that came with the folder or has changed since the run began.
+        best: whether it is that of the best round by ``run.best``, private parts included.
 
     Raises:
         RunDirectoryError: no run directory, a damaged one, or no round is completed yet.
-        InputError: there is no such model or client; the client has no model of its own yet; or nothing is shared as a whole.
+        InputError: there is no such model or client; the client has no model of its own yet; nothing is shared as a whole; or the
+            run keeps no best round.
     """
-    run = _Run(local_run(run_dir), trust)
+    run = _Run(local_run(run_dir), trust, best)
     return run.shared_model(model) if client is None else run.clients_model(model, client)
 
 
 def load_models_of(
-    run_dir: str | Path, clients: Iterable[str], model: str | None = None, trust: bool = False
+    run_dir: str | Path, clients: Iterable[str], model: str | None = None, trust: bool = False, best: bool = False
 ) -> dict[str, RunModel]:
     """Return the model that each of some clients has; for an id that no client has, the one that all share.
 
@@ -121,12 +130,13 @@ def load_models_of(
         clients: their ids.
         model: see :func:`load_model`.
         trust: see :func:`load_model`.
+        best: see :func:`load_model`.
 
     Raises:
         RunDirectoryError: see :func:`load_model`.
         InputError: see :func:`load_model`.
     """
-    run = _Run(local_run(run_dir), trust)
+    run = _Run(local_run(run_dir), trust, best)
     known = set(run.population.ids)
     return {name: run.clients_model(model, name) if name in known else run.shared_model(model) for name in clients}
 
@@ -134,10 +144,10 @@ def load_models_of(
 class _Run:
     """A run directory, opened to read."""
 
-    def __init__(self, run_dir: Path, trust: bool) -> None:
+    def __init__(self, run_dir: Path, trust: bool, best: bool = False) -> None:
         self.run_dir = run_dir
         self.config: Config = stored_config(run_dir, trust)
-        self.commit = _last_commit(run_dir)
+        self.commit, self.chosen = _best_commit(run_dir, self.config) if best else (_last_commit(run_dir), "")
         self.method: Method = self.config.parts.method
         self.population = Population.load(run_dir / "population", bands=self.config.data.features.bands)
         self.clients = Clients(self.population, self.config)
@@ -269,6 +279,7 @@ class _Run:
             recorded_threshold(self.run_dir, label, client_id, self.commit.state.round_index)
             if self.method.objective.answers == "score"
             else None,
+            self.chosen,
         )
 
     def _who_has_models(self) -> str:
@@ -281,6 +292,22 @@ class _Run:
 def _names(networks: Mapping[str, nn.Module], name: str) -> dict[str, Tensor]:
     """Return a model's floating tensors, live, by their flat names."""
     return {f"{name}/{key}": v for key, v in networks[name].state_dict().items() if v.is_floating_point()}
+
+
+def _best_commit(run_dir: Path, config: Config) -> tuple[Commit, str]:
+    """Return the commit of the best round, and by what it was chosen.
+
+    Raises:
+        RunDirectoryError: no round is completed yet.
+        InputError: none is kept.
+    """
+    _last_commit(run_dir)
+    found = best_of(run_dir, config)
+    if found is None:
+        why = "no round of it was the best yet" if config.run.best else "run.best was not set"
+        raise InputError(f"--best: {run_dir} keeps no best round, because {why}; leave it out for the last round")
+    leader = found.leader
+    return found.commit, f"the best: {leader.criterion.metric} {leader.value:.4f}, chosen by {leader.criterion.chooser}"
 
 
 def _last_commit(run_dir: Path) -> Commit:

@@ -47,6 +47,11 @@ class Exported:
     output: str = "logits"
     """Name of the first output, of which that is told."""
 
+    @property
+    def chosen(self) -> str:
+        """By what its round was chosen, where it is the best one; empty: it is the last."""
+        return str(self.description.get("chosen", ""))
+
 
 def export_model(
     run_dir: str | Path,
@@ -55,15 +60,18 @@ def export_model(
     model: str | None = None,
     client: str | None = None,
     trust: bool = False,
+    best: bool = False,
 ) -> Exported:
     """Write a model of a run as ONNX, with its front end described in a JSON file beside it.
 
     Args:
         run_dir: the run's folder.
-        out: the ONNX file; by default ``export/MODEL.onnx`` in the run's folder (``MODEL-CLIENT.onnx`` of a client's).
+        out: the ONNX file; by default ``export/MODEL.onnx`` in the run's folder (``MODEL-CLIENT.onnx`` of a client's, and with
+            ``-best`` at the end where ``best``).
         model: by default the shared one, or with ``client`` the one that the client does not share.
         client: whose model; by default the server's.
         trust: whether code may be run that came with the folder or has changed since the run began.
+        best: whether it is the best round's, by ``run.best``; by default the last round's.
 
     Raises:
         RunDirectoryError: no run directory, or no round is completed yet.
@@ -79,7 +87,7 @@ def export_model(
         )
     from raydfl.runs.inference.network import to_onnx
 
-    loaded = load_model(run_dir, model, client, trust)
+    loaded = load_model(run_dir, model, client, trust, best)
     path = _default_path(loaded) if out is None else Path(out)
     if path.suffix != ".onnx":
         raise InputError(f"--out {path}: the name must end in .onnx")
@@ -94,7 +102,7 @@ def export_model(
 
 def _default_path(model: RunModel) -> Path:
     name = model.name if not model.client else f"{model.name}-{model.client}"
-    return model.run_dir / "export" / f"{file_name_of(name)}.onnx"
+    return model.run_dir / "export" / f"{file_name_of(name)}{'-best' if model.chosen else ''}.onnx"
 
 
 def _describe(model: RunModel, graph: Graph, file: str) -> dict[str, Any]:
@@ -115,6 +123,7 @@ def _describe(model: RunModel, graph: Graph, file: str) -> dict[str, Any]:
         "raydfl": __version__,
         "run": model.run_dir.resolve().name,
         "round": model.round,
+        **({"chosen": model.chosen} if model.chosen else {}),
         "model": model.name,
         "client": model.client or None,
         **({"view": model.spec.view} if model.spec.view else {}),

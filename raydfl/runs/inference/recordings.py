@@ -95,6 +95,7 @@ def classify(
     model: str | None = None,
     client: str | None = None,
     trust: bool = False,
+    best: bool = False,
 ) -> list[Prediction]:
     """Classify recordings with a trained model of a run; one result for each file, also for those that cannot be read.
 
@@ -105,12 +106,13 @@ def classify(
         model: by default the shared one, or with ``client`` the one that the client does not share.
         client: whose model; by default the server's.
         trust: whether code may be run that came with the folder or has changed since the run began.
+        best: whether it is the best round's, by ``run.best``; by default the last round's.
 
     Raises:
         RunDirectoryError: no run directory, or no round is completed yet.
-        InputError: no such model or client.
+        InputError: no such model or client, or the run keeps no best round.
     """
-    loaded = load_model(run_dir, model, client, trust)
+    loaded = load_model(run_dir, model, client, trust, best)
     return list(predictions(loaded, [Path(file) for file in files]))
 
 

@@ -35,6 +35,7 @@ def write_submission(
     client: str | None = None,
     threshold: Threshold | None = None,
     trust: bool = False,
+    best: bool = False,
 ) -> list[Path]:
     """Write the files of a submission, and return their paths.
 
@@ -49,6 +50,7 @@ def write_submission(
         client: whose model to take for all machines; ``None``: each one's own.
         threshold: for all machines; ``None``: the recorded ones.
         trust: see :func:`raydfl.runs.inference.load_model`.
+        best: see :func:`raydfl.runs.inference.load_model`.
 
     Raises:
         RunDirectoryError: no run directory, or no round is completed yet.
@@ -61,9 +63,9 @@ def write_submission(
     machines = _machines(listed)
     names = [f"{machine}_{number}" for machine, _, number in machines]
     if client is None:
-        models = load_models_of(run_dir, names, model, trust)
+        models = load_models_of(run_dir, names, model, trust, best)
     else:
-        models = dict.fromkeys(names, load_model(run_dir, model, client, trust))
+        models = dict.fromkeys(names, load_model(run_dir, model, client, trust, best))
     written = []
     for name, ((machine, word, number), clips) in zip(names, machines.items(), strict=True):
         ending = f"{machine}_{word}_{number}" + ("_test" if word == "section" else "")

@@ -43,7 +43,11 @@ class TestedClip:
 
 
 def score_tests(
-    run_dir: str | Path, model: str | None = None, threshold: Threshold | None = None, trust: bool = False
+    run_dir: str | Path,
+    model: str | None = None,
+    threshold: Threshold | None = None,
+    trust: bool = False,
+    best: bool = False,
 ) -> Path:
     """Score the test clips of a run, each client's by the client's model and the server's by the shared one; write ``scores.csv``.
 
@@ -52,6 +56,7 @@ def score_tests(
         model: see :func:`raydfl.runs.inference.load_model`.
         threshold: of all; ``None``: the recorded ones.
         trust: see :func:`raydfl.runs.inference.load_model`.
+        best: see :func:`raydfl.runs.inference.load_model`.
 
     Returns:
         The file. Its rows are those of :class:`TestedClip`, the highest score of each client first.
@@ -62,7 +67,7 @@ def score_tests(
         DataError: recordings or features are no longer there.
     """
     folder = local_run(run_dir)
-    run = _Run(folder, trust)
+    run = _Run(folder, trust, best)
     if run.method.objective.answers != "score":
         raise InputError(f"{folder} was not trained for an objective that gives scores; leave out --test")
     if run.config.data.sites:

@@ -20,6 +20,7 @@ from raydfl.runs.report.page import (
     UNITS,
     Picture,
     Pictures,
+    choice_notes,
     mean_and_range,
     model_label,
     problem_notes,
@@ -44,7 +45,7 @@ def comparison_page(runs: Sequence[RunRecord]) -> str:
     pictures = Pictures()
     groups = _group(runs)
     notes = [f"{run.id}: {unfinished(run)}" for run in runs if unfinished(run)]
-    notes += [f"{run.id}: {note}" for run in runs for note in (*problem_notes(run), *run.missing)]
+    notes += [f"{run.id}: {note}" for run in runs for note in (*choice_notes(run), *problem_notes(run), *run.missing)]
     keys = _ordered_keys(runs)
     headlines = {run.headline for run in runs}
     attacked = any(base_name(metric) == "attack_success" for _, metric in keys)

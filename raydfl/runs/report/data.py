@@ -89,6 +89,8 @@ class RunRecord:
     """Sentences about what could not be shown."""
     incidents: Sequence[tuple[int, str, str, str, str]] = ()
     """Round, phase, client, "failed" or "late", and why: of clients that were left out of a round or stopped early."""
+    facts: Mapping[str, tuple[int, float, str]] = field(default_factory=dict)
+    """What the run says of itself, ``"best_round"`` or ``"stopped"``, when it last did: the round, the value, and in words."""
 
     @property
     def remarks(self) -> list[str]:
@@ -118,6 +120,12 @@ class RunRecord:
     def done(self) -> int:
         """Rounds completed, as far as recorded."""
         return int(max((curve.rounds[-1] for curve in self.curves.values()), default=0))
+
+    @property
+    def stopped(self) -> str:
+        """The reason why ``run.stop`` has ended the training here; empty: it has not."""
+        round_index, _, why = self.facts.get("stopped", (0, 0.0, ""))
+        return why if round_index and round_index == self.done else ""
 
     @property
     def total(self) -> int:
@@ -224,13 +232,18 @@ def read_run(folder: Path) -> RunRecord:
     clients = _client_scores(folder, until, curves)
     timelines = _timelines(folder, until, pooled)
     incidents = _incidents(folder, until)
-    return RunRecord(folder, about, config, curves, confusions, clients, timelines, memberships, missing, incidents)
+    facts = {row.metric: (row.round, row.value, row.note) for row in pooled if row.note}
+    return RunRecord(
+        folder, about, config, curves, confusions, clients, timelines, memberships, missing, incidents, facts
+    )
 
 
 def _incidents(folder: Path, until: int | None) -> list[tuple[int, str, str, str, str]]:
     """Read what the rows say in words about single clients."""
     columns = ("round", "phase", "client", "metric", "note")
-    found = read_rows(folder, until, where=pc.field("note").is_valid(), columns=columns).to_pylist()
+    found = read_rows(
+        folder, until, where=pc.field("note").is_valid() & (pc.field("client") != ""), columns=columns
+    ).to_pylist()
     return [(row["round"], row["phase"], row["client"], row["metric"], row["note"]) for row in found]
 
 

@@ -35,6 +35,8 @@ def _commands(run: RunRecord, commit: Commit, kinds: Mapping[str, list[Mapping[s
     lines = [f"raydfl predict {folder} FILE...", f"raydfl export {folder}"] if any(shared) else []
     if not all(shared) and len(commit.private):
         lines += [f"raydfl predict {folder} FILE... --client ID", f"raydfl export {folder} --client ID"]
+    if "best_round" in run.facts:
+        lines.append(f"raydfl predict {folder} FILE... --best")
     return lines
 
 

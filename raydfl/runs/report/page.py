@@ -121,11 +121,22 @@ def problem_notes(run: RunRecord) -> list[str]:
     return [f"{'Worthless' if problem.worthless else 'Warning'}: {problem.text}." for problem in problems_of(run)]
 
 
+def choice_notes(run: RunRecord) -> list[str]:
+    """Return sentences about the round in which training stopped early, and about the best one."""
+    notes = [f"Stopped in round {run.done} of {run.total}: {run.stopped}."] if run.stopped else []
+    if "phase_stopped" in run.facts:
+        notes.append("Phase {2} (in round {0}).".format(*run.facts["phase_stopped"]))
+    if "best_round" in run.facts:
+        file = " Its models are in model-best.safetensors." if (run.folder / "model-best.safetensors").exists() else ""
+        notes.append(f"Best: {run.facts['best_round'][2]}.{file}")
+    return notes
+
+
 def unfinished(run: RunRecord) -> str:
     """Say what a run lacks, and the command that goes on with it; empty when it lacks nothing."""
     again = f"Go on with: raydfl resume {run.folder}"
     if not run.curves:
         return f"No round of this run is recorded yet. {again}"
-    if run.done < run.total:
+    if run.done < run.total and not run.stopped:
         return f"This run is not finished: {run.done} of {run.total} rounds are done. {again}"
     return ""

@@ -19,6 +19,7 @@ from raydfl.runs.report.page import (
     UNITS,
     Picture,
     Pictures,
+    choice_notes,
     model_label,
     problem_notes,
     render,
@@ -37,7 +38,7 @@ _LISTED = 200
 def single_page(run: RunRecord) -> str:
     """Return the page as HTML."""
     pictures = Pictures()
-    notes = [unfinished(run), *problem_notes(run), *run.missing, *run.remarks]
+    notes = [unfinished(run), *choice_notes(run), *problem_notes(run), *run.missing, *run.remarks]
     sentences, commands = about_models(run)
     return render(
         "run.html.j2",
@@ -68,10 +69,20 @@ def single_page(run: RunRecord) -> str:
 def _subtitle(run: RunRecord) -> str:
     parts = [run.method and f"method {run.method}", run.data and f"data {run.data}"]
     seed = get_path(run.config, "run.seed")
-    parts += [f"phase {name} from round {first}" for name, first in run.about.get("phases", {}).items()]
+    parts += [f"phase {name} from round {first}" for name, first in _phases(run).items()]
     parts += [f"seed {seed}" if seed is not None else "", str(run.about.get("created", ""))]
     parts += [f"raydfl {run.about['raydfl']}" if "raydfl" in run.about else ""]
     return " · ".join(part for part in parts if part)
+
+
+def _phases(run: RunRecord) -> dict[str, int]:
+    """Return the first round of each phase: as it was, or as it will be where it has not begun."""
+    found, numbers = dict(run.about.get("phases", {})), run.curves.get(("server", "phase"))
+    if numbers is not None:
+        for number, name in enumerate(found, 1):
+            if number in numbers.values:
+                found[name] = int(numbers.rounds[numbers.values == number].min())
+    return found
 
 
 def _tiles(run: RunRecord) -> list[tuple[str, str]]:
@@ -93,6 +104,8 @@ def _tiles(run: RunRecord) -> list[tuple[str, str]]:
         tiles.append((f"{attackers.values.mean():.3g}", "simulated attackers a round, mean"))
     if run.curves:
         tiles.append((f"{run.done}" + (f" of {run.total}" if run.total else ""), "rounds"))
+    if "best_round" in run.facts:
+        tiles.append((f"{run.facts['best_round'][1]:.0f}", "best round"))
     if "clients" in run.about:
         tiles.append((str(run.about["clients"]), "clients"))
     down, up = run.total_of("bytes_down"), run.total_of("bytes_up")

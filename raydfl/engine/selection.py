@@ -1,0 +1,206 @@
+"""Selection: the best round so far by a metric of the record, and whether training has stopped to get better.
+
+All of it follows from the scores of the evaluated rounds, so a run that is resumed reads them back from its record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.metrics import HARMONIC_MEAN, HIGHER_IS_BETTER, OF_CLIENTS, base_name
+from raydfl.engine.phases import Phases
+from raydfl.engine.settings import MetricChoice, RunSettings
+
+_VALIDATION = ("validation", "server_validation")
+"""Splits that are there to choose by. All others are tests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Criterion:
+    """A metric by which rounds are compared."""
+
+    metric: str
+    """With its split, ``"validation model/accuracy"``."""
+    higher: bool
+    """True where the larger value is the better one."""
+
+    def better(self, value: float, than: float, by: float = 0.0) -> bool:
+        """Return whether a value is better than another one by so much; one that is not finite never is.
+
+        Args:
+            than: NaN: there is none yet.
+        """
+        if not math.isfinite(value) or math.isnan(than):
+            return math.isfinite(value)
+        gain = value - than if self.higher else than - value
+        return gain > 0 and gain >= by
+
+    @property
+    def split(self) -> str:
+        """The data that it is measured on."""
+        return self.metric.partition(" ")[0]
+
+    @property
+    def chooser(self) -> str:
+        """The kind of data that chooses, in words: the validation, or the test."""
+        return "validation" if self.split in _VALIDATION else "the test"
+
+
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """The best round so far by a criterion."""
+
+    criterion: Criterion
+    round: int = 0
+    """0: there is none yet."""
+    value: float = math.nan
+    waited: int = 0
+    """Evaluations since then that were not better."""
+
+    def noted(self, round_index: int, scores: Mapping[str, float], by: float = 0.0, kept: bool = True) -> Leader:
+        """Return the leader after one more evaluated round; a round that is not ``kept`` cannot become it."""
+        value = scores.get(self.criterion.metric, math.nan)
+        if kept and self.criterion.better(value, self.value, by):
+            return Leader(self.criterion, round_index, value)
+        return dataclasses.replace(self, waited=self.waited + 1)
+
+    @property
+    def text(self) -> str:
+        """``round 7 (validation model/accuracy 0.8123, chosen by validation)``."""
+        return f"round {self.round} ({self.criterion.metric} {self.value:.4f}, chosen by {self.criterion.chooser})"
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The evaluated rounds of a run so far, as ``run.best`` and ``run.stop`` see them. Rounds of one phase are compared."""
+
+    for_best: Mapping[str, Criterion] = field(default_factory=dict)
+    """By phase; empty: nothing is to be kept."""
+    for_stop: Mapping[str, Criterion] = field(default_factory=dict)
+    """By phase; empty: training does not stop early."""
+    patience: int = 0
+    min_delta: float = 0.0
+    phase: str = ""
+    """The phase of the newest evaluated round."""
+    best: Leader | None = None
+    """The best round of that phase; ``None``: none is asked for, or none is evaluated yet."""
+    progress: Leader | None = None
+    """The last round of that phase that was better by ``min_delta`` than all before it."""
+
+    @classmethod
+    def of(cls, run: RunSettings, phases: Phases, model: str, headline: str, validation: str, method: str) -> Selection:
+        """Return the selection of a run of which no round is evaluated yet.
+
+        Args:
+            run: its settings.
+            phases: of the run.
+            model: name of the first model, for metrics that name none.
+            headline: of the objective, where no metric is given.
+            validation: split of metrics that name none.
+            method: its name, for the messages.
+
+        Raises:
+            ConfigError: a metric of which it is not known whether larger is better, or a phase that there is not.
+        """
+
+        def criteria(choice: MetricChoice | None, where: str) -> dict[str, Criterion]:
+            if choice is None:
+                return {}
+            given = choice.metric if isinstance(choice.metric, dict) else {}
+            for name in given:
+                if name not in phases.names:
+                    hint = nearest(name, phases.names) if phases.names else "it has none; give one metric"
+                    raise ConfigError(f"{where}.metric: method {method!r} has no phase {name!r}; {hint}")
+            found = {}
+            for phase in phases.names or ("",):
+                metric = given.get(phase, headline) if isinstance(choice.metric, dict) else choice.metric or headline
+                if " " not in metric:
+                    metric = f"{validation} {metric if '/' in metric else f'{model}/{metric}'}"
+                found[phase] = Criterion(metric, _higher(metric, choice.mode, where))
+            return found
+
+        stop = run.stop
+        return cls(
+            criteria(run.best, "run.best"),
+            criteria(stop, "run.stop"),
+            0 if stop is None else stop.patience,
+            0.0 if stop is None else stop.min_delta,
+        )
+
+    @property
+    def wanted(self) -> dict[str, list[tuple[str, Criterion]]]:
+        """The criteria of each phase, with the settings that ask for them; empty: rounds are not compared."""
+        found: dict[str, list[tuple[str, Criterion]]] = {}
+        for setting, criteria in (("run.best", self.for_best), ("run.stop", self.for_stop)):
+            for phase, criterion in criteria.items():
+                found.setdefault(phase, []).append((setting, criterion))
+        return found
+
+    def noted(self, round_index: int, phase: str, scores: Mapping[str, float], kept: bool = True) -> Selection:
+        """Return the selection after one more evaluated round.
+
+        Args:
+            round_index: rounds completed.
+            phase: of the round.
+            scores: of the evaluation, by split and metric.
+            kept: whether the models of the round can still be had.
+        """
+        best, progress = (self.best, self.progress) if phase == self.phase else (None, None)
+        if self.for_best:
+            best = (best or Leader(self.for_best[phase])).noted(round_index, scores, kept=kept)
+        if self.for_stop:
+            progress = (progress or Leader(self.for_stop[phase])).noted(round_index, scores, self.min_delta)
+        return dataclasses.replace(self, phase=phase, best=best, progress=progress)
+
+    def check(self, phase: str, names: Collection[str]) -> None:
+        """Refuse a metric that is not measured.
+
+        Args:
+            phase: of the method.
+            names: of what is measured in it, by split and metric.
+
+        Raises:
+            ConfigError: naming it, and what is measured.
+        """
+        for setting, criterion in self.wanted.get(phase, ()):
+            if criterion.metric not in names:
+                during = f" in phase {phase!r}" if phase else ""
+                scores = sorted(name for name in names if _base(name) in HIGHER_IS_BETTER) or sorted(names)
+                raise ConfigError(
+                    f"{setting}.metric: {criterion.metric!r} is not measured{during}; what is: {', '.join(scores) or 'nothing'}"
+                )
+
+    @property
+    def reason(self) -> str:
+        """The reason for training, or its phase, to stop; empty: it goes on."""
+        if self.progress is None or self.progress.waited < self.patience:
+            return ""
+        metric, since = self.progress.criterion.metric, self.progress.round
+        return f"no better {metric} since round {since}" if since else f"{metric} was never a finite number"
+
+
+def _base(metric: str) -> str:
+    """Return the score that a metric with its split is of."""
+    return base_name(metric.partition(" ")[2])
+
+
+def _higher(metric: str, mode: str | None, where: str) -> bool:
+    """Return whether the larger of two values is the better one.
+
+    Raises:
+        ConfigError: that is not known.
+    """
+    if mode is not None:
+        return mode == "max"
+    base = _base(metric)
+    for ending in (HARMONIC_MEAN, *(ending for ending in OF_CLIENTS if not ending.endswith("_std"))):
+        base = base.removesuffix(ending)
+    if base in HIGHER_IS_BETTER:
+        return HIGHER_IS_BETTER[base]
+    if base.endswith(("loss", "error")):
+        return False
+    raise ConfigError(f"{where}.mode: whether a larger {metric!r} is better is not known; set it to max or min")

@@ -1,0 +1,246 @@
+"""The best round, and training that stops early: by a metric that a test wrote down, so that all can be counted by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import safetensors
+from helpers import raw, same, start, truth
+
+from raydfl.cluster.server import Server
+from raydfl.core.errors import ConfigError, InputError
+from raydfl.engine.config import Config
+from raydfl.engine.phases import Phases
+from raydfl.engine.recall import best_of
+from raydfl.engine.selection import Selection
+from raydfl.engine.settings import BestSettings, RunSettings, StopSettings
+from raydfl.engine.storage import RunStore
+from raydfl.engine.storage.private import PrivateStore
+from raydfl.runs import Outcome, resume, run
+from raydfl.runs.folder import create
+from raydfl.runs.inference import load_model
+from raydfl.runs.progress import Progress
+from raydfl.runs.report import read_run
+
+Tiny = Callable[..., Config]
+HERE = Path(__file__).resolve().parents[1]
+SCRIPT = "[0, .1, .3, .5, .5, null, .4, .45, .9]"
+"""After rounds 0 to 8: round 3 is the best up to round 7; after it come a tie, a NaN and two that are worse."""
+LEFT_OUT = ("round", "extra")
+
+
+def scripted(tiny: Tiny, *overrides: str, script: str = SCRIPT, kind: str = "Scripted") -> Config:
+    few = ["data.speakers=4", "data.takes=2", "train.cohort=2", "evaluate.client_test_clips=0"]
+    rounds = ["train.rounds=8", "run.keep=1", "run.commit_every=4", *few]
+    return tiny(f"method={{name: '{HERE / 'scripted.py'}:{kind}', script: {script}}}", *rounds, *overrides)
+
+
+STOPPING = ["run.best=accuracy", "run.stop={metric: validation model/accuracy, patience: 3}"]
+
+
+def tensors(path: Path) -> dict[str, bytes]:
+    with safetensors.safe_open(path, "pt") as file:
+        return {name: raw(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+
+
+def noted(values: Sequence[float], metric: str = "test m/loss", **stop: float) -> list[tuple[int, bool]]:
+    """The best round and whether to stop, after each of some evaluations."""
+    settings = RunSettings(best=BestSettings(metric=metric), stop=StopSettings(metric=metric, **stop))  # type: ignore[arg-type]
+    selection = Selection.of(settings, Phases(), "m", "accuracy", "validation", "some")
+    found = []
+    for place, value in enumerate(values, 1):
+        selection = selection.noted(place, "", {metric: value})
+        assert selection.best is not None
+        found.append((selection.best.round, bool(selection.reason)))
+    return found
+
+
+def test_counted_by_hand() -> None:
+    nan, inf = math.nan, math.inf
+    # A loss falls; a tie, NaN and infinity are not better.
+    assert [best for best, _ in noted([3, 2, 2, nan, -inf, 1])] == [1, 2, 2, 2, 2, 6]
+    assert [best for best, _ in noted([3, 2, 4, 5], "test m/accuracy_client_mean")] == [1, 1, 3, 4]
+    assert [best for best, _ in noted([nan, nan])] == [0, 0]
+    # What is better by less than min_delta counts for the best round, but not as progress: 3, then 1.9 is.
+    assert noted([3, 2.5, 2.1, 1.9, 1.8], patience=2, min_delta=1.0) == [
+        (1, False),
+        (2, False),
+        (3, True),
+        (4, False),
+        (5, False),
+    ]
+    assert [stops for _, stops in noted([nan, nan, nan], patience=2)] == [False, True, True]
+    # A phase that ends early brings all later ones forward.
+    assert Phases(("a", "b", "c"), (0, 10, 15)).ended("a", 4) == Phases(("a", "b", "c"), (0, 4, 9))
+
+
+def test_a_run_stops_and_keeps_the_best_wherever_it_was_killed(tiny: Tiny) -> None:
+    config = scripted(tiny, *STOPPING)
+    folder = Path(config.run.dir) / "tiny"
+    outcome = run(config)
+    assert outcome.best is not None
+    assert (outcome.round, outcome.best.round, outcome.status) == (6, 3, "finished")
+    assert outcome.ended == "no better validation model/accuracy since round 3"
+
+    # The best is what a run of three rounds ends with, private state included, although one commit is kept.
+    three = scripted(tiny, "train.rounds=3", "run.name=three")
+    run(three)
+    assert tensors(folder / "model-best.safetensors") == tensors(Path(three.run.dir) / "three" / "model.safetensors")
+    best = best_of(folder, config)
+    assert best is not None
+    private = PrivateStore(folder / "private")
+    of_three = truth(Path(three.run.dir) / "three")
+    assert len(best.commit.private)
+    for index, ref in best.commit.private.items():
+        assert {f"client {index} {name}": raw(t) for name, t in private.read(ref).items()}.items() <= of_three.items()
+    with safetensors.safe_open(folder / "model-best.safetensors", "pt") as file:
+        about = file.metadata()
+    assert about["round"] == "3"
+    assert json.loads(about["best"])["value"] == pytest.approx(0.5)
+
+    # Killed after any round and resumed, it stops in the same round with the same bits.
+    for done in (3, 5):
+        again = scripted(tiny, *STOPPING, f"run.name=killed-{done}")
+        server = start(again)
+        for _ in range(done):
+            server.round()
+        server.close()
+        resumed = resume(Path(again.run.dir) / f"killed-{done}")
+        assert (resumed.round, resumed.ended) == (6, outcome.ended)
+        same(truth(folder), truth(resumed.run_dir))
+        assert tensors(resumed.run_dir / "model-best.safetensors") == tensors(folder / "model-best.safetensors")
+
+    # What uses it says which round it is; the last is the default.
+    who = f"s{next(iter(best.commit.private))}"
+    assert load_model(folder, client=who, best=True).round == 3
+    assert "chosen by validation" in load_model(folder, client=who, best=True).description
+    assert load_model(folder, client=who).round == 6
+    with pytest.raises(InputError, match=r"keeps no best round, because run.best was not set"):
+        load_model(Path(three.run.dir) / "three", client=who, best=True)
+    page = (folder / "report.html").read_text()
+    assert "Stopped in round 6 of 8: no better validation model/accuracy since round 3." in page
+    assert "not finished" not in page
+    assert read_run(folder).incidents == []
+
+    # It is complete: going on does nothing, until there is more patience; then a better round takes the best one's place.
+    before = truth(folder)
+    assert resume(folder, ["train.rounds=9"]).round == 6
+    same(before, truth(folder))
+    longer = resume(folder, ["train.rounds=8", "run.stop.patience=5"])
+    assert longer.best is not None
+    assert (longer.round, longer.best.round, longer.ended) == (8, 8, "")
+    assert RunStore(folder).rounds() == [8]
+
+
+def test_the_test_may_choose_but_it_is_said(tiny: Tiny) -> None:
+    config = tiny("run.best={metric: test model/loss}", "train.rounds=2")
+    outcome: Outcome = run(config)
+    assert outcome.best is not None
+    assert "chosen by the test" in outcome.best.text
+    assert "chosen by the test" in (outcome.run_dir / "report.html").read_text()
+    assert outcome.best.value == min(read_run(outcome.run_dir).curves["test", "model/loss"].values)
+
+
+TWO = ["train.rounds=6", "train.phases.first.rounds=3", "run.best=accuracy"]
+
+
+def phase_state(folder: Path, round_index: int) -> dict[str, bytes]:
+    """What a run knows after a round, apart from the round itself."""
+    found = truth(folder)
+    assert found["round"] == str(round_index).encode()
+    return {name: value for name, value in found.items() if name not in LEFT_OUT}
+
+
+def test_a_phase_begins_with_the_best_round_of_the_one_before(tiny: Tiny) -> None:
+    def after(rounds: int, name: str, *overrides: str) -> Path:
+        config = scripted(tiny, *TWO, *overrides, f"run.name={name}", script="[0, .1, .5, .2, .3]", kind="InPhases")
+        server = Server(create(config, Progress("quiet")), config)
+        while server.round_index < rounds:
+            server.round()
+        server.finish()
+        server.close()
+        return Path(config.run.dir) / name
+
+    begin = "train.phases.second.begin=best"
+    two, three = after(2, "two"), after(3, "best", begin)
+    same(phase_state(two, 2), phase_state(three, 3))  # with the private state of then
+    after(6, "best", begin)
+    whole = after(6, "whole", begin)
+    same(phase_state(three, 6), phase_state(whole, 6))
+    others = phase_state(after(6, "last"), 6)
+    assert others != phase_state(whole, 6)
+
+
+def test_a_phase_that_stops_is_one_that_was_configured_so(tiny: Tiny) -> None:
+    script = "[0, .5, .4, .3, .2, .3, .2]"
+
+    def done(name: str, *overrides: str) -> Outcome:
+        own = ["train.rounds=7", "train.phases.second.optimiser.lr=0.02", f"run.name={name}"]
+        return run(scripted(tiny, *own, *overrides, script=script, kind="InPhases"))
+
+    stopping = ["run.stop={patience: 2}", "train.phases.first.rounds=5"]
+    stopped = done("stopped", *stopping)  # after rounds 3 (its best was the first) and 7 (its best was round 5)
+    configured = done("configured", "train.phases.first.rounds=3")
+    assert stopped.round == 7
+    assert stopped.ended == "no better validation model/accuracy since round 5"
+    same(truth(configured.run_dir), truth(stopped.run_dir))
+    killed = scripted(
+        tiny, "train.rounds=7", "train.phases.second.optimiser.lr=0.02", *stopping, "run.name=killed", script=script, kind="InPhases"
+    )  # fmt: skip
+    server = start(killed)
+    for _ in range(5):
+        server.round()
+    server.close()
+    same(truth(configured.run_dir), truth(resume(Path(killed.run.dir) / "killed").run_dir))
+    page = (stopped.run_dir / "report.html").read_text()
+    assert "phase second from round 4" in page
+    # Where a phase ends decides numbers, so patience does here too.
+    assert killed.digest() != scripted(tiny, "train.rounds=7", "train.phases.first.rounds=5", kind="InPhases").digest()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["run.stop={patience: 0}"], "run.stop.patience"),
+        (["run.stop={min_delta: -1}"], "run.stop.min_delta"),
+        (["run.best=acuracy"], r"run.best.mode: whether a larger 'validation model/acuracy' is better is not known"),
+        (["run.best={}", "data.split.validation=0"], r"run.best: 'validation model/accuracy' is not measured, because clients"),
+        (["run.stop={}", "evaluate.clients=none"], r"run.stop: .* because evaluate.clients is none"),
+        (["run.best=test model/accuracy", "evaluate.server=false", "evaluate.clients=none"], "evaluate.server is false"),
+        (["run.best=server_validation model/accuracy"], "because the server holds nothing out"),
+        (["run.best={metric: {first: accuracy}}"], "has no phase 'first'; it has none"),
+    ],
+)  # fmt: skip
+def test_what_cannot_choose_is_refused(tiny: Tiny, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny(*overrides)
+
+
+def test_metrics_that_nobody_measures_are_refused_before_training(tiny: Tiny) -> None:
+    config = tiny("run.best={metric: validation model/acuracy, mode: max}")
+    with pytest.raises(ConfigError, match=r"model/acuracy' is not measured; what is: .*validation model/loss"):
+        run(config)
+    assert not (Path(config.run.dir) / "tiny").exists()
+    second = "run.best={metric: {second: validation other/accuracy}}"
+    with pytest.raises(ConfigError, match=r"'validation other/accuracy' is not measured in phase 'second'; what is"):
+        run(scripted(tiny, second, kind="InPhases"))
+    begin = ["train.phases.second.begin=best", "train.rounds=6"]
+    with pytest.raises(ConfigError, match=r"begin: best needs a metric"):
+        scripted(tiny, *begin, kind="InPhases")
+    with pytest.raises(ConfigError, match=r"no round of phase 'first', 1 to 3, is evaluated; lower evaluate.every"):
+        scripted(tiny, *begin, "run.best={}", "evaluate.every=4", kind="InPhases")
+    with pytest.raises(ConfigError, match=r"'first' is the first phase"):
+        scripted(tiny, "train.phases.first.begin=best", "run.best={}", kind="InPhases")
+
+
+def test_the_same_in_actors(tiny: Tiny, ray_session: None) -> None:
+    outcomes = [run(scripted(tiny, *STOPPING, f"ray.actors={actors}", f"run.name=a{actors}")) for actors in (0, 1, 2)]
+    assert {outcome.round for outcome in outcomes} == {6}
+    for other in outcomes[1:]:
+        same(truth(outcomes[0].run_dir), truth(other.run_dir))
+        first, there = (outcome.run_dir / "model-best.safetensors" for outcome in (outcomes[0], other))
+        assert tensors(first) == tensors(there)
