@@ -188,9 +188,8 @@ def test_a_phase_that_stops_is_one_that_was_configured_so(tiny: Tiny) -> None:
     assert stopped.round == 7
     assert stopped.ended == "no better validation model/accuracy since round 5"
     same(truth(configured.run_dir), truth(stopped.run_dir))
-    killed = scripted(
-        tiny, "train.rounds=7", "train.phases.second.optimiser.lr=0.02", *stopping, "run.name=killed", script=script, kind="InPhases"
-    )  # fmt: skip
+    faster = ["train.rounds=7", "train.phases.second.optimiser.lr=0.02", *stopping, "run.name=killed"]
+    killed = scripted(tiny, *faster, script=script, kind="InPhases")
     server = start(killed)
     for _ in range(5):
         server.round()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from helpers import known, same, truth
 
 from raydfl.engine.config import Config
 from raydfl.experiments.metric import MetricSettings, keys_of
-from raydfl.experiments.plan import rounds_done
+from raydfl.experiments.plan import is_complete, rounds_done
 from raydfl.experiments.trial import RunThread, Said, TrialOrder, branch, recorded
 
 
@@ -56,6 +57,19 @@ def test_each_evaluated_round_is_told_once_with_the_records_score(tiny: Callable
     assert [each.round for each in said] == [2, 4, 5]
     assert dict(_rounds(said)) == scores
     assert said[-1].status == "finished"
+
+
+def test_a_trial_that_stops_by_itself_is_finished_and_says_where(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    # No loss gets better by a thousand: after the first evaluation and one more it is over.
+    config = tiny("train.rounds=9", "run.best={}", "run.stop={metric: loss, min_delta: 1000, patience: 1}")
+    said = _all(RunThread(_order(config, tmp_path)))
+    assert [(each.round, each.status) for each in said] == [(1, "running"), (2, "finished")]
+    assert said[-1].ended == "no better validation model/loss since round 1"
+    assert said[-1].best in (1, 2)
+    assert not math.isnan(said[-1].score)
+    folder = Path(config.run.dir) / "tiny"
+    assert is_complete(folder, config)
+    assert not is_complete(folder, tiny("train.rounds=9"))
 
 
 def test_a_trial_that_is_not_judged_has_one_result_and_stops_after_its_round(

@@ -190,7 +190,8 @@ def _differing(run_dir: Path, config: Config, trust: bool) -> str:
             return ""
     elif config.digest() == digest:
         return ""
-    changes = decisive_changes(began, config.model_dump(mode="json"))
+    now = config.model_dump(mode="json")
+    changes = decisive_changes(began, now) or _differences(began, now, _CHOOSING)
     return "; ".join(changes[:_LISTED]) or "what its settings name has changed"
 
 
@@ -198,6 +199,8 @@ _LISTED = 5
 """Settings that a message names."""
 _FREE = ("evaluate.", "ray.", "run.", "track.", "train.rounds", "train.tape", "data.cache", "data.root")
 """How settings begin that decide no numbers, but for some that are decisive all the same."""
+_CHOOSING = ("run.stop", "run.best", "evaluate.")
+"""How settings begin that decide numbers where a phase ends, or begins with an earlier round, because of what was measured."""
 _NOT_FREE = ("run.seed", "ray.threads")
 
 
@@ -209,6 +212,16 @@ def decisive_changes(began: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
         for key in {**before, **after}
         if _without_folder(before.get(key)) != _without_folder(after.get(key))
         and (not key.startswith(_FREE) or key.startswith(_NOT_FREE))
+    ]
+
+
+def _differences(began: Mapping[str, Any], now: Mapping[str, Any], beginnings: tuple[str, ...]) -> list[str]:
+    """Say which settings differ of those that begin so."""
+    before, after = flatten(dict(began)), flatten(dict(now))
+    return [
+        f"{key}: {before.get(key)!r} there, {after.get(key)!r} here"
+        for key in {**before, **after}
+        if key.startswith(beginnings) and before.get(key) != after.get(key)
     ]
 
 

@@ -171,6 +171,8 @@ def _runs_of(
     for value in repeats:
         own = laid_over(values, {str(setting): value}, "repeat")
         config = make_config(_settled(apply_overrides(own, overrides), settings, folder), str(file))
+        if settings.summary == "chosen" and config.run.best is None:
+            raise ConfigError("summary: chosen is the round that run.best chooses; set run.best in settings")
         identity = _identity(config)
         name = _run_name((*labels, f"{str(setting).rpartition('.')[2]}={label_of(value)}"), identity, folder)
         named = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})

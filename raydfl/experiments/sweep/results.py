@@ -21,6 +21,7 @@ from raydfl.experiments.table import markdown_table, shown, to_csv, to_parquet, 
 from raydfl.runs.report import Curve, RunRecord, problems_of, read_run
 
 SUMMARIES = {"tail": "mean of last ten", "last": "last", "best": "best"}
+CHOSEN = {"chosen": "in the round of run.best"}
 """Summaries of a run's evaluations, with their words."""
 _ADVICE = "make room or make the folder writable, then write the tables again with raydfl sweep FILE --table"
 
@@ -106,7 +107,7 @@ class Results:
 
 def collect(sweep: Sweep) -> Results:
     """Read what the finished runs of a sweep recorded. A run that is not finished counts as missing."""
-    settings = sweep.settings
+    settings, shown_summaries = sweep.settings, summaries_of(sweep)
     read: dict[str, RunRecord] = {}
     rows: list[dict[str, Any]] = []
     cells: dict[tuple[str, ...], CellResult] = {}
@@ -126,6 +127,8 @@ def collect(sweep: Sweep) -> Results:
                 continue
             if each.identity not in read:
                 read[each.identity] = read_run(each.run_dir)
+            best_rounds = read[each.identity].curves.get(("server", "best_round"))
+            best = 0 if best_rounds is None else int(best_rounds.last)
             found = problems_of(read[each.identity])
             rows[-1]["problems"] = "; ".join(problem.text for problem in found)
             rows[-1]["worthless"] = any(problem.worthless for problem in found)
@@ -136,13 +139,14 @@ def collect(sweep: Sweep) -> Results:
                     continue
                 if not place:
                     curves.append(curve)
-                for summary, value in summaries(curve, metric).items():
+                found_there = {s: v for s, v in summaries(curve, metric, best).items() if s in shown_summaries}
+                for summary, value in found_there.items():
                     values.setdefault((metric.title, summary), []).append(value)
-                    rows[-1][f"{metric.title}, {SUMMARIES[summary]}"] = value
+                    rows[-1][f"{metric.title}, {shown_summaries[summary]}"] = value
         scores = {
             (metric.title, summary): Spread(tuple(values.get((metric.title, summary), ())))
             for metric in metrics
-            for summary in SUMMARIES
+            for summary in shown_summaries
         }
         cells[labels] = CellResult(
             labels, metrics, scores, len(runs), len(runs) - len(unfinished), tuple(curves), tuple(unfinished), worthless
@@ -159,11 +163,28 @@ def curve_of(run: RunRecord, config: Config, metric: MetricSettings) -> Curve | 
     return None
 
 
-def summaries(curve: Curve, metric: MetricSettings) -> dict[str, float]:
-    """Return the numbers of one run, by the keys of :data:`SUMMARIES`."""
+def summaries_of(sweep: Sweep) -> dict[str, str]:
+    """Return the titles of the numbers that a sweep's table has of a run, by their keys."""
+    return {**SUMMARIES, **(CHOSEN if sweep.settings.summary == "chosen" else {})}
+
+
+def summaries(curve: Curve, metric: MetricSettings, chosen: int = 0) -> dict[str, float]:
+    """Return the numbers of one run, by the keys of :data:`SUMMARIES` and :data:`CHOSEN`.
+
+    Args:
+        curve: the metric over the rounds.
+        metric: says whether larger is better.
+        chosen: the best round by ``run.best``; 0: there is none.
+    """
     best = np.nanmax if HIGHER_IS_BETTER.get(base_name(metric.score), True) else np.nanmin
     some = np.isfinite(curve.values).any()
-    return {"tail": curve.tail, "last": curve.last, "best": float(best(curve.values)) if some else float("nan")}
+    there = curve.values[curve.rounds == chosen]
+    return {
+        "tail": curve.tail,
+        "last": curve.last,
+        "best": float(best(curve.values)) if some else float("nan"),
+        "chosen": float(there[0]) if len(there) else float("nan"),
+    }
 
 
 def _compared(sweep: Sweep, cells: Mapping[tuple[str, ...], CellResult]) -> list[CellResult]:
@@ -188,8 +209,12 @@ def _compared(sweep: Sweep, cells: Mapping[tuple[str, ...], CellResult]) -> list
 def _notes(sweep: Sweep) -> list[str]:
     settings = sweep.settings
     repeats = " or ".join(dict.fromkeys(run.repeat.partition("=")[0] for run in sweep.runs))
-    headline = f"of a run's evaluations the {SUMMARIES[settings.summary]}"
+    title = summaries_of(sweep)[settings.summary]
+    headline = f"of a run's evaluations the {'one ' * (settings.summary == 'chosen')}{title}"
     notes = [f"Headline: {headline}; mean ± standard deviation over {repeats}."]
+    if settings.summary == "chosen":
+        choosers = {c.metric: c for run in sweep.runs for c in run.config.selection.for_best.values()}
+        notes += [f"{name} chooses the round ({criterion.chooser})." for name, criterion in choosers.items()]
     if settings.summary == "best":
         notes.append("The best evaluation is chosen on the test data.")
     described: dict[str, list[str]] = {}
@@ -250,11 +275,12 @@ def _columns(results: Results) -> dict[str, Callable[[CellResult], str]]:
     found: dict[str, Callable[[CellResult], str]] = {}
     if mixed:
         found["score"] = lambda cell: cell.metrics[0].title
-    found[f"{headline}, {SUMMARIES[settings.summary]}"] = lambda cell: str(cell.score(settings.summary))
+    titles = summaries_of(results.sweep)
+    found[f"{headline}, {titles[settings.summary]}"] = lambda cell: str(cell.score(settings.summary))
     found["runs"] = lambda cell: (cell.state or str(cell.done)) + _worthless_text(cell)
     if settings.reference:
         found["drop"] = lambda cell: shown(cell.drop)
-    for summary, title in SUMMARIES.items():
+    for summary, title in titles.items():
         if summary != settings.summary:
             found[title] = lambda cell, summary=summary: str(cell.score(summary))  # type: ignore[misc]
     for place, metric in enumerate(settings.also, start=1):
@@ -324,7 +350,7 @@ def records(results: Results) -> list[dict[str, Any]]:
         row |= {"mean": headline.mean, "std": headline.std, "drop": _nan(cell.drop)}
         paper = cell.paper or (None, None)
         row |= {"paper": _nan(paper[0]), "paper_std": _nan(paper[1]), "paper_drop": _nan(cell.paper_drop)}
-        for place, summary in itertools.product(range(len(cell.metrics)), SUMMARIES):
+        for place, summary in itertools.product(range(len(cell.metrics)), summaries_of(results.sweep)):
             name = f"{'headline' if not place else cell.metrics[place].title} {summary}"
             score = cell.score(summary, place)
             row |= {f"{name} mean": score.mean, f"{name} std": score.std}

@@ -52,10 +52,10 @@ class SweepSettings(StudySettings):
     )
     metric: MetricSettings = Field(MetricSettings(), description="the headline")
     also: list[MetricSettings] = Field(default_factory=list, description="further numbers for the table")
-    summary: Literal["tail", "last", "best"] = Field(
+    summary: Literal["tail", "last", "best", "chosen"] = Field(
         "tail",
-        description="what of a run's evaluations the headline is: the mean of the last ten, the last, or the best (which "
-        "chooses on the test data)",
+        description="what of a run's evaluations the headline is: the mean of the last ten, the last, the best (which "
+        "chooses on the test data), or that in the round which run.best has chosen",
     )
     reference: dict[str, str] = Field(
         default_factory=dict,

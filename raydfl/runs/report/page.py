@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from raydfl.core.metrics import SCORES, model_name
+from raydfl.core.metrics import SCORES, base_name, model_name
 from raydfl.engine import without_password
 from raydfl.runs.report import figures as plots
 from raydfl.runs.report.data import SPLITS, Curve, Key, RunRecord
@@ -128,7 +128,13 @@ def choice_notes(run: RunRecord) -> list[str]:
         notes.append("Phase {2} (in round {0}).".format(*run.facts["phase_stopped"]))
     if "best_round" in run.facts:
         file = " Its models are in model-best.safetensors." if (run.folder / "model-best.safetensors").exists() else ""
-        notes.append(f"Best: {run.facts['best_round'][2]}.{file}")
+        chosen = int(run.facts["best_round"][1])
+        there = [
+            f"{split_name(split)}, {metric} {score_text(base_name(metric), float(curve.values[curve.rounds == chosen][0]))}"
+            for split, metric in run.ordered(run.headline)
+            if split != "train" and chosen in (curve := shown_curve(run, (split, metric))).rounds
+        ]
+        notes.append(f"Best: {run.facts['best_round'][2]}.{' In that round: ' * bool(there)}{'; '.join(there)}.{file}")
     return notes
 
 

@@ -109,6 +109,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"settings": {"train": {"rounds": 9}}}, r"settings: train would replace the whole group; write single settings"),
     ({"axes": {"a": {"x": {"metric": {"skore": "loss"}}}}}, "skore"),
     ({"summary": "worst"}, "summary"),
+    ({"summary": "chosen"}, "summary: chosen is the round that run.best chooses; set run.best in settings"),
 ]
 
 

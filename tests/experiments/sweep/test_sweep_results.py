@@ -222,6 +222,17 @@ def test_a_private_models_number_is_found_by_its_name(grid: StudyFile) -> None:
     assert cell.scores["local accuracy", "tail"].mean == 75
 
 
+def test_the_number_in_the_round_that_validation_chose(grid: StudyFile) -> None:
+    chosen = {"summary": "chosen", "settings": {"train.rounds": 3, "run.best": {}, "data.split.validation": 0.2}}
+    sweep = _sweep(grid, axes={"method": {"one": {"method": "fedavg"}}}, reference={}, paper=None, **chosen)
+    for run in sweep.runs:
+        leave(run, {"test model/accuracy": [0.9, 0.4, 0.7], "server best_round": [1, 2, 2]})
+    table = collect(sweep)
+    assert table.cells[0].score("chosen").mean == pytest.approx(40)
+    assert columns(table)[1] == "accuracy, in the round of run.best"
+    assert "validation model/accuracy chooses the round (validation)." in table.notes
+
+
 def test_spread_of_few_runs() -> None:
     assert str(Spread(())) == "-"
     assert str(Spread((81.234,))) == "81.23"

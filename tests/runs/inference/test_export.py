@@ -136,8 +136,9 @@ def test_a_clients_own_model(raydfl: Raydfl, mutual: Finished) -> None:
     said = raydfl("export", mutual.folder, "--client", client)
     assert said.code == 0, said.err
     path = mutual.folder / "export" / f"local-{client}.onnx"
-    first, second, third = said.out.splitlines()
+    first, second, which, third = said.out.splitlines()
     assert [Path(first), Path(second)] == [path, path.with_suffix(".json")]
+    assert which == f"round {json.loads(Path(second).read_text())['round']}"
     assert third.startswith("largest difference to PyTorch: ")
     x, _ = batch(load_model(mutual.folder), 3, 26, 0)
     expected = mutual.step(client).models["local"].eval()(x, None).detach()
