@@ -91,6 +91,7 @@ PERSONAL: Mapping[str, Mapping[str, Any]] = {
     "Ditto": {"name": "ditto"},
     "FedGen": {"name": "fedgen"},
     "MOON": {"name": "moon", "projection": None},  # the network of all others
+    "MOON, mu 0.1": {"name": "moon", "projection": None, "mu": 0.1},
     "FedBABU": {"name": "fedbabu"},
     "FedNTD": {"name": "fedntd"},
     "FedLC": {"name": "fedlc"},
@@ -504,10 +505,12 @@ def discovery(bench: Bench) -> None:
     cases["5 tasks of 8, 7, 4, 3 and 3"] = order, {"clients": [8, 7, 4, 3, 3]}
     for count in (3, 5):
         cases[f"{count} tasks, half of the clients a round"] = order[:count], {"cohort": 0.5}
+        cases[f"{count} tasks, half a round, updates accumulated"] = order[:count], {"cohort": 0.5}
     points = [point for point in (1, 2, 5, 10, 20) if point <= bench.rounds]
     print("| | " + " | ".join(f"round {point}" for point in points) + " |\n|---" + "|---" * len(points) + "|")
     for name, (tasks, changes) in cases.items():
-        found = [bench.run(seed, tasks, {**APTA, "tasks": GROUPS}, **changes).rounds for seed in bench.seeds]
+        groups = GROUPS | DISCOVERY["accumulated" if "accumulated" in name else "last layer"]
+        found = [bench.run(seed, tasks, {**APTA, "tasks": groups}, **changes).rounds for seed in bench.seeds]
         cells = []
         for point in points:
             values = [statistics.fmean(each[f"tasks/{what}"][point - 1] for each in found) for what in SHOWN]

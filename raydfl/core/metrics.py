@@ -38,6 +38,7 @@ class Score:
 
 SCORES: Mapping[str, Score] = {
     "accuracy": Score("accuracy", headline=True),
+    "top_k_accuracy": Score("top-k accuracy"),
     "map": Score("mean average precision", headline=True),
     "auc": Score("AUC", headline=True),
     "pauc": Score("partial AUC"),
@@ -105,6 +106,7 @@ def classification_metrics(
     clips: ArrayLike | Tensor | None,
     classes: int,
     average: Average = "probabilities",
+    top_k: int | None = None,
 ) -> dict[str, Ratio | np.ndarray]:
     """Loss, accuracy and confusion matrix of single-label predictions.
 
@@ -121,10 +123,11 @@ def classification_metrics(
         clips: int [rows]: which clip a row belongs to, any numbers in any order; ``None``: each row is an example.
         classes: number of classes.
         average: what the mean over a clip's segments is taken of.
+        top_k: how many of the most probable classes may hold the right one; ``None``: that is not asked.
 
     Returns:
-        ``loss`` and ``accuracy`` (ratios over the examples) and ``confusion`` (int64 [classes, classes]; row: truth,
-        column: prediction). Equal probabilities are decided for the lower class index.
+        ``loss`` and ``accuracy`` (ratios over the examples), with ``top_k`` also ``top_k_accuracy``, and ``confusion`` (int64
+        [classes, classes]; row: truth, column: prediction). Equal probabilities are decided for the lower class index.
 
     Raises:
         DataError: shapes do not fit, a label is out of range, or one clip has two labels.
@@ -150,11 +153,14 @@ def classification_metrics(
         loss = 0.0 - log_probabilities[np.arange(len(truth)), truth].sum()  # 0.0 at best: never -0.0
     predicted = log_probabilities.argmax(axis=1)
     confusion = np.bincount(truth * classes + predicted, minlength=classes * classes).reshape(classes, classes)
-    return {
+    found: dict[str, Ratio | np.ndarray] = {
         "loss": Ratio(float(loss), len(truth)),
         "accuracy": Ratio(float(np.trace(confusion)), len(truth)),
-        "confusion": confusion.astype(np.int64),
     }
+    if top_k is not None:
+        most_probable = np.argsort(-log_probabilities, axis=1, kind="stable")[:, :top_k]
+        found["top_k_accuracy"] = Ratio(float((most_probable == truth[:, None]).any(axis=1).sum()), len(truth))
+    return {**found, "confusion": confusion.astype(np.int64)}
 
 
 def _mean_over_clips(

@@ -21,13 +21,11 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError, nearest
-from raydfl.core.metrics import classification_metrics
 from raydfl.core.types import Batch, Client, Metrics, ModelSpec, Ratio, State, Task, Tensors, Update, view_of
 from raydfl.data import Examples
 from raydfl.methods._layers import last_layer
 from raydfl.methods._method import Method
 from raydfl.models import build_model
-from raydfl.objectives import Classify
 from raydfl.rules import Rule, UniformMean
 from raydfl.training import Loss, Step, computing_in, fit
 
@@ -149,8 +147,7 @@ class WithViews(Method):
         with torch.no_grad(), computing_in(step.training.precision, step.device):
             batches = examples.batches(batch_size, None, step.device)
             logits = torch.cat([fused(step.models, batch).cpu() for batch in batches])
-        average = cast(Classify, self.objective).average
-        return classification_metrics(logits, examples.labels, examples.clips, logits.shape[1], average)
+        return self.objective.metrics(logits, examples)
 
     def alone(self, step: Step, name: str, batch: Batch) -> Tensor:
         """Return the loss of one network, over the examples that have its view."""

@@ -6,7 +6,7 @@ layer k and M_i its mask (1 is kept):
 
     (1)  sum_k p_k N_k = rho_i sum_k N_k, where a less important layer loses no smaller a share p_k
     (2)  in layer k the p_k C_k filters of the smallest L1 norm are pruned, anew in each round from w_ref
-         loss   CE + (a_i / 2) ||w - (w_ref - h_i)||^2 + <w, s_i g - g_i>,    s_i = mean(n) / n_i,  a_i = alpha s_i
+         loss   CE + (a_i / 2) ||w - (w_ref - h_i)||^2 + <w - w_ref, s_i g - g_i>,    s_i = mean(n) / n_i,  a_i = alpha s_i
     (3)  w_i = M_i * w_i^ + (1 - M_i) * w_ref
          D_i = w_i - w_ref,    h_i <- h_i + D_i,    g_i <- g_i - s_i g - D_i / (lr E ceil(mean(n) / B))
     (4)  clients are clustered by 1 - cos of their D_i of the last layer (HDBSCAN)
@@ -23,6 +23,7 @@ short:
 - What is pruned: convolutions that train, and of recurrent layers hidden units, which the paper does not have.
 - ``drift: full`` is the loss above. ``server`` leaves the client's terms out, as the release does in effect (its terms have no
   gradient); ``off`` has no h and no g.
+- The last term of the loss is written with w - w_ref, not w: the same gradient, and a loss that can be compared with others.
 - Means of h are over the clients of the round and group; N is the group's clients.
 - ``recover: false`` averages a filter over those who kept it (what nobody kept stays).
 - The learning rate in g's formula is the one before decay, as in the release. With momentum E ceil(mean(n) / B) is replaced by the
@@ -68,8 +69,8 @@ from raydfl.training import Step, TrainSettings, fit
 DRIFT, CONTROL = "drift/", "control/"
 """Beginnings of the names of h and g."""
 
-_ANCHOR, _LINEAR, _PULL = "anchor/", "linear/", "pull"
-"""Where the loss finds w_ref - h_i, s_i g - g_i and a_i."""
+_ANCHOR, _LINEAR, _PULL, _OFFSET = "anchor/", "linear/", "pull", "offset"
+"""Where the loss finds w_ref - h_i, s_i g - g_i, a_i and <w_ref, s_i g - g_i>."""
 
 _PRUNED, _CLIENTS, _MEAN = "pruned", "clients", "mean_examples"
 
@@ -174,7 +175,7 @@ class FedAPTA(WithTasks):
             if name in pruned:
                 away = away * step.state[MASK + name]
             value = value + step.state[_PULL] / 2 * away.square().sum() + (kept * step.state[_LINEAR + name]).sum()
-        return value
+        return value - step.state[_OFFSET]
 
     def local(self, step: Step) -> Update:
         """Prune, train, and send what is kept with the masks."""
@@ -199,6 +200,7 @@ class FedAPTA(WithTasks):
         """Put into ``step.state`` what the loss needs of h_i, g_i and g."""
         scale = self._scale(step)
         step.state[_PULL] = torch.tensor(self.alpha * scale, device=step.device)
+        offset = torch.zeros((), device=step.device)
         for name in step.parameters():
             reference = step.reference(name)
             nothing = torch.zeros_like(reference)
@@ -206,6 +208,9 @@ class FedAPTA(WithTasks):
             step.state[_LINEAR + name] = scale * step.reference(CONTROL + name) - step.state.get(
                 CONTROL + name, nothing
             )
+            kept = reference * step.state.get(MASK + name, 1.0)
+            offset = offset + (kept * step.state[_LINEAR + name]).sum()
+        step.state[_OFFSET] = offset
 
     def _scale(self, step: Step) -> float:
         """s_i."""
@@ -231,7 +236,8 @@ class FedAPTA(WithTasks):
                 step.state[CONTROL + name] = before + change
                 sent[CONTROL + name] = change / self._scale(step)
                 del step.state[_ANCHOR + name], step.state[_LINEAR + name]
-        step.state.pop(_PULL, None)
+        for name in (_PULL, _OFFSET):
+            step.state.pop(name, None)
         return sent
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:

@@ -41,13 +41,11 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
-from raydfl.core.metrics import classification_metrics
 from raydfl.core.seeds import generator
 from raydfl.core.types import Batch, Client, Metrics, State, Update, same_view
 from raydfl.data import Examples
 from raydfl.methods._layers import check_features
 from raydfl.methods._method import Method
-from raydfl.objectives import Classify
 from raydfl.training import Step, fit, predict
 
 MEANS, COUNTS = "prototypes/means", "prototypes/counts"
@@ -141,9 +139,7 @@ class FedKAD(Method):
         if "model" in step.models and bool(known.any()):
             away = self._features(step, examples, batch_size)[:, None] - step.reference(MEANS).cpu()
             scores = (-away.square().sum(dim=2)).masked_fill(~known, -torch.inf)
-            average = cast(Classify, self.objective).average
-            found = classification_metrics(scores, examples.labels, examples.clips, len(known), average)
-            for name, value in found.items():
+            for name, value in self.objective.metrics(scores, examples).items():
                 if name != "loss":  # infinite for a clip of a class that is not known
                     measured[f"prototypes/{name}"] = value
         return measured

@@ -1,6 +1,6 @@
 """Hermes: every client has a small model of its own; what all of a round have kept is averaged for everybody.
 
-A. Li, J. Sun, P. Li, Y. Pu, H. Li, Y. Chen, Hermes: An Efficient Federated Learning Framework for Heterogeneous Mobile Devices,
+A. Li, J. Sun, P. Li, Y. Pu, H. Li, Y. Chen, Hermes: An Efficient Federated Learning Framework for Heterogeneous Mobile Clients,
 MobiCom 2021. A round, with v_k client k's own model and m_k its mask:
 
     client   where its accuracy on its hold-out has reached ``threshold`` and it has pruned less than ``target``, it prunes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 import torch.nn.functional as F
@@ -9,6 +10,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from raydfl.core.errors import ConfigError
 from raydfl.core.metrics import Average, classification_metrics
 from raydfl.core.types import Batch, Metrics
 from raydfl.data import Examples
@@ -28,6 +30,21 @@ class Classify(Objective):
     average: Annotated[
         Average, Field(description="what is averaged over a clip's segments: their probabilities, or their logits")
     ] = "probabilities"
+    top_k: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="also measured: the share of clips whose class is among so many most probable ones; null: not",
+        ),
+    ] = None
+
+    def check(self, classes: Sequence[str], length: int | None) -> None:
+        """Refuse a ``top_k`` that no answer could miss."""
+        if self.top_k is not None and self.top_k >= len(classes):
+            raise ConfigError(
+                f"objective.top_k is {self.top_k}, and there are {len(classes)} classes, so that every answer would be right; "
+                f"take at most {len(classes) - 1}"
+            )
 
     def loss(self, step: Step, name: str, batch: Batch) -> Tensor:
         """Mean cross-entropy."""
@@ -43,5 +60,6 @@ class Classify(Objective):
         return self.average == "logits"
 
     def metrics(self, outputs: Tensor, examples: Examples) -> Metrics:
-        """Measure ``loss``, ``accuracy`` and ``confusion`` of each clip, from the mean over its segments."""
-        return classification_metrics(outputs, examples.labels, examples.clips, outputs.shape[1], self.average)
+        """Measure ``loss``, ``accuracy``, ``top_k_accuracy`` and ``confusion`` of each clip, from the mean over its segments."""
+        classes = outputs.shape[1]
+        return classification_metrics(outputs, examples.labels, examples.clips, classes, self.average, self.top_k)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.metrics import balanced_accuracy_score, confusion_matrix, f1_score, log_loss
+from sklearn.metrics import balanced_accuracy_score, confusion_matrix, f1_score, log_loss, top_k_accuracy_score
 
 from raydfl.core.errors import DataError
 from raydfl.core.metrics import base_name, classification_metrics, model_name, pool, spread, summarise, worst_decile
@@ -48,6 +48,9 @@ def test_agrees_with_torch_and_scikit_learn() -> None:
     torch_loss = torch.nn.functional.cross_entropy(torch.tensor(logits), torch.tensor(labels), reduction="sum")
     assert ratio(measured["loss"]).total == pytest.approx(torch_loss.item(), rel=1e-5)
     assert array(measured["confusion"]).tolist() == confusion_matrix(labels, logits.argmax(1), labels=range(5)).tolist()
+    for top_k in (1, 3):
+        found = ratio(classification_metrics(logits, labels, None, 5, top_k=top_k)["top_k_accuracy"])
+        assert found.value == pytest.approx(top_k_accuracy_score(labels, logits, k=top_k, labels=range(5)))
 
 
 @pytest.mark.parametrize("size", [0.0, 1.0, 1e17, -1e17, 3e38, 1e300])

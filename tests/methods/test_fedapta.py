@@ -85,15 +85,17 @@ def one_round(
     return dataclasses.replace(new, round_index=state.round_index + 1), updates, dict(report)
 
 
-def by_hand(w: Arrays, i: int, h: Arrays, g_i: Arrays, g: Arrays, ratio: float, drift: str) -> tuple[Arrays, Arrays]:
-    """What client i has after its round, and its mask, in float64."""
+def by_hand(
+    w: Arrays, i: int, h: Arrays, g_i: Arrays, g: Arrays, ratio: float, drift: str
+) -> tuple[Arrays, Arrays, float]:
+    """What client i has after its round, its mask, and the mean of its losses, in float64."""
     norms = np.abs(w["hidden.weight"]).sum(axis=1)
     drop = np.argsort(norms, kind="stable")[: min(HIDDEN - 1, math.floor(ratio * HIDDEN + 0.5))]
     unit = np.ones(HIDDEN)
     unit[drop] = 0
     mask = {"hidden.weight": unit[:, None], "hidden.bias": unit}
     scale = np.mean(SIZES) / SIZES[i]
-    own = {name: value.copy() for name, value in w.items()}
+    own, losses = {name: value.copy() for name, value in w.items()}, []
     for batch in batches(i):
         x, y = batch.x.double().numpy().mean(axis=1), batch.y.numpy()
         m = {name: own[name] * mask.get(name, 1.0) for name in own}
@@ -102,6 +104,7 @@ def by_hand(w: Arrays, i: int, h: Arrays, g_i: Arrays, g: Arrays, ratio: float, 
         logits = hidden @ m["output.weight"].T + m["output.bias"]
         p = np.exp(logits - logits.max(axis=1, keepdims=True))
         p /= p.sum(axis=1, keepdims=True)
+        losses.append(-np.log(p[np.arange(len(y)), y]).mean())
         p[np.arange(len(y)), y] -= 1
         p /= len(y)
         back = (p @ m["output.weight"]) * (before > 0)
@@ -114,10 +117,13 @@ def by_hand(w: Arrays, i: int, h: Arrays, g_i: Arrays, g: Arrays, ratio: float, 
         for name, full in gradient.items():
             total = full
             if drift == "full":
+                kept = mask.get(name, 1.0)
+                losses[-1] += 0.05 * scale * (kept * (own[name] - w[name] + h[name]) ** 2).sum()
+                losses[-1] += (kept * (own[name] - w[name]) * (scale * g[name] - g_i[name])).sum()
                 total = total + 0.1 * scale * (own[name] - (w[name] - h[name])) + scale * g[name] - g_i[name]
             own[name] -= RATE * (total * mask.get(name, 1.0) + DECAY * own[name])
     recovered = {n: own[n] * mask.get(n, 1.0) + w[n] * (1 - mask.get(n, 1.0)) for n in own}
-    return recovered, mask
+    return recovered, mask, float(np.mean(losses))
 
 
 DISCOVERED = {"name": "hdbscan", "min_cluster_size": 3, "min_samples": 1}
@@ -154,8 +160,9 @@ def test_two_rounds_with_two_clusters_are_the_equations(drift: Any, tasks: dict[
             trained = {}
             moves: list[Arrays] = []
             for i in members:
-                own, mask = by_hand(w, i, h[i], g_i[i], g, RATIOS[i], drift)
+                own, mask, loss = by_hand(w, i, h[i], g_i[i], g, RATIOS[i], drift)
                 trained[i] = own
+                assert updates[i].metrics["loss"].value == pytest.approx(loss, rel=1e-4)  # type: ignore[union-attr]
                 sent = updates[i].tensors["mask/model/hidden"].numpy()
                 np.testing.assert_array_equal(sent, mask["hidden.bias"])
                 scale = np.mean(SIZES) / SIZES[i]

@@ -392,6 +392,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "range": (("objective={name: compact, momentum: 1}",), "objective.momentum is 1; it must be below 1"),
     "no name": (("objective={frames: 3}",), "objective: a name is missing; known: classify, compact"),
     "sets for classes": (("data.label_sets={}",), "needs one label for each clip, but data.label_sets makes sets"),
+    "top k": (("objective={name: classify, top_k: 3}",), "objective.top_k is 3, and there are 3 classes"),
     "classes for sets": (("objective=multi_label",), "learns sets of classes, but here a label is one class"),
     "wrong labels of sets": (
         (CHORDS, "data.label_sets={}", "objective=multi_label", "data.corrupt.labels={clients: 0.5, rate: 0.5}"),

@@ -1,0 +1,311 @@
+"""ModalityMirror against its baselines, on spoken digits with images of digits: the tables of docs/modality_mirror.md.
+
+100 clients, labels by Dirichlet(0.1), 10 clients a round, which UniFL draws of each of its two populations. ModalityMirror trains
+twice as long as the others by its nature, so baselines are measured after as many rounds as each of its phases has, and after as
+many as both. Nothing is chosen by the test, and the last round counts. A client has some 20 clips to train on: steps of 8 clips and
+2 epochs, chosen with a seed that no table uses.
+
+    python benchmarks/modality_mirror.py --root PATH/TO/fsdd --pictures PATH/TO/mnist --tables missing
+    python benchmarks/modality_mirror.py --root PATH/TO/fsdd --pictures PATH/TO/mnist --rounds 5 --seeds 1 --tables helps
+
+Memory that is kept and not given back to the system after each step saves time: MALLOC_TRIM_THRESHOLD_=4000000000
+MALLOC_MMAP_THRESHOLD_=4000000000.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import torch
+from pydantic import TypeAdapter
+
+from raydfl import read_rows
+from raydfl.cluster.server import Server
+from raydfl.engine.config import load_config, make_config
+from raydfl.runs.folder import create
+from raydfl.runs.progress import Progress
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+JOB = Path(__file__).parents[1] / "jobs" / "spoken_and_written.yaml"
+FEATURES = {"sample_rate": 8000, "seconds": 0.64, "bands": 40, "window_ms": 32, "hop_ms": 20}
+MIRROR, MULTIFL, UNIFL, HARMONY = "modality_mirror", "multifl", "unifl", "harmony"
+TITLES = {MIRROR: "ModalityMirror", MULTIFL: "MultiFL", UNIFL: "UniFL", HARMONY: "Harmony"}
+SHARES = (0.1, 0.2, 0.3, 0.4, 0.5)
+"""Of the clients that lack the image: the paper's table 1."""
+MORE_SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""Of its figure 3."""
+USUAL = 0.3
+SOUNDS: Mapping[str, float | None] = {"clean": None, "10 dB": 10.0, "0 dB": 0.0, "-10 dB": -10.0}
+PICTURES = {"strong": 0.0, "weak": 1.0}
+"""Deviation of the noise in images, in shares of white."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run."""
+
+    scores: dict[str, dict[int, float]]
+    """Of the test, by name and rounds done."""
+    confusion: dict[str, list[list[float]]]
+    """Of the test after the last round, by model; rows are the truth."""
+    seconds: float
+    """Processor time."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all runs have in common."""
+
+    root: Path
+    pictures: Path
+    folder: Path
+    kept: Path
+    rounds: int
+    seeds: Sequence[int]
+    figures: Path | None
+
+    def run(self, seed: int, name: str, missing: float = USUAL, **changes: Any) -> Result:
+        """Train one federation for the rounds of two phases; tables that ask for the same run share it.
+
+        Args:
+            seed: of the run.
+            name: of the method.
+            missing: share of the clients that lack the image.
+            changes: ``method``, ``data`` and ``train``, over the job's own.
+        """
+        values = load_config(JOB, [f"data.root={self.root}", f"data.pictures={self.pictures}"])
+        given = values.model_dump(mode="json", exclude={"track"})
+        given["method"] = {"name": name} | changes.get("method", {})
+        given["objective"] = {"name": "classify", "top_k": 5}
+        given["data"] |= {"features": FEATURES, "missing": {"image": missing}} | changes.get("data", {})
+        given["train"] |= {"rounds": 2 * self.rounds, "batch_size": 8, "local_epochs": 2} | changes.get("train", {})
+        given["train"]["phases"] = self._phases(name)
+        given["evaluate"] |= {"every": self.rounds, "clients": "none"}
+        given["ray"] |= {"actors": 0}
+        given["run"] = {"seed": seed, "dir": str(self.folder), "name": f"run{time.monotonic_ns()}"}
+        config = make_config(given)
+        # A setting that comes later, at its default, leaves the name as it was.
+        same = config.model_dump_json(exclude={"run": {"name", "dir"}}, exclude_defaults=True)
+        kept = self.kept / f"{hashlib.sha256(same.encode()).hexdigest()[:24]}.json"
+        if kept.is_file():
+            return TypeAdapter(Result).validate_json(kept.read_bytes())
+        folder = create(config, Progress("quiet"))
+        server = Server(folder, config)
+        began = time.process_time()
+        try:
+            while server.round_index < config.train.rounds:
+                server.round()
+            server.finish()
+        finally:
+            server.close()
+        result = _read(folder, time.process_time() - began)
+        kept.write_bytes(TypeAdapter(Result).dump_json(result))
+        shutil.rmtree(folder)
+        return result
+
+    def _phases(self, method: str) -> dict[str, Any]:
+        """Harmony has few rounds of fusion: its audio model is that of the first phase, which so has as many as the others."""
+        return {
+            MIRROR: {"multimodal": {"rounds": self.rounds}},
+            HARMONY: {"unimodal": {"rounds": 2 * self.rounds - 1}},
+        }.get(method, {})
+
+    def scores(self, score: str, name: str, missing: float = USUAL, rounds: int = 2, **changes: Any) -> list[float]:
+        """Return a score of the test after one or two phases' rounds, for each seed."""
+        found = [self.run(seed, name, missing, **changes).scores[score] for seed in self.seeds]
+        return [each.get(rounds * self.rounds, each[max(each)]) for each in found]
+
+
+def _read(folder: Path, seconds: float) -> Result:
+    scores: dict[str, dict[int, float]] = {}
+    arrays: dict[str, tuple[int, list[list[float]]]] = {}
+    for row in read_rows(folder, where=None).to_pylist():
+        if row["client"] or row["split"] != "test":
+            continue
+        model, _, metric = row["metric"].rpartition("/")
+        if metric == "confusion":
+            size = math.isqrt(len(row["array"]))
+            arrays[model] = max(
+                arrays.get(model, (-1, [])), (row["round"], np.reshape(row["array"], (size, size)).tolist())
+            )
+        else:
+            scores.setdefault(row["metric"], {})[row["round"]] = row["value"]
+    return Result(scores, {model: array for model, (_, array) in arrays.items()}, seconds)
+
+
+def _said(values: Sequence[float]) -> str:
+    """Mean and standard deviation in per cent."""
+    mean = f"{100 * statistics.fmean(values):.1f}"
+    return mean + (f" ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else "")
+
+
+def _row(name: str, cells: Sequence[str]) -> None:
+    print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
+def _head(names: Sequence[str]) -> None:
+    print("| | " + " | ".join(names) + " |\n|---|" + "---|" * len(names))
+
+
+def missing(bench: Bench) -> None:
+    """The paper's table 1: accuracy of the audio model by the share of clients without images; then top-5; then audio and image."""
+    audio = {MIRROR: "audio", MULTIFL: "audio", UNIFL: "audio"}
+    fused = {MULTIFL: "fusion", UNIFL: "fused:fusion"}
+    for metric, models in (("accuracy", audio), ("top_k_accuracy", audio), ("accuracy", fused)):
+        print()
+        _head([f"{share:.0%}" for share in SHARES])
+        for method, model in models.items():
+            for times in (2,) if method == MIRROR else (1, 2):
+                cells = [_said(bench.scores(f"{model}/{metric}", method, share, times)) for share in SHARES]
+                _row(
+                    f"{TITLES[method]}, {times * bench.rounds} rounds" + (", both views" if models is fused else ""),
+                    cells,
+                )
+        if models is audio:
+            harmony = _said(bench.scores(f"audio/{metric}", HARMONY))
+            _row(f"{TITLES[HARMONY]}, {2 * bench.rounds - 1} rounds", [f"{harmony} (the same)"] * len(SHARES))
+
+
+def more(bench: Bench) -> None:
+    """The paper's figure 3: the same for more clients without images."""
+    drawn: dict[str, list[list[float]]] = {}
+    _head([f"{share:.0%}" for share in MORE_SHARES])
+    for method in (MIRROR, MULTIFL, UNIFL):
+        found = [bench.scores("audio/accuracy", method, share) for share in MORE_SHARES]
+        drawn[TITLES[method]] = found
+        _row(f"{TITLES[method]}, {2 * bench.rounds} rounds", [_said(each) for each in found])
+    if bench.figures:
+        drawn[TITLES[HARMONY]] = [bench.scores("audio/accuracy", HARMONY)] * len(MORE_SHARES)
+        figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
+        for name, found in drawn.items():
+            axes.plot(
+                [100 * share for share in MORE_SHARES],
+                [100 * statistics.fmean(each) for each in found],
+                marker=".",
+                label=name,
+            )
+        axes.set(xlabel="clients without images, %", ylabel="accuracy of the audio model, %")
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize=8)
+        plt.rcParams["svg.hashsalt"] = "modality-mirror"
+        figure.savefig(bench.figures / "modality-mirror-missing.svg", metadata={"Date": None})
+
+
+def classes(bench: Bench) -> None:
+    """The paper's figure 2: F1 of each class against Harmony's, 30 % without images, largest change first."""
+    f1 = {
+        method: [_f1(bench.run(seed, method).confusion["audio"]) for seed in bench.seeds]
+        for method in (MIRROR, HARMONY)
+    }
+    mean = {method: np.mean(found, axis=0) for method, found in f1.items()}
+    _head([TITLES[HARMONY], TITLES[MIRROR], "change", "smallest to largest"])
+    change = np.array(f1[MIRROR]) - np.array(f1[HARMONY])
+    for each in np.argsort(-np.abs(change.mean(axis=0))):
+        of = 100 * change[:, each]
+        _row(
+            f"digit {each}",
+            [
+                f"{100 * mean[HARMONY][each]:.1f}",
+                f"{100 * mean[MIRROR][each]:.1f}",
+                f"{of.mean():+.1f}",
+                f"{of.min():+.1f} to {of.max():+.1f}",
+            ],
+        )
+
+
+def _f1(confusion: Sequence[Sequence[float]]) -> np.ndarray:
+    matrix = np.array(confusion)
+    return 2 * np.diag(matrix) / np.maximum(matrix.sum(axis=0) + matrix.sum(axis=1), 1)
+
+
+def fairness(bench: Bench) -> None:
+    """What the teacher is worth: 30 % without images, and the same rounds without it."""
+    _head(["accuracy", "top 5", "processor, s"])
+    central = {"data": {"missing": {"image": 1.0}, "partition": {"by": "iid", "clients": 1}}, "train": {"cohort": 1.0}}
+    kinds: dict[str, tuple[str, int, Mapping[str, Any]]] = {
+        f"ModalityMirror, {bench.rounds} and {bench.rounds} rounds": (MIRROR, 2, {}),
+        "the same without its teacher (`kd_weight: 0`)": (MIRROR, 2, {"method": {"kd_weight": 0.0}}),
+        "the same, the divergence as printed": (MIRROR, 2, {"method": {"divergence": "literal"}}),
+        **{
+            f"{TITLES[method]}, {n * bench.rounds} rounds": (method, n, {})
+            for method in (MULTIFL, UNIFL)
+            for n in (1, 2)
+        },
+        f"Harmony, {2 * bench.rounds - 1} rounds": (HARMONY, 2, {}),
+        f"one client with all sound, {2 * bench.rounds} rounds": (MULTIFL, 2, central),
+    }
+    for name, (method, times, changes) in kinds.items():
+        accuracy, top = (
+            bench.scores(f"audio/{of}", method, USUAL, times, **changes) for of in ("accuracy", "top_k_accuracy")
+        )
+        seconds = statistics.fmean(bench.run(seed, method, **changes).seconds for seed in bench.seeds) * times / 2
+        _row(name, [_said(accuracy), _said(top), f"{seconds:.0f}"])
+
+
+def helps(bench: Bench) -> None:
+    """When the teacher helps: sound and images made harder in training and test alike, and what the teacher adds."""
+    _head(["the teacher, both views", "with it", "without it", "difference, mean", "smallest to largest"])
+    for picture, noise in PICTURES.items():
+        for sound, snr in SOUNDS.items():
+            data = {"data": {"snr_db": snr, "picture_noise": noise}}
+            teacher = bench.scores("fusion/accuracy", MIRROR, USUAL, 1, **data)
+            taught = bench.scores("audio/accuracy", MIRROR, **data)
+            untaught = bench.scores("audio/accuracy", MIRROR, method={"kd_weight": 0.0}, **data)
+            gains = [100 * (one - other) for one, other in zip(taught, untaught, strict=True)]
+            span = f"{min(gains):+.1f} to {max(gains):+.1f}"
+            _row(
+                f"sound {sound}, image {picture}",
+                [*map(_said, (teacher, taught, untaught)), f"{statistics.fmean(gains):+.1f}", span],
+            )
+
+
+TABLES: Mapping[str, Callable[[Bench], None]] = {
+    "fairness": fairness,
+    "missing": missing,
+    "more": more,
+    "classes": classes,
+    "helps": helps,
+}
+
+
+def main() -> None:
+    """Train what the tables need, and print them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--root", type=Path, required=True, help="folder of the Free Spoken Digit Dataset")
+    parser.add_argument("--pictures", type=Path, required=True, help="folder of MNIST's idx files")
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=[*TABLES])
+    parser.add_argument("--rounds", type=int, default=100, help="of each of ModalityMirror's phases")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument(
+        "--kept", type=Path, help="folder of finished runs, to go on with later; else they are forgotten"
+    )
+    parser.add_argument("--figures", type=Path, help="folder for the figure")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="raydfl-mirror-") as folder:
+        kept = given.kept or Path(folder) / "kept"
+        kept.mkdir(parents=True, exist_ok=True)
+        bench = Bench(given.root, given.pictures, Path(folder), kept, given.rounds, given.seeds, given.figures)
+        for name in given.tables:
+            began = time.process_time()
+            print(f"\n## {TABLES[name].__doc__}\n\n{given.rounds} rounds a phase, seeds {given.seeds}.\n")
+            TABLES[name](bench)
+            print(f"\nProcessor time of this table: {math.ceil((time.process_time() - began) / 60)} min.", flush=True)
+
+
+if __name__ == "__main__":
+    main()
