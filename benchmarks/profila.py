@@ -69,6 +69,9 @@ AS_RUN = {
 }
 """Anomalous clips to train on, about a fifth of the normal ones; of what a client has, 30 % are to steer by."""
 
+COLA = {**FEDAVG, "objective": {"name": "contrast", "frames": 9, "size": 128}, "data": {"transforms": []}}
+"""Pre-training on the same clips: which two crops are of one clip?"""
+
 CONTESTANTS: Mapping[str, Mapping[str, Any]] = {
     "untrained": {**FEDAVG, "rounds": 0},
     "FedAvg": FEDAVG,
@@ -89,6 +92,10 @@ CONTESTANTS: Mapping[str, Mapping[str, Any]] = {
     "untrained, nearest": {**FEDAVG, "rounds": 0, "score": "nearest"},
     "FedAvg, Mahalanobis": {**FEDAVG, "score": "mahalanobis"},
     "FedAvg, nearest": {**FEDAVG, "score": "nearest"},
+    "COLA": {**FEDAVG, "rounds": 0, "begin": COLA},
+    "COLA, Mahalanobis": {**FEDAVG, "rounds": 0, "begin": COLA, "score": "mahalanobis"},
+    "COLA, nearest": {**FEDAVG, "rounds": 0, "begin": COLA, "score": "nearest"},
+    "COLA, then FedAvg": {**FEDAVG, "begin": COLA},
 }
 PUBLISHED = {"split": {"test": None, "as_published": True}}
 """The leaking protocol: all normal clips and some anomalous ones are trained on, and all are tested on."""
@@ -179,7 +186,11 @@ class Bench:
         values = load_config(JOB, []).model_dump(mode="json", exclude={"track"})
         method = dict(changes.get("method", {}))
         values["method"] = method if "name" in method else {"name": "profila", "total_rounds": self.rounds} | method
-        values["models"] = {"model": {"name": self.model} | changes.get("model", {})}
+        model = changes.get("model", {})
+        if "begin" in changes:
+            file = self._file(seed, changes["begin"])
+            model = {"init_from": {"file": str(file), "keep": ["objective.*"], "ignore": ["objective.*"]}}
+        values["models"] = {"model": {"name": self.model} | model}
         values["objective"] = changes.get("objective", values["objective"])
         values["data"] |= {"ids": self.ids, "clips": self.clips, "strength_db": self.strength, "seed": seed}
         values["data"] |= changes.get("data", {})
@@ -217,7 +228,9 @@ class Bench:
             for done in range(rounds + 1):
                 if done:
                     server.round()
-                if done == rounds or done in points:
+                if (done == rounds or done in points) and hasattr(
+                    server._federation.method.objective, "normal_examples"
+                ):
                     found[done] = _machines(server, config)
             if rounds:
                 tensors = server._federation.state.tensors["global"]
@@ -234,8 +247,12 @@ class Bench:
 
     def trained(self, seed: int, changes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return the server's tensors after a run, by their names in the network."""
+        return load_file(self._file(seed, changes))
+
+    def _file(self, seed: int, changes: Mapping[str, Any]) -> Path:
+        """Return the file of what a run has trained, which is done first where it is not there."""
         self.run(seed, changes)
-        return load_file(self._kept(self.config(seed, changes), changes).with_suffix(".safetensors"))
+        return self._kept(self.config(seed, changes), changes).with_suffix(".safetensors")
 
     def measured(self, config: Config, tensors: Tensors) -> list[Machine]:
         """Measure a network as each client of a federation would, without training."""

@@ -124,15 +124,18 @@ def divide(
     if complete and data.unseen == "stop" and data.label_sets is None:
         _check_classes(classes, labels, usable, split, partition)
     drawn = {kind: how for kind, how in _hold_outs(data.split).items() if how and (not _by_value(how) or how.others)}
+    labelled = [number for number, name in enumerate(pools) if name != UNLABELLED]  # the others can measure nothing
     if apart:
         _check_training(partition, role)
     for client_id, start, stop in (
         zip(partition.ids, partition.offsets, partition.offsets[1:], strict=False) if drawn else ()
     ):
         for kind, how in drawn.items():
-            mine = start + np.flatnonzero((role[start:stop] == TRAINING) & (pool[start:stop] == 0))
             rng = generator(seed, 0, client_id, f"local {_PURPOSES[kind]}")
-            role[mine[_drawn(how, labels[partition.rows[mine]], rng)]] = kind
+            for number in labelled:
+                mine = start + np.flatnonzero((role[start:stop] == TRAINING) & (pool[start:stop] == number))
+                role[mine[_drawn(how, labels[partition.rows[mine]], rng)]] = kind
+    pool = np.where(role == TRAINING, pool, 0)
     return Division(labels, split, partition, role, pool, tuple(pools))
 
 

@@ -129,6 +129,22 @@ def test_pools_by_a_column(made: Make) -> None:
     assert population.data(0).train.clips.tolist() == population.data(0).pools["late"].clips.tolist()
 
 
+def test_clients_hold_out_of_every_pool_that_has_labels(made: Make) -> None:
+    """By hand: half of the clips, of each pool by itself; hidden labels can measure nothing, so none of those are held out."""
+    pools = {"late": {"column": "take", "values": [3, 4]}, "early": {"column": "take", "values": [2]}}
+    for given in (0.5, {"by": "clip", "fraction": 0.5}):
+        population = build_population(made(pools=pools, columns=["take"], split={"validation": given}), 1)
+        takes = population.columns["take"]
+        for i in range(len(population)):
+            data = population.data(i)
+            held = Counter(takes[c] for c in data.validation.columns["take"].tolist())
+            assert held["2"] == len(data.pools["early"]) > 0
+            assert held["3"] + held["4"] == len(data.pools["late"]) > 0
+    population = build_population(made(unlabelled={"keep": 0.5}, split={"validation": 0.5}), 1)
+    data = population.data(0)
+    assert len(data.validation) == len(data.pools["labelled"]) < len(data.pools["unlabelled"])
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
