@@ -364,7 +364,8 @@ def ablation(bench: Bench) -> None:
 
 def strength(bench: Bench) -> None:
     """The mean machine's AUC by the anomalies' strength, of networks with nothing private."""
-    kinds = {"untrained": None, "FedAvg": FEDAVG}
+    autoencoder = CONTESTANTS["autoencoder (FedAvg)"]
+    kinds: Mapping[str, Mapping[str, Any] | None] = {"untrained": None, "FedAvg": FEDAVG, "autoencoder": autoencoder}
     print("| strength, dB | " + " | ".join("none" if each is None else f"{each:g}" for each in STRENGTHS) + " |")
     print("|---|" + "---|" * len(STRENGTHS))
     for name, changes in kinds.items():
@@ -372,7 +373,7 @@ def strength(bench: Bench) -> None:
         for each in STRENGTHS:
             found = []
             for seed in bench.seeds:
-                config = bench.config(seed, {**FEDAVG, "data": {"strength_db": each}})
+                config = bench.config(seed, {**(changes or FEDAVG), "data": {"strength_db": each}})
                 tensors = {} if changes is None else bench.trained(seed, changes)
                 found.append(statistics.fmean(machine.auc for machine in bench.measured(config, tensors)))
             cells.append(_said(found))
