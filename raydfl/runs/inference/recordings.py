@@ -29,6 +29,7 @@ from raydfl.data.features import (
     FeatureStore,
     FileFeatures,
     ImageFeatures,
+    KaldiFeatures,
     ModelFeatures,
     z_scores,
 )
@@ -192,7 +193,7 @@ class _FrontEnd:
             )
         self._settings = model.view.stored_features
         self._extractor = None
-        if isinstance(self._settings, FeatureSettings | ModelFeatures):
+        if isinstance(self._settings, FeatureSettings | ModelFeatures | KaldiFeatures):
             self._extractor = FeatureExtractor(self._settings)
 
     def matrix(self, file: Path) -> np.ndarray:
