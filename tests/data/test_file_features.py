@@ -29,9 +29,9 @@ from raydfl.data.features.wave import EPSILON
 from raydfl.data.settings import DataSettings
 from raydfl.engine.config import Config, make_config
 from raydfl.experiments.sweep import features_text
+from raydfl.runs.inference import classify
 from raydfl.runs.inference.front_end import describe_front_end
 from raydfl.runs.inference.model import load_model
-from raydfl.runs.inference.recordings import classify
 
 HERE = Path(__file__).parent
 SETS, OWN = HERE / "tiny_sets.py", HERE / "own_features.py"

@@ -119,6 +119,18 @@ def test_a_silent_film_a_broken_one_and_no_decoder(job: Path, raydfl: Raydfl, mo
         ("14.mkv", "it is silent"),
         ("13.mkv", "view video"),
     }
+    said = raydfl("predict", folder / "runs/x", folder / "0.mkv", folder / "14.mkv", "--model", "fusion", "--json")
+    assert said.code == 2
+    heard, silent = said.events
+    assert (heard["model"], heard["label"] in "ab") == ("fusion", True)
+    assert "silent" in silent["error"]
+    assert [
+        len(raydfl("predict", folder / "runs/x", folder / "0.mkv", *more, "--csv").out.splitlines())
+        for more in ((), ("--model", "video"))
+    ] == [2, 2]
+    raydfl("predict", folder / "runs/x", folder / "0.mkv", "--view", "video=x").refuses(
+        "--view goes with .*--model fusion"
+    )
     with monkeypatch.context() as without:  # sound and pictures are in the cache
         without.setitem(sys.modules, "av", None)
         assert raydfl("data", "prepare", job, "data.unreadable=skip").code == 0
