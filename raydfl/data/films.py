@@ -117,7 +117,9 @@ def _opened(path: str) -> Iterator[Any]:
             yield film
     except (av.FFmpegError, ValueError, OSError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{path}: the film is damaged or truncated, or it is none: {reason}") from error
+        raise DataError(
+            f"{path}: cannot be decoded: it is damaged, truncated, or no film or recording: {reason}"
+        ) from error
 
 
 def _frames(film: Any, kind: str, path: str, start: float = 0.0, stop: float | None = None) -> Iterator[Any]:

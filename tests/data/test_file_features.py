@@ -327,7 +327,7 @@ def test_a_run_keeps_the_number_of_bands_and_absolute_paths(tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("features", "data", "message"),
     [
-        ({"kind": "mfcc"}, {}, r"data.features.kind is 'mfcc'; known: file, image, logmel, model"),
+        ({"kind": "mfcc"}, {}, r"data.features.kind is 'mfcc'; known: file, image, kaldi, logmel, model"),
         (3, {}, r"data.features is 3; it must be a group of settings"),
         ({"kind": "file"}, {}, r"data.features.path is missing; it must be a .safetensors file"),
         ({"kind": "file", "path": "x.npz", "bands": 0}, {}, r"data.features.bands is 0; it must be at least 1"),
