@@ -31,6 +31,10 @@ class NoDecoderError(ConfigError):
     """The package that decodes films is not installed: no film at all can be read."""
 
 
+class AbsentError(DataError):
+    """A film has no pictures, or no sound."""
+
+
 def is_film(path: str) -> bool:
     """Return whether a file's name ends like that of a film."""
     return path.lower().endswith(FILM_SUFFIXES)
@@ -49,7 +53,8 @@ def read_frame(path: str, start: float = 0.0, stop: float | None = None) -> npt.
 
     Raises:
         NoDecoderError: PyAV is not installed.
-        DataError: naming the film: it is missing, damaged or truncated, or has no pictures (there).
+        AbsentError: it has no pictures (there).
+        DataError: naming the film: it is missing, damaged or truncated.
     """
     with _opened(path) as film:
         count = sum(1 for _ in _frames(film, "video", path, start, stop))
@@ -57,7 +62,7 @@ def read_frame(path: str, start: float = 0.0, stop: float | None = None) -> npt.
         where = (
             "" if not start and stop is None else f" from {start:g} s to {'its end' if stop is None else f'{stop:g} s'}"
         )
-        raise DataError(f"{path}: the film has no pictures{where}")
+        raise AbsentError(f"{path}: the film has no pictures{where}")
     with _opened(path) as film:
         frame = next(itertools.islice(_frames(film, "video", path, start, stop), count // 2, None))
         if frame.is_corrupt:
@@ -74,17 +79,18 @@ def read_sound(path: str) -> tuple[npt.NDArray[np.float32], int]:
 
     Raises:
         NoDecoderError: PyAV is not installed.
-        DataError: naming the film: it is missing, damaged or truncated, or has no sound.
+        AbsentError: it has no sound.
+        DataError: naming the film: it is missing, damaged or truncated.
     """
     with _opened(path) as film:
         if not film.streams.audio:
-            raise DataError(f"{path}: it is silent: the file holds no sound")
+            raise AbsentError(f"{path}: it is silent: the file holds no sound")
         rate = int(film.streams.audio[0].rate)
         resampler = _decoder().AudioResampler(format="fltp", rate=rate)
         parts = [piece.to_ndarray().T for frame in _frames(film, "audio", path) for piece in resampler.resample(frame)]
         parts += [piece.to_ndarray().T for piece in resampler.resample(None)]
     if not parts:
-        raise DataError(f"{path}: it is silent: the file holds no sound that can be decoded")
+        raise AbsentError(f"{path}: it is silent: the file holds no sound that can be decoded")
     return np.ascontiguousarray(np.concatenate(parts), np.float32), rate
 
 
@@ -130,7 +136,7 @@ def _frames(film: Any, kind: str, path: str, start: float = 0.0, stop: float | N
     """
     streams = film.streams.video if kind == "video" else film.streams.audio
     if not streams:
-        raise DataError(f"{path}: the film has no pictures")
+        raise AbsentError(f"{path}: the film has no pictures")
     chosen, begin = streams[0], (film.start_time or 0) / _MICROSECONDS
     chosen.codec_context.thread_count = 1  # several films are read at once
     if start:

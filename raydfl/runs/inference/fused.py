@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raydfl.core.errors import DataError, InputError
+from raydfl.core.errors import DataError, InputError, RaydflError
 from raydfl.core.types import Batch
-from raydfl.data import is_film
+from raydfl.data import AbsentError, is_film
 from raydfl.data.features import BY_TRAINING_CLIPS, ImageFeatures
 from raydfl.runs.inference.model import RunFusion, RunModel, load_fusion, load_model
-from raydfl.runs.inference.recordings import FrontEnd, Prediction, answer, attempt, predictions, recordings
+from raydfl.runs.inference.recordings import FrontEnd, Prediction, answer, predictions, recordings, without_name
 
 
 def classify(
@@ -135,14 +135,12 @@ def _prediction(
         files = {"": file, **{name: view.of(file) for name, view in further.items()}}
     except DataError as error:
         return Prediction(file, first.classes, np.zeros(0), str(error))
-    if any(path is None for path in files.values()):
-        (found,) = predictions(model.student, [file])
-        return dataclasses.replace(found, model=model.student.name)
     matrices: dict[str, np.ndarray] = {}
     for name, path in files.items():
-        matrix = attempt(ends[name].matrix, path, path) if path is not None else "there is no such file"
-        if not isinstance(matrix, str):
-            matrix = ends[name].normalised({file: matrix})[file]
+        matrix = None if path is None else _matrix(ends[name], path, optional=bool(name))
+        if matrix is None:
+            (found,) = predictions(model.student, [file])
+            return dataclasses.replace(found, model=model.student.name)
         if isinstance(matrix, str):
             where = f"view {name}: {path}: " if name else ""
             return Prediction(file, first.classes, np.zeros(0), where + matrix)
@@ -151,6 +149,17 @@ def _prediction(
     return Prediction(
         file, first.classes, answer(first, torch.cat(logits)), answers=first.objective.answers, model=model.name
     )
+
+
+def _matrix(end: FrontEnd, path: Path, optional: bool) -> np.ndarray | str | None:
+    """Return the features of a file, why there are none, or ``None`` where a film lacks what is ``optional``."""
+    try:
+        matrix: np.ndarray | str = end.matrix(path)
+    except AbsentError as error:
+        return None if optional else without_name(error, path)
+    except RaydflError as error:
+        return without_name(error, path)
+    return end.normalised({path: matrix})[path]
 
 
 def _batches(matrices: Mapping[str, np.ndarray], ends: Mapping[str, FrontEnd]) -> Iterator[Batch]:

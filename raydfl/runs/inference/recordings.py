@@ -239,4 +239,9 @@ def attempt(function: Callable[[Given], np.ndarray], given: Given, file: Path) -
     try:
         return function(given)
     except RaydflError as error:
-        return str(error).removeprefix(f"{shown_name(file)}: ")
+        return without_name(error, file)
+
+
+def without_name(error: RaydflError, file: Path) -> str:
+    """Return what an error says of a file, without its name."""
+    return str(error).removeprefix(f"{shown_name(file)}: ")
