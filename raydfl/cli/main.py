@@ -244,17 +244,36 @@ def predict_command(
         ),
     ] = False,
     best: BestRound = False,
+    view: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--view",
+            metavar="NAME=PATH",
+            help="with a model of several views (--model fusion): the folder with the files of a further view, named as the "
+            "recordings are",
+            show_default=False,
+        ),
+    ] = None,
     trust: Trust = False,
 ) -> None:
     """Classify recordings with a model of the run in DIR, or say of them what else the run's objective answers.
 
     They go through the run's own front end: wav, flac, ogg, opus, mp3, aiff and others, any rate and number of channels; or images,
-    where the model reads these. Those that cannot be read are named at the end, with exit code 2; all others are classified.
+    where the model reads these; or films, with the extra video. Those that cannot be read are named at the end, with exit code 2;
+    all others are classified.
     """
     import dataclasses
 
     from raydfl.cli.predictions import Form, show
-    from raydfl.runs.inference import Threshold, load_model, predictions, score_tests, write_submission
+    from raydfl.runs.inference import (
+        Threshold,
+        fused_predictions,
+        load_fusion,
+        load_model,
+        predictions,
+        score_tests,
+        write_submission,
+    )
     from raydfl.runs.report import write_report
 
     if test != (not files):
@@ -277,6 +296,18 @@ def predict_command(
         for path in written:
             print(path)  # noqa: T201
         return
+    form: Form = "csv" if as_csv else "json" if as_json else "table"
+    fusion = None if model is None else load_fusion(directory, model, trust, best)
+    if fusion is not None:
+        if client is not None or given is not None:
+            raise InputError(
+                f"--model {model}: it is the server's and gives no scores; leave out --client and --threshold"
+            )
+        found = fused_predictions(fusion, files, _files_of_views(view or []))
+        show(found, min(top, len(fusion.student.classes)), form, fusion.description, several=True)
+        return
+    if view:
+        raise InputError("--view goes with a model that reads several views: add --model fusion")
     loaded = load_model(directory, model, client, trust, best)
     if given is not None:
         if loaded.objective.answers != "score":
@@ -285,7 +316,6 @@ def predict_command(
     heading = loaded.description
     if loaded.threshold is not None:
         heading += f"\nanomalous from {loaded.threshold.value:.4g} on ({loaded.threshold.origin})"
-    form: Form = "csv" if as_csv else "json" if as_json else "table"
     show(
         predictions(loaded, files),
         min(top, len(loaded.classes)),
@@ -294,6 +324,16 @@ def predict_command(
         None,
         loaded.objective.answers,
     )
+
+
+def _files_of_views(given: list[str]) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for each in given:
+        name, equals, path = each.partition("=")
+        if not (name and equals and path):
+            raise InputError(f"--view {each}: write NAME=PATH, such as --view image=pictures")
+        found[name] = Path(path)
+    return found
 
 
 @app.command("export")

@@ -6,6 +6,7 @@ import csv
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal, TextIO
 
 from rich.console import Console
@@ -25,7 +26,13 @@ _LISTED = 10
 
 
 def show(
-    found: Iterable[Prediction], top: int, form: Form, heading: str, out: TextIO | None = None, answers: str = "class"
+    found: Iterable[Prediction],
+    top: int,
+    form: Form,
+    heading: str,
+    out: TextIO | None = None,
+    answers: str = "class",
+    several: bool = False,
 ) -> None:
     """Print predictions: JSON and CSV as they come, a table at the end.
 
@@ -36,6 +43,7 @@ def show(
         heading: above a table.
         out: where to; standard output by default.
         answers: what the predictions say: "class", "set" or "score".
+        several: whether it differs which model answered: then that is shown, of classes.
 
     Raises:
         InputError: some of the recordings could not be classified; all others have been printed.
@@ -49,6 +57,8 @@ def show(
         writers |= {"csv": _write_score_csv, "table": _write_score_table}
     elif answers == "set":
         writers |= {"csv": _write_set_csv, "table": _write_set_table}
+    elif several:
+        writers |= {"csv": partial(_write_csv, several=True), "table": partial(_write_table, several=True)}
 
     def counted() -> Iterable[Prediction]:
         nonlocal total
@@ -81,6 +91,7 @@ def as_data(prediction: Prediction, top: int) -> dict[str, Any]:
         own = {"labels": list(prediction.labels)}
     return {
         "file": shown_name(prediction.file),
+        **({"model": prediction.model} if prediction.model else {}),
         **own,
         "top": [{"label": label, "probability": probability} for label, probability in prediction.top(top)],
     }
@@ -97,14 +108,16 @@ def _write_json(found: Iterable[Prediction], top: int, _: str, out: TextIO) -> N
     out.writelines(json.dumps(as_data(prediction, top)) + "\n" for prediction in found)
 
 
-def _write_csv(found: Iterable[Prediction], top: int, _: str, out: TextIO) -> None:
-    """Print CSV: a column ``label`` and ``probability`` for each rank, then ``error``."""
+def _write_csv(found: Iterable[Prediction], top: int, _: str, out: TextIO, several: bool = False) -> None:
+    """Print CSV: a column ``label`` and ``probability`` for each rank, then ``model`` where ``several`` answered, and ``error``."""
     writer = csv.writer(out, lineterminator="\n")
     ranks = [""] + [f"_{rank}" for rank in range(2, top + 1)]
-    writer.writerow(["file", *(name + rank for rank in ranks for name in ("label", "probability")), "error"])
+    model = ["model"] * several
+    writer.writerow(["file", *(name + rank for rank in ranks for name in ("label", "probability")), *model, "error"])
     for prediction in found:
         cells = [cell for pair in _ranked(prediction, top) for cell in pair]
-        writer.writerow([shown_name(prediction.file), *cells, *[""] * (2 * top - len(cells)), prediction.error])
+        cells = [*cells, *[""] * (2 * top - len(cells)), *[prediction.model] * several]
+        writer.writerow([shown_name(prediction.file), *cells, prediction.error])
 
 
 def _write_score_csv(found: Iterable[Prediction], _: int, __: str, out: TextIO) -> None:
@@ -148,16 +161,21 @@ def _ranked(prediction: Prediction, top: int) -> Sequence[tuple[str, float]]:
     return [] if prediction.error else prediction.top(top)
 
 
-def _write_table(found: Iterable[Prediction], top: int, heading: str, out: TextIO) -> None:
+def _write_table(found: Iterable[Prediction], top: int, heading: str, out: TextIO, several: bool = False) -> None:
     table = Table("file", "label", "probability", box=None, pad_edge=False)
     if top > 1:
         table.add_column("then")
+    if several:
+        table.add_column("model")
     table.columns[0].overflow = "fold"
     for prediction in found:
         cells = [f"{label} {probability:.3f}" for label, probability in _ranked(prediction, top)[1:]]
         first = ["-", ""] if prediction.error else [prediction.label, f"{prediction.probability:.3f}"]
         table.add_row(
-            Text(shown_name(prediction.file)), *map(Text, first), *([Text(", ".join(cells))] if top > 1 else [])
+            Text(shown_name(prediction.file)),
+            *map(Text, first),
+            *([Text(", ".join(cells))] if top > 1 else []),
+            *([Text(prediction.model)] if several else []),
         )
     _print(table, heading, out)
 

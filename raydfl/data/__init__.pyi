@@ -17,6 +17,9 @@ from raydfl.data.division import divide as divide
 from raydfl.data.division import list_clips as list_clips
 from raydfl.data.examples import ClientData as ClientData
 from raydfl.data.examples import Examples as Examples
+from raydfl.data.films import AbsentError as AbsentError
+from raydfl.data.films import has_decoder as has_decoder
+from raydfl.data.films import is_film as is_film
 from raydfl.data.listing import kept_labels as kept_labels
 from raydfl.data.manifest import make_manifest as make_manifest
 from raydfl.data.manifest import remarks_of as remarks_of

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import soundfile
 
 from raydfl.core.errors import DataError
+from raydfl.data.films import has_decoder, is_film, read_sound
 from raydfl.data.manifest import _SUFFIXES, FFMPEG_SUFFIXES, NO_FILE, _part, is_no_file, shown_name
 
 AUDIO_SUFFIXES = tuple(
@@ -28,7 +29,9 @@ _UNKNOWN_SIZE = 0x7FFFF000
 def read_audio(
     path: str | os.PathLike[str], start: float = 0.0, stop: float | None = None
 ) -> tuple[npt.NDArray[np.float32], int]:
-    """Read the samples of an audio file, or of a part of it.
+    """Read the samples of an audio file, or of a film with sound, or of a part of it.
+
+    What libsndfile does not decode is read by PyAV, where that is installed.
 
     Args:
         start: where the part begins, in seconds.
@@ -38,8 +41,9 @@ def read_audio(
         ``(samples, rate)``: float32 [samples, channels], -1..1 (a file of floats keeps its own scale), and the rate in Hz.
 
     Raises:
-        DataError: naming the file: it is missing, unreadable, empty, no audio, or truncated; it has no samples, or not the part;
-            or it has samples that are NaN or infinite.
+        DataError: naming the file: it is missing, unreadable, empty, no audio, truncated, or a film without sound; it has no
+            samples, or not the part; or it has samples that are NaN or infinite.
+        NoDecoderError: it is a film, and PyAV is not installed.
     """
     name = os.fspath(path)
     try:
@@ -52,6 +56,8 @@ def read_audio(
         with Path(name).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             _check_size(file, size, name)
+        if is_film(name):
+            return _of_film(name, start, stop)
     except FileNotFoundError:
         raise DataError(f"{name}: there is no such file") from None
     except OSError as error:
@@ -65,17 +71,27 @@ def read_audio(
             sound.seek(first - lead_in)
             samples: npt.NDArray[np.float32] = sound.read(lead_in + promised, dtype="float32", always_2d=True)[lead_in:]
     except (soundfile.SoundFileError, OSError, RuntimeError, TypeError) as error:  # TypeError: a name that ends in .raw
+        if name.lower().endswith(FFMPEG_SUFFIXES) and has_decoder():
+            return _of_film(name, start, stop)
         if name.lower().endswith(FFMPEG_SUFFIXES):
             wav = shlex.quote(str(Path(name).with_suffix(".wav")))
             raise DataError(
-                f"{name}: cannot be read as audio: libsndfile does not decode this kind of file; make a wav file of it with: "
-                f"ffmpeg -i {shlex.quote(name)} {wav}"
+                f"{name}: cannot be read as audio: libsndfile does not decode this kind of file; pip install 'raydfl[video]' "
+                f"brings what does, or make a wav file of it with: ffmpeg -i {shlex.quote(name)} {wav}"
             ) from error
         raise DataError(f"{name}: cannot be read as audio: {error}") from error
     if len(samples) < promised:
         raise DataError(f"{name}: truncated: its header promises {promised} samples and {len(samples)} can be read")
     check_samples(samples, name)
     return samples, rate
+
+
+def _of_film(name: str, start: float, stop: float | None) -> tuple[npt.NDArray[np.float32], int]:
+    """Read the sound of a file that libsndfile does not decode; see :func:`read_audio`."""
+    samples, rate = read_sound(name)
+    first, last = _part(start, stop, len(samples), rate, name)
+    check_samples(samples[first:last], name)
+    return samples[first:last], rate
 
 
 def check_samples(samples: npt.NDArray[np.float32], name: str) -> None:

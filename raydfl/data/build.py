@@ -181,6 +181,10 @@ class _Assembler:
         self._is_train = np.isin(np.arange(manifest.num_rows), self.train)
         self._columns = {name: column_codes(manifest, name) for name in data.columns}
         self.stores: list[FeatureStore] = []
+        self.unread: list[tuple[str, str]] = []
+        """Clips without a further view, since its file cannot be read, with the reason."""
+        self.messages: list[str] = []
+        """About further views."""
 
     def _statistics_of(self, client: np.ndarray) -> np.ndarray:
         """Return whose statistics each clip is normalised with, as a number: int64 [clips of the manifest].
@@ -255,8 +259,8 @@ class _Assembler:
             length,
             self.stores,
             arrays,
-            skipped,
-            messages,
+            [*skipped, *self.unread],
+            [*messages, *self.messages],
             columns=names,
             pools=division.pools,
             separator=None if self.data.label_sets is None else self.data.label_sets.separator,
@@ -284,7 +288,18 @@ class _Assembler:
         store = self._prepared(table, view.stored_features, unreadable=self.data.unreadable)
         starts, counts = np.zeros((2, manifest.num_rows), np.int64)
         starts[there], counts[there] = store.offsets[:-1], np.diff(store.offsets)
-        counts[there[sorted(store.failures)]] = 0
+        failed = there[sorted(store.failures)]
+        counts[failed] = 0
+        clips_of = manifest.column("clip")
+        self.unread += [
+            (clips_of[clip].as_py(), f"view {name}: {store.failures[place]}")
+            for clip, place in zip(failed.tolist(), sorted(store.failures), strict=True)
+        ]
+        if len(failed):
+            self.messages.append(
+                f"view {name}: {len(failed)} of {len(there)} files cannot be read; these clips are without it, the first "
+                f"{clips_of[int(failed[0])].as_py()}"
+            )
         found: dict[str, np.ndarray] = {}
         for column, clips in arrays.items():
             part, _, kind = column.rpartition("/")

@@ -97,7 +97,7 @@ class Population:
             store). With features normalised by group ``statistics/values`` (float64 [2, groups + 1, bands], those of
             raydfl.data.features.statistics) and ``statistics/of`` (int32 [clients], the client's place in them). What transforms
             need of the outside world is under ``transforms/``. ``presence/VIEW`` (bool [clients]) says who has a further view.
-        skipped: clips that were left out because they cannot be read, with the reasons.
+        skipped: clips that were left out because they cannot be read, or of which a further view cannot, with the reasons.
         messages: what the user should know about how this population came about.
         bands: features of a frame; ``None``: those of the stores.
         sites: where the data lie, if not here: there are no stores then, and no examples.

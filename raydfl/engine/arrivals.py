@@ -13,6 +13,9 @@ from raydfl.engine.storage.private import PrivateRef
 from raydfl.engine.telemetry import TIMELINE, ResultTimer, RoundReport, RoundRows
 from raydfl.engine.validation import UpdateChecker, left_out, shown_reason
 
+BY_KIND = ("clients", "bytes_down", "bytes_up")
+"""What is recorded of each kind of client, as ``views/KIND/clients`` and so on."""
+
 
 class Arrivals:
     """The results of a round's training: their updates, and what else came with them.
@@ -22,9 +25,17 @@ class Arrivals:
         results: of the pool, in order of completion.
         report: is told of each result.
         on_error: ``"stop"`` or ``"drop"``: what becomes of a client whose update does not fit.
+        kind_of: says by its id which kind a client is of, where bytes are told by kind; ``None``: they are not.
     """
 
-    def __init__(self, orders: Sequence[Order], results: Iterator[Result], report: RoundReport, on_error: str) -> None:
+    def __init__(
+        self,
+        orders: Sequence[Order],
+        results: Iterator[Result],
+        report: RoundReport,
+        on_error: str,
+        kind_of: Callable[[str], str] | None = None,
+    ) -> None:
         self.moved: dict[str, PrivateRef] = {}
         """New places of clients' private state, by client id."""
         self.largest: dict[str, float] = {}
@@ -38,6 +49,9 @@ class Arrivals:
         self._timer = ResultTimer()
         self._report = report
         self._on_error = on_error
+        self._kind_of = kind_of
+        self._by_kind: dict[str, list[int]] = {}
+        """Of each kind of client how many took part, and the bytes down and up."""
         self._trained: dict[str, Metrics] = {}
         self._fit_seconds = 0.0
         self._vectorised = 0
@@ -84,6 +98,10 @@ class Arrivals:
         report.clients += 1
         report.bytes_down += result.bytes_down
         report.bytes_up += result.bytes_up
+        if self._kind_of is not None:
+            found = self._by_kind.setdefault(self._kind_of(client), [0, 0, 0])
+            for place, more in enumerate((1, result.bytes_down, result.bytes_up)):
+                found[place] += more
         report.looped_because = report.looped_because or result.looped_because
         self._fit_seconds += result.seconds
         self._vectorised += result.together > 1
@@ -126,6 +144,9 @@ class Arrivals:
                 "seconds/fit": fit,
             }
         )
+        for kind, numbers in sorted(self._by_kind.items()):
+            names = (f"views/{kind}/{what}" for what in BY_KIND)
+            rows.add({name: Ratio(number, 1) for name, number in zip(names, numbers, strict=True)})
         if together:
             rows.add({"vectorised": Ratio(self._vectorised, max(1, report.clients))})
         rows.add_notes("train", "failed", report.rejected)

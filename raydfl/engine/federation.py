@@ -209,11 +209,17 @@ class Federation:
             self._prepare_commit(report, best)
         return report
 
+    def _views_of(self, client: str) -> str:
+        """Return which further views a client has: ``video+depth``; ``none`` where it has the first alone."""
+        return "+".join(self.clients.by_id(client).profile["views"]) or "none"
+
     def _round(self, report: RoundReport, rows: RoundRows) -> dict[int, PrivateRef]:
         """Do all of a round but its commit; return the new places of clients' private state."""
         config, started = self.config, time.perf_counter()
         orders = self.plan()
-        arrivals = Arrivals(orders, self._carry_out(orders), report, config.run.on_error)
+        views = any(data.views for data in config.data.each.values())
+        kind_of = self._views_of if views else None
+        arrivals = Arrivals(orders, self._carry_out(orders), report, config.run.on_error, kind_of)
         planned = time.perf_counter()
         # Only now: what the last round left to write need not keep the clients waiting.
         self._committer.begin()

@@ -258,6 +258,17 @@ class Method:
         """
         return [Task(client.id, phase="evaluate") for client in clients]
 
+    def default_model(self, shared: Sequence[str]) -> str | None:
+        """Return which of the models that the server shares as a whole is taken for recordings where none is named.
+
+        Args:
+            shared: their names, as the record has them: ``audio``, or ``cluster-0:audio`` of another entry than ``global``.
+
+        Returns:
+            ``None``: the user must choose. By default the only one.
+        """
+        return shared[0] if len(shared) == 1 else None
+
     def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
         """Measure on some examples what the objective measures, for every model in ``step.models``: ``<model>/loss`` ..."""
         return {

@@ -123,6 +123,11 @@ class WithViews(Method):
         """Measure what is in ``global``."""
         return [Task(client, phase="evaluate") for client in ([each.id for each in clients] or [""])]
 
+    def default_model(self, shared: Sequence[str]) -> str | None:
+        """Return the student."""
+        names = [name for name in shared if ":" not in name]
+        return self.student if self.student in names else next(iter(names), None)
+
     def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
         """Measure the networks that :meth:`measured` names, of those received; ``fusion`` with all encoders."""
         there = {name.partition("/")[0] for tensors in step.received.values() for name in tensors}

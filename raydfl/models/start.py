@@ -78,7 +78,8 @@ def start_from_file(network: nn.Module, spec: ModelSpec) -> None:
     init_from = read_init_from({name: _thawed(value) for name, value in spec.init_from}, where)
     own = network.state_dict(keep_vars=True)
     found = _renamed(_chosen(_read(init_from.file, where), init_from, spec.name, where), init_from, where)
-    kept = _matching(own, init_from.keep, f"{where}.keep", "the network")
+    found, absent = _published(network, found, f"{where}: {init_from.file}")
+    kept = _matching(own, init_from.keep, f"{where}.keep", "the network") | absent
     ignored = _matching(found, init_from.ignore, f"{where}.ignore", "the file") | kept
     # A tied tensor has several names, of which a file may have one.
     loaded = {id(own[name]) for name in found if name in own and name not in ignored}
@@ -94,6 +95,18 @@ def start_from_file(network: nn.Module, spec: ModelSpec) -> None:
     with torch.no_grad():
         for name, value in taken.items():
             own[name].copy_(value)
+
+
+def _published(network: nn.Module, found: dict[str, Tensor], where: str) -> tuple[dict[str, Tensor], set[str]]:
+    """Return a file's tensors by the network's names, where the network knows a release of its authors, and names it never has."""
+    translate = getattr(network, "read_published", None)
+    if translate is None:
+        return found, set()
+    try:
+        named, absent = translate(found)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return named, {name for pattern in absent for name in fnmatch.filter(network.state_dict(), pattern)}
 
 
 def _thawed(value: Any) -> Any:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Raydfl
 
 from raydfl.data.settings import DataSettings
 
@@ -26,3 +27,9 @@ def made(cache: Path) -> Callable[..., DataSettings]:
         return DataSettings(**{"name": f"{TINY}:Made", "cache": cache, "features": FEATURES, **options})
 
     return make
+
+
+@pytest.fixture
+def raydfl(capfd: pytest.CaptureFixture[str]) -> Raydfl:
+    """The command line."""
+    return Raydfl(capfd)

@@ -29,9 +29,9 @@ from raydfl.data.features.wave import EPSILON
 from raydfl.data.settings import DataSettings
 from raydfl.engine.config import Config, make_config
 from raydfl.experiments.sweep import features_text
+from raydfl.runs.inference import classify
 from raydfl.runs.inference.front_end import describe_front_end
 from raydfl.runs.inference.model import load_model
-from raydfl.runs.inference.recordings import classify
 
 HERE = Path(__file__).parent
 SETS, OWN = HERE / "tiny_sets.py", HERE / "own_features.py"
@@ -327,7 +327,7 @@ def test_a_run_keeps_the_number_of_bands_and_absolute_paths(tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("features", "data", "message"),
     [
-        ({"kind": "mfcc"}, {}, r"data.features.kind is 'mfcc'; known: file, image, logmel, model"),
+        ({"kind": "mfcc"}, {}, r"data.features.kind is 'mfcc'; known: file, image, kaldi, logmel, model"),
         (3, {}, r"data.features is 3; it must be a group of settings"),
         ({"kind": "file"}, {}, r"data.features.path is missing; it must be a .safetensors file"),
         ({"kind": "file", "path": "x.npz", "bands": 0}, {}, r"data.features.bands is 0; it must be at least 1"),

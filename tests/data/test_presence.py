@@ -17,6 +17,7 @@ from raydfl.data.population import Population
 from raydfl.data.presence import clients_without
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
+from raydfl.engine.storage.record import read_rows, to_rows
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
 
@@ -80,6 +81,17 @@ def test_a_client_is_sent_only_networks_that_it_has(tiny: Tiny, folder: Path) ->
     assert report.bytes_down == 6 * sizes["audio"] + 3 * (sizes["video"] + sizes["fusion"])
     assert report.bytes_up == 6 * sizes["audio"] + 3 * sizes["video"]
     server.close()
+    rows = to_rows(read_rows(Path(config.run.dir) / config.run.name))
+    found = {row.metric: row.value for row in rows if row.metric.startswith("views/")}
+    both = sizes["audio"] + sizes["video"]
+    assert found == {
+        "views/none/clients": 3,
+        "views/none/bytes_down": 3 * sizes["audio"],
+        "views/none/bytes_up": 3 * sizes["audio"],
+        "views/video/clients": 3,
+        "views/video/bytes_down": 3 * (both + sizes["fusion"]),
+        "views/video/bytes_up": 3 * both,
+    }
 
 
 def test_measuring_a_network_reads_no_other_view(tiny: Tiny, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

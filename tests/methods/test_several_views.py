@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import differ, finish, known, same, start
-from seen_and_heard import OF_KIND, federation, write
+from seen_and_heard import OF_KIND, TESTS, federation, write
 
 from raydfl.core.errors import ConfigError, InputError
 from raydfl.engine.config import Config, apply_overrides, make_config
 from raydfl.engine.storage import record
 from raydfl.methods.harmony import clusters
+from raydfl.runs.inference import classify
 from raydfl.runs.inference.model import load_model
 
 Tiny = Callable[..., Config]
@@ -176,12 +177,35 @@ def test_where_nobody_has_all_views_the_second_phase_is_refused_before_the_first
         start(federation(tiny, folder, "modality_mirror", *MIRROR, "data.missing={video: 1.0}"))
 
 
-def test_the_fusion_is_no_model_to_predict_with(tiny: Tiny, folder: Path) -> None:
-    finish(federation(tiny, folder, "multifl", "train.rounds=1", "run.name=used"))
+def test_the_fusion_predicts_where_both_views_are_there_and_the_student_elsewhere(
+    tiny: Tiny, folder: Path, tmp_path: Path
+) -> None:
+    """Oracle: the engine's own evaluation of the fusion on the test clips, all of which have both; the student's own answers."""
+    finish(federation(tiny, folder, "modality_mirror", *MIRROR, "run.name=used", "evaluate.every=1"))
     run_dir = Path(tiny().run.dir) / "used"
-    assert load_model(run_dir, "video").spec.view == "video"
+    for number in range(TESTS):
+        (tmp_path / f"{number}.png").symlink_to(folder / f"video{number}.png")
+    tests = [folder / f"{number}.wav" for number in range(TESTS)]
+    found = classify(run_dir, [*tests, folder / f"{TESTS}.wav"], model="fusion", views={"video": tmp_path})
+    assert [each.model for each in found] == ["teacher:fusion"] * TESTS + ["audio"]
+    np.testing.assert_array_equal(
+        found[-1].probabilities, classify(run_dir, [folder / f"{TESTS}.wav"])[0].probabilities
+    )
+    rows = {
+        (row.round, row.metric): row.value for row in record.to_rows(record.read_rows(run_dir)) if row.split == "test"
+    }
+    right = np.mean([each.label == "ab"[number % 2] for number, each in enumerate(found[:TESTS])])
+    assert right == pytest.approx(rows[2, "fusion/accuracy"])
+    loss = -np.mean([np.log(each.probabilities[number % 2]) for number, each in enumerate(found[:TESTS])])
+    assert loss == pytest.approx(rows[2, "fusion/loss"], rel=1e-5)
+    assert load_model(run_dir).name == "audio"
+    assert load_model(run_dir, "teacher:video").spec.view == "video"
     with pytest.raises(InputError, match="model 'fusion' reads what other models .* choose one of audio, video"):
         load_model(run_dir, "fusion")
+    with pytest.raises(InputError, match="reads no view 'depth'; it reads video"):
+        classify(run_dir, tests, model="fusion", views={"depth": tmp_path})
+    with pytest.raises(InputError, match="go with a model that reads several views"):
+        classify(run_dir, tests, views={"video": tmp_path})
 
 
 def test_groups_of_like_bias() -> None:

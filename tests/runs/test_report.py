@@ -20,8 +20,9 @@ from raydfl.core.metrics import worst_decile
 from raydfl.engine.storage.record import MetricRow, compact, rows_path, write_rows
 from raydfl.runs.report import figures as plots
 from raydfl.runs.report import write_report
-from raydfl.runs.report.data import read_run
+from raydfl.runs.report.data import Curve, read_run
 from raydfl.runs.report.figures_time import Work, actors, round_parts
+from raydfl.runs.report.traffic import traffic_rows
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 
@@ -376,6 +377,14 @@ def test_two_phases_of_a_round_are_one_curve_and_their_bytes_add_up(tmp_path: Pa
     assert run.total_of("bytes_up") == 50.0
     assert run.curves["server", "bytes_up"].totals.tolist() == [40.0, 10.0]
     assert run.total_of("bytes_down") is None
+    assert traffic_rows(run) == []
+    own = [("clients", 2.0), ("bytes_down", 3000.0), ("bytes_up", 1000.0)]
+    curves = {("server", f"views/video/{name}"): Curve(*np.array([[1, 2, 3], [v] * 3, [v] * 3])) for name, v in own}
+    phased = dataclasses.replace(run, curves={**run.curves, **curves}, about={"phases": {"all": 1, "distil": 3}})
+    assert traffic_rows(phased) == [
+        ("all", "also video", "4", "6.0 kB", "2.0 kB", "1.5 kB", "500 B"),
+        ("distil", "also video", "2", "3.0 kB", "1.0 kB", "1.5 kB", "500 B"),
+    ]
 
 
 def test_only_the_last_measurement_of_each_client_score_is_taken(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from raydfl.data.features.extraction import Chunk, ChunkReport, RunChunks
 from raydfl.data.features.extractor import LEAST_SQUARES, FeatureExtractor
 from raydfl.data.features.file import FileFeatures, needs_waves
 from raydfl.data.features.image import ImageFeatures
+from raydfl.data.features.kaldi import KaldiFeatures
 from raydfl.data.features.kinds import AnyFeatures, kind_of
 from raydfl.data.features.log_mel import LARGEST_DENOMINATOR, NEUTRAL, FeatureSettings
 from raydfl.data.features.model import ModelFeatures
@@ -30,6 +31,7 @@ __all__ = [
     "FeatureStore",
     "FileFeatures",
     "ImageFeatures",
+    "KaldiFeatures",
     "ModelFeatures",
     "RunChunks",
     "kind_of",

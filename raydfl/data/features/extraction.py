@@ -27,9 +27,11 @@ from raydfl.data.features.alteration import UNALTERED, Alterations
 from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.data.features.file import FileFeatures, read_features
 from raydfl.data.features.image import ImageFeatures
+from raydfl.data.features.kaldi import KaldiFeatures
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.model import ModelFeatures
+from raydfl.data.films import NoDecoderError
 
 _CLIPS = 128
 _SECONDS = 600.0
@@ -109,7 +111,7 @@ def compute_chunk(chunk: Chunk) -> ChunkReport:
 
     Raises:
         OSError: the file cannot be written (a full disk).
-        ConfigError: a model that makes the features cannot be built.
+        ConfigError: a model that makes the features cannot be built, or what decodes films is not installed.
     """
     settings = chunk.features
     if isinstance(settings, FileFeatures):
@@ -126,7 +128,7 @@ def compute_chunk(chunk: Chunk) -> ChunkReport:
         for position, row in enumerate(chunk.rows):
             try:
                 matrix = features_of(position, row)
-            except MemoryError:
+            except (MemoryError, NoDecoderError):
                 raise
             except RaydflError as error:
                 failures[position] = str(error).removeprefix(f"{row.get('path')}: ")  # who tells of it names the file
@@ -165,7 +167,7 @@ def _pictured(chunk: Chunk, settings: ImageFeatures) -> FeaturesOf:
     return lambda position, row: settings.stored(dataset.image(row))
 
 
-def _computed(chunk: Chunk, settings: FeatureSettings | ModelFeatures) -> FeaturesOf:
+def _computed(chunk: Chunk, settings: FeatureSettings | ModelFeatures | KaldiFeatures) -> FeaturesOf:
     """From the recording."""
     dataset, extractor = _open(chunk.source), _extractor(settings)
     noise, alterations = chunk.noise, chunk.alterations
@@ -243,7 +245,7 @@ def _open(source: Source) -> Dataset:
 _extractors: dict[str, FeatureExtractor] = {}
 
 
-def _extractor(settings: FeatureSettings | ModelFeatures) -> FeatureExtractor:
+def _extractor(settings: FeatureSettings | ModelFeatures | KaldiFeatures) -> FeatureExtractor:
     """Built once in each process; once more when the weights of a model have changed."""
     weights = settings.weights if isinstance(settings, ModelFeatures) else None
     changed = None if weights is None else weights.stat().st_mtime_ns

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from raydfl.core.errors import DataError
+from raydfl.data.features.kaldi import FilterBank, KaldiFeatures
 from raydfl.data.features.log_mel import LARGEST_DENOMINATOR, FeatureSettings
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.wave import z_scored
@@ -29,11 +30,13 @@ class FeatureExtractor:
         ConfigError: the model that the settings name cannot be built.
     """
 
-    def __init__(self, settings: FeatureSettings | ModelFeatures) -> None:
+    def __init__(self, settings: FeatureSettings | ModelFeatures | KaldiFeatures) -> None:
         self.settings = settings
         self._matrix: Callable[[np.ndarray], np.ndarray]
         if isinstance(settings, FeatureSettings):
             self._matrix = _LogMel(settings)
+        elif isinstance(settings, KaldiFeatures):
+            self._matrix = FilterBank(settings)
         else:
             from raydfl.data.features.model import NamedModel  # it imports this module
 

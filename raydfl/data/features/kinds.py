@@ -11,15 +11,17 @@ from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.options import explain
 from raydfl.data.features.file import FileFeatures
 from raydfl.data.features.image import ImageFeatures
+from raydfl.data.features.kaldi import KaldiFeatures
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.model import ModelFeatures
 
-AnyFeatures = FileFeatures | ModelFeatures | ImageFeatures | FeatureSettings
+AnyFeatures = FileFeatures | ModelFeatures | ImageFeatures | KaldiFeatures | FeatureSettings
 _KINDS: dict[str, type[AnyFeatures]] = {
     "logmel": FeatureSettings,
     "file": FileFeatures,
     "model": ModelFeatures,
     "image": ImageFeatures,
+    "kaldi": KaldiFeatures,
 }
 
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 from raydfl.core.errors import DataError
 from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card
-from raydfl.data.manifest import FFMPEG_SUFFIXES, make_manifest, shown_name
+from raydfl.data.manifest import FFMPEG_SUFFIXES, FILM_SUFFIXES, make_manifest, shown_name
 from raydfl.data.pictures import PICTURE_SUFFIXES
 
 _NAMED = 3
@@ -86,11 +86,12 @@ def list_audio(folder: Path, suffixes: tuple[str, ...] = (".wav",)) -> list[str]
     return names
 
 
-def list_recordings(folder: Path, pictures: bool = False) -> tuple[list[str], str]:
+def list_recordings(folder: Path, pictures: bool = False, films: bool = False) -> tuple[list[str], str]:
     """List all files that can be decoded, as :func:`list_audio`, with any name; and describe the other files there.
 
     Args:
         pictures: list images in place of recordings.
+        films: list films too, but those beside which a file of the same name is listed.
 
     Raises:
         DataError: a folder that cannot be opened, or a link to a folder that it lies in.
@@ -98,7 +99,16 @@ def list_recordings(folder: Path, pictures: bool = False) -> tuple[list[str], st
     names = _list_files(folder)
     wanted = PICTURE_SUFFIXES if pictures else AUDIO_SUFFIXES
     found = [name for name in names if name.lower().endswith(wanted)]
-    others = [name for name in names if not name.lower().endswith(wanted)]
+    if films:
+        stems = {name.rpartition(".")[0] for name in found}
+        found = [
+            name
+            for name in names
+            if name.lower().endswith(wanted)
+            or (name.lower().endswith(FILM_SUFFIXES) and name.rpartition(".")[0] not in stems)
+        ]
+    listed = set(found)
+    others = [name for name in names if name not in listed]
     return found, _left_out(folder, others, found, "images" if pictures else "recordings")
 
 

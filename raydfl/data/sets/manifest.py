@@ -1,7 +1,8 @@
 """Your own recordings, listed in a CSV or Parquet file: which file, which class, and if known whose it is and which split.
 
 Relative paths are taken from the folder of the list, or from ``root``. The files are of any kind that libsndfile decodes, of any
-rate and channel count. With the columns ``start`` and ``stop`` (seconds) a clip is a part of its file. Further columns are kept.
+rate and channel count, or films (extra ``video``). With the columns ``start`` and ``stop`` (seconds) a clip is a part of its file.
+Further columns are kept.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from raydfl.core.errors import DataError, nearest
 from raydfl.data.audio import read_audio
 from raydfl.data.dataset import Card, Dataset
 from raydfl.data.manifest import make_manifest
+from raydfl.data.pictures import read_image
 from raydfl.data.sets._files import SPLIT_OF, absolute
 
 _PART = ("start", "stop")
@@ -107,6 +109,11 @@ class Manifest(Dataset):
     def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
         """Read the file, or the part of it."""
         return read_audio(row["path"], row.get("start") or 0.0, row.get("stop"))
+
+    def image(self, row: Mapping[str, Any]) -> npt.NDArray[np.uint8]:
+        """Read the image, or the middle of the film or of the part of it."""
+        image: npt.NDArray[np.uint8] = read_image(row["path"], row.get("start") or 0.0, row.get("stop"))
+        return image
 
     def part(self, row: Mapping[str, Any]) -> str | None:
         """Return ``@start-stop``, if that is given."""

@@ -28,7 +28,7 @@ class Transform:
     power: ClassVar[bool] = False
     """True where it acts on the power in bands: then features are normalised after it, as each batch is made."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("logmel", "file", "model")
+    kinds: ClassVar[tuple[str, ...]] = ("logmel", "kaldi", "file", "model")
     """Kinds of features that it can act on."""
 
     def least(self) -> tuple[int, int]:

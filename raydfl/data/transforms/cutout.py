@@ -22,7 +22,7 @@ from raydfl.data.transforms._transform import Transform
 class Cutout(Transform):
     """A square of an image, or as many frames and bands, becomes 0."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("logmel", "file", "model", "image")
+    kinds: ClassVar[tuple[str, ...]] = ("logmel", "kaldi", "file", "model", "image")
 
     size: Annotated[int, Field(ge=1, description="Rows and columns of the square; of features its frames and bands.")]
 

@@ -21,7 +21,7 @@ from raydfl.data.transforms._transform import Transform
 class RandomCrop(Transform):
     """Part of an example, drawn anew for each batch; clips that are shorter stay whole."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("logmel", "file", "model", "image")
+    kinds: ClassVar[tuple[str, ...]] = ("logmel", "kaldi", "file", "model", "image")
 
     size: Annotated[int, Field(ge=1, description="Frames of the part; of images its rows and columns.")]
     pad: Annotated[int, Field(ge=0, description="Of images: rows and columns put around each before it is cut.")] = 0

@@ -1,11 +1,12 @@
 """Uses of a trained model: classify recordings, write it as ONNX, write a submission to DCASE.
 
-Begin with model.py and recordings.py.
+Begin with model.py and recordings.py; fused.py is for models of several views.
 """
 
-from raydfl.runs.inference.model import RunModel, load_model
+from raydfl.runs.inference.fused import classify, fused_predictions
+from raydfl.runs.inference.model import RunModel, load_fusion, load_model
 from raydfl.runs.inference.onnx import export_model
-from raydfl.runs.inference.recordings import Prediction, classify, predictions
+from raydfl.runs.inference.recordings import Prediction, predictions
 from raydfl.runs.inference.submission import write_submission
 from raydfl.runs.inference.tested import score_tests
 from raydfl.runs.inference.threshold import Threshold
@@ -16,6 +17,8 @@ __all__ = [
     "Threshold",
     "classify",
     "export_model",
+    "fused_predictions",
+    "load_fusion",
     "load_model",
     "predictions",
     "score_tests",

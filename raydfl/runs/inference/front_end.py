@@ -17,6 +17,7 @@ from raydfl.data.features import (
     FeatureSettings,
     FileFeatures,
     ImageFeatures,
+    KaldiFeatures,
     ModelFeatures,
 )
 from raydfl.data.transforms import RandomCrop
@@ -43,6 +44,8 @@ def describe_front_end(
         return {"kind": settings.kind, **_image(settings, data.pipeline.crop)}
     elif isinstance(settings, ModelFeatures):
         first = {**_wave(settings), "model": _model(settings)}
+    elif isinstance(settings, KaldiFeatures):
+        first = {**_wave(settings), "filter_bank": _filter_bank(settings)}
     else:
         first = {**_wave(settings), **_log_mel(settings)}
     return {"kind": settings.kind, **first, **_end(data, statistics, average)}
@@ -51,7 +54,7 @@ def describe_front_end(
 _GIVEN = "features [frames, bands] that were made elsewhere, longer ones cut to frames (null: to nothing)"
 
 
-def _wave(settings: FeatureSettings | ModelFeatures) -> dict[str, Any]:
+def _wave(settings: FeatureSettings | ModelFeatures | KaldiFeatures) -> dict[str, Any]:
     return {
         "samples": {
             "range": "-1..1: integer samples divided by 2 ** (bits - 1)",
@@ -66,6 +69,18 @@ def _wave(settings: FeatureSettings | ModelFeatures) -> dict[str, Any]:
             "note": "by the ratio to_hz / rate, reduced; one whose denominator is larger is replaced by the nearest ratio",
         },
         "cut": {"samples": settings.samples, "note": "longer recordings end there; null: they keep their length"},
+    }
+
+
+def _filter_bank(settings: KaldiFeatures) -> dict[str, Any]:
+    return {
+        "function": "torchaudio.compliance.kaldi.fbank of the samples without their mean",
+        "arguments": settings.arguments,
+        "least_samples": settings.window,
+        "least_samples_note": "shorter recordings are followed by zeros up to there, once the mean is subtracted",
+        "frames": settings.frames,
+        "frames_note": "longer ones are cut there, shorter ones followed by frames of zeros before they are scaled; null: neither",
+        "scale": {"formula": "(x - mean) / (2 deviation)", "mean": settings.mean, "deviation": settings.deviation},
     }
 
 

@@ -19,7 +19,7 @@ from raydfl.core import part_names
 from raydfl.core.cuts import cut_tensors
 from raydfl.core.errors import InputError, RunDirectoryError, nearest
 from raydfl.core.tensors import FlatTensors
-from raydfl.core.types import ModelSpec, Tensors
+from raydfl.core.types import Batch, ModelSpec, Tensors
 from raydfl.data import DataSettings, Population, ViewSettings
 from raydfl.engine import KEPT_MODEL, SERVER, Clients, Config, best_of, build_models
 from raydfl.engine.storage import Commit, PrivateStore, RunStore, local_run, stored_config
@@ -95,6 +95,59 @@ class RunModel:
         return logits
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RunFusion:
+    """A model of a run that reads what all its other models make of an example, each of a view of its own."""
+
+    name: str
+    """As in the record of the run: ``fusion``, or ``teacher:fusion`` where the server has several states."""
+    method: Method
+    networks: Mapping[str, nn.Module]
+    """All of them by name, on the CPU, in evaluation mode."""
+    encoders: tuple[RunModel, ...]
+    """What the others are, the first view's first: their views are looked at here."""
+    student: RunModel
+    """The model that answers for recordings which lack a view."""
+
+    @property
+    def description(self) -> str:
+        """One line: ``fusion of audio and image of runs/first, round 60; without all views audio (crnn_lite)``."""
+        names = " and ".join(model.name for model in self.encoders)
+        first = self.encoders[0]
+        best = f" ({first.chosen})" if first.chosen else ""
+        return (
+            f"{self.name} of {names} of {first.run_dir}, round {first.round}{best}; where a view is absent {self.student.name} "
+            f"({self.student.spec.architecture})"
+        )
+
+    def logits(self, batch: Batch) -> Tensor:
+        """Return its outputs float32 [batch, classes] for a batch with all views."""
+        with torch.no_grad():
+            found = self.method.logits(self.networks, self.name.rpartition(":")[2], batch)
+        if found is None:
+            raise InputError(f"model {self.name!r} gives no outputs of its own; choose another with --model")
+        return found
+
+
+def load_fusion(run_dir: str | Path, model: str, trust: bool = False, best: bool = False) -> RunFusion | None:
+    """Return the model of that name, if it reads what other models make of an example; ``None``: it reads a view itself.
+
+    Args:
+        run_dir: see :func:`load_model`.
+        model: its name; ``KEY:NAME`` of an entry of the server's state, else the first that holds it.
+        trust: see :func:`load_model`.
+        best: see :func:`load_model`.
+
+    Raises:
+        RunDirectoryError: see :func:`load_model`.
+        InputError: the run does not keep it.
+    """
+    folder = local_run(run_dir)
+    if model.rpartition(":")[2] not in type(stored_config(folder, trust).parts.method).on_features:
+        return None
+    return _Run(folder, trust, best).fusion(model)
+
+
 def load_model(
     run_dir: str | Path,
     model: str | None = None,
@@ -156,8 +209,8 @@ class _Run:
         """Return a model of which the server holds every tensor."""
         found = self._shared()
         self._check_reads_data(model)
-        if model is None and len(found) == 1:
-            model = next(iter(found))
+        if model is None and found:
+            model = self.method.default_model(list(found))
         if model in found:
             specs, name, key, part = found[model]
             networks, _ = self._load(specs, self._received([key], part), {}, f"model {model!r}")
@@ -177,9 +230,32 @@ class _Run:
         if model is not None and model.rpartition(":")[2] in type(self.method).on_features:
             whole = [name for name in self.config.parts.models if name not in type(self.method).on_features]
             raise InputError(
-                f"model {model!r} reads what other models of the run make of an example, and cannot be used by itself; choose one "
-                f"of {', '.join(whole)} with --model"
+                f"model {model!r} reads what other models of the run make of an example, and cannot be used by itself: raydfl "
+                f"predict takes it with the files of all views; else choose one of {', '.join(whole)} with --model"
             )
+
+    def fusion(self, model: str) -> RunFusion:
+        """Return a model that reads what all others make of an example, with these."""
+        entry, _, name = model.rpartition(":")
+        for part, variants in self.clients.variants_of_parts().items():
+            received = self._received(self.commit.state.tensors, part)
+            for specs in variants:
+                built = build_models(self.method, specs, self.config.run.seed)
+                for key, tensors in received.items():
+                    if name in built and entry in ("", key) and all(self._is_whole(built, n, tensors) for n in built):
+                        networks, _ = self._load(specs, {key: tensors}, {}, f"model {model!r}")
+                        label = name if key == "global" else f"{key}:{name}"
+                        others = tuple(
+                            self._made(other, "", part, specs, other, network)
+                            for other, network in networks.items()
+                            if other not in type(self.method).on_features
+                        )
+                        networks = {other: network.eval() for other, network in networks.items()}
+                        return RunFusion(label, self.method, networks, others, self.shared_model(None))
+        raise InputError(
+            f"this run keeps no {model!r}: no entry of the server's state holds it with all models that it reads; choose one of "
+            f"{', '.join(self._shared())} with --model"
+        )
 
     def clients_model(self, model: str | None, client_id: str) -> RunModel:
         """Return a model as one client would use it."""

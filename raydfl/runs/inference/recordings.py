@@ -19,9 +19,10 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from raydfl.core.errors import DataError, InputError, RaydflError
-from raydfl.data import Examples, read_audio, read_image, segments, shown_name
+from raydfl.data import Examples, has_decoder, read_audio, read_image, segments, shown_name
 from raydfl.data.features import (
     BY_TRAINING_CLIPS,
     FeatureExtractor,
@@ -29,11 +30,12 @@ from raydfl.data.features import (
     FeatureStore,
     FileFeatures,
     ImageFeatures,
+    KaldiFeatures,
     ModelFeatures,
     z_scores,
 )
 from raydfl.data.sets import list_recordings
-from raydfl.runs.inference.model import RunModel, load_model
+from raydfl.runs.inference.model import RunModel
 from raydfl.runs.inference.threshold import Threshold
 
 Given = TypeVar("Given")
@@ -59,6 +61,8 @@ class Prediction:
     """What the run's objective says of a recording: its "class", its "set" of classes, or a "score"."""
     labels: tuple[str, ...] = ()
     """The classes that it has; where it is one class empty, see :attr:`label`."""
+    model: str = ""
+    """The model that answered, where that differs from recording to recording."""
     threshold: Threshold | None = None
     """The score from which on a recording is anomalous; ``None``: not known, or the answer is no score."""
 
@@ -88,34 +92,6 @@ class Prediction:
         return [(self.classes[index], float(self.probabilities[index])) for index in order.tolist()]
 
 
-def classify(
-    run_dir: str | Path,
-    files: Iterable[str | Path],
-    *,
-    model: str | None = None,
-    client: str | None = None,
-    trust: bool = False,
-    best: bool = False,
-) -> list[Prediction]:
-    """Classify recordings with a trained model of a run; one result for each file, also for those that cannot be read.
-
-    Args:
-        run_dir: the run's folder.
-        files: recordings of any kind that libsndfile decodes (wav, flac, ogg, opus, mp3, aiff ...), of any rate and number of
-            channels, and folders of them.
-        model: by default the shared one, or with ``client`` the one that the client does not share.
-        client: whose model; by default the server's.
-        trust: whether code may be run that came with the folder or has changed since the run began.
-        best: whether it is the best round's, by ``run.best``; by default the last round's.
-
-    Raises:
-        RunDirectoryError: no run directory, or no round is completed yet.
-        InputError: no such model or client, or the run keeps no best round.
-    """
-    loaded = load_model(run_dir, model, client, trust, best)
-    return list(predictions(loaded, [Path(file) for file in files]))
-
-
 def predictions(model: RunModel, files: Sequence[Path]) -> Iterator[Prediction]:
     """Yield the predictions for these recordings and those in these folders, one after another in the order given.
 
@@ -126,7 +102,7 @@ def predictions(model: RunModel, files: Sequence[Path]) -> Iterator[Prediction]:
             f"model {model.name!r} of {model.run_dir} was trained for an objective that says nothing of a recording; use what it "
             f"has learnt as the beginning of another model, or take its outputs with raydfl.load_model or raydfl export"
         )
-    front_end = _FrontEnd(model)
+    front_end = FrontEnd(model)
     listed, failures = recordings(files, isinstance(model.view.features, ImageFeatures))
     for file, reason in failures.items():
         yield Prediction(file, model.classes, np.zeros(0), reason)
@@ -138,9 +114,9 @@ def predictions(model: RunModel, files: Sequence[Path]) -> Iterator[Prediction]:
     else:
         parts = [[file] for file in listed]
     for part in parts:
-        matrices = front_end.normalised({file: _attempt(front_end.matrix, file, file) for file in part})
+        matrices = front_end.normalised({file: attempt(front_end.matrix, file, file) for file in part})
         for file, matrix in matrices.items():
-            found = matrix if isinstance(matrix, str) else _attempt(front_end.probabilities, matrix, file)
+            found = matrix if isinstance(matrix, str) else attempt(front_end.probabilities, matrix, file)
             if isinstance(found, str):
                 yield Prediction(file, model.classes, np.zeros(0), found)
             else:
@@ -155,7 +131,7 @@ def predictions(model: RunModel, files: Sequence[Path]) -> Iterator[Prediction]:
 def recordings(files: Iterable[Path], pictures: bool = False) -> tuple[list[Path], dict[Path, str]]:
     """Return the recordings that are meant, folders searched at any depth, each once; and folders without any, with the reason.
 
-    A warning says which other files there are in the folders.
+    Films count as both, if what decodes them is installed. A warning says which other files there are in the folders.
 
     Args:
         files: files and folders.
@@ -168,7 +144,7 @@ def recordings(files: Iterable[Path], pictures: bool = False) -> tuple[list[Path
             listed[file] = None
             continue
         try:
-            inside, left_out = list_recordings(file, pictures)
+            inside, left_out = list_recordings(file, pictures, films=has_decoder())
         except DataError as error:
             failures[file] = str(error)
             continue
@@ -181,7 +157,7 @@ def recordings(files: Iterable[Path], pictures: bool = False) -> tuple[list[Path
     return list(listed), failures
 
 
-class _FrontEnd:
+class FrontEnd:
     """From a file to the probabilities of the classes."""
 
     def __init__(self, model: RunModel) -> None:
@@ -194,7 +170,7 @@ class _FrontEnd:
             )
         self._settings = model.view.stored_features
         self._extractor = None
-        if isinstance(self._settings, FeatureSettings | ModelFeatures):
+        if isinstance(self._settings, FeatureSettings | ModelFeatures | KaldiFeatures):
             self._extractor = FeatureExtractor(self._settings)
 
     def matrix(self, file: Path) -> np.ndarray:
@@ -220,17 +196,15 @@ class _FrontEnd:
 
     def probabilities(self, matrix: np.ndarray) -> np.ndarray:
         """Return float64 [classes]: the mean over the segments of what the objective answers: probabilities, or the score."""
-        examples = self._examples(matrix)
-        parts = []
-        for batch in examples.batches(_BATCH, None):
+        return answer(self._model, torch.cat([self._model.logits(*given) for given in self.inputs(matrix)]))
+
+    def inputs(self, matrix: np.ndarray) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield what the network gets of a recording: x and lengths of some of its segments at a time."""
+        for batch in self._examples(matrix).batches(_BATCH, None):
             x = batch.x
             if batch.lengths is not None and x.shape[1] < LEAST_FRAMES:
                 x = torch.nn.functional.pad(x, (0, 0, 0, LEAST_FRAMES - x.shape[1]))
-            parts.append(self._model.logits(x, batch.lengths).double())
-        found: np.ndarray = self._model.objective.answer_of_clip(torch.cat(parts)).numpy()
-        if not np.isfinite(found).all():
-            raise RaydflError("the model's output is not finite: its training diverged")
-        return found
+            yield x, batch.lengths
 
     def _examples(self, matrix: np.ndarray) -> Examples:
         """Return the recording's segments, stored and padded as those of the run's test clips are."""
@@ -252,9 +226,22 @@ class _FrontEnd:
         return Examples(store, starts, counts, nothing, nothing, length, pipeline=pipeline)
 
 
-def _attempt(function: Callable[[Given], np.ndarray], given: Given, file: Path) -> np.ndarray | str:
+def answer(model: RunModel, logits: Tensor) -> np.ndarray:
+    """Return what the objective answers for a recording, float64 [classes]: of the logits of its segments."""
+    found: np.ndarray = model.objective.answer_of_clip(logits.double()).numpy()
+    if not np.isfinite(found).all():
+        raise RaydflError("the model's output is not finite: its training diverged")
+    return found
+
+
+def attempt(function: Callable[[Given], np.ndarray], given: Given, file: Path) -> np.ndarray | str:
     """Return what the function gives for a recording, or a text that says why it cannot."""
     try:
         return function(given)
     except RaydflError as error:
-        return str(error).removeprefix(f"{shown_name(file)}: ")
+        return without_name(error, file)
+
+
+def without_name(error: RaydflError, file: Path) -> str:
+    """Return what an error says of a file, without its name."""
+    return str(error).removeprefix(f"{shown_name(file)}: ")

@@ -30,6 +30,7 @@ from raydfl.runs.report.page import (
     value_text,
 )
 from raydfl.runs.report.time import time_pictures, totals
+from raydfl.runs.report.traffic import traffic_rows
 
 _LISTED = 200
 """Skipped clips, and failures of clients, that a page lists."""
@@ -56,6 +57,7 @@ def single_page(run: RunRecord) -> str:
         pruning=_pruning_picture(run, pictures),
         failures=_failure_pictures(run, pictures),
         costs=_cost_pictures(run, pictures),
+        traffic=traffic_rows(run),
         skipped=_skipped(run),
         incidents=run.incidents,
         listed=_LISTED,

@@ -59,7 +59,7 @@ def read_all(dataset: Dataset, rows: list[dict[str, Any]]) -> tuple[float, set[t
 ROOTED = [
     *("ambient_contexts", "cifar10", "crema_d", "dcase2020_task2", "dcase2023_task2", "emnist", "emodb", "esc"),
     *("fashion_mnist", "folder", "fsd50k", "fsdd", "iemocap", "mimii", "mimii_dg", "mimii_due", "mnist", "ravdess"),
-    *("speech_commands", "svhn", "toyadmos", "urbansound8k", "voxforge"),
+    *("activitynet", "speech_commands", "svhn", "toyadmos", "ucf101", "urbansound8k", "voxforge"),
 ]
 
 

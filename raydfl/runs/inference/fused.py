@@ -1,0 +1,184 @@
+"""The answers of a model that fuses several views, such as sound and picture, for what there is of each recording.
+
+A recording is the file of the first view. Its file of a further view is
+
+- the recording itself, if that is a film and the view reads images, or if both are sound and of one column;
+- else the file in the folder given for the view whose name is the recording's, but for the ending.
+
+Where a recording has all views the fusion answers, where it lacks one the student. Which of them it was stands in the prediction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raydfl.core.errors import DataError, InputError, RaydflError
+from raydfl.core.types import Batch
+from raydfl.data import AbsentError, is_film
+from raydfl.data.features import BY_TRAINING_CLIPS, ImageFeatures
+from raydfl.runs.inference.model import RunFusion, RunModel, load_fusion, load_model
+from raydfl.runs.inference.recordings import FrontEnd, Prediction, answer, predictions, recordings, without_name
+
+
+def classify(
+    run_dir: str | Path,
+    files: Iterable[str | Path],
+    *,
+    model: str | None = None,
+    client: str | None = None,
+    trust: bool = False,
+    best: bool = False,
+    views: Mapping[str, str | Path] | None = None,
+) -> list[Prediction]:
+    """Classify recordings with a trained model of a run; one result for each file, also for those that cannot be read.
+
+    Args:
+        run_dir: the run's folder.
+        files: recordings of any kind that libsndfile decodes (wav, flac, ogg, opus, mp3, aiff ...), of any rate and number of
+            channels, and folders of them.
+        model: by default the shared one, or with ``client`` the one that the client does not share.
+        client: whose model; by default the server's.
+        trust: whether code may be run that came with the folder or has changed since the run began.
+        best: whether it is the best round's, by ``run.best``; by default the last round's.
+        views: with a model that reads several views, by the names of further ones the file or the folder of theirs: see
+            :func:`fused_predictions`.
+
+    Raises:
+        RunDirectoryError: no run directory, or no round is completed yet.
+        InputError: no such model or client, views for a model that reads one, or the run keeps no best round.
+    """
+    given = [Path(file) for file in files]
+    fusion = None if model is None else load_fusion(run_dir, model, trust, best)
+    if fusion is not None:
+        if client is not None:
+            raise InputError(f"model {model!r} is the server's alone; leave the client out")
+        return list(fused_predictions(fusion, given, {name: Path(path) for name, path in (views or {}).items()}))
+    if views:
+        raise InputError("files of further views go with a model that reads several views, such as fusion")
+    return list(predictions(load_model(run_dir, model, client, trust, best), given))
+
+
+def fused_predictions(model: RunFusion, files: Sequence[Path], views: Mapping[str, Path]) -> Iterator[Prediction]:
+    """Yield the predictions for these recordings and those in these folders, one after another in the order given.
+
+    Args:
+        model: it answers where all views are there; else its student does.
+        files: of the first view: recordings, and folders of them.
+        views: by the name of a further view a folder in which its files lie, with the recordings' names, or a file.
+
+    Raises:
+        InputError: a view that the model does not read, or one whose normalisation is not known.
+    """
+    known = [encoder.spec.view for encoder in model.encoders if encoder.spec.view]
+    for name, path in views.items():
+        if name not in known:
+            raise InputError(f"model {model.name!r} reads no view {name!r}; it reads {', '.join(known)}")
+        if not path.exists():
+            raise InputError(f"view {name!r}: there is no file or folder {path}")
+    for encoder in model.encoders:
+        if encoder.view.features.normalise in BY_TRAINING_CLIPS and encoder.statistics is None:
+            raise InputError(
+                f"model {model.name!r}: this run does not know with which statistics a recording is normalised "
+                f"(normalise: {encoder.view.features.normalise}); choose one model with --model"
+            )
+    further = {
+        encoder.spec.view: _Further(encoder, views.get(encoder.spec.view))
+        for encoder in model.encoders
+        if encoder.spec.view
+    }
+    ends = {encoder.spec.view: FrontEnd(encoder) for encoder in model.encoders}
+    first = next(encoder for encoder in model.encoders if not encoder.spec.view)
+    listed, failures = recordings(files, isinstance(first.view.features, ImageFeatures))
+    for file, reason in failures.items():
+        yield Prediction(file, first.classes, np.zeros(0), reason)
+    for file in listed:
+        yield _prediction(model, first, file, further, ends)
+
+
+class _Further:
+    """The files of a further view."""
+
+    def __init__(self, encoder: RunModel, given: Path | None) -> None:
+        self._images = isinstance(encoder.view.features, ImageFeatures)
+        self._same = getattr(encoder.view, "column", "") == "path"
+        self._files: dict[str, list[Path]] | None = None
+        self._one = given if given is not None and not given.is_dir() else None
+        if given is not None and self._one is None:
+            self._files = {}
+            for file in recordings([given], self._images)[0]:
+                self._files.setdefault(file.stem, []).append(file)
+
+    def of(self, file: Path) -> Path | None:
+        """Return the file of a recording, or ``None`` where it has none.
+
+        Raises:
+            DataError: several have its name.
+        """
+        if self._one is not None:
+            return self._one
+        if self._files is None:
+            return file if (is_film(str(file)) if self._images else self._same) else None
+        found = self._files.get(file.stem, [])
+        if len(found) > 1:
+            raise DataError(f"several files have its name: {', '.join(map(str, found[:3]))}")
+        return found[0] if found else None
+
+
+def _prediction(
+    model: RunFusion, first: RunModel, file: Path, further: Mapping[str, _Further], ends: Mapping[str, FrontEnd]
+) -> Prediction:
+    try:
+        files = {"": file, **{name: view.of(file) for name, view in further.items()}}
+    except DataError as error:
+        return Prediction(file, first.classes, np.zeros(0), str(error))
+    matrices: dict[str, np.ndarray] = {}
+    for name, path in files.items():
+        matrix = None if path is None else _matrix(ends[name], path, optional=bool(name))
+        if matrix is None:
+            (found,) = predictions(model.student, [file])
+            return dataclasses.replace(found, model=model.student.name)
+        if isinstance(matrix, str):
+            where = f"view {name}: {path}: " if name else ""
+            return Prediction(file, first.classes, np.zeros(0), where + matrix)
+        matrices[name] = matrix
+    logits = [model.logits(batch) for batch in _batches(matrices, ends)]
+    return Prediction(
+        file, first.classes, answer(first, torch.cat(logits)), answers=first.objective.answers, model=model.name
+    )
+
+
+def _matrix(end: FrontEnd, path: Path, optional: bool) -> np.ndarray | str | None:
+    """Return the features of a file, why there are none, or ``None`` where a film lacks what is ``optional``."""
+    try:
+        matrix: np.ndarray | str = end.matrix(path)
+    except AbsentError as error:
+        return None if optional else without_name(error, path)
+    except RaydflError as error:
+        return without_name(error, path)
+    return end.normalised({path: matrix})[path]
+
+
+def _batches(matrices: Mapping[str, np.ndarray], ends: Mapping[str, FrontEnd]) -> Iterator[Batch]:
+    """Yield a recording's segments of the first view, each with the whole of the others."""
+    others = {name: _only(ends[name].inputs(matrix)) for name, matrix in matrices.items() if name}
+    for x, lengths in ends[""].inputs(matrices[""]):
+        count = len(x)
+        yield Batch(
+            x,
+            torch.zeros(count, dtype=torch.int64),
+            lengths,
+            views={name: own.expand(count, *own.shape[1:]) for name, (own, _) in others.items()},
+            view_lengths={name: own.expand(count) for name, (_, own) in others.items() if own is not None},
+            present={name: torch.ones(count, dtype=torch.bool) for name in others},
+        )
+
+
+def _only(values: Iterable[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    (only,) = values
+    return only

@@ -1,0 +1,200 @@
+"""Films. Oracle: lossless films whose frames and samples are known, and the published samples, counted by a plain loop."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import Raydfl
+from films import write_film
+from seen_and_heard import NETWORK
+
+from raydfl.cli.describe import describe_data
+from raydfl.core.errors import DataError
+from raydfl.core.yaml import to_yaml
+from raydfl.data.audio import read_audio
+from raydfl.data.pictures import read_image
+from raydfl.data.sets.activitynet import ActivityNet
+from raydfl.data.sets.ucf101 import UCF101
+from raydfl.data.settings import DataSettings
+
+av = pytest.importorskip("av", reason="the package of the extra video is not installed")
+FOLDER = Path(os.environ.get("RAYDFL_DATA") or Path(__file__).parents[2].parent / "shared" / "data") / "video"
+FILMS = {
+    "GRID/bbaf2n.mpg": True,
+    "activitynet/v_GGSY1Qvo990.mp4": True,
+    "UCF-101/SoccerJuggling/v_SoccerJuggling_g23_c01.avi": False,
+    "hmdb51/wave/RATRACE_wave_f_nm_np1_fr_goo_37.avi": False,
+}
+"""Published samples, and whether they have sound."""
+GREY = (np.arange(7)[:, None, None] * 30 + np.arange(8)[:, None] * np.ones(6)).astype(np.uint8)
+"""Seven frames of 8 rows and 6 columns."""
+
+
+def test_the_picture_in_the_middle_and_the_sound_of_a_film_and_of_a_part(tmp_path: Path) -> None:
+    samples = np.random.default_rng(0).integers(-32768, 32768, (5600, 2))
+    path = str(write_film(tmp_path / "a.mkv", GREY, samples))  # 0.7 s, a frame each 0.1 s
+    assert (read_image(path) == GREY[3][:, :, None]).all()
+    assert (read_image(path, 0.35) == GREY[5][:, :, None]).all()  # of 4, 5 and 6
+    assert (read_image(path, 0.0, 0.4) == GREY[2][:, :, None]).all()  # of 0 to 3 number 4 // 2
+    found, rate = read_audio(path)
+    assert rate == 8000
+    np.testing.assert_array_equal(found, (samples / 32768).astype(np.float32))
+    np.testing.assert_array_equal(read_audio(path, 0.25, 0.5)[0], (samples[2000:4000] / 32768).astype(np.float32))
+    with pytest.raises(DataError, match=r"a\.mkv: the film has no pictures from 0\.9 s to its end"):
+        read_image(path, 0.9)
+
+
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="no sample films: set RAYDFL_DATA")
+@pytest.mark.parametrize("name", FILMS)
+def test_published_films(name: str, tmp_path: Path) -> None:
+    path = str(FOLDER / name)
+    with av.open(path) as film:
+        frames = list(film.decode(video=0))
+    np.testing.assert_array_equal(read_image(path), frames[len(frames) // 2].to_ndarray(format="rgb24"))
+    if FILMS[name]:
+        samples, rate = read_audio(path)
+        assert len(samples) / rate == pytest.approx({"G": 2.98, "a": 18.16}[name[0]], abs=0.02)
+    else:
+        with pytest.raises(DataError, match=f"{path}: it is silent"):
+            read_audio(path)
+    cut = tmp_path / f"cut{Path(name).suffix}"
+    cut.write_bytes(Path(path).read_bytes()[: int(0.6 * Path(path).stat().st_size)])
+    with pytest.raises(DataError, match=rf"{cut}: (truncated|cannot be decoded: it is damaged, truncated)"):
+        read_image(str(cut))
+    cut.write_bytes(b"no film" * 100)
+    with pytest.raises(DataError, match=f"{cut}: cannot be decoded"):
+        read_image(str(cut))
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A run on sixteen films of two classes, each of them two views."""
+    rng = np.random.default_rng(0)
+    lines = ["path,label,group,split"]
+    for number in range(16):
+        label, time = number % 2, np.arange(2400) / 8000
+        wave = 6000 * np.sin(2 * np.pi * 400 * (1 + label) * time) + 900 * rng.standard_normal(2400)
+        grey = (90 * label + rng.integers(0, 90, (3, 8, 8))).astype(np.uint8)
+        write_film(tmp_path / f"{number}.mkv", grey, wave[:, None])
+        lines.append(f"{number}.mkv,{'ab'[label]},g{number // 2 % 4},{'test' if number < 4 else 'train'}")
+    (tmp_path / "list.csv").write_text("\n".join(lines))
+    (tmp_path / "eye.py").write_text(NETWORK)
+    data = {
+        "name": "manifest",
+        "file": str(tmp_path / "list.csv"),
+        "partition": {"by": "group"},
+        "features": {"sample_rate": 8000, "bands": 8, "seconds": 0.3},
+        "cache": str(tmp_path / "cache"),
+        "views": {"video": {"column": "path", "features": {"kind": "image", "size": 8}}},
+    }
+    models = {
+        "audio": {"name": "crnn_tiny", "hidden": 4, "filters": [4]},
+        "video": {"name": f"{tmp_path}/eye.py:Eye", "view": "video"},
+    }
+    about = {"method": "multifl", "models": models, "data": data, "train": {"rounds": 1, "cohort": 2}}
+    rest = {"track": {"mlflow": False}, "ray": {"actors": 0}, "run": {"dir": str(tmp_path / "runs"), "name": "x"}}
+    (tmp_path / "job.yaml").write_text(to_yaml(about | rest, flow=False))
+    return tmp_path / "job.yaml"
+
+
+def test_a_silent_film_a_broken_one_and_no_decoder(job: Path, raydfl: Raydfl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Films are named; by choice they are left out and listed, but never for lack of the decoder."""
+    folder = job.parent
+    write_film(folder / "14.mkv", np.zeros((2, 8, 8), np.uint8))
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "av", None)
+        raydfl("run", job, "data.unreadable=skip").refuses(r"decoded by PyAV, .*pip install 'raydfl\[video\]'")
+    raydfl("run", job).refuses(r"1 of 16 clips cannot be read:\n  .*14\.mkv: it is silent")
+    write_film(folder / "13.mkv", np.zeros((0, 8, 8), np.uint8), np.full((2400, 1), 9))
+    assert raydfl("run", job, "data.unreadable=skip").code == 0
+    listed = json.loads((folder / "runs/x/run.json").read_text())["skipped"]
+    assert {(entry["clip"], entry["reason"].partition(":")[0]) for entry in listed} == {
+        ("14.mkv", "it is silent"),
+        ("13.mkv", "view video"),
+    }
+    said = raydfl(
+        "predict", folder / "runs/x", *(folder / f"{n}.mkv" for n in (0, 13, 14)), "--model", "fusion", "--json"
+    )
+    assert said.code == 2
+    heard, unseen, silent = said.events
+    assert unseen["model"] == "audio"
+    assert (heard["model"], heard["label"] in "ab") == ("fusion", True)
+    assert "silent" in silent["error"]
+    assert [
+        len(raydfl("predict", folder / "runs/x", folder / "0.mkv", *more, "--csv").out.splitlines())
+        for more in ((), ("--model", "video"))
+    ] == [2, 2]
+    raydfl("predict", folder / "runs/x", folder / "0.mkv", "--view", "video=x").refuses(
+        "--view goes with .*--model fusion"
+    )
+    with monkeypatch.context() as without:  # sound and pictures are in the cache
+        without.setitem(sys.modules, "av", None)
+        assert raydfl("data", "prepare", job, "data.unreadable=skip").code == 0
+
+
+def test_ucf101(tmp_path: Path) -> None:
+    films = [
+        "Archery/v_Archery_g01_c02.avi",
+        "HandstandPushups/v_HandStandPushups_g08_c01.avi",
+        "YoYo/v_YoYo_g09_c01.avi",
+    ]
+    for film in films:
+        (tmp_path / "UCF-101" / film).parent.mkdir(parents=True)
+        (tmp_path / "UCF-101" / film).touch()
+    assert [row["split"] for row in UCF101(root=tmp_path).manifest().to_pylist()] == [None, None]
+    lists = tmp_path / "ucfTrainTestlist"
+    lists.mkdir()
+    for fold in (1, 2, 3):
+        own = films if fold == 1 else films[::-1]
+        (lists / f"testlist0{fold}.txt").write_text(f"{own[0]}\nBowling/v_Bowling_g01_c01.avi\n")
+        (lists / f"trainlist0{fold}.txt").write_text("".join(f"{film} 7\r\n" for film in own[1:]))
+    found = UCF101(root=tmp_path).manifest().to_pylist()
+    assert [(row["label"], row["group"], row["number"], row["split"]) for row in found] == [
+        ("Archery", "Archery/g01", 2, "test"),
+        ("HandstandPushups", "HandstandPushups/g08", 1, "train"),
+    ]
+    third = UCF101(root=tmp_path, fold=3, classes="all").manifest().to_pylist()
+    assert [row["split"] for row in third] == ["train", "train", "test"]
+    (lists / "trainlist01.txt").write_text("")
+    with pytest.raises(DataError, match=r"HandstandPushups/v_HandStand.* is on neither list of fold 1"):
+        UCF101(root=tmp_path).manifest()
+
+
+def test_activitynet(tmp_path: Path) -> None:
+    write_film(tmp_path / "v_abc.mkv", GREY, np.arange(5600)[:, None])
+    (tmp_path / "more").mkdir()
+    for film in ("v_def.mp4", "v_hidden.mp4"):
+        (tmp_path / "more" / film).touch()
+    marks = [{"label": "Archery", "segment": [0.1, 0.4]}, {"label": "Knitting", "segment": [0.4, 0.75]}]
+    database = {
+        "abc": {"subset": "training", "annotations": marks},
+        "def": {"subset": "validation", "annotations": marks[1:]},
+        "hidden": {"subset": "testing", "annotations": []},
+        "absent": {"subset": "training", "annotations": marks},
+    }
+    (tmp_path / "activity_net.v1-3.min.json").write_text(json.dumps({"database": database}))
+    dataset = ActivityNet(root=tmp_path)
+    rows = dataset.manifest().to_pylist()
+    assert [(row["clip"], row["label"], row["group"], row["split"]) for row in rows] == [
+        ("v_abc.mkv@0", "Archery", "abc", "train"),
+        ("v_abc.mkv@1", "Knitting", "abc", "train"),
+        ("more/v_def.mp4@0", "Knitting", "def", "test"),
+    ]
+    np.testing.assert_array_equal(dataset.read(rows[0])[0][:, 0] * 32768, np.arange(800, 3200))
+    assert len(dataset.read(rows[1])[0]) == 2400  # the mark ends after the film
+    assert (dataset.image(rows[0]) == GREY[2][:, :, None]).all()
+    assert len({dataset.part(row) for row in rows}) == 2
+    whole = ActivityNet(root=tmp_path, clips="films").manifest().to_pylist()
+    assert [(row["clip"], row["label"]) for row in whole] == [("v_abc.mkv", "Archery"), ("more/v_def.mp4", "Knitting")]
+    assert len(ActivityNet(root=tmp_path, clips="films").read(whole[0])[0]) == 5600
+    said = " ".join(describe_data(DataSettings(name="activitynet", root=tmp_path, unseen="keep"), 0, True))  # type: ignore[call-arg]
+    assert re.search(r"clips +3\b", said), said
+    (tmp_path / "activity_net.v1-3.min.json").write_text("{}")
+    with pytest.raises(DataError, match=r"min\.json cannot be read: KeyError"):
+        dataset.manifest()

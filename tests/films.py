@@ -1,0 +1,37 @@
+"""Films made for tests: lossless, so that what is read can be compared with what was written."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+
+
+def write_film(
+    path: Path, frames: np.ndarray, samples: np.ndarray | None = None, rate: int = 8000, fps: int = 10
+) -> Path:
+    """Write a film (.mkv).
+
+    Args:
+        frames: uint8 [frames, rows, columns] of grey, sides even.
+        samples: int16 [samples, channels] (1 or 2); ``None``: it is silent.
+    """
+    import av
+
+    with av.open(str(path), "w") as film:
+        pictures = film.add_stream("ffv1", rate=fps)
+        pictures.height, pictures.width = frames.shape[1:]
+        pictures.pix_fmt = "gray"
+        sound = None if samples is None else film.add_stream("pcm_s16le", rate=rate)
+        if sound is not None and samples is not None:
+            layout = sound.layout = "stereo" if samples.shape[1] == 2 else "mono"
+            packed = np.ascontiguousarray(samples.astype(np.int16).reshape(1, -1))
+            wave = av.AudioFrame.from_ndarray(packed, format="s16", layout=layout)
+            wave.sample_rate, wave.pts, wave.time_base = rate, 0, Fraction(1, rate)
+            film.mux(sound.encode(wave))
+            film.mux(sound.encode())
+        for frame in frames:
+            film.mux(pictures.encode(av.VideoFrame.from_ndarray(frame, format="gray")))
+        film.mux(pictures.encode())
+    return path
