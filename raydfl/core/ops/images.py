@@ -96,7 +96,8 @@ def group_norm(
         output: Tensor = operators.norm_forward(several, weights, biases, lengths, groups, epsilon, relu, pool, ceil)[0]
         return output
     parts = zip(several, weights, biases, strict=True)
-    y = torch.cat([_group_norm(x, own, shift, groups, epsilon, lengths) for x, own, shift in parts], dim=-1)
+    normed = [_rows_last(_group_norm(x, own, shift, groups, epsilon, lengths)) for x, own, shift in parts]
+    y = _channels_last(torch.cat(normed, dim=1)) if len(normed) > 1 else _channels_last(normed[0])
     return _after(y, relu, pool, ceil, lengths)
 
 
