@@ -1,12 +1,14 @@
 """Time of raydfl's operations and of a training step made of them, against PyTorch's own modules, interleaved, on one thread.
 
+Of networks on images, sounds among them, whole steps are compared, with PyTorch's operations in the same network.
+
 The work: one batch of 16 log-mel clips of 64 x 101, CRNN-Lite and CRNN-Base with kernel 5, forward, cross-entropy, backward and
 fused SGD; and FedMLAC's pair, Lite and Base trained on the same batch with each other's predictions as soft targets.
 
     python benchmarks/ops.py --turns 40 --clients 4
 
-Contestants take turns within one process, so that whatever else the machine does meets all of them; times are minima, and a
-ratio is the median over turns of a contestant's time over that of PyTorch's modules in the same turn.
+Contestants take turns within one process, so that whatever else the machine does meets all of them; times are the processor's, the
+least of all turns, and a ratio is the median over turns of a contestant's time over that of PyTorch's modules in the same turn.
 """
 
 from __future__ import annotations
@@ -23,7 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raydfl.core import ops
+from raydfl.models.cnn import CNN
 from raydfl.models.crnn import ARCHITECTURES, CRNN
+from raydfl.models.film_cnn import FilmCNN
+from raydfl.models.resnet18 import ResNet18
+from raydfl.models.shufflenet_v2 import ShuffleNetV2
+from raydfl.models.split_cnn import SplitCNN
 
 BATCH, FRAMES, BANDS, CLASSES = 16, 101, 64, 10
 Contestants = Mapping[str, tuple[Callable[[], object], int]]  # what to call, and how many steps one call is
@@ -59,10 +66,10 @@ def compare(title: str, contestants: Contestants, turns: int) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(-3, turns):  # the first three warm up
         for name, (call, steps) in contestants.items():
-            started = time.perf_counter()
+            started = time.process_time()
             call()
             if turn >= 0:
-                seconds[name].append((time.perf_counter() - started) / steps)
+                seconds[name].append((time.process_time() - started) / steps)
     print(f"\n{title}\n{'':34}{'us (least)':>12}{'ratio (median)':>16}{'range':>16}")
     baseline = next(iter(seconds.values()))
     for name, times in seconds.items():
@@ -181,17 +188,48 @@ def steps(architectures: list[str], clients: int, turns: int) -> None:
     compare(f"training step of {' and '.join(architectures)}", contestants, turns)
 
 
+IMAGES: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "split_cnn": (lambda: SplitCNN(BANDS, CLASSES), (BATCH, FRAMES, BANDS)),
+    "film_cnn, 9 frames": (lambda: FilmCNN(128, CLASSES), (BATCH, 9, 128)),
+    "cnn, 28 x 28": (lambda: CNN((1, 28, 28), CLASSES), (BATCH, 1, 28, 28)),
+    "cnn_small, 28 x 28": (
+        lambda: CNN((1, 28, 28), CLASSES, filters=(8, 16), kernel=3, hidden=64),
+        (BATCH, 1, 28, 28),
+    ),
+    "resnet18, 32 x 32": (lambda: ResNet18((3, 32, 32), CLASSES), (BATCH, 3, 32, 32)),
+    "resnet18, 101 x 64": (lambda: ResNet18(BANDS, CLASSES), (BATCH, FRAMES, BANDS)),
+    "shufflenet_v2, 32 x 32": (lambda: ShuffleNetV2((3, 32, 32), CLASSES), (BATCH, 3, 32, 32)),
+    "shufflenet_v2, 101 x 64": (lambda: ShuffleNetV2(BANDS, CLASSES), (BATCH, FRAMES, BANDS)),
+}
+"""Networks on images with the shape of a batch."""
+
+
+def images(turns: int) -> None:
+    """Training steps of networks on images."""
+    for name, (build, shape) in IMAGES.items():
+        step = step_of([build()], torch.randn(shape), torch.randint(0, CLASSES, (BATCH,)))
+        contestants: Contestants = {
+            "PyTorch's operations": (partial(without_compiled, step), 1),
+            "raydfl.ops": (step, 1),
+        }
+        compare(f"training step of {name}", contestants, turns)
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=40, help="timed turns of each contestant")
     parser.add_argument("--clients", type=int, default=4, help="clients that are mapped together")
+    parser.add_argument("--images", action="store_true", help="only networks on images")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if ops.compiled():
         print(f"compiled operators: {torch.ops.raydfl.instruction_set()}")
     else:
         print("the operators in C++ are not there: all is in PyTorch operations")
+    images(arguments.turns)
+    if arguments.images:
+        return
     for architecture in ("crnn_lite", "crnn_base"):
         layers(architecture, arguments.turns)
     for architectures in (["crnn_lite"], ["crnn_base"], ["crnn_lite", "crnn_base"]):

@@ -1,7 +1,8 @@
 """Time of a round: raydfl against bare PyTorch loops, Flower and pfl-research, on the same work, interleaved.
 
 The work: the Free Spoken Digit Dataset, 60 clients (each speaker's clips dealt to ten), 12 a round, one epoch, batch 16, log-mel
-64 x 101, SGD; FedAvg of CRNN-Base or CRNN-Lite with kernel 5, and FedMLAC with both. Dropout is off so that the models can be
+64 x 101, SGD; FedAvg of CRNN-Base or CRNN-Lite with kernel 5, and FedMLAC with both; FedAvg of FedSTAR's network,
+ResNet-18 and ShuffleNetV2, which the peers do not have. Dropout is off so that the models can be
 compared: all draw the same cohorts and the same batches and must come to the same global model.
 
     python benchmarks/rounds.py --root PATH/TO/fsdd
@@ -44,9 +45,14 @@ WORKS: Mapping[str, Mapping[str, str]] = {
     "crnn_base": {"model": "crnn_base"},
     "crnn_lite": {"model": "crnn_lite"},
     "fedmlac": {"plugin": "crnn_lite", "local": "crnn_base"},
+    "split_cnn": {"model": "split_cnn"},
+    "resnet18": {"model": "resnet18"},
+    "shufflenet_v2": {"model": "shufflenet_v2"},
 }
 """Architectures by model name."""
 KERNEL = 5
+OPTIONS: Mapping[str, Mapping[str, object]] = {"split_cnn": {"dropout": 0.0}, "resnet18": {}, "shufflenet_v2": {}}
+"""Options of an architecture; of all others a kernel of KERNEL and no dropout."""
 OURS, PEER_NAMES = "raydfl, 2 actors", ("Flower", "pfl")
 WARM_UP = 4
 """Rounds at the start of a turn that are not timed."""
@@ -70,7 +76,8 @@ class Contestant(Protocol):
 
 def configuration(data: Mapping[str, object], runs: Path, work: str, actors: int, together: int = 1) -> Config:
     """The work as a configuration of raydfl."""
-    models = {name: {"name": kind, "kernel": KERNEL, "dropout": 0.0} for name, kind in WORKS[work].items()}
+    crnn = {"kernel": KERNEL, "dropout": 0.0}
+    models = {name: {"name": kind, **OPTIONS.get(kind, crnn)} for name, kind in WORKS[work].items()}
     return make_config(
         {
             "method": {"name": "fedmlac" if work == "fedmlac" else "fedavg"},
@@ -146,7 +153,7 @@ def contestants(work: str, data: Mapping[str, object], runs: Path, rounds: int) 
     }
     if work != "fedmlac":
         known["bare loop, 2 processes"] = process("bare loop 3", sys.executable, "bare", "--processes", "2")
-        if PEERS.exists():
+        if PEERS.exists() and work not in OPTIONS:
             known["Flower, 2 client slots"] = process("Flower", PEERS, "flower")
             known["pfl-research, 2 processes"] = process("pfl-research", PEERS, "pfl_research")
     for name, actors, together in (
@@ -246,7 +253,8 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True, help="folder of the Free Spoken Digit Dataset")
     parser.add_argument("--turns", type=int, default=5, help="turns of each contestant")
     parser.add_argument("--rounds", type=int, default=8, help="timed rounds in a turn")
-    parser.add_argument("--works", nargs="+", default=list(WORKS), choices=list(WORKS))
+    crnns = [work for work in WORKS if work not in OPTIONS]
+    parser.add_argument("--works", nargs="+", default=crnns, choices=list(WORKS))
     parser.add_argument(
         "--contestants",
         nargs="+",

@@ -3,14 +3,33 @@
 from raydfl.core.ops import (
     GRU,
     Conv1d,
+    Conv2d,
     Dropout,
     compiled,
     conv1d,
+    conv2d,
+    group_norm,
     gru,
     mean_over_time,
     random_state,
+    relu_pool,
     uniform,
     use,
 )
 
-__all__ = ["GRU", "Conv1d", "Dropout", "compiled", "conv1d", "gru", "mean_over_time", "random_state", "uniform", "use"]
+__all__ = [
+    "GRU",
+    "Conv1d",
+    "Conv2d",
+    "Dropout",
+    "compiled",
+    "conv1d",
+    "conv2d",
+    "group_norm",
+    "gru",
+    "mean_over_time",
+    "random_state",
+    "relu_pool",
+    "uniform",
+    "use",
+]

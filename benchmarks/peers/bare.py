@@ -1,5 +1,7 @@
 """The bare loops: what a researcher writes without a framework. One model, one loop over clients, tensors in memory.
 
+Networks other than CRNNs are raydfl's, computed by PyTorch's own operations.
+
     PYTHONPATH=benchmarks python -m peers.bare WORK [--threads 2] [--processes 2]
 
 With two processes each trains half of the cohort and the first adds up.
@@ -14,10 +16,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from peers.model import ARCHITECTURES
 from peers.turns import serve
 from peers.work import Work
+from raydfl import ops
+from raydfl.models import find_architecture
 
 State = dict[str, Tensor]
 
@@ -29,7 +34,7 @@ class FedAvg:
         """A helper is a process that runs :func:`help_with`."""
         self.work = work
         self.data = [tuple(part.clone() for part in work.data(client)) for client in range(len(work.offsets) - 1)]
-        self.model = work.build()
+        self.model = work.build() if work.architectures["model"] in ARCHITECTURES else raydfls(work)
         self.weights = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.helper = helper
         self.round_index = 0
@@ -45,7 +50,8 @@ class FedAvg:
             optimiser = torch.optim.SGD(self.model.parameters(), lr=self.work.lr)
             for batch in order.split(self.work.batch_size):
                 optimiser.zero_grad()
-                F.cross_entropy(self.model(x[batch]), y[batch]).backward()
+                with ops.use("torch"):
+                    F.cross_entropy(self.model(x[batch]), y[batch]).backward()
                 optimiser.step()
             for name, value in self.model.state_dict().items():
                 sums[name] += len(y) * value.double()
@@ -65,6 +71,18 @@ class FedAvg:
                 sums, total = {name: value + others[name] for name, value in sums.items()}, total + count
             self.weights = {name: (value / total).float() for name, value in sums.items()}
             self.round_index += 1
+
+
+def raydfls(work: Work) -> nn.Module:
+    """A network of raydfl's, to be computed by PyTorch's operations."""
+    kind = work.architectures["model"]
+    cls, options = find_architecture(kind, kind)
+    model: nn.Module = cls(work.x.shape[2], work.classes, **options)
+    model.load_state_dict(work.weights["model"])
+    for layer in model.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.0
+    return model
 
 
 def help_with(path: Path, driver: Connection) -> None:

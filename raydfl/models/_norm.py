@@ -2,41 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
+
+from raydfl.core.ops import group_norm
 
 
 class GroupNorm(nn.GroupNorm):
     """Normalisation over groups of channels, each with the statistics of the frames that count."""
 
-    def forward(self, x: Tensor, inside: Tensor | None = None) -> Tensor:
-        """Return x [batch, channels, frames, bands] normalised, with the statistics of the frames where ``inside`` is 1.
+    def forward(self, x: Tensor, lengths: Tensor | None = None, *, relu: bool = False) -> Tensor:
+        """Return x normalised, with the statistics of the frames that count; the others become 0.
 
         Args:
-            x: float32.
-            inside: float32 [batch, 1, frames, 1], 1 or 0; ``None``: all frames count.
+            x: float32 [batch, channels, frames, bands].
+            lengths: int64 [batch]: frames that count; ``None``: all.
+            relu: ReLU follows.
         """
-        if inside is None:
-            return super().forward(x)
-        groups = (x * inside).view(x.shape[0], self.num_groups, -1, x.shape[3])
-        # Zeros in padding add nothing to the sums.
-        count = (inside.sum(dim=(1, 2, 3)) * (x.shape[1] // self.num_groups * x.shape[3])).clamp_min(1.0)[:, None]
-        mean = groups.sum(dim=(2, 3)) / count
-        variance = (groups.square().sum(dim=(2, 3)) / count - mean.square()).clamp_min(0.0)
-        scale, shift = (
-            each.repeat_interleave(x.shape[1] // self.num_groups, dim=1)[:, :, None, None]
-            for each in ((variance + self.eps).rsqrt(), mean)
-        )
-        return (x - shift) * scale * self.weight[:, None, None] + self.bias[:, None, None]
+        return normalised([x.permute(0, 2, 3, 1)], [self], lengths, relu=relu).permute(0, 3, 1, 2)
 
 
-def inside_of(x: Tensor, lengths: Tensor | None) -> Tensor | None:
-    """Return which frames of x [batch, channels, frames, bands] count: [batch, 1, frames, 1], 1 or 0; ``None``: all.
+def normalised(
+    xs: Sequence[Tensor],
+    norms: Sequence[GroupNorm],
+    lengths: Tensor | None = None,
+    *,
+    relu: bool = False,
+    pool: int = 0,
+    ceil: bool = False,
+) -> Tensor:
+    """Return some images, each normalised by its layer, channels joined; see :func:`raydfl.core.ops.group_norm`.
 
     Args:
-        lengths: int64 [batch]: frames that count; ``None``: all.
+        xs: float32 [batch, frames, bands, channels] each.
+        norms: of as many groups each.
     """
-    if lengths is None:
-        return None
-    counting = torch.arange(x.shape[2], device=x.device) < lengths.unsqueeze(1)
-    return counting.to(x.dtype)[:, None, :, None]
+    weights, biases = [norm.weight for norm in norms], [norm.bias for norm in norms]
+    first = norms[0]
+    return group_norm(
+        xs, weights, biases, first.num_groups, first.eps, relu=relu, pool=pool, ceil=ceil, lengths=lengths
+    )
+
+
+def inside_of(x: Tensor, lengths: Tensor) -> Tensor:
+    """Return which frames of x [batch, frames, ...] count: [batch, frames, 1, 1], 1 or 0.
+
+    Args:
+        lengths: int64 [batch]: frames that count.
+    """
+    counting = torch.arange(x.shape[1], device=x.device) < lengths.unsqueeze(1)
+    return counting.to(x.dtype)[:, :, None, None]

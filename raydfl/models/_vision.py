@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Annotated, Any, ClassVar
 
@@ -10,6 +10,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
+from raydfl.core.ops import Conv2d
 from raydfl.models._norm import GroupNorm, inside_of
 from raydfl.models._width import Channels, narrowed
 
@@ -49,6 +50,9 @@ class VisionNetwork(nn.Module):
         self.steps: list[str] = []
         for name, part in network.named_children():
             if not isinstance(part, nn.Linear | nn.AdaptiveAvgPool2d):
+                for layer in part.modules():
+                    if type(layer) is nn.Conv2d:
+                        layer.__class__ = Conv2d  # the same layer, with raydfl's operator
                 self.add_module(name, part)
                 self.steps.append(name)
             elif isinstance(part, nn.Linear):
@@ -68,44 +72,54 @@ class VisionNetwork(nn.Module):
         """
         if x.ndim == 3:
             x = x.unsqueeze(1)
-        inside = inside_of(x, lengths)
+        if lengths is not None:
+            x = x * inside_of(x.squeeze(1), lengths).movedim(-1, 1)
         x = x.expand(-1, COLOURS, -1, -1)
-        x, inside = self._chain((getattr(self, name) for name in self.steps), x, inside)
-        if inside is None:
+        x, lengths = self._chain([getattr(self, name) for name in self.steps], x, lengths)
+        if lengths is None:
             return x.mean(dim=(2, 3))
-        return (x * inside).mean(dim=3).sum(dim=2) / inside.sum(dim=2).squeeze(-1).clamp_min(1.0)
+        return x.mean(dim=3).sum(dim=2) / lengths.clamp_min(1).unsqueeze(1)
 
     def freeze(self, *names: str) -> None:
         """Let these parts keep their first weights: nothing trains them, and nobody sends them."""
         for name in names:
             getattr(self, name).requires_grad_(False)
 
-    def _through(self, part: nn.Module, x: Tensor, inside: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return what a part makes of x [batch, channels, frames, bands], and which frames of that count.
+    def _through(self, part: nn.Module, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return what a part makes of x [batch, channels, frames, bands], and the frames of that that count.
 
         Args:
-            inside: float32 [batch, 1, frames, 1], 1 where a frame counts; ``None``: all do, and the part computes by itself.
+            lengths: int64 [batch]: frames that count, where x is not 0 beyond them; ``None``: all do.
         """
-        if inside is None:
-            return part(x), None
         if isinstance(part, GroupNorm):
-            return part(x, inside), inside
+            return part(x, lengths), lengths
         if isinstance(part, nn.Conv2d | nn.MaxPool2d):
             # Nothing is below 0 after ReLU, so padding is never the maximum. All kernels are odd: a frame of the result counts
             # where the frame in the kernel's middle does.
             stride = part.stride if isinstance(part.stride, int) else part.stride[0]
-            return part(x * inside), inside[:, :, ::stride]
+            x = part(x)
+            if lengths is None:
+                return x, None
+            lengths = (lengths + stride - 1) // stride
+            if isinstance(
+                part, nn.MaxPool2d
+            ):  # which sees frames that count from the first that does not; norms leave 0 there
+                x = x * inside_of(x.movedim(1, -1), lengths).movedim(-1, 1)
+            return x, lengths
         if isinstance(part, nn.Sequential):
-            return self._chain([*part], x, inside)
-        return self._block(part, x, inside) if [*part.children()] else (part(x), inside)
+            return self._chain([*part], x, lengths)
+        return self._block(part, x, lengths) if [*part.children()] else (part(x), lengths)
 
-    def _chain(self, parts: Iterable[nn.Module], x: Tensor, inside: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _chain(self, parts: Sequence[nn.Module], x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return what some parts make of x one after another; see :meth:`_through`."""
-        for part in parts:
-            x, inside = self._through(part, x, inside)
-        return x, inside
+        for before, part, after in zip((None, *parts), parts, (*parts[1:], None), strict=False):
+            if isinstance(part, GroupNorm) and isinstance(after, nn.ReLU):
+                x = part(x, lengths, relu=True)
+            elif not (isinstance(before, GroupNorm) and isinstance(part, nn.ReLU)):
+                x, lengths = self._through(part, x, lengths)
+        return x, lengths
 
-    def _block(self, block: Any, x: Tensor, inside: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _block(self, block: Any, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return what a block of the network makes of x: its ``forward``, written with :meth:`_chain`."""
         raise NotImplementedError
 

@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar
 
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
-from raydfl.core.ops import Dropout
+from raydfl.core.ops import Conv2d, Dropout, relu_pool
 from raydfl.models._width import Channels, Width, narrowed, of_layers
 
 Count = Annotated[int, Field(ge=1)]
@@ -64,7 +63,7 @@ class CNN(nn.Module):
         filters, hidden = tuple(narrowed(each, width) for each in filters), narrowed(hidden, width)
         self.scale = 1 / width if scaled else 1.0
         self.convolutions = nn.ModuleList(
-            nn.Conv2d(before, after, kernel, padding=kernel // 2) for before, after in pairwise((channels, *filters))
+            Conv2d(before, after, kernel, padding=kernel // 2) for before, after in pairwise((channels, *filters))
         )
         places = (rows >> len(filters)) * (columns >> len(filters))
         self.hidden = nn.Linear(filters[-1] * places, hidden)
@@ -78,11 +77,12 @@ class CNN(nn.Module):
 
     def embed(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Return the hidden layer's output, float32 [batch, hidden]."""
+        x = x.permute(0, 2, 3, 1)
         for convolution in self.convolutions:
-            x = F.max_pool2d(convolution(x).relu(), 2)
+            x = relu_pool(convolution.channels_last(x), 2)  # type: ignore[operator]
             if self.training and self.scale != 1:
                 x = x * self.scale
-        hidden: Tensor = self.dropout(self.hidden(x.flatten(1)).relu())
+        hidden: Tensor = self.dropout(self.hidden(x.permute(0, 3, 1, 2).flatten(1)).relu())
         return hidden
 
     def channels(self) -> Channels:

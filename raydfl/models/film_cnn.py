@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from raydfl.core.ops import Dropout
+from raydfl.core.ops import Conv2d, Dropout
 from raydfl.models._norm import inside_of
 
 Count = Annotated[int, Field(ge=1)]
@@ -99,7 +99,7 @@ class FilmCNN(nn.Module):
         """
         x = x.unsqueeze(1)
         gamma, beta = self.film(self.prototype.unsqueeze(0)).chunk(2, dim=1)
-        inside = inside_of(x, lengths)
+        inside = None if lengths is None else inside_of(x.squeeze(1), lengths).movedim(-1, 1)
         embedded: Tensor = self.encoder(self.adapter(x, 1 + gamma if self.plus_one else gamma, beta, inside), inside)
         return embedded
 
@@ -107,14 +107,14 @@ class FilmCNN(nn.Module):
 class _Adapter(nn.Module):
     def __init__(self, hidden: int, channels: int) -> None:
         super().__init__()
-        self.first = nn.Conv2d(1, hidden, 3, padding=1)
+        self.first = Conv2d(1, hidden, 3, padding=1)
         self.norm = nn.LayerNorm(hidden)
-        self.second = nn.Conv2d(hidden, channels, 3, padding=1)
+        self.second = Conv2d(hidden, channels, 3, padding=1)
 
     def forward(self, x: Tensor, gamma: Tensor, beta: Tensor, inside: Tensor | None) -> Tensor:
         """Return [batch, channels, frames, bands] of [batch, 1, frames, bands], with gamma and beta [1, hidden]."""
         u = self.norm(self.first(_within(x, inside)).movedim(1, -1)).relu()
-        u = (gamma * u + beta).movedim(-1, 1).contiguous()
+        u = (gamma * u + beta).movedim(-1, 1)
         mapped: Tensor = self.second(_within(u, inside))
         return mapped
 
@@ -123,7 +123,7 @@ class _Encoder(nn.Module):
     def __init__(self, before: int, filters: tuple[int, ...], embedding: int, dropout: float) -> None:
         super().__init__()
         self.convolutions = nn.ModuleList(
-            nn.Conv2d(fewer, more, 3, stride=2, padding=1) for fewer, more in pairwise((before, *filters))
+            Conv2d(fewer, more, 3, stride=2, padding=1) for fewer, more in pairwise((before, *filters))
         )
         self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for channels in filters)
         self.linear = nn.Linear(filters[-1], embedding)

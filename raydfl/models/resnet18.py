@@ -54,10 +54,10 @@ class ResNet18(VisionNetwork):
         if freeze:
             self.freeze("conv1", "bn1", "layer1")
 
-    def _block(self, block: Any, x: Tensor, inside: Tensor) -> tuple[Tensor, Tensor | None]:
-        shortcut = x if block.downsample is None else self._through(block.downsample, x, inside)[0]
-        y, after = self._chain([block.conv1, block.bn1, block.relu, block.conv2, block.bn2], x, inside)
-        return (y + shortcut).relu(), after
+    def _block(self, block: Any, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        shortcut = x if block.downsample is None else self._through(block.downsample, x, lengths)[0]
+        y, after = self._chain([block.conv1, block.bn1, block.relu, block.conv2, block.bn2], x, lengths)
+        return (y + shortcut).relu_(), after
 
     def channels(self) -> Channels:
         """Return what belongs to each stage's channels, and to the inner ones of each block."""

@@ -60,13 +60,13 @@ class ShuffleNetV2(VisionNetwork):
         if freeze:
             self.freeze("conv1", "stage2")
 
-    def _block(self, block: Any, x: Tensor, inside: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _block(self, block: Any, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
         left, right = x.chunk(_BRANCHES, dim=1) if block.stride == 1 else (x, x)
         if block.stride > 1:
-            left, _ = self._through(block.branch1, left, inside)
-        right, after = self._through(block.branch2, right, inside)
-        # The channels of both branches take turns.
-        y = torch.stack([left, right], dim=2).flatten(1, 2)
+            left, _ = self._through(block.branch1, left, lengths)
+        right, after = self._through(block.branch2, right, lengths)
+        # The channels of both branches take turns; they lie last in memory.
+        y = torch.stack([left.movedim(1, 3), right.movedim(1, 3)], dim=4).flatten(3).movedim(3, 1)
         return y, after
 
     def channels(self) -> Channels:

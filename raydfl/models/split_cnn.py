@@ -21,13 +21,12 @@ from itertools import pairwise
 from typing import Annotated, Any
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
-from raydfl.core.ops import Dropout
-from raydfl.models._norm import GroupNorm, inside_of
+from raydfl.core.ops import Conv2d, Dropout, conv2d
+from raydfl.models._norm import GroupNorm, inside_of, normalised
 from raydfl.models._width import Channels, Width, narrowed
 
 Count = Annotated[int, Field(ge=1)]
@@ -95,11 +94,13 @@ class SplitCNN(nn.Module):
             x: float32 [batch, frames, inputs].
             lengths: int64 [batch]: frames that count; ``None``: all.
         """
-        x = x.unsqueeze(1)
+        x = x.unsqueeze(-1)
+        if lengths is not None:
+            x = x * inside_of(x, lengths)
         for block in self.blocks:
             x = block(x, lengths)
             lengths = None if lengths is None else (lengths + 1) // 2
-        return x.amax(dim=(2, 3))
+        return x.amax(dim=(1, 2))
 
     def channels(self) -> Channels:
         """Return what belongs to each convolution's filters."""
@@ -118,28 +119,27 @@ class _Block(nn.Module):
     def __init__(self, before: int, after: int, kernel: int, groups: int, dropout: float, scale: float) -> None:
         super().__init__()
         self.scale = scale
-        self.around = ((kernel - 1) // 2, kernel // 2)
-        self.time = nn.Conv2d(before, after, (kernel, 1))
+        before_, after_ = (kernel - 1) // 2, kernel // 2
+        self.in_time, self.in_frequency = (before_, 0, after_, 0), (0, before_, 0, after_)
+        self.time = Conv2d(before, after, (kernel, 1))
         self.time_norm = GroupNorm(groups, after, EPSILON)
-        self.frequency = nn.Conv2d(before, after, (1, kernel))
+        self.frequency = Conv2d(before, after, (1, kernel))
         self.frequency_norm = GroupNorm(groups, after, EPSILON)
-        self.mix = nn.Conv2d(2 * after, after, 1)
+        self.mix = Conv2d(2 * after, after, 1)
         self.mix_norm = GroupNorm(groups, after, EPSILON)
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """Return [batch, channels, (frames + 1) // 2, (bands + 1) // 2] of [batch, channels, frames, bands]; 0 in padding."""
-        inside = inside_of(x, lengths)
-        if inside is not None:
-            x = x * inside
-        in_time = self.time_norm(self._scaled(self.time(F.pad(x, (0, 0, *self.around)))), inside).relu()
-        in_frequency = self.frequency_norm(self._scaled(self.frequency(F.pad(x, self.around))), inside).relu()
-        mixed = self.mix_norm(self._scaled(self.mix(torch.cat([in_time, in_frequency], dim=1))), inside).relu()
-        if inside is not None:
-            mixed = mixed * inside  # nothing is below 0 after ReLU, so padding is never the maximum
-        pooled: Tensor = F.max_pool2d(mixed, 2, ceil_mode=True)
-        kept: Tensor = self.dropout(torch.ones_like(pooled[:, :, 0, 0]))
-        return pooled * kept[:, :, None, None]
+        """Return [batch, (frames + 1) // 2, (bands + 1) // 2, channels] of [batch, frames, bands, channels]; 0 in padding."""
+        in_time = self._scaled(conv2d(x, self.time.weight, self.time.bias, padding=self.in_time))
+        in_frequency = self._scaled(conv2d(x, self.frequency.weight, self.frequency.bias, padding=self.in_frequency))
+        both = normalised([in_time, in_frequency], [self.time_norm, self.frequency_norm], lengths, relu=True)
+        mixed = self._scaled(conv2d(both, self.mix.weight, self.mix.bias))
+        pooled = normalised([mixed], [self.mix_norm], lengths, relu=True, pool=2, ceil=True)
+        if not self.training or self.dropout.p == 0:
+            return pooled
+        kept: Tensor = self.dropout(torch.ones_like(pooled[:, 0, 0]))
+        return pooled * kept[:, None, None]
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x * self.scale if self.training and self.scale != 1 else x

@@ -34,7 +34,7 @@ def data(feature_cache: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("name", "loop"), [("crnn_lite", FedAvg), ("fedmlac", FedMLAC)])
+@pytest.mark.parametrize(("name", "loop"), [("crnn_lite", FedAvg), ("fedmlac", FedMLAC), ("split_cnn", FedAvg)])
 def test_bare_loop_and_raydfl_end_at_one_model(
     name: str, loop: Callable[[Work], FedAvg | FedMLAC], data: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -17,9 +17,9 @@ def test_weights_are_the_published_number() -> None:
     assert sum(size for name, size in sizes.items() if not name.startswith("output.")) == 134_648
     assert sum(sizes.values()) == 136_196
     with torch.no_grad():
-        x = torch.randn(1, 96, 64).unsqueeze(1)
+        x = torch.randn(1, 96, 64, 1)
         shapes = [tuple((x := block(x, None)).shape[1:]) for block in network.blocks]
-    assert shapes == [(24, 48, 32), (32, 24, 16), (64, 12, 8), (128, 6, 4)]
+    assert shapes == [(48, 32, 24), (24, 16, 32), (12, 8, 64), (6, 4, 128)]
 
 
 def test_every_step_as_its_formula_reads() -> None:
@@ -59,7 +59,7 @@ def test_every_step_as_its_formula_reads() -> None:
 
 
 def test_dropout_drops_maps_by_the_seed() -> None:
-    block, x = SplitCNN(6, 3, filters=(8,), dropout=0.5).blocks[0], torch.randn(9, 1, 8, 6)
+    block, x = SplitCNN(6, 3, filters=(8,), dropout=0.5).blocks[0], torch.randn(9, 8, 6, 1)
 
     def trained(seed: int) -> torch.Tensor:
         with random_state(torch.tensor(seed)), torch.no_grad():
@@ -67,9 +67,9 @@ def test_dropout_drops_maps_by_the_seed() -> None:
 
     with torch.no_grad():
         whole = block.eval()(x, None)
-    kept = trained(1).abs().sum(dim=(2, 3)) > 0
+    kept = trained(1).abs().sum(dim=(1, 2)) > 0
     assert 0.3 < kept.float().mean() < 0.7
-    torch.testing.assert_close(trained(1), 2 * whole * kept[:, :, None, None])
+    torch.testing.assert_close(trained(1), 2 * whole * kept[:, None, None])
     assert torch.equal(trained(1), trained(1))
     assert not torch.equal(trained(1), trained(2))
 

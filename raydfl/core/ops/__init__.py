@@ -1,7 +1,8 @@
 """The operations in which audio networks spend their time, made for many small clients.
 
-``GRU``, ``Conv1d`` and ``Dropout`` stand in for PyTorch's modules of these names: same constructors, state dicts and results.
-``gru`` and ``conv1d`` are the functions beneath, on data with time before channels; ``mean_over_time`` follows them. What they add:
+``GRU``, ``Conv1d``, ``Conv2d`` and ``Dropout`` stand in for PyTorch's modules of these names: same constructors, state dicts and
+results. ``gru`` and ``conv1d`` are the functions beneath, on data with time before channels; ``mean_over_time`` follows them.
+``conv2d``, ``group_norm`` and ``relu_pool`` take images with rows and columns before channels. What they add:
 
 - each is one call forward and one backward, in C++ on a CPU (``compiled()``) and in PyTorch operations otherwise;
 - under ``torch.func.vmap`` over clients each is still one call, for all clients; a client's result is what it is alone;
@@ -21,6 +22,7 @@ from raydfl.core.ops._backend import compiled, use
 from raydfl.core.ops.conv import Conv1d, conv1d
 from raydfl.core.ops.dropout import Dropout, random_state, uniform
 from raydfl.core.ops.gru import GRU, gru
+from raydfl.core.ops.images import Conv2d, conv2d, group_norm, relu_pool
 from raydfl.core.ops.mean import mean_over_time
 from raydfl.core.ops.sums import ClientVectors, Parts, Weight, sums_are_compiled
 
@@ -28,14 +30,18 @@ __all__ = [
     "GRU",
     "ClientVectors",
     "Conv1d",
+    "Conv2d",
     "Dropout",
     "Parts",
     "Weight",
     "compiled",
     "conv1d",
+    "conv2d",
+    "group_norm",
     "gru",
     "mean_over_time",
     "random_state",
+    "relu_pool",
     "spectra",
     "sums_are_compiled",
     "uniform",

@@ -23,11 +23,13 @@ _log = logging.getLogger(__name__)
 
 
 class _Compiled:
-    """The forward operators of csrc/operators.cpp, and those of csrc/spectra.cpp."""
+    """The forward operators of csrc/operators.cpp and csrc/images.cpp, and those of csrc/spectra.cpp."""
 
     def __init__(self) -> None:
         library = torch.ops.raydfl
         self.conv_forward = library.conv_forward.default
+        self.conv2d_forward = library.conv2d_forward.default
+        self.norm_forward = library.norm_forward.default
         self.gru_forward = library.gru_forward.default
         self.mean_forward = library.mean_forward.default
         self.drop = library.drop.default

@@ -103,6 +103,24 @@ def test_the_compiled_operators_check_what_they_are_given() -> None:
     ]:
         with pytest.raises(RuntimeError, match=message):
             conv(*arguments)
+    image, kernel = torch.randn(2, 9, 8, 4), torch.randn(5, 4, 3, 3)
+    for call, message in [
+        (lambda: torch.ops.raydfl.conv2d_forward(image, kernel[:, :3], None, [1, 1], [0] * 4), "weight has shape"),
+        (lambda: torch.ops.raydfl.conv2d_forward(image, kernel, None, [0, 1], [0] * 4), "a stride of"),
+        (
+            lambda: torch.ops.raydfl.conv2d_forward(image, kernel, None, [1, 1], [3, 0, 0, 0]),
+            "does not fit a kernel of 3 x 3",
+        ),
+        (
+            lambda: torch.ops.raydfl.conv2d_forward(image[:, :2], kernel, None, [1, 1], [0] * 4),
+            "smaller than the kernel",
+        ),
+        (lambda: ops.group_norm(image, bias[:4], bias[:4], 3, 1e-3), "4 channels make no 3 equal groups"),
+        (lambda: ops.group_norm(image, bias[:4], bias[:4], 2, 1e-3, pool=2), "has no ReLU before it"),
+        (lambda: ops.group_norm([image, image], bias[:4], bias[:4], 2, 1e-3), "do not belong together"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            call()
     with pytest.raises(RuntimeError, match="3 weights are not 4 per direction"):
         gru(x, None, [weight] * 3)
     with pytest.raises(RuntimeError, match=r"weight_ih has shape \[9, 5\], not \[9, 4\]"):
@@ -121,12 +139,17 @@ for shape in ((2, 9, 5, 7), (3, 12, 32, 33)):
     convolution = ops.Conv1d(inputs, hidden, 3, padding=1)
     gru = ops.GRU(hidden, hidden, batch_first=True, bidirectional=True)
     x = torch.randn(batch, frames, inputs, requires_grad=True)
+    image, kernel, scale = torch.randn(batch, frames, 7, inputs), torch.randn(hidden, inputs, 3, 2) / inputs, torch.rand(hidden)
+    image, kernel, scale = (leaf.requires_grad_() for leaf in (image, kernel, scale))
     leaves = [x, *convolution.parameters(), *gru.parameters()]
     found = {}
     for choice in ("auto", "torch"):
         with ops.use(choice), ops.random_state(torch.tensor(3)):
             y = gru.outputs(ops.Dropout(0.3)(convolution.pooled(x, 2)))
             found[choice] = [y, *torch.autograd.grad(y.square().sum(), leaves)]
+            maps = ops.conv2d(image, kernel, stride=(2, 1), padding=(1, 0, 1, 1))
+            maps = ops.group_norm(maps, scale, scale, 1, 1e-3, relu=True, pool=2, ceil=True)
+            found[choice] += [maps, *torch.autograd.grad(maps.square().sum(), [image, kernel, scale])]
             power = spectra.to_power(x.detach().clone(), torch.full((batch,), frames), 1e-10, 4.0)
             found[choice] += [power, spectra.to_logarithm(power.clone(), torch.full((batch,), frames), 1e-10, 4.0)]
     for one, other in zip(*found.values(), strict=True):

@@ -18,6 +18,29 @@ struct Convolution {
   long pooled() const { return pool ? convolved() / pool : convolved(); }
 };
 
+// Images, channels last, that are convolved in two dimensions, with so many rows and columns of zeros around them.
+struct Convolution2d {
+  long batch, rows, columns, inputs, outputs, kernel_rows, kernel_columns, row_stride, column_stride;
+  long top, left, bottom, right;
+
+  long out_rows() const { return (rows + top + bottom - kernel_rows) / row_stride + 1; }
+  long out_columns() const { return (columns + left + right - kernel_columns) / column_stride + 1; }
+};
+
+// What follows: normalisation over groups of channels (0: none), ReLU or not, the maximum of each pool x pool (0: none; ReLU too).
+struct Normalisation {
+  long batch, rows, columns, channels, groups;
+  long means;  // groups of one item and the next are so far apart in what is kept of them
+  float epsilon;
+  bool relu;
+  long pool;
+  bool ceil;  // a pool that is not whole counts
+
+  long pooled(long size) const { return pool ? (size + (ceil ? pool - 1 : 0)) / pool : size; }
+  long out_rows() const { return pooled(rows); }
+  long out_columns() const { return pooled(columns); }
+};
+
 struct Recurrence {
   long batch, frames, inputs, hidden;
   int directions;
@@ -42,6 +65,19 @@ struct Kernels {
   // dy as y -> dx (unless null), dweight, dbias.
   void (*convolve_backward)(const Convolution&, const float* dy, const uint8_t* codes, const float* x, const float* weight,
                             const int64_t* lengths, float* dx, float* dweight, float* dbias);
+  // x [batch, rows, columns, inputs], weight [outputs, inputs, kernel rows, kernel columns], bias [outputs] or null -> y.
+  void (*convolve_2d)(const Convolution2d&, const float* x, const float* weight, const float* bias, float* y);
+  // dy as y -> dx (unless null), dweight, dbias.
+  void (*convolve_2d_backward)(const Convolution2d&, const float* dy, const float* x, const float* weight, float* dx,
+                               float* dweight, float* dbias);
+  // x [batch, rows, columns, channels] -> y, whose positions are "width" apart, codes likewise with pooling, and each item's means
+  // and reciprocal standard deviations. Of each item the first "length" rows count; the others become 0.
+  void (*normalise)(const Normalisation&, const float* x, const float* weight, const float* bias, const int64_t* lengths, float* y,
+                    long width, uint8_t* codes, float* means, float* scales);
+  // dy as y -> dx, and with groups dweight and dbias.
+  void (*normalise_backward)(const Normalisation&, const float* dy, long width, const uint8_t* codes, const float* x,
+                             const float* weight, const float* bias, const int64_t* lengths, const float* means,
+                             const float* scales, float* dx, float* dweight, float* dbias);
   // x [batch, frames, inputs] -> y [batch, frames, directions * hidden] and gates [directions, frames, batch, 4, padded].
   void (*recur)(const Recurrence&, const float* x, const Direction* directions, const int64_t* lengths, float* y, float* gates);
   void (*recur_backward)(const Recurrence&, const float* dy, const float* y, const float* gates, const float* x,

@@ -409,6 +409,9 @@ void convolve_backward(const Convolution& shape, const float* dy, const uint8_t*
   copy(dbias, bias_sums, shape.outputs);
 }
 
+#include "convolution_2d.h"
+#include "normalisation.h"
+
 // --- GRU ----------------------------------------------------------------------------------------------------------------------
 //
 // With r, z, n the gates and s = W_hn h + b_hn:  h' = (1 - z) n + z h,  n = tanh(i + r s).  A direction's own order of time is
@@ -643,7 +646,7 @@ void take_logarithm(long count, float least, float factor, float* x) { change(co
 
 }  // namespace
 
-const Kernels RAYDFL_KERNELS = {RAYDFL_NAME, PANEL, convolve, convolve_backward, recur, recur_backward,
+const Kernels RAYDFL_KERNELS = {RAYDFL_NAME, PANEL, convolve, convolve_backward, convolve_2d, convolve_2d_backward, normalise, normalise_backward, recur, recur_backward,
                                 average, average_backward, drop, exponentiate, take_logarithm};
 
 }  // namespace raydfl

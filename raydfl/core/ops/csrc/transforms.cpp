@@ -1,4 +1,4 @@
-// What autograd and torch.func.vmap do with the operators of operators.cpp.
+// What autograd and torch.func.vmap do with the operators of operators.cpp and images.cpp.
 //
 // Autograd: a node for each forward operator that calls its backward operator. These are nodes as PyTorch's own operators have
 // them, not torch::autograd::Function, which does not work inside of torch.func. vmap: one rule for all operators, because each
@@ -41,6 +41,33 @@ const auto& conv_backward() {
   static const auto found =
       find<std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
                                               int64_t, int64_t, bool)>("raydfl::conv_backward");
+  return found;
+}
+
+const auto& conv2d_forward() {
+  static const auto found = find<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, at::IntArrayRef, at::IntArrayRef)>(
+      "raydfl::conv2d_forward");
+  return found;
+}
+
+const auto& conv2d_backward() {
+  static const auto found =
+      find<std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, at::IntArrayRef, at::IntArrayRef, bool)>(
+          "raydfl::conv2d_backward");
+  return found;
+}
+
+const auto& norm_forward() {
+  static const auto found =
+      find<std::tuple<Tensor, Tensor, Tensor>(at::TensorList, at::TensorList, at::TensorList, const OptionalTensor&, int64_t, double,
+                                              bool, int64_t, bool)>("raydfl::norm_forward");
+  return found;
+}
+
+const auto& norm_backward() {
+  static const auto found =
+      find<std::vector<Tensor>(const Tensor&, const Tensor&, const Tensor&, at::TensorList, at::TensorList, at::TensorList,
+                               const OptionalTensor&, int64_t, double, bool, int64_t, bool)>("raydfl::norm_backward");
   return found;
 }
 
@@ -98,6 +125,39 @@ struct ConvolutionNode : public Kept {
     auto [dx, dweight, dbias] =
         conv_backward().call(gradients[0], get(3), get(0), get(1), get_optional(2), padding, pool, needed);
     return {needed ? dx : Tensor(), dweight, dbias};
+  }
+};
+
+struct Convolution2dNode : public Kept {
+  std::vector<int64_t> stride, padding;
+  bool biased;
+
+  std::string name() const override { return "RaydflConvolution2d"; }
+  variable_list apply(variable_list&& gradients) override {
+    if (!gradients[0].defined()) return variable_list(3);
+    const bool needed = task_should_compute_output(0);
+    auto [dx, dweight, dbias] = conv2d_backward().call(gradients[0], get(0), get(1), stride, padding, needed);
+    return {needed ? dx : Tensor(), dweight, biased ? dbias : Tensor()};
+  }
+};
+
+struct NormalisationNode : public Kept {
+  size_t images, parameters;  // how many of each are kept, in this order: images, weights, biases, lengths, codes, moments
+  int64_t groups, pool;
+  double epsilon;
+  bool relu, ceil;
+
+  std::vector<Tensor> several(size_t first, size_t count) {
+    std::vector<Tensor> tensors;
+    for (size_t i = first; i < first + count; ++i) tensors.push_back(get(i));
+    return tensors;
+  }
+  std::string name() const override { return "RaydflNormalisation"; }
+  variable_list apply(variable_list&& gradients) override {
+    if (!gradients[0].defined()) return variable_list(images + 2 * parameters);
+    const size_t lengths = images + 2 * parameters;
+    return norm_backward().call(gradients[0], get(lengths + 1), get(lengths + 2), several(0, images), several(images, parameters),
+                                several(images + parameters, parameters), get_optional(lengths), groups, epsilon, relu, pool, ceil);
   }
 };
 
@@ -175,6 +235,47 @@ std::tuple<Tensor, Tensor> conv_forward_autograd(const Tensor& x, const Tensor& 
   return {y, codes};
 }
 
+Tensor conv2d_forward_autograd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, at::IntArrayRef stride,
+                               at::IntArrayRef padding) {
+  const auto node = node_for<Convolution2dNode>("Conv2d", x, weight, bias.value_or(Tensor()));
+  if (node) {
+    node->stride = stride.vec();
+    node->padding = padding.vec();
+    node->biased = bias.has_value();
+    node->keep(x);
+    node->keep(weight);
+  }
+  Tensor y = [&] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return conv2d_forward().call(x, weight, bias, stride, padding);
+  }();
+  if (node) torch::autograd::set_history(y, node);
+  return y;
+}
+
+std::tuple<Tensor, Tensor, Tensor> norm_forward_autograd(at::TensorList xs, at::TensorList weights, at::TensorList biases,
+                                                         const OptionalTensor& lengths, int64_t groups, double epsilon, bool relu,
+                                                         int64_t pool, bool ceil) {
+  const auto node = node_for<NormalisationNode>("group_norm", xs, weights, biases);
+  if (node) {
+    node->images = xs.size(), node->parameters = weights.size();
+    node->groups = groups, node->pool = pool, node->epsilon = epsilon, node->relu = relu, node->ceil = ceil;
+    for (const auto& tensors : {xs, weights, biases})
+      for (const Tensor& tensor : tensors) node->keep(tensor);
+    node->keep(lengths);
+  }
+  auto [y, codes, moments] = [&] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return norm_forward().call(xs, weights, biases, lengths, groups, epsilon, relu, pool, ceil);
+  }();
+  if (node) {
+    torch::autograd::set_history(y, node);
+    node->keep(codes);
+    node->keep(moments);
+  }
+  return {y, codes, moments};
+}
+
 std::tuple<Tensor, Tensor> gru_forward_autograd(const Tensor& x, const OptionalTensor& lengths, at::TensorList weights) {
   const auto node = node_for<RecurrenceNode>("GRU", x, weights);
   if (node) {
@@ -245,6 +346,31 @@ std::tuple<Tensor, Tensor, Tensor> conv_backward_autograd(const Tensor& dy, cons
   }();
   if (node) torch::autograd::set_history({dx, dweight, dbias}, node);
   return {dx, dweight, dbias};
+}
+
+std::tuple<Tensor, Tensor, Tensor> conv2d_backward_autograd(const Tensor& dy, const Tensor& x, const Tensor& weight,
+                                                            at::IntArrayRef stride, at::IntArrayRef padding, bool need_x) {
+  const auto node = refusal("Conv2d", {dy, x, weight});
+  auto [dx, dweight, dbias] = [&] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return conv2d_backward().call(dy, x, weight, stride, padding, need_x);
+  }();
+  if (node) torch::autograd::set_history({dx, dweight, dbias}, node);
+  return {dx, dweight, dbias};
+}
+
+std::vector<Tensor> norm_backward_autograd(const Tensor& dy, const Tensor& codes, const Tensor& moments, at::TensorList xs,
+                                           at::TensorList weights, at::TensorList biases, const OptionalTensor& lengths,
+                                           int64_t groups, double epsilon, bool relu, int64_t pool, bool ceil) {
+  variable_list inputs{dy};
+  for (const auto& tensors : {xs, weights, biases}) inputs.insert(inputs.end(), tensors.begin(), tensors.end());
+  const auto node = refusal("GroupNorm", inputs);
+  std::vector<Tensor> gradients = [&] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return norm_backward().call(dy, codes, moments, xs, weights, biases, lengths, groups, epsilon, relu, pool, ceil);
+  }();
+  if (node) torch::autograd::set_history(gradients, node);
+  return gradients;
 }
 
 std::vector<Tensor> gru_backward_autograd(const Tensor& dy, const Tensor& y, const Tensor& gates, const Tensor& x,
@@ -325,6 +451,10 @@ void batched(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 TORCH_LIBRARY_IMPL(raydfl, Autograd, library) {
   library.impl("conv_forward", raydfl::conv_forward_autograd);
   library.impl("conv_backward", raydfl::conv_backward_autograd);
+  library.impl("conv2d_forward", raydfl::conv2d_forward_autograd);
+  library.impl("conv2d_backward", raydfl::conv2d_backward_autograd);
+  library.impl("norm_forward", raydfl::norm_forward_autograd);
+  library.impl("norm_backward", raydfl::norm_backward_autograd);
   library.impl("gru_forward", raydfl::gru_forward_autograd);
   library.impl("gru_backward", raydfl::gru_backward_autograd);
   library.impl("mean_forward", raydfl::mean_forward_autograd);
@@ -333,7 +463,7 @@ TORCH_LIBRARY_IMPL(raydfl, Autograd, library) {
 }
 
 TORCH_LIBRARY_IMPL(raydfl, FuncTorchBatched, library) {
-  for (const char* name : {"conv_forward", "conv_backward", "gru_forward", "gru_backward", "mean_forward", "mean_backward",
-                           "drop"})
+  for (const char* name : {"conv_forward", "conv_backward", "conv2d_forward", "conv2d_backward", "norm_forward", "norm_backward",
+                           "gru_forward", "gru_backward", "mean_forward", "mean_backward", "drop"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&raydfl::batched>());
 }

@@ -1,0 +1,440 @@
+// Convolution over images, included by kernels_body.h. Channels come last, so that a kernel's row sees one contiguous run of numbers
+// ("run": taps of the row times inputs), and a window is "runs" of them, "apart" from each other. Products go over windows where
+// they lie, without copies of them; images with zeros around them are copied, item by item.
+
+struct Window {
+  long runs, run, apart;
+  long size() const { return runs * run; }
+};
+
+// Positions of a result, and the windows they are computed from: floats from one item, row and column to the next, at both.
+struct Grid {
+  long items, rows, columns;
+  const float* from;
+  long from_item, from_row, from_column;
+  float* to;
+  long to_item, to_row, to_column;
+
+  // Rows that follow one another like columns are one row, and so are items.
+  void merge() {
+    if (from_row == columns * from_column && to_row == columns * to_column) columns *= rows, rows = 1;
+    if (rows == 1 && from_item == columns * from_column && to_item == columns * to_column) columns *= items, items = 1;
+  }
+};
+
+constexpr long AT_ONCE = 192;  // positions that are computed with one panel before the next
+
+// A tile whose rows lie anywhere: to[r] = bias + sum over k of window r [k] * b[k], for HALVES times LANES columns.
+template <int ROWS, int HALVES>
+INLINE void window_tile(Window window, const float* const* from, const float* b, float* const* to, long column, long columns,
+                        const float* bias) {
+  Floats sums[ROWS][HALVES];
+#pragma GCC unroll 6
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+    for (int h = 0; h < HALVES; ++h) sums[r][h] = bias ? load(bias + h * LANES) : Floats{};
+  const float* a[ROWS];
+#pragma GCC unroll 6
+  for (int r = 0; r < ROWS; ++r) a[r] = from[r];
+  for (long i = 0; i < window.runs; ++i) {
+#pragma GCC unroll 2
+    for (long k = 0; k < window.run; ++k, b += PANEL) {
+      Floats right[HALVES];
+#pragma GCC unroll 2
+      for (int h = 0; h < HALVES; ++h) right[h] = load(b + h * LANES);
+#pragma GCC unroll 6
+      for (int r = 0; r < ROWS; ++r) {
+        const Floats factor = all(a[r][k]);
+#pragma GCC unroll 2
+        for (int h = 0; h < HALVES; ++h) sums[r][h] += factor * right[h];
+      }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; ++r) a[r] += window.apart;
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < ROWS; ++r) {
+    float* c = to[r] + column;
+    if (columns >= HALVES * LANES) {
+#pragma GCC unroll 2
+      for (int h = 0; h < HALVES; ++h) store(c + h * LANES, sums[r][h]);
+    } else {
+      float line[PANEL];
+#pragma GCC unroll 2
+      for (int h = 0; h < HALVES; ++h) store(line + h * LANES, sums[r][h]);
+      for (long j = 0; j < columns; ++j) c[j] = line[j];
+    }
+  }
+}
+
+template <int HALVES>
+void window_tiles(long count, Window window, const float* const* from, const float* b, float* const* to, long column, long columns,
+                  const float* bias) {
+  const long tiles = (count + TILE - 1) / TILE, height = count / tiles, higher = count % tiles;
+  for (long index = 0; index < tiles; ++index) {
+    const long rows = height + (index < higher);
+    switch (rows) {
+      case 6: window_tile<6, HALVES>(window, from, b, to, column, columns, bias); break;
+      case 5: window_tile<5, HALVES>(window, from, b, to, column, columns, bias); break;
+      case 4: window_tile<4, HALVES>(window, from, b, to, column, columns, bias); break;
+      case 3: window_tile<3, HALVES>(window, from, b, to, column, columns, bias); break;
+      case 2: window_tile<2, HALVES>(window, from, b, to, column, columns, bias); break;
+      default: window_tile<1, HALVES>(window, from, b, to, column, columns, bias);
+    }
+    from += rows, to += rows;
+  }
+}
+
+// The product of all windows and the matrix in "packed" (panels of [window.size(), PANEL]), to "outputs" columns.
+void correlate(Grid grid, Window window, const float* packed, long outputs, const float* bias) {
+  grid.merge();
+  const float* from[AT_ONCE];
+  float* to[AT_ONCE];
+  const long all = grid.items * grid.rows * grid.columns;
+  for (long done = 0, item = 0, row = 0, column = 0; done < all;) {
+    const long count = least(AT_ONCE, all - done);
+    for (long p = 0; p < count; ++p) {
+      from[p] = grid.from + item * grid.from_item + row * grid.from_row + column * grid.from_column;
+      to[p] = grid.to + item * grid.to_item + row * grid.to_row + column * grid.to_column;
+      if (++column == grid.columns) {
+        column = 0;
+        if (++row == grid.rows) row = 0, ++item;
+      }
+    }
+    for (long o = 0; o < outputs; o += PANEL) {
+      const float* b = packed + o * window.size();
+      if (outputs - o > LANES)
+        window_tiles<2>(count, window, from, b, to, o, outputs - o, bias ? bias + o : nullptr);
+      else
+        window_tiles<1>(count, window, from, b, to, o, outputs - o, bias ? bias + o : nullptr);
+    }
+    done += count;
+  }
+}
+
+// Positions side by side: where their windows begin, and their gradients.
+struct Line {
+  const float *from, *to;
+  long count;
+};
+
+// sums[r, j] = (to begin with) or += the sum over positions of window [r] * gradient [j], for ROWS numbers of the window and HALVES
+// times LANES outputs. The gradients b of all positions lie one after another.
+template <int ROWS, int HALVES>
+INLINE void gradient_tile(const Line* lines, long count, long offset, long from_column, const float* b, float* to, long width,
+                          bool begin) {
+  Floats sums[ROWS][HALVES];
+#pragma GCC unroll 6
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+    for (int h = 0; h < HALVES; ++h) sums[r][h] = Floats{};
+  for (long line = 0; line < count; ++line) {
+    const float* a = lines[line].from + offset;
+#pragma GCC unroll 2
+    for (long p = lines[line].count; p > 0; --p, a += from_column, b += PANEL) {
+      Floats right[HALVES];
+#pragma GCC unroll 2
+      for (int h = 0; h < HALVES; ++h) right[h] = load(b + h * LANES);
+#pragma GCC unroll 6
+      for (int r = 0; r < ROWS; ++r) {
+        const Floats factor = all(a[r]);
+#pragma GCC unroll 2
+        for (int h = 0; h < HALVES; ++h) sums[r][h] += factor * right[h];
+      }
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+    for (int h = 0; h < HALVES; ++h) {
+      float* place = to + r * width + h * LANES;  // sums of parts, which keep more digits than one long sum
+      store(place, begin ? sums[r][h] : load(place) + sums[r][h]);
+    }
+}
+
+template <int HALVES>
+void gradient_tiles(const Line* lines, long count, Window window, long from_column, const float* b, float* to, long width,
+                    bool begin) {
+  const long tiles = (window.run + TILE - 1) / TILE, height = window.run / tiles, higher = window.run % tiles;
+  for (long i = 0; i < window.runs; ++i) {
+    long offset = i * window.apart;
+    for (long index = 0; index < tiles; ++index) {
+      const long rows = height + (index < higher);
+      switch (rows) {
+        case 6: gradient_tile<6, HALVES>(lines, count, offset, from_column, b, to, width, begin); break;
+        case 5: gradient_tile<5, HALVES>(lines, count, offset, from_column, b, to, width, begin); break;
+        case 4: gradient_tile<4, HALVES>(lines, count, offset, from_column, b, to, width, begin); break;
+        case 3: gradient_tile<3, HALVES>(lines, count, offset, from_column, b, to, width, begin); break;
+        case 2: gradient_tile<2, HALVES>(lines, count, offset, from_column, b, to, width, begin); break;
+        default: gradient_tile<1, HALVES>(lines, count, offset, from_column, b, to, width, begin);
+      }
+      offset += rows, to += rows * width;
+    }
+  }
+}
+
+// The gradients of one panel of outputs, one after another, missing outputs 0; adds their sum to bias_sums.
+void pack_gradients(const Line* lines, long count, long to_column, long output, long outputs, float* packed, float* bias_sums) {
+  const long width = least(PANEL, outputs - output);
+  Floats left{}, right{};
+  for (long line = 0; line < count; ++line) {
+    const float* from = lines[line].to + output;
+    for (long p = lines[line].count; p > 0; --p, from += to_column, packed += PANEL) {
+      if (width == PANEL) {
+        store(packed, load(from));
+        store(packed + LANES, load(from + LANES));
+      } else {
+        clear(packed, PANEL);
+        for (long j = 0; j < width; ++j) packed[j] = from[j];
+      }
+      left += load(packed);
+      right += load(packed + LANES);
+    }
+  }
+  store(bias_sums + output, load(bias_sums + output) + left);
+  store(bias_sums + output + LANES, load(bias_sums + output + LANES) + right);
+}
+
+// sums [window.size(), width] = (to begin with) or += the windows, transposed, times the gradients at grid.to; bias_sums += these.
+void correlate_backward(Grid grid, Window window, long outputs, float* sums, long width, bool begin, float* bias_sums) {
+  grid.merge();
+  Line lines[AT_ONCE];
+  float* packed = scratch(4, AT_ONCE * PANEL);
+  const long rows = grid.items * grid.rows;
+  for (long row = 0, column = 0; row < rows; begin = false) {
+    long count = 0, positions = 0;
+    while (row < rows && positions < AT_ONCE) {
+      const long item = row / grid.rows, r = row % grid.rows, length = least(AT_ONCE - positions, grid.columns - column);
+      lines[count++] = {grid.from + item * grid.from_item + r * grid.from_row + column * grid.from_column,
+                        grid.to + item * grid.to_item + r * grid.to_row + column * grid.to_column, length};
+      positions += length, column += length;
+      if (column == grid.columns) column = 0, ++row;
+    }
+    for (long o = 0; o < outputs; o += PANEL) {
+      pack_gradients(lines, count, grid.to_column, o, outputs, packed, bias_sums);
+      if (outputs - o > LANES)
+        gradient_tiles<2>(lines, count, window, grid.from_column, packed, sums + o, width, begin);
+      else
+        gradient_tiles<1>(lines, count, window, grid.from_column, packed, sums + o, width, begin);
+    }
+  }
+}
+
+// An image [rows, columns, channels] with zeros around it.
+void surround(float* to, const float* from, long rows, long columns, long channels, long top, long left, long bottom, long right) {
+  const long row = (left + columns + right) * channels;
+  clear(to, top * row);
+  to += top * row;
+  for (long r = 0; r < rows; ++r, to += row, from += columns * channels) {
+    clear(to, left * channels);
+    copy(to + left * channels, from, columns * channels);
+    clear(to + (left + columns) * channels, right * channels);
+  }
+  clear(to, bottom * row);
+}
+
+// How the windows of a convolution are found in memory, for some items at a time.
+struct Source {
+  const Convolution2d& s;
+  bool copied, gathered;  // with few inputs whole windows are copied, for a run of 1 to 3 numbers makes no tile
+  long rows, columns;     // with zeros around
+  Window window;
+
+  explicit Source(const Convolution2d& shape)
+      : s(shape),
+        copied(s.top || s.left || s.bottom || s.right),
+        gathered(s.kernel_rows > 1 && s.kernel_columns * s.inputs < TILE),
+        rows(s.rows + s.top + s.bottom),
+        columns(s.columns + s.left + s.right),
+        window{s.kernel_rows, s.kernel_columns * s.inputs, columns * s.inputs} {
+    if (gathered) window = {1, window.size(), 0};
+  }
+
+  long item() const { return rows * columns * s.inputs; }
+  long at_once() const {
+    const long positions = s.out_rows() * s.out_columns();
+    return least(s.batch, positions < AT_ONCE ? (AT_ONCE + positions - 1) / positions : 1);
+  }
+
+  // A grid over so many items from the first on; "to" is left open.
+  Grid grid(const float* x, long first, long items) const {
+    x += first * s.rows * s.columns * s.inputs;
+    if (copied) {
+      float* padded = scratch(2, at_once() * item());
+      for (long i = 0; i < items; ++i, x += s.rows * s.columns * s.inputs)
+        surround(padded + i * item(), x, s.rows, s.columns, s.inputs, s.top, s.left, s.bottom, s.right);
+      x = padded;
+    }
+    Grid grid{items,
+              s.out_rows(),
+              s.out_columns(),
+              x,
+              item(),
+              s.row_stride * columns * s.inputs,
+              s.column_stride * s.inputs,
+              nullptr,
+              s.out_rows() * s.out_columns() * s.outputs,
+              s.out_columns() * s.outputs,
+              s.outputs};
+    if (!gathered) return grid;
+    float* windows = scratch(3, at_once() * s.out_rows() * s.out_columns() * window.size());
+    grid.from = windows;
+    const long run = s.kernel_columns * s.inputs;
+    for (long i = 0; i < items; ++i)
+      for (long r = 0; r < grid.rows; ++r)
+        for (long c = 0; c < grid.columns; ++c) {
+          const float* from = x + i * grid.from_item + r * grid.from_row + c * grid.from_column;
+          for (long k = 0; k < s.kernel_rows; ++k, windows += run)
+            for (long j = 0; j < run; ++j) windows[j] = from[k * columns * s.inputs + j];
+        }
+    grid.from_column = window.size();
+    grid.from_row = grid.columns * grid.from_column;
+    grid.from_item = grid.rows * grid.from_row;
+    return grid;
+  }
+};
+
+// Panels of weight [outputs, inputs, kernel_rows, kernel_columns] with rows (kernel row, kernel column, input), columns outputs.
+void pack_outputs(const Convolution2d& s, const float* weight, float* packed) {
+  const long taps = s.kernel_rows * s.kernel_columns, depth = taps * s.inputs;
+  for (long first = 0; first < s.outputs; first += PANEL, packed += depth * PANEL) {
+    const long width = least(s.outputs - first, PANEL);
+    if (width < PANEL) clear(packed, depth * PANEL);
+    for (long c = 0; c < s.inputs; ++c)
+      for (long k = 0; k < taps; ++k)
+        for (long o = 0; o < width; ++o)
+          packed[(k * s.inputs + c) * PANEL + o] = weight[((first + o) * s.inputs + c) * taps + k];
+  }
+}
+
+// The taps of a kernel that one phase of a stride meets, from the last to the first: place = tap - stride * n.
+struct Phase {
+  long first, taps, before;  // the last tap; their number; zeros before the first position
+
+  Phase(long phase, long kernel, long stride, long padding) {
+    const long least_tap = (phase + padding) % stride;
+    taps = least_tap < kernel ? (kernel - least_tap + stride - 1) / stride : 0;
+    first = least_tap + stride * (taps - 1);
+    before = taps - 1 - (phase + padding - least_tap) / stride;
+  }
+};
+
+// Panels with rows (kernel row, kernel column, output), both from the last to the first of a phase, and columns inputs.
+void pack_inputs(const Convolution2d& s, Phase r, Phase c, const float* weight, float* packed) {
+  const long taps = s.kernel_rows * s.kernel_columns, depth = r.taps * c.taps * s.outputs;
+  for (long first = 0; first < s.inputs; first += PANEL, packed += depth * PANEL) {
+    const long width = least(s.inputs - first, PANEL);
+    if (width < PANEL) clear(packed, depth * PANEL);
+    float* row = packed;
+    for (long i = 0; i < r.taps; ++i)
+      for (long j = 0; j < c.taps; ++j) {
+        const float* tap = weight + (r.first - i * s.row_stride) * s.kernel_columns + c.first - j * s.column_stride + first * taps;
+        for (long o = 0; o < s.outputs; ++o, row += PANEL)
+          for (long n = 0; n < width; ++n) row[n] = tap[(o * s.inputs + n) * taps];
+      }
+  }
+}
+
+void convolve_2d(const Convolution2d& s, const float* x, const float* weight, const float* bias, float* y) {
+  const Source source(s);
+  float* packed = scratch(0, source.window.size() * rounded_up(s.outputs));
+  pack_outputs(s, weight, packed);
+  float* wide_bias = nullptr;
+  if (bias) {
+    wide_bias = scratch(4, rounded_up(s.outputs));
+    clear(wide_bias, rounded_up(s.outputs));
+    copy(wide_bias, bias, s.outputs);
+  }
+  for (long first = 0, step = source.at_once(); first < s.batch; first += step) {
+    Grid grid = source.grid(x, first, least(step, s.batch - first));
+    grid.to = y + first * grid.to_item;
+    correlate(grid, source.window, packed, s.outputs, wide_bias);
+  }
+}
+
+void gradient_of_inputs(const Convolution2d& s, const float* dy, const float* weight, float* dx) {
+  const long out_rows = s.out_rows(), out_columns = s.out_columns();
+  long top = 0, left = 0, bottom = 0, right = 0;  // zeros around dy that some phase sees
+  bool hole = false;                              // positions that no window saw
+  for (long i = 0; i < s.row_stride; ++i) {
+    const Phase r(i, s.kernel_rows, s.row_stride, s.top);
+    const long last = (s.rows - 1 - i) / s.row_stride - r.before + r.taps - 1;
+    top = r.before > top ? r.before : top;
+    bottom = last - out_rows + 1 > bottom ? last - out_rows + 1 : bottom;
+    hole |= !r.taps;
+  }
+  for (long j = 0; j < s.column_stride; ++j) {
+    const Phase c(j, s.kernel_columns, s.column_stride, s.left);
+    const long last = (s.columns - 1 - j) / s.column_stride - c.before + c.taps - 1;
+    left = c.before > left ? c.before : left;
+    right = last - out_columns + 1 > right ? last - out_columns + 1 : right;
+    hole |= !c.taps;
+  }
+  const long item_in = s.rows * s.columns * s.inputs, item_out = out_rows * out_columns * s.outputs;
+  if (hole) clear(dx, s.batch * item_in);
+  const bool copied = top || left || bottom || right;
+  const long row = (left + out_columns + right) * s.outputs, item = (top + out_rows + bottom) * row;
+  const long positions = s.rows * s.columns, step = least(s.batch, positions < AT_ONCE ? (AT_ONCE + positions - 1) / positions : 1);
+  float* packed = scratch(0, s.kernel_rows * s.kernel_columns * s.outputs * rounded_up(s.inputs));
+  float* padded = copied ? scratch(2, step * item) : nullptr;
+  const long panel = s.outputs * rounded_up(s.inputs);
+  float* next = packed;
+  for (long i = 0; i < s.row_stride; ++i)
+    for (long j = 0; j < s.column_stride; ++j) {
+      const Phase r(i, s.kernel_rows, s.row_stride, s.top), c(j, s.kernel_columns, s.column_stride, s.left);
+      if (r.taps && c.taps) pack_inputs(s, r, c, weight, next);
+      next += r.taps * c.taps * panel;
+    }
+  for (long start = 0; start < s.batch; start += step) {
+    const long items = least(step, s.batch - start);
+    const float* from = dy + start * item_out;
+    if (copied) {
+      for (long n = 0; n < items; ++n)
+        surround(padded + n * item, from + n * item_out, out_rows, out_columns, s.outputs, top, left, bottom, right);
+      from = padded;
+    }
+    next = packed;
+    for (long i = 0; i < s.row_stride; ++i)
+      for (long j = 0; j < s.column_stride; ++j) {
+        const Phase r(i, s.kernel_rows, s.row_stride, s.top), c(j, s.kernel_columns, s.column_stride, s.left);
+        if (!r.taps || !c.taps || i >= s.rows || j >= s.columns) {
+          next += r.taps * c.taps * panel;
+          continue;
+        }
+        const Grid grid{items,
+                        (s.rows - 1 - i) / s.row_stride + 1,
+                        (s.columns - 1 - j) / s.column_stride + 1,
+                        from + (top - r.before) * row + (left - c.before) * s.outputs,
+                        copied ? item : item_out,
+                        row,
+                        s.outputs,
+                        dx + start * item_in + (i * s.columns + j) * s.inputs,
+                        item_in,
+                        s.row_stride * s.columns * s.inputs,
+                        s.column_stride * s.inputs};
+        correlate(grid, {r.taps, c.taps * s.outputs, row}, next, s.inputs, nullptr);
+        next += r.taps * c.taps * panel;
+      }
+  }
+}
+
+void convolve_2d_backward(const Convolution2d& s, const float* dy, const float* x, const float* weight, float* dx, float* dweight,
+                          float* dbias) {
+  const Source source(s);
+  const long width = rounded_up(s.outputs), depth = source.window.size(), taps = depth / s.inputs;
+  float *sums = scratch(1, depth * width), *bias_sums = scratch(5, width);
+  if (!s.batch) clear(sums, depth * width);
+  clear(bias_sums, width);
+  for (long first = 0, step = source.at_once(); first < s.batch; first += step) {
+    Grid grid = source.grid(x, first, least(step, s.batch - first));
+    grid.to = const_cast<float*>(dy) + first * grid.to_item;  // which is only read
+    correlate_backward(grid, source.window, s.outputs, sums, width, first == 0, bias_sums);
+  }
+  for (long first = 0; first < s.outputs; first += PANEL)
+    for (long c = 0; c < s.inputs; ++c)
+      for (long k = 0; k < taps; ++k)
+        for (long o = first; o < least(first + PANEL, s.outputs); ++o)
+          dweight[(o * s.inputs + c) * taps + k] = sums[(k * s.inputs + c) * width + o];
+  copy(dbias, bias_sums, s.outputs);
+  if (dx) gradient_of_inputs(s, dy, weight, dx);
+}
