@@ -96,7 +96,7 @@ def parse_yaml(text: str, where: str) -> Any:
     """
     if "&" not in text:
         with contextlib.suppress(yaml.YAMLError, ConfigError):
-            return yaml.load(text, Loader=_FastLoader)  # noqa: S506  (it is a safe one)
+            return yaml.load(text, Loader=_FastLoader)
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
