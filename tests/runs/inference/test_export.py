@@ -151,6 +151,7 @@ def test_a_detector_gives_scores(raydfl: Raydfl, tmp_path: Path) -> None:
         "name": f"{Path(__file__).parents[2] / 'objectives' / 'machines.py'}:Machines",
         "features": {**FEATURES, "seconds": 0.25, "normalise": "group"},
         "partition": {"by": "group"},
+        "split": {"validation": 0.2},
         "cache": str(tmp_path / "cache"),
     }
     objective = {"name": "reconstruct", "size": 4, "bins": 4, "hidden": 16, "normal": ["normal"]}
