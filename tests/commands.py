@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from dataclasses import dataclass
@@ -9,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 
 from raydfl.cli.main import main
 from raydfl.core.yaml import to_yaml
 from raydfl.engine.config import Config
+
+# Typer makes all commands anew in each call, which takes longer than most of what tests call.
+typer.main.get_command = functools.cache(typer.main.get_command)
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ if TYPE_CHECKING:  # the process that only hands out the tests needs no PyTorch
 TESTS = Path(__file__).parent
 
 # A busy machine is no failure, and a test fails for everybody or for nobody.
-hypothesis.settings.register_profile("raydfl", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("raydfl")
+hypothesis.settings.register_profile("all", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("fast", parent=hypothesis.settings.get_profile("all"), max_examples=30)
 
 TINY: dict[str, Any] = {
     "method": {"name": "fedavg"},
@@ -70,6 +70,11 @@ TINY_MODELS = {
     f"{TESTS}/extra_methods.py:Slow": FEDMLAC_MODELS,
     **dict.fromkeys(("multifl", "unifl", "harmony", "modality_mirror"), OF_VIEWS),
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """In the fast suite a property is tried on fewer examples."""
+    hypothesis.settings.load_profile("fast" if config.option.markexpr == "not slow" else "all")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -33,18 +33,27 @@ def finish_in(run_dir: Path, config: Config) -> dict[str, bytes]:
     return truth(run_dir)
 
 
-_KNOWN: dict[str, dict[str, bytes]] = {}
+_KNOWN: dict[str, tuple[Path, dict[str, bytes]]] = {}
 
 
 def known(config: Config) -> dict[str, bytes]:
     """What :func:`finish` gives for these settings, from the first time on: what others are compared with is trained once."""
+    return _known(config)[1]
+
+
+def known_run(config: Config) -> Path:
+    """The folder of that run."""
+    return _known(config)[0]
+
+
+def _known(config: Config) -> tuple[Path, dict[str, bytes]]:
     values = config.model_dump(mode="json")
     del values["run"]["dir"], values["data"]["cache"]
     key = json.dumps(values, sort_keys=True)
     if key not in _KNOWN:
-        _KNOWN[key] = finish(
-            config.model_copy(update={"run": config.run.model_copy(update={"name": f"known-{len(_KNOWN)}"})})
-        )
+        name = f"known-{len(_KNOWN)}"
+        found = finish(config.model_copy(update={"run": config.run.model_copy(update={"name": name})}))
+        _KNOWN[key] = Path(config.run.dir) / name, found
     return _KNOWN[key]
 
 

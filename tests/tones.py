@@ -21,7 +21,7 @@ class Tones(Dataset):
     first: int = 0
     speakers: int = 6
     classes: int = 3
-    takes: int = 6
+    takes: int = 3
     test_takes: int = 2
     seconds: float = 0.25
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any
 
@@ -10,13 +11,28 @@ import yaml
 from raydfl.core.errors import ConfigError
 
 
-class _Loader(yaml.SafeLoader):
+class _Strict(yaml.constructor.SafeConstructor, yaml.resolver.Resolver):
     """YAML in which ``1e-3`` is a number, the words yes, no, on and off are words, and a key written twice is an error."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  (PyYAML's own way)
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise ConfigError(
+                    f"the key {key!r} stands twice, the second time in line {key_node.start_mark.line + 1}"
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+class _Loader(_Strict, yaml.SafeLoader):
+    """Whose messages are told."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -39,19 +55,8 @@ class _Loader(yaml.SafeLoader):
         finally:
             self._open.pop()
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise ConfigError(
-                    f"the key {key!r} stands twice, the second time in line {key_node.start_mark.line + 1}"
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
 
-
-_Loader.add_implicit_resolver(
+_Strict.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile("^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )
 _EXPONENT = (
@@ -59,7 +64,11 @@ _EXPONENT = (
     re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
     list("-+0123456789."),
 )
-_Loader.add_implicit_resolver(*_EXPONENT)
+_Strict.add_implicit_resolver(*_EXPONENT)
+
+
+class _FastLoader(_Strict, yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader):  # type: ignore[misc]
+    """The same by libyaml, for text without aliases and mistakes."""
 
 
 # libyaml is eight times as fast. Both write the same, but libyaml escapes characters beyond U+FFFF.
@@ -85,6 +94,9 @@ def parse_yaml(text: str, where: str) -> Any:
     Raises:
         ConfigError: not YAML (the line is named), or a key stands twice.
     """
+    if "&" not in text:
+        with contextlib.suppress(yaml.YAMLError, ConfigError):
+            return yaml.load(text, Loader=_FastLoader)
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:

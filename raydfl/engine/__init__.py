@@ -6,7 +6,7 @@ write, storage/ what a run keeps on the disk.
 
 from raydfl.engine.autotune import remembered
 from raydfl.engine.clients import Clients
-from raydfl.engine.config import Config, apply_overrides, load_config, make_config
+from raydfl.engine.config import Config, apply_overrides, apply_values, load_config, make_config
 from raydfl.engine.federation import Federation
 from raydfl.engine.orders import SERVER, Order, Result, in_groups, keys_of
 from raydfl.engine.phases import Phases
@@ -40,6 +40,7 @@ __all__ = [
     "UpdateChecker",
     "Worker",
     "apply_overrides",
+    "apply_values",
     "best_of",
     "build_models",
     "in_groups",

@@ -19,7 +19,7 @@ from raydfl.core.settings import Settings
 from raydfl.core.yaml import parse_yaml, to_yaml
 from raydfl.data import build_population
 from raydfl.data.features import RunChunks
-from raydfl.engine import Config, apply_overrides
+from raydfl.engine import Config, apply_overrides, apply_values
 from raydfl.engine.storage import RunStore, read_rows, round_of
 from raydfl.methods import Method
 from raydfl.runs import Progress
@@ -167,7 +167,7 @@ def laid_over(values: dict[str, Any], part: Mapping[str, Any], where: str) -> di
                 f"{where}: {key} would replace the whole group; write single settings, such as {key}.name: value"
             )
     try:
-        return apply_overrides(values, [f"{key}={to_yaml(value)}" for key, value in part.items()])
+        return apply_values(values, part)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 

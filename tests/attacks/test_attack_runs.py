@@ -304,7 +304,13 @@ def test_without_attackers_the_triggers_own_effect_is_measured(tiny: Tiny) -> No
 
 def test_a_backdoor_opens(tiny: Tiny) -> None:
     """The trigger says nothing to an honest model; with half of the clients attacking it is learned, and clean clips are too."""
-    learning = ("train.cohort=1.0", "train.rounds=30", "train.optimiser={name: adam, lr: 0.01}", "evaluate.every=30")
+    learning = (
+        "data.takes=6",
+        "train.cohort=1.0",
+        "train.rounds=30",
+        "train.optimiser={name: adam, lr: 0.01}",
+        "evaluate.every=30",
+    )
     scores = {}
     for clients in (0, 3):
         backdoor = f"{{name: backdoor, clients: {clients}, target: tone2, hz: 3000, loudness_db: 20, boost: null}}"

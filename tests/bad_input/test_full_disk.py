@@ -57,7 +57,7 @@ def test_no_room_for_the_features_is_known_beforehand(
     # 162 clips x 26 frames x 16 bands x 4 bytes, in chunks and again in the whole.
     said = raydfl("run", file)
     said.refuses(
-        rf"the disk of {disk} is full: it has [\d,]+ bytes free and the features .*need about 539,136",
+        rf"the disk of {disk} is full: it has [\d,]+ bytes free and the features .*need about 359,424",
         "make room, or choose another",
     )
     small_disk(4_000_000)
@@ -78,7 +78,7 @@ def test_a_disk_that_fills_up_while_features_are_made(
     with monkeypatch.context() as patch:  # there seemed to be room
         patch.setattr("raydfl.data.features.cache.free_bytes", lambda _: 10**9)
         said = raydfl("data", "prepare", file)
-    said.refuses(rf"the disk of {disk} is full: it has [\d,]+ bytes free and the features .*need about 539,136")
+    said.refuses(rf"the disk of {disk} is full: it has [\d,]+ bytes free and the features .*need about 359,424")
     small_disk(4_000_000)
     assert raydfl("run", file).code == 0
     same(undisturbed(3, "fedavg"), truth(tmp_path / "runs/tiny"))

@@ -344,8 +344,9 @@ def test_what_is_there_is_told_even_if_it_cannot_be_divided(raydfl: Raydfl, trai
     ],
 )
 def test_a_division_that_cannot_be_had_says_why_with_numbers(
-    training: Train, recordings: Path, override: str, message: str
+    training: Train, recordings: Path, override: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("raydfl.data.partition._WORK", 30_000)  # draws are given up after seconds
     training(override).refuses(message)
     assert not (recordings / "runs").exists()
 

@@ -247,7 +247,7 @@ def test_what_is_in_the_data_is_told_without_reading_a_clip(
 ) -> None:
     """Tones: 6 speakers x 3 classes x (2 test takes + 6, 7, 8, 6, 7, 8 training takes)."""
     monkeypatch.setattr("raydfl.data.features.extraction.compute_chunk", None)
-    said = raydfl("data", "info", written(tiny(f"data.cache={tmp_path / 'no'}"), tmp_path))
+    said = raydfl("data", "info", written(tiny("data.takes=6", f"data.cache={tmp_path / 'no'}"), tmp_path))
     assert said.code == 0
     rows = [" ".join(line.split()) for line in said.out.splitlines()]
     assert "clips 162" in rows
@@ -265,7 +265,7 @@ def test_what_is_in_the_data_is_told_without_reading_a_clip(
 
 def test_what_to_begin_with_can_be_run_as_it_is_printed(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     """Also where the file's own partition does not fit."""
-    file = written(tiny("data.partition={by: iid, clients: 5000}"), tmp_path)
+    file = written(tiny("data.takes=6", "data.partition={by: iid, clients: 5000}"), tmp_path)
     said = raydfl("data", "info", file)
     assert said.code == 2
     assert "126 clips cannot give 5000 clients 1 each" in said.err
@@ -275,7 +275,7 @@ def test_what_to_begin_with_can_be_run_as_it_is_printed(raydfl: Raydfl, tiny: Ti
 
 
 def test_a_part_of_the_clips_may_belong_to_nobody(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    dropping = ["data.partition={by: group, minimum: 20, smaller: drop}", "data.split.validation=0"]
+    dropping = ["data.takes=6", "data.partition={by: group, minimum: 20, smaller: drop}", "data.split.validation=0"]
     said = raydfl("data", "info", written(tiny(*dropping), tmp_path))
     rows = [" ".join(line.split()) for line in said.out.splitlines()]
     assert "clients (4) by group: 21 to 24 clips each, median 22.5, 90 in all" in rows
@@ -285,7 +285,7 @@ def test_a_part_of_the_clips_may_belong_to_nobody(raydfl: Raydfl, tiny: Tiny, tm
 def test_features_are_prepared_once_and_announced(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     file = written(tiny(f"data.cache={tmp_path / 'cache'}"), tmp_path)
     events = raydfl("data", "prepare", file, "--json").events
-    assert {"event": "steps", "description": "computing features", "done": 162, "total": 162} in events
+    assert {"event": "steps", "description": "computing features", "done": 108, "total": 108} in events
     ready = "features are ready: 6 clients, 36 test examples, 3 classes, 0 clips left out"
     assert events[-1] == {"event": "message", "text": ready}
     assert raydfl("data", "prepare", file).out == f"{ready}\n"
@@ -368,7 +368,7 @@ def test_a_replay_is_shown_and_saved(raydfl: Raydfl, tiny: Tiny, tmp_path: Path)
     said = raydfl("replay", run_dir, "--round", 2, "--client", "s3", "--save", out)
     assert said.code == 0
     # 18 training clips, of which 4 are its own validation.
-    assert "client 's3': 14 examples, plugin=crnn_tiny, local=crnn_tiny" in said.out
+    assert "client 's3': 7 examples, plugin=crnn_tiny, local=crnn_tiny" in said.out
     assert "round 2, phase 'train'" in said.out
     update = replay(run_dir, 2, "s3").update
     assert update is not None

@@ -63,6 +63,7 @@ def _output(command: list[str], folder: Path, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_wheel_and_a_source_distribution_hold_the_examples(tmp_path: Path) -> None:
     """Both are built from a copy of what git has, without a compiler; the wheel is then used from an empty folder."""
     if not (ROOT / ".git").exists():

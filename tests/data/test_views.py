@@ -127,10 +127,21 @@ def test_the_digest_knows_views(tiny: Tiny, folder: Path) -> None:
     assert tiny("data.views={}").digest() == tiny().digest()
 
 
-def test_predict_and_export_read_the_view_of_the_model(tiny: Tiny, folder: Path) -> None:
-    """Oracle: the steps of the description, done by hand on files as they are, and ONNX Runtime."""
+@pytest.mark.parametrize("by", ["PyTorch", pytest.param("ONNX Runtime", marks=pytest.mark.slow)])
+def test_predict_and_export_read_the_view_of_the_model(
+    tiny: Tiny, folder: Path, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the steps of the description, done by hand on files as they are, before the network or its graph."""
+    onnx = pytest.importorskip("onnx")
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
+    if by == "PyTorch":  # an export takes seconds
+        from raydfl.runs.inference.network import Graph
+
+        graph = Graph(
+            onnx.helper.make_model(onnx.helper.make_graph([], "none", [], [])).SerializeToString(), None, False, 0.0
+        )
+        monkeypatch.setattr("raydfl.runs.inference.network.to_onnx", lambda model: graph)
     crop = "data.views.picture.transforms=[{name: random_crop, size: 8, pad: 1}, flip]"
     view = PICTURES.replace("[8, 9]", "[8, 9], mean: 0.25, deviation: 0.5, resize: true")
     config = federation(tiny, folder, crop, "train.rounds=1", view=view)
@@ -149,7 +160,10 @@ def test_predict_and_export_read_the_view_of_the_model(tiny: Tiny, folder: Path)
     x = np.pad(x, ((0, 0), (edge, edge), (edge, edge)))
     top, left = ((have - how["crop"][name]) // 2 for have, name in zip(x.shape[1:], ("rows", "columns"), strict=True))
     x = x[:, None, top : top + how["crop"]["rows"], left : left + how["crop"]["columns"]].astype(np.float32)
-    (probabilities,) = onnxruntime.InferenceSession(exported.path).run(["probabilities"], {"x": x})
+    if by == "PyTorch":
+        probabilities = load_model(run_dir, "eye").logits(torch.from_numpy(x), None).softmax(1).numpy()
+    else:
+        (probabilities,) = onnxruntime.InferenceSession(exported.path).run(["probabilities"], {"x": x})
     np.testing.assert_allclose(probabilities, np.stack([each.probabilities for each in found]), atol=1e-4)
     assert np.ptp(probabilities[:, 0]) > 1e-3  # the images matter
     Image.fromarray(np.zeros((32, 36, 3), np.uint8)).save(folder / "large.png")

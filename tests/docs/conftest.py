@@ -12,10 +12,16 @@ from raydfl.cli.example_jobs import write_examples
 
 
 @pytest.fixture(scope="session")
-def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+def fast(pytestconfig: pytest.Config) -> bool:
+    return pytestconfig.option.markexpr == "not slow"
+
+
+@pytest.fixture(scope="session")
+def sandbox(tmp_path_factory: pytest.TempPathFactory, fast: bool) -> Callable[[Path], Path]:
     """The folder in which a page's blocks run one after another. The recordings lie in PATH/TO, if there are any.
 
-    It is empty for README.md, which begins with ``raydfl init``, and as that command leaves it for the other pages.
+    It is empty for README.md, which begins with ``raydfl init``, and as that command leaves it for the other pages. In the fast
+    suite a round of ``jobs/tiny.yaml`` has one step or two for each client.
     """
     folders: dict[Path, Path] = {}
 
@@ -25,6 +31,11 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
             folder.mkdir()
             if page.name != "README.md":
                 write_examples(folder)
+                if fast:
+                    tiny = folder / "jobs" / "tiny.yaml"
+                    text, usual = tiny.read_text(encoding="utf-8"), "local_epochs: 2, batch_size: 4"
+                    assert usual in text
+                    tiny.write_text(text.replace(usual, "local_epochs: 1, batch_size: 16"), encoding="utf-8")
             if RECORDINGS.is_dir():
                 (folder / "PATH").mkdir()
                 (folder / "PATH" / "TO").symlink_to(RECORDINGS.resolve(), target_is_directory=True)

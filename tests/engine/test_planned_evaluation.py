@@ -143,5 +143,5 @@ def test_shared_models_are_measured_on_the_servers_validation(tiny: Tiny) -> Non
     rows = [row for row in record.read_rows(folder).to_pylist() if row["split"] == "server_validation"]
     (accuracy,) = [row for row in rows if row["metric"] == "model/accuracy" and row["round"] == 1]
     assert (accuracy["count"], accuracy["value"]) == (len(examples), pytest.approx(float(right)))
-    assert len(examples) == 39  # of each of 3 labels 30 % of 42 clips, rounded
+    assert len(examples) == 21  # of each of 3 labels 30 % of 24 clips, rounded
     assert tiny("data.split.server_validation=null").digest() == tiny().digest() != tiny(held_out).digest()

@@ -11,14 +11,9 @@ from helpers import differ, finish, known, same
 from raydfl.core import registry
 from raydfl.engine.config import Config
 from raydfl.methods import Method
+from raydfl.rules.uniform_mean import UniformMean
 
 Tiny = Callable[..., Config]
-
-
-@pytest.fixture
-def tiny(tiny: Tiny) -> Tiny:
-    """With half as many clips as elsewhere: a client still has a whole batch and a shorter one."""
-    return lambda *overrides, **of: tiny("data.takes=3", *overrides, **of)
 
 
 ALL = {
@@ -195,9 +190,11 @@ MOVES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
     ("hermes", "threshold"): (READY, ["method.threshold=1.0"]),
     ("hermes", "prune"): ([*READY, "method.prune=[recurrent]"], READY),
 }
-MOVES.update({(name, "rule"): (["method.rule=uniform_mean"], ["method.rule=weighted_mean"]) for name in ALL})
-
-
+# Compared with the default, as most others are: that run is there.
+_UNIFORM = {name for name, cls in ALL.items() if isinstance(cls().default_rule(), UniformMean)}
+MOVES.update(
+    {(name, "rule"): ([f"method.rule={'weighted' if name in _UNIFORM else 'uniform'}_mean"], []) for name in ALL}
+)
 MOVES.update(
     {(name, "tasks"): (["method.tasks={name: known, by: group}"], []) for name in ALL if hasattr(ALL[name], "tasks")}
 )

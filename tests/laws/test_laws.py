@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import differ, finish, known, raw, same, start, truth
+from helpers import differ, finish, known, known_run, raw, same, start, truth
 
 from raydfl.cluster.server import Server
 from raydfl.core import registry
@@ -29,8 +29,6 @@ from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
 from raydfl.engine.storage.store import RunStore
 from raydfl.engine.worker import Worker
-from raydfl.methods import Method
-from raydfl.methods._server_optimiser import ServerOptimiser
 from raydfl.runs._replay import replay
 from raydfl.runs._run import resume, run
 from raydfl.runs.folder import create
@@ -39,23 +37,17 @@ from raydfl.runs.progress import Progress
 Tiny = Callable[..., Config]
 
 
-@pytest.fixture
-def tiny(tiny: Tiny) -> Tiny:
-    """With half as many clips as elsewhere: a client still has a whole batch and a shorter one."""
-    return lambda *overrides, **of: tiny("data.takes=3", *overrides, **of)
-
-
 EXTRA = Path(__file__).parent.parent / "extra_methods.py"
 METHODS = [
     *registry.names("raydfl.methods"),
     *(f"{EXTRA}:{name}" for name in ("SeveralGlobals", "TwoPhases", "Summing")),
 ]
-AT_SERVER = {
-    name
-    for name in registry.names("raydfl.methods")
-    if issubclass(registry.find("raydfl.methods", name, Method, "method"), ServerOptimiser)  # type: ignore[type-abstract]
-}
-"""Methods whose clients do FedAvg's work: in the fast suite FedAvg is tried in all ways, these in the first."""
+
+
+def as_in_other_laws(method: str, together: int) -> list[str]:
+    """Settings that several laws share: what they compare is trained once for all."""
+    # FedOpt's usual eps turns the rounding of a change near 0 into a whole step.
+    return [f"train.together={together}", "evaluate.every=3", *(["method.eps=0.001"] if method == "fedopt" else [])]
 
 
 def in_ways(
@@ -111,11 +103,9 @@ def committed_round(server: Server) -> None:
     server.finish()
 
 
-@pytest.mark.parametrize(
-    ("together", "method"), in_ways(1, 2, all_of=[name for name in METHODS if name not in AT_SERVER])
-)
+@pytest.mark.parametrize(("together", "method"), in_ways(2, 1))  # two together, and the third of a cohort alone
 def test_law_1_any_order_of_work_and_arrival_gives_the_same_bits(tiny: Tiny, method: str, together: int) -> None:
-    settings = [f"train.together={together}", "evaluate.every=3"]
+    settings = as_in_other_laws(method, together)
     shuffled, _, _ = finish_watched(tiny("run.name=shuffled", *settings, method=method), seed=together)
     same(known(tiny(*settings, method=method)), shuffled)
 
@@ -151,25 +141,23 @@ def test_a_network_is_built_once_for_all_clients(tiny: Tiny, method: str, monkey
 def test_law_8_clients_trained_together_end_as_alone(tiny: Tiny, method: str) -> None:
     """To float tolerance, through the whole engine: private state, server optimisers and evaluation included."""
     ends = {}
-    for together in (1, 3):
-        settings = [f"train.together={together}", f"run.name=w{together}", "train.cohort=4", "train.rounds=2"]
+    for together in (1, 2):
+        settings = as_in_other_laws(method, together)
         if method == "profila":  # clients with learning rates of their own, or without a prototype yet, train apart
             settings += ["train.cohort=1.0", "method.adaptive_lr=false"]
-        if method == "fedopt":  # its usual eps turns the rounding of a change near 0 into a whole step
-            settings.append("method.eps=0.001")
-        config = tiny(*settings, method=method)
-        finish(config)
-        run_dir = Path(config.run.dir) / f"w{together}"
+        run_dir = known_run(tiny(*settings, method=method))
         commit = RunStore(run_dir).load(RunStore(run_dir).latest() or "")
         private = PrivateStore(run_dir / "private")
         ends[together] = {f"{k} {n}": t for k, group in commit.state.tensors.items() for n, t in group.items()}
         ends[together] |= {f"{i} {n}": t for i, ref in commit.private.items() for n, t in private.read(ref).items()}
         rows = record.read_rows(run_dir).to_pylist()
         shares = [row["value"] for row in rows if row["metric"] == "vectorised"]
-        assert shares == ([] if together == 1 else [1.0] * 2)
-    assert ends[1].keys() == ends[3].keys()
+        # The third of a cohort trains alone; in the last round each may have another network, where devices differ.
+        whole = 1.0 if method == "profila" else 2 / 3
+        assert shares[:2] == ([] if together == 1 else [pytest.approx(whole)] * 2)
+    assert ends[1].keys() == ends[2].keys()
     for name, tensor in ends[1].items():
-        torch.testing.assert_close(ends[3][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(ends[2][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_law_1_the_seed_decides(tiny: Tiny) -> None:
@@ -179,7 +167,7 @@ def test_law_1_the_seed_decides(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize(("commit_every", "method"), in_ways(1, 2))
 def test_law_2_stopping_anywhere_and_resuming_gives_the_same_bits(tiny: Tiny, method: str, commit_every: int) -> None:
-    settings = ["train.together=1", "evaluate.every=3"]  # as in law 1: it is trained once for both
+    settings = as_in_other_laws(method, 1)
     undisturbed = known(tiny(*settings, method=method))
     config = tiny(*settings, f"run.commit_every={commit_every}", "run.name=stopped", method=method)
     for done in (1, 2):  # a process that ends after these rounds, without a word

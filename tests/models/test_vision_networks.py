@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torchvision.models
 from torch import nn
 
 from raydfl.core.cuts import cut_tensors
@@ -20,10 +18,6 @@ from raydfl.core.types import ModelSpec
 from raydfl.models import build_model, cuts_of, narrow, start_from_file
 
 NAMES = ["resnet18", "shufflenet_v2"]
-THEIRS: dict[str, Callable[[], nn.Module]] = {
-    "resnet18": torchvision.models.resnet18,
-    "shufflenet_v2": torchvision.models.shufflenet_v2_x1_0,
-}
 NORMS = {
     "resnet18": ("*bn?.*", "*downsample.1.*"),
     "shufflenet_v2": ("conv?.1.*", "*branch1.[13].*", "*branch2.[146].*"),
@@ -34,6 +28,13 @@ FREED = {"resnet18": {"conv1", "bn1", "layer1"}, "shufflenet_v2": {"conv1", "sta
 
 def spec(name: str, inputs: Any = (1, 8, 8), **options: Any) -> ModelSpec:
     return ModelSpec("model", name, inputs, 10, tuple(sorted(options.items())))
+
+
+def theirs_of(name: str) -> nn.Module:
+    from torchvision import models  # it takes seconds, which the process that runs other files need not wait for
+
+    found: nn.Module = {"resnet18": models.resnet18, "shufflenet_v2": models.shufflenet_v2_x1_0}[name]()
+    return found
 
 
 def with_group_norm(network: nn.Module) -> nn.Module:
@@ -48,7 +49,7 @@ def with_group_norm(network: nn.Module) -> nn.Module:
 def test_a_network_computes_what_torchvisions_does_and_repeats_grey(name: str) -> None:
     torch.manual_seed(0)
     network: Any = build_model(spec(name, (1, 32, 32))).eval()
-    theirs = with_group_norm(THEIRS[name]()).eval()
+    theirs = with_group_norm(theirs_of(name)).eval()
     theirs.fc = nn.Linear(network.output.in_features, 10)
     named = {key.replace("output.", "fc."): value for key, value in network.state_dict().items()}
     theirs.load_state_dict(named)
@@ -106,7 +107,7 @@ def test_without_the_frozen_stem_the_convolutions_have_fedaptas_weights(name: st
 @pytest.mark.parametrize("name", NAMES)
 def test_torchvisions_file_is_accounted_for(name: str, tmp_path: Path) -> None:
     """Convolutions from the file; batch normalisation and the head of 1,000 classes are named as not used."""
-    theirs = THEIRS[name]()
+    theirs: Any = theirs_of(name)
     file = tmp_path / "imagenet.pth"
     torch.save(theirs.state_dict(), file)
     network = build_model(spec(name))

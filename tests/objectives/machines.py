@@ -32,7 +32,7 @@ class Machines(Dataset):
     """Anomalous clips are in the test only."""
 
     machines: int = 4
-    takes: int = 10
+    takes: int = 6
 
     def manifest(self) -> pa.Table:
         rows = [

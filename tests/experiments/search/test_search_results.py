@@ -12,6 +12,7 @@ from studies import StudyFile
 
 from raydfl.cluster.resources import bundles_of
 from raydfl.engine.config import load_config
+from raydfl.experiments.search import importance
 from raydfl.experiments.search.importance import FEWEST, importances
 from raydfl.experiments.search.journal import Journal, TrialRecord
 from raydfl.experiments.search.page import write_page
@@ -33,6 +34,13 @@ def _journal(search: Search, rows: list[tuple[float, str, int]]) -> Journal:
             "end", number, status=status, round=rounds, score=value, reason="asha" if status == "stopped" else ""
         )
     return journal
+
+
+@pytest.fixture(autouse=True)
+def few_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forest and shufflings of a tenth of their time."""
+    monkeypatch.setattr(importance, "_TREES", 50)
+    monkeypatch.setattr(importance, "_SHUFFLES", 8)
 
 
 ROWS = [(0.5, "finished", 4), (0.2, "stopped", 2), (0.3, "finished", 4), (math.nan, "failed", 1), (0.6, "running", 3)]

@@ -13,10 +13,11 @@ import pytest
 import soundfile
 import torch
 from commands import Raydfl
+from helpers import finish
 from torch import nn
-from used_runs import Finished, finished
+from used_runs import FEATURES, TINY, Finished, configure, finished
 
-from raydfl import classify, export_model, load_model
+from raydfl import classify, export_model, load_model, read_rows
 from raydfl.core.errors import InputError, ResourcesError
 from raydfl.core.types import ModelSpec
 from raydfl.data.features.extractor import FeatureExtractor
@@ -144,6 +145,33 @@ def test_a_clients_own_model(raydfl: Raydfl, mutual: Finished) -> None:
     expected = mutual.step(client).models["local"].eval()(x, None).detach()
     np.testing.assert_allclose(session(path).run(["logits"], {"x": x.numpy()})[0], expected, atol=1e-5)
     assert json.loads(path.with_suffix(".json").read_text())["client"] == client
+
+
+def test_a_detector_gives_scores(raydfl: Raydfl, tmp_path: Path) -> None:
+    data = {
+        "name": f"{Path(__file__).parents[2] / 'objectives' / 'machines.py'}:Machines",
+        "features": {**FEATURES, "seconds": 0.25, "normalise": "group"},
+        "partition": {"by": "group"},
+        "split": {"validation": 0.2},
+        "cache": str(tmp_path / "cache"),
+    }
+    objective = {"name": "reconstruct", "size": 4, "bins": 4, "hidden": 16, "normal": ["normal"]}
+    parts: dict[str, Any] = {"method": {"name": "fedavg"}, "models": {"model": TINY}, "objective": objective}
+    config = configure(tmp_path, tmp_path, whole_data=data, **parts)
+    finish(config)
+    folder = Path(config.run.dir) / "run"
+    said = raydfl("export", folder)
+    assert said.code == 0, said.err
+    path = Path(said.out.splitlines()[0])
+    about = json.loads(path.with_suffix(".json").read_text())
+    assert set(about["onnx"]["outputs"]) == {"score"}
+    rows = read_rows(folder).to_pylist()
+    thresholds = [row["value"] for row in rows if row["metric"] == "model/threshold" and not row["client"]]
+    assert about["threshold"]["value"] == pytest.approx(thresholds[-1])
+    model = load_model(folder)
+    x, _ = batch(model, 3, model.length or 9, 0)
+    found = session(path).run(["score"], {"x": x.numpy()})[0]
+    np.testing.assert_allclose(found, model.logits(x, None).numpy(), rtol=1e-4)
 
 
 @pytest.mark.slow

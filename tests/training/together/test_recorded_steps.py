@@ -539,7 +539,7 @@ def test_clips_of_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_every_built_in_method_keeps_its_word(method: str, tiny: Callable[..., Config]) -> None:
     """A whole run from recordings is the run by code, to the bit, and so is one that goes on with the other setting."""
-    options = ["train.rounds=4", "evaluate.every=4", *(["method.size=8"] if method == "fedkad" else [])]
+    options = ["train.rounds=3", "evaluate.every=3", *(["method.size=8"] if method == "fedkad" else [])]
     by_code = finish(tiny("run.name=code", "train.tape=false", *options, method=method))
     assert not known()
     by_tape = finish(tiny("run.name=tape", *options, method=method))
@@ -547,7 +547,7 @@ def test_every_built_in_method_keeps_its_word(method: str, tiny: Callable[..., C
     assert refused() == 0
     same_bytes(by_code, by_tape)
     if method in ("scaffold", "fedmlac"):
-        stop_after(tiny("run.name=both", "train.tape=false", *options, method=method), 2)
+        stop_after(tiny("run.name=both", "train.tape=false", *options, method=method), 1)
         same_bytes(by_code, finish(tiny("run.name=both", *options, method=method)))
 
 

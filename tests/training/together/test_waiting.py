@@ -82,7 +82,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Operations:
 def test_nothing_is_read_back_between_a_fits_first_step_and_its_last(
     method: Method, optimiser: dict[str, Any], lengths: bool, as_on_a_gpu: Operations
 ) -> None:
-    steps = make_steps(method, networks(method, "bidirectional"), optimiser=optimiser, lengths=lengths)
+    steps = make_steps(method, networks(method, "bidirectional"), sizes=(6, 4), optimiser=optimiser, lengths=lengths)
     with use("torch"):
         jointly(method, steps)
     assert steps[0].together == len(steps), steps[0].looped_because
