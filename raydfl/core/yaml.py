@@ -32,7 +32,7 @@ class _Strict(yaml.constructor.SafeConstructor, yaml.resolver.Resolver):
 
 
 class _Loader(_Strict, yaml.SafeLoader):
-    """Whose messages are told."""
+    """The reader whose messages users see."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)

@@ -21,6 +21,7 @@ from raydfl.data.features import NEUTRAL
 _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("attack",): None,
     ("objective", "average"): "probabilities",
+    ("objective", "top_k"): None,
     ("objective",): {"name": "classify"},
     ("data", "sites"): [],
     ("data", "leave_out"): [],

@@ -197,6 +197,9 @@ def test_on_error_has_two_values(tiny: Tiny) -> None:
 
 # -- deadlines ---------------------------------------------------------------------------------------------------------
 
+LONGER = ("data.takes=6",)
+"""Clients have clips for two or three steps."""
+
 
 @pytest.fixture
 def seconds_of_steps(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
@@ -215,7 +218,7 @@ def seconds_of_steps(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.mark.parametrize(("method", "together"), [("fedavg", 3), ("fedmlac", 1), ("scaffold", 1)])
 def test_a_deadline_that_touches_nobody_changes_nothing(tiny: Tiny, method: str, together: int) -> None:
-    common = [f"train.together={together}", "train.cohort=1.0"]
+    common = [f"train.together={together}", *LONGER, "train.cohort=1.0"]
     without = known(tiny(*common, method=method))
     config = tiny(*common, "train.deadline=1e6", "run.name=with", method=method)
     same(without, finish(config))
@@ -226,7 +229,7 @@ def test_a_deadline_that_touches_nobody_changes_nothing(tiny: Tiny, method: str,
 @pytest.mark.usefixtures("seconds_of_steps")
 def test_partial_work_is_the_work_up_to_the_deadline(tiny: Tiny) -> None:
     """3.5 s: the clock is looked at before each batch, so there are four of one second each."""
-    common = ["train.cohort=1.0", "train.local_epochs=3", "train.rounds=2"]
+    common = [*LONGER, "train.cohort=1.0", "train.local_epochs=3", "train.rounds=2"]
     config = tiny(*common, "train.deadline=3.5", "run.name=partial")
     partial = finish(config)
     same(known(tiny(*common, faulty("FirstBatches"), "method.steps=4")), partial)
@@ -245,7 +248,7 @@ def test_only_clients_with_work_left_are_late(tiny: Tiny) -> None:
     assert set(sizes.values()) == {2.0, 3.0}
     more = sorted(client for client, steps in sizes.items() if steps == 3)
     for together in (1, 3):
-        common = ["train.cohort=1.0", "train.rounds=1", "train.deadline=2", f"train.together={together}"]
+        common = [*LONGER, "train.cohort=1.0", "train.rounds=1", "train.deadline=2", f"train.together={together}"]
         partial = tiny(*common, f"run.name=partial{together}")
         finish(partial)
         assert [client for _, _, client, _ in notes(partial, "late")] == more
@@ -259,7 +262,7 @@ def test_only_clients_with_work_left_are_late(tiny: Tiny) -> None:
 
 
 def steps_without_deadline(tiny: Tiny) -> list[MetricRow]:
-    config = tiny("train.cohort=1.0", "train.rounds=1", "run.name=sizes")
+    config = tiny(*LONGER, "train.cohort=1.0", "train.rounds=1", "run.name=sizes")
     finish(config)
     return [row for row in rows_of(config) if row.metric == "steps" and row.client]
 
@@ -267,7 +270,7 @@ def steps_without_deadline(tiny: Tiny) -> list[MetricRow]:
 @pytest.mark.usefixtures("seconds_of_steps")
 def test_a_group_stops_when_it_would_have_alone(tiny: Tiny) -> None:
     """A batch of all clients of a group is a step of each, and here a second of each."""
-    common = ["train.cohort=1.0", "train.local_epochs=2", "train.rounds=1", "train.deadline=3"]
+    common = [*LONGER, "train.cohort=1.0", "train.local_epochs=2", "train.rounds=1", "train.deadline=3"]
     states = []
     for together in (1, 3):
         config = tiny(*common, f"train.together={together}", f"run.name=w{together}")
@@ -282,7 +285,7 @@ def test_a_group_stops_when_it_would_have_alone(tiny: Tiny) -> None:
 
 @pytest.mark.usefixtures("seconds_of_steps")
 def test_a_method_that_trains_twice_has_one_deadline(tiny: Tiny) -> None:
-    config = tiny(faulty("Twice"), "train.cohort=1.0", "train.rounds=1", "train.deadline=4", "run.name=twice")
+    config = tiny(faulty("Twice"), *LONGER, "train.cohort=1.0", "train.rounds=1", "train.deadline=4", "run.name=twice")
     finish(config)
     done = {row.client: {} for row in rows_of(config) if row.client}  # type: dict[str, dict[str, float]]
     for row in rows_of(config):
@@ -304,9 +307,9 @@ def test_without_a_single_step_a_client_is_left_out(
         return real(step, *losses, **options)
 
     monkeypatch.setattr("raydfl.methods._method.fit", slow)
-    absent = final_state_of(tiny(faulty("Absent"), "method.round=1", "train.cohort=1.0", "train.rounds=1"))
+    absent = final_state_of(tiny(faulty("Absent"), "method.round=1", *LONGER, "train.cohort=1.0", "train.rounds=1"))
     for together in (1, 6):
-        config = tiny("train.cohort=1.0", "train.rounds=1", "train.deadline=5", f"train.together={together}")
+        config = tiny(*LONGER, "train.cohort=1.0", "train.rounds=1", "train.deadline=5", f"train.together={together}")
         ours = final_state_of(config.model_copy(update={"run": config.run.model_copy(update={"name": f"w{together}"})}))
         assert max(float((ours[name] - absent[name]).abs().max()) for name in ours) < 1e-5
     failed = notes(config.model_copy(update={"run": config.run.model_copy(update={"name": "w6"})}), "failed")
@@ -321,7 +324,7 @@ def final_state_of(config: Config) -> Any:
 @pytest.mark.usefixtures("seconds_of_steps")
 def test_scaffold_counts_the_steps_that_were_done(tiny: Tiny) -> None:
     """With one step each, the client's control variate is that step's gradient: the change over the learning rate."""
-    common = ["train.cohort=1.0", "train.rounds=1", "train.optimiser.lr=0.1"]
+    common = [*LONGER, "train.cohort=1.0", "train.rounds=1", "train.optimiser.lr=0.1"]
     config = tiny(*common, "train.deadline=1", "run.name=scaffold", method="scaffold")
     server = start(config)
     before = {n: t.clone() for n, t in server._federation.state.tensors["global"].items()}
@@ -339,13 +342,13 @@ def test_too_many_late_clients_stop_the_run(tiny: Tiny, seconds_of_steps: Simple
     with pytest.raises(
         ClientError, match=r"6 of 6 clients were rejected \(client 's0': late: 1 steps .*raise train.deadline"
     ):
-        run(tiny("train.cohort=1.0", "train.deadline=1", "train.late=drop", "run.name=late"))
+        run(tiny(*LONGER, "train.cohort=1.0", "train.deadline=1", "train.late=drop", "run.name=late"))
 
 
 @pytest.mark.usefixtures("seconds_of_steps")
 def test_steps_that_train_nothing_of_what_is_sent_do_not_count(tiny: Tiny) -> None:
     """FedMLAC's warm-up trains the local models alone: when the deadline ends it, the plug-in would be sent as it came."""
-    common = ["train.cohort=1.0", "train.rounds=1", "run.max_failed=1.0", "train.deadline=1.5"]
+    common = [*LONGER, "train.cohort=1.0", "train.rounds=1", "run.max_failed=1.0", "train.deadline=1.5"]
     warm = tiny("method.warm_epochs=1", *common, "run.name=warm", method="fedmlac")
     run(warm)
     assert {note for *_, note in notes(warm, "failed")} == {"late: 0 steps were done at train.deadline=1.5 s"}
@@ -410,7 +413,7 @@ def test_how_long_an_actor_has(tiny: Tiny) -> None:
 
 def test_the_line_of_a_round_says_who_failed_and_why(tiny: Tiny) -> None:
     stream = io.StringIO()
-    run(tiny("train.cohort=1.0", "run.on_error=drop", faulty("Fails")), Progress("lines", stream))
+    run(tiny(*LONGER, "train.cohort=1.0", "run.on_error=drop", faulty("Fails")), Progress("lines", stream))
     lines = [line for line in stream.getvalue().splitlines() if line.startswith("round ")]
     assert ["failed" in line for line in lines] == [False, True, False]
     assert "5 clients" in lines[1]
@@ -437,7 +440,7 @@ def test_records_of_older_versions_have_no_notes(tmp_path: Path) -> None:
 
 
 def test_the_report_lists_who_was_left_out_and_why(tiny: Tiny) -> None:
-    outcome = run(tiny("train.cohort=1.0", "run.on_error=drop", faulty("Fails"), "run.name=reported"))
+    outcome = run(tiny(*LONGER, "train.cohort=1.0", "run.on_error=drop", faulty("Fails"), "run.name=reported"))
     page = (outcome.run_dir / "report.html").read_text()
     assert "1 time a client was left out of a round, or cut short by the deadline" in page
     assert re.search(r"<td>2</td><td>train</td><td>s2</td><td>failed</td><td[^>]*>error: ValueError: a client", page)

@@ -24,6 +24,7 @@ from raydfl.training.randomness import fit_seed, seed_of_step
 Tiny = Callable[..., Config]
 FRAMES, SIZE, ROUNDS, BATCH = 12, 8, 2, 8
 SETTINGS = (
+    "data.takes=6",
     f"objective={{name: contrast, frames: {FRAMES}, size: {SIZE}}}",
     "models.model=mlp",
     f"train.rounds={ROUNDS}",

@@ -11,6 +11,7 @@ from raydfl.core.registry import build
 from raydfl.data.dataset import Card, Dataset, dataset_names, find_dataset
 
 NAMES = [
+    "activitynet",
     "ambient_contexts",
     "cifar10",
     "crema_d",
@@ -36,6 +37,7 @@ NAMES = [
     "spoken_words",
     "svhn",
     "toyadmos",
+    "ucf101",
     "urbansound8k",
     "voxforge",
 ]
