@@ -290,13 +290,15 @@ def merge(tensors: Mapping[str, Tensors], changed: Mapping[str, Tensors]) -> dic
 
 
 class Counted(Iterable[Update]):
-    """Updates to be read once; afterwards ``senders`` says by tensor name how many of them had it."""
+    """Updates to be read once; afterwards ``clients`` says whose they were, and ``senders`` by tensor name how many had it."""
 
     def __init__(self, updates: Iterable[Update]) -> None:
+        self.clients: list[str] = []
         self.senders: Counter[str] = Counter()
         self._updates = updates
 
     def __iter__(self) -> Iterator[Update]:
         for update in self._updates:
+            self.clients.append(update.client_id)
             self.senders.update(update.tensors.keys())
             yield update

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, cast
 
 import numpy as np
@@ -21,10 +21,10 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError, nearest
-from raydfl.core.types import Batch, Client, Metrics, ModelSpec, Ratio, State, Task, Tensors, Update, view_of
+from raydfl.core.types import Batch, Client, Metrics, ModelSpec, Ratio, State, Task, Tensors, view_of
 from raydfl.data import Examples
 from raydfl.methods._layers import last_layer
-from raydfl.methods._method import Method
+from raydfl.methods._method import Counted, Method
 from raydfl.models import build_model
 from raydfl.rules import Rule, UniformMean
 from raydfl.training import Loss, Step, computing_in, fit
@@ -221,23 +221,7 @@ def of_kind(state: State, clients: Sequence[Client], kind: str) -> list[Client]:
     return [clients[place] for place, own in enumerate(kinds) if own == kind]
 
 
-class Senders(Iterable[Update]):
-    """Updates to be read once; afterwards :meth:`metrics` says how many clients of each kind sent them."""
-
-    def __init__(self, updates: Iterable[Update]) -> None:
-        self.clients: list[str] = []
-        self._with_fusion = 0
-        self._updates = updates
-
-    def __iter__(self) -> Iterator[Update]:
-        for update in self._updates:
-            self.clients.append(update.client_id)
-            self._with_fusion += any(name.startswith(f"{FUSION}/") for name in update.tensors)
-            yield update
-
-    def metrics(self) -> dict[str, Ratio]:
-        """Return the clients that trained the fusion, and the others; what a kind trains is kept where it has none."""
-        return {
-            "clients/fused": Ratio(self._with_fusion, 1),
-            "clients/apart": Ratio(len(self.clients) - self._with_fusion, 1),
-        }
+def kinds_counted(updates: Counted) -> dict[str, Ratio]:
+    """Return how many clients trained the fusion, and how many did not; what a kind trains is kept where it has none."""
+    fused = max((count for name, count in updates.senders.items() if name.startswith(f"{FUSION}/")), default=0)
+    return {"clients/fused": Ratio(fused, 1), "clients/apart": Ratio(len(updates.clients) - fused, 1)}

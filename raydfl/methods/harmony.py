@@ -39,8 +39,8 @@ from torch import Tensor
 from raydfl.core.types import Client, Metrics, Ratio, State, Task, Update
 from raydfl.data import Examples
 from raydfl.methods._clustering import match
-from raydfl.methods._method import drawn
-from raydfl.methods._views import ALL, FUSION, GLOBAL, Senders, WithViews, encoders_of, of_kind
+from raydfl.methods._method import Counted, drawn
+from raydfl.methods._views import ALL, FUSION, GLOBAL, WithViews, encoders_of, of_kind
 from raydfl.training import Step, fit
 
 UNIMODAL, FUSING = "unimodal", "fusion"
@@ -106,9 +106,9 @@ class Harmony(WithViews):
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Average each view's network; in the second phase find the groups, and average their classifiers."""
         if state.phase != FUSING:
-            senders = Senders(updates)
-            new, report = super().aggregate(state, senders, rng)
-            return new, {**report, "clients/trained": Ratio(len(senders.clients), 1)}
+            arriving = Counted(updates)
+            new, report = super().aggregate(state, arriving, rng)
+            return new, {**report, "clients/trained": Ratio(len(arriving.clients), 1)}
         sent = list(updates)
         if not sent:
             return state, {"groups": Ratio(0, 1)}

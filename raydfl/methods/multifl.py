@@ -33,7 +33,8 @@ import numpy as np
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.types import Metrics, State, Update
-from raydfl.methods._views import FUSION, Senders, WithViews, encoders_and_fusion
+from raydfl.methods._method import Counted
+from raydfl.methods._views import FUSION, WithViews, encoders_and_fusion, kinds_counted
 from raydfl.training import Step, fit
 
 
@@ -55,6 +56,6 @@ class MultiFL(WithViews):
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Average over those who sent, and record how many of each kind did."""
-        senders = Senders(updates)
-        new, report = super().aggregate(state, senders, rng)
-        return new, {**report, **senders.metrics()}
+        arriving = Counted(updates)
+        new, report = super().aggregate(state, arriving, rng)
+        return new, {**report, **kinds_counted(arriving)}
