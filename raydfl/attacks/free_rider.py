@@ -29,8 +29,8 @@ class FreeRider(UpdateAttack):
 
     def local(self, method: Method, step: Step) -> Update:
         """Send all that may leave a client as it was received; differences are 0. Private state stays as it was."""
-        received = next(iter(step.received.values()), {})
-        tensors = {**received, **step.floating_state()}
+        # Of the client's networks the server may have asked for some only, as in a later phase.
+        tensors = next((each for each in step.received.values() if each), None) or step.floating_state()
         sent = {
             name: torch.zeros_like(value) if name.startswith(method.changes) else value
             for name, value in tensors.items()

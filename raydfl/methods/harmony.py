@@ -131,10 +131,11 @@ class Harmony(WithViews):
         return dataclasses.replace(new, extra=extra), {**report, "groups": Ratio(len(set(labels)), 1)}
 
     def _labels(self, updates: Sequence[Update], rng: np.random.Generator) -> list[int]:
-        """Return the cluster of each client by its biases."""
-        names = [name for name in updates[0].tensors if name.startswith(BIAS)]
-        biases = np.array([[float(update.tensors[name]) for name in names] for update in updates])
-        return clusters(biases, self.groups, int(rng.integers(2**31)))
+        """Return the cluster of each client by its biases; one that a client does not send as a number is 0: it has not moved."""
+        names = sorted({name for update in updates for name in update.tensors if name.startswith(BIAS)})
+        sent = [[update.tensors.get(name) for name in names] for update in updates]
+        biases = np.array([[0.0 if b is None or b.numel() != 1 else float(b) for b in row] for row in sent])
+        return clusters(biases, self.groups, int(rng.integers(2**31))) if names else [0] * len(updates)
 
     def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:
         """Measure the networks of all views, and the fusion once it is trained; clients have their group's."""
@@ -189,5 +190,5 @@ def _bias(own: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> Tensor:
 
 def _classifier(update: Update, key: str) -> Update:
     """Return an update of the fusion alone, to the entry of a group."""
-    tensors = {name: value for name, value in update.tensors.items() if not name.startswith(BIAS)}
+    tensors = {name: value for name, value in update.tensors.items() if name.startswith(f"{FUSION}/")}
     return dataclasses.replace(update, tensors=tensors, key=key)

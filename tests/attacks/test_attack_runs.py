@@ -144,7 +144,12 @@ KINDS = ("label_flip", "backdoor", "free_rider", "scaling", "min_max")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "name"),
-    [(m, name) for m in registry.names("raydfl.methods") for name in (ATTACKS if m == "fedavg" else KINDS)],
+    [
+        (m, name)
+        for m in registry.names("raydfl.methods")
+        for name in (ATTACKS if m == "fedavg" else KINDS)
+        if (m, name) not in (("profila", "label_flip"), ("profila", "backdoor"))  # its objective knows no classes
+    ],
 )
 def test_every_method_stands_every_attack_without_an_error(tiny: Tiny, method: str, name: str) -> None:
     finish(tiny("train.cohort=1.0", "train.rounds=2", attack(name), method=method))
