@@ -14,9 +14,10 @@ from helpers import differ, finish, known, same, start
 from seen_and_heard import OF_KIND, TESTS, federation, write
 
 from raydfl.core.errors import ConfigError, InputError
+from raydfl.core.types import Update
 from raydfl.engine.config import Config, apply_overrides, make_config
 from raydfl.engine.storage import record
-from raydfl.methods.harmony import clusters
+from raydfl.methods.harmony import Harmony, clusters
 from raydfl.runs.inference import classify
 from raydfl.runs.inference.model import load_model
 
@@ -214,6 +215,11 @@ def test_groups_of_like_bias() -> None:
     assert clusters(biases, 2, 0) == [0, 1, 0, 1]
     assert clusters(biases, 1, 0) == [0] * 4
     assert clusters(np.zeros((3, 2)), 2, 0) == [0] * 3
+    # The server groups whoever sends: no bias, or none that is a number, is none that has moved.
+    sent: list[dict[str, torch.Tensor]] = [{"bias/a": torch.tensor(0.5)}, {}, {"bias/a": torch.zeros(3)}]
+    updates = [Update(tensors, 1.0) for tensors in sent]
+    assert Harmony(groups=2)._labels(updates, np.random.default_rng(0)) == [0, 1, 1]
+    assert Harmony(groups=2)._labels(updates[1:2] * 3, np.random.default_rng(0)) == [0] * 3
 
 
 def test_harmonys_groups_have_a_classifier_each_and_encoders_stay(tiny: Tiny, folder: Path) -> None:
