@@ -99,7 +99,7 @@ class SSAST(nn.Module):
             x: float32 [batch, frames, inputs].
             lengths: not needed: what is padding is 0 already, and is looked at as the zeros after a short clip are.
         """
-        x = F.pad(x, (0, 0, 0, max(0, self.frames - x.shape[1])))[:, : self.frames]
+        x = F.pad(x, (0, 0, 0, self.frames))[:, : self.frames]  # without a branch on the length, for torch.export
         patches = self.patch_embed(x.unsqueeze(1)).flatten(2).transpose(1, 2)
         sequence = torch.cat([self.tokens.expand(len(x), -1, -1), patches], dim=1) + self.pos_embed
         found: Tensor = self.head_norm(self.norm(self.blocks(sequence))[:, TOKENS:].mean(dim=1))
