@@ -42,7 +42,8 @@ def test_nothing_but_what_is_shared_crosses(silos: Callable[..., Config], tmp_pa
         socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, 0).close()
     except PermissionError:
         pytest.skip("reading the network needs the right to")
-    config = silos("data.takes=6", "ray.actors=1", "train.rounds=3", "train.cohort=9")  # labels too long to occur by chance
+    # Six takes: fewer labels in a row occur by chance.
+    config = silos("data.takes=6", "ray.actors=1", "train.rounds=3", "train.cohort=9")
     file = tmp_path / "silos.yaml"
     file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     done = subprocess.run(
