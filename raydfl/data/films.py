@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _MICROSECONDS = 1_000_000
 """In a second: the unit of a film's times."""
 _SLACK_FRAMES, _SLACK_SECONDS, _SLACK_SHARE = 2, 0.5, 0.02
-"""How much less than its header says a whole film may hold: encoders and rounding leave the last frames out."""
+"""Shortfall from its header that a whole film may have: encoders and rounding leave the last frames out."""
 
 
 class NoDecoderError(ConfigError):

@@ -14,7 +14,7 @@ from raydfl.engine.telemetry import TIMELINE, ResultTimer, RoundReport, RoundRow
 from raydfl.engine.validation import UpdateChecker, left_out, shown_reason
 
 BY_KIND = ("clients", "bytes_down", "bytes_up")
-"""What is recorded of each kind of client, as ``views/KIND/clients`` and so on."""
+"""Names of the numbers that are recorded of each kind of client, as ``views/KIND/clients`` and so on."""
 
 
 class Arrivals:
@@ -51,7 +51,7 @@ class Arrivals:
         self._on_error = on_error
         self._kind_of = kind_of
         self._by_kind: dict[str, list[int]] = {}
-        """Of each kind of client how many took part, and the bytes down and up."""
+        """Clients of each kind that took part, and the bytes down and up."""
         self._trained: dict[str, Metrics] = {}
         self._fit_seconds = 0.0
         self._vectorised = 0

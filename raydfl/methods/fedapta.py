@@ -70,7 +70,7 @@ DRIFT, CONTROL = "drift/", "control/"
 """Beginnings of the names of h and g."""
 
 _ANCHOR, _LINEAR, _PULL, _OFFSET = "anchor/", "linear/", "pull", "offset"
-"""Where the loss finds w_ref - h_i, s_i g - g_i, a_i and <w_ref, s_i g - g_i>."""
+"""Places of w_ref - h_i, s_i g - g_i, a_i and <w_ref, s_i g - g_i> for the loss."""
 
 _PRUNED, _CLIENTS, _MEAN = "pruned", "clients", "mean_examples"
 

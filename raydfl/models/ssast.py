@@ -174,7 +174,7 @@ _PATCHES = "v.patch_embed.proj.weight"
 _SIZES = ("p_input_fdim", "p_input_tdim")
 _NEEDED = ("v.cls_token", "v.dist_token", "v.pos_embed", *_SIZES)
 _LEFT_OUT = ("mask_embed", "cpredlayer.", "gpredlayer.", "v.head.", "v.head_dist.")
-"""Of a file of the release: what pre-training alone needs, and DeiT's heads for images."""
+"""Tensors of a file of the release that pre-training alone needs, and DeiT's heads for images."""
 
 
 def _named(width: int) -> str:

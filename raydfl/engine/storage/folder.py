@@ -198,9 +198,9 @@ def _differing(run_dir: Path, config: Config, trust: bool) -> str:
 _LISTED = 5
 """Settings that a message names."""
 _FREE = ("evaluate.", "ray.", "run.", "track.", "train.rounds", "train.tape", "data.cache", "data.root")
-"""How settings begin that decide no numbers, but for some that are decisive all the same."""
+"""Beginnings of settings that decide no numbers, but for some that are decisive all the same."""
 _CHOOSING = ("run.stop", "run.best", "evaluate.")
-"""How settings begin that decide numbers where a phase ends, or begins with an earlier round, because of what was measured."""
+"""Beginnings of settings that decide numbers where a phase ends, or begins with an earlier round, because of what was measured."""
 _NOT_FREE = ("run.seed", "ray.threads")
 
 
