@@ -14,34 +14,38 @@ its runs. With ``--kept FOLDER`` finished runs are kept, so that a table that wa
 
 from __future__ import annotations
 
-import argparse
 import gzip
-import hashlib
-import json
 import math
 import shutil
 import statistics
 import struct
-import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import matplotlib as mpl
 import numpy as np
-import torch
+from result_tables import (
+    folders,
+    kept_file,
+    once,
+    options,
+    percent,
+    print_head,
+    print_row,
+    print_tables,
+    run_name,
+    settings,
+    trained,
+)
 from torch import Tensor, nn
 
 from raydfl import final_state, read_rows
-from raydfl.cluster.server import Server
 from raydfl.engine.config import make_config
 from raydfl.methods._clustering import distances
 from raydfl.methods._tasks import HEADS
 from raydfl.models._width import narrowed
-from raydfl.runs.folder import create
-from raydfl.runs.progress import Progress
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
@@ -261,30 +265,20 @@ class Bench:
             "evaluate": {"every": rounds, "clients": "all", "client_test_clips": 0},
             "ray": {"actors": 0},
             "track": {"mlflow": False},
-            "run": {"seed": seed, "dir": str(self.folder), "name": f"run{len(list(self.folder.iterdir()))}"},
+            "run": {"seed": seed, "dir": str(self.folder), "name": run_name()},
         }
         if isinstance(values["method"].get("tasks"), Mapping):
             values["method"]["tasks"] = dict(values["method"]["tasks"])
         config = make_config(values)
-        same = config.model_dump_json(exclude={"run": {"name", "dir"}}) + str(changes.get("heads", ""))
+        decides = settings(config) + str(changes.get("heads", ""))
         for place in (self.kept, Path(__file__).parent.absolute()):
-            same = same.replace(str(place), "")
-        kept = self.kept / f"{hashlib.sha256(same.encode()).hexdigest()[:24]}.json"
-        if kept.is_file():
-            return Result(**json.loads(kept.read_text()))
-        folder = create(config, Progress("quiet"))
-        server = Server(folder, config)
-        began = time.process_time()
-        try:
-            while server.round_index < rounds:
-                server.round()
-            server.finish()
-        finally:
-            server.close()
-        result = _read(folder, rounds, time.process_time() - began, tasks if changes.get("heads") else ())
-        kept.write_text(json.dumps(asdict(result)))
-        shutil.rmtree(folder)
-        return result
+            decides = decides.replace(str(place), "")
+
+        def make() -> Result:
+            with trained(config) as (folder, seconds):
+                return _read(folder, rounds, seconds, tasks if changes.get("heads") else ())
+
+        return once(kept_file(self.kept, decides), Result, make)
 
     def subset(self, name: str) -> Path:
         """Return a folder with the first clips of a data set, made if it is not there."""
@@ -341,12 +335,6 @@ def _distances(folder: Path, tasks: Sequence[str]) -> list[tuple[str, list[float
     return [(tasks[n // each], [float(row[n]) for row in rows]) for n in range(len(vectors))]
 
 
-def _spread(values: Sequence[float]) -> str:
-    """Mean and standard deviation in per cent."""
-    mean = 100 * statistics.fmean(values)
-    return f"{mean:.1f}" + (f" ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else "")
-
-
 def _of_tasks(result: Result, tasks: Sequence[str], split: str) -> list[float]:
     """Return the accuracy of each task: of what a client would use, which is its personal model where it has one."""
     names = ("personal", "model") if split == "client_test" else ("model",)
@@ -369,15 +357,15 @@ def _compare(bench: Bench, tasks: Sequence[str], contestants: Mapping[str, Mappi
         there = [statistics.fmean(_of_tasks(each, tasks, "test")) for each in found]
         groups = [each.rounds["tasks/groups"][-1] for each in found if "tasks/groups" in each.rounds]
         purity = [each.rounds["tasks/purity"][-1] for each in found if "tasks/purity" in each.rounds]
-        cells = [_spread([of[place] for of in here]) for place in range(len(tasks))]
-        cells += [_spread([statistics.fmean(of) for of in here]), _spread([min(of) for of in here]), _spread(there)]
+        cells = [percent([of[place] for of in here]) for place in range(len(tasks))]
+        cells += [percent([statistics.fmean(of) for of in here]), percent([min(of) for of in here]), percent(there)]
         cells += [
             f"{statistics.fmean(groups):.1f}" if groups else "",
             f"{statistics.fmean(purity):.2f}" if purity else "",
         ]
         cells += [f"{statistics.fmean(each.bytes_up for each in found) / 1e6:.1f}"]
         cells += [f"{statistics.fmean(each.seconds for each in found):.0f}"]
-        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+        print_row(name, cells)
 
 
 def personal(bench: Bench) -> None:
@@ -434,14 +422,14 @@ def ratios(bench: Bench) -> None:
         "born small": lambda r: ({"name": "fedavg"}, {"model": {"width": math.sqrt(1 - r)}}),
     }
     found: dict[str, list[list[float]]] = {}
-    print("| | " + " | ".join(f"ratio {point:g}" for point in points) + " |\n|---" + "|---" * len(points) + "|")
+    print_head([f"ratio {point:g}" for point in points])
     for name, make in curves.items():
         found[name] = []
         for point in points:
             method, changes = make(point)
             runs = [bench.run(seed, task, method, **changes) for seed in bench.seeds]
             found[name].append([_of_tasks(each, task, "test")[0] for each in runs])
-        print(f"| {name} | " + " | ".join(_spread(values) for values in found[name]) + " |", flush=True)
+        print_row(name, [percent(values) for values in found[name]])
     if bench.figures:
         figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
         for name, of in found.items():
@@ -507,7 +495,7 @@ def discovery(bench: Bench) -> None:
         cases[f"{count} tasks, half of the clients a round"] = order[:count], {"cohort": 0.5}
         cases[f"{count} tasks, half a round, updates accumulated"] = order[:count], {"cohort": 0.5}
     points = [point for point in (1, 2, 5, 10, 20) if point <= bench.rounds]
-    print("| | " + " | ".join(f"round {point}" for point in points) + " |\n|---" + "|---" * len(points) + "|")
+    print_head([f"round {point}" for point in points])
     for name, (tasks, changes) in cases.items():
         groups = GROUPS | DISCOVERY["accumulated" if "accumulated" in name else "last layer"]
         found = [bench.run(seed, tasks, {**APTA, "tasks": groups}, **changes).rounds for seed in bench.seeds]
@@ -515,7 +503,7 @@ def discovery(bench: Bench) -> None:
         for point in points:
             values = [statistics.fmean(each[f"tasks/{what}"][point - 1] for each in found) for what in SHOWN]
             cells.append("{:.2f}, {:.2f}, {:.1f}".format(*values))
-        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+        print_row(name, cells)
 
 
 SHOWN = ("purity", "rand_index", "clusters")
@@ -526,9 +514,9 @@ def helps(bench: Bench) -> None:
     figure, panels = plt.subplots(1, 2, figsize=(8, 3), layout="constrained", sharey=True)
     for axes, tasks in zip(panels, (MIXED, AUDIO), strict=True):
         print(f"\n{', '.join(tasks)}:\n")
-        print("| | rounds 1 to 5 | last round | clusters in the last round |\n|---|---|---|---|")
-        for name, options in DISCOVERY.items():
-            own = dict(options)
+        print_head(["rounds 1 to 5", "last round", "clusters in the last round"])
+        for name, chosen in DISCOVERY.items():
+            own = dict(chosen)
             epochs = own.pop("epochs", bench.epochs)
             method = {**APTA, "tasks": {**GROUPS, **own}}
             found = [bench.run(seed, tasks, method, epochs=epochs).rounds for seed in bench.seeds]
@@ -537,7 +525,7 @@ def helps(bench: Bench) -> None:
             last = [each["tasks/rand_index"][-1] for each in found]
             clusters = statistics.fmean(each["tasks/clusters"][-1] for each in found)
             cells = [f"{statistics.fmean(of):.2f} ({min(of):.2f} to {max(of):.2f})" for of in (early, last)]
-            print(f"| {name} | " + " | ".join(cells) + f" | {clusters:.1f} |", flush=True)
+            print_row(name, [*cells, f"{clusters:.1f}"])
             axes.plot(range(1, 1 + len(index)), index, label=name, linewidth=1.2)
         axes.set(title=", ".join(tasks), xlabel="round")
     panels[0].set_ylabel("adjusted Rand index")
@@ -569,27 +557,20 @@ TABLES: Mapping[str, Callable[[Bench], None]] = {
 
 def main() -> None:
     """Train what the tables need, and print them."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = options(__doc__, TABLES, rounds=10)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds mnist, notmnist and fsdd")
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=[*TABLES])
-    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--clients", type=int, default=5, help="of each task")
     parser.add_argument("--epochs", type=int, default=2, help="local epochs of a round")
     parser.add_argument("--clips", type=int, default=1000, help="of each data set that is read from files")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--only", nargs="+", default=(), help="contestants, by name; without it all of a table")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument(
-        "--kept", type=Path, help="folder of finished runs, to go on with later; else they are forgotten"
-    )
     parser.add_argument("--figures", type=Path, help="folder for the figures")
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="raydfl-fedapta-") as folder:
-        kept = (given.kept or Path(folder) / "kept").absolute()
-        kept.mkdir(parents=True, exist_ok=True)
-        runs = Path(folder) / "runs"
-        runs.mkdir()
+    budget = (
+        f"{given.rounds} rounds, {given.clients} clients a task, {given.clips} clips, {given.epochs} epochs of batches of 16, "
+        f"SGD at {given.lr:g}, seeds {given.seeds}."
+    )
+    with folders(given.kept) as (runs, kept):
         bench = Bench(
             given.data.absolute(),
             runs,
@@ -603,14 +584,7 @@ def main() -> None:
             given.only,
             given.figures,
         )
-        for name in given.tables:
-            began = time.process_time()
-            print(
-                f"\n## {TABLES[name].__doc__}\n\n{bench.rounds} rounds, {bench.clients} clients a task, {bench.clips} clips, "
-                f"{bench.epochs} epochs of batches of 16, SGD at {bench.lr:g}, seeds {list(bench.seeds)}.\n"
-            )
-            TABLES[name](bench)
-            print(f"\nProcessor time of this table: {math.ceil((time.process_time() - began) / 60)} min.", flush=True)
+        print_tables(TABLES, given.tables, budget, bench)
 
 
 if __name__ == "__main__":

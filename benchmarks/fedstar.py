@@ -14,28 +14,34 @@ with a seed that no table uses.
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-import math
-import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict
+from result_tables import (
+    folders,
+    kept_file,
+    once,
+    options,
+    percent,
+    print_head,
+    print_row,
+    print_tables,
+    run_name,
+    settings,
+    trained,
+)
 from safetensors.torch import load_file, save_file
 
 from raydfl import read_rows
-from raydfl.cluster.server import Server
 from raydfl.data import Population
 from raydfl.engine.config import load_config, make_config
-from raydfl.runs.folder import create, export
-from raydfl.runs.progress import Progress
+from raydfl.runs.folder import export
 
 JOB = Path(__file__).parents[1] / "jobs" / "fedstar" / "fsdd.yaml"
 LANGUAGES = ["en-us", "de", "fr", "es", "it", "ru"]
@@ -119,31 +125,21 @@ class Bench:
         values["models"] = changes.get("models", values["models"])
         values["objective"] = changes.get("objective", values["objective"])
         values["ray"] |= {"actors": 0}
-        values["run"] = {"seed": seed, "dir": str(self.folder), "name": f"run{len(list(self.kept.iterdir()))}"}
+        values["run"] = {"seed": seed, "dir": str(self.folder), "name": run_name()}
         config = make_config(values)
-        # A setting that comes later, at its default, leaves the name as it was.
-        same = config.model_dump_json(exclude={"run": {"name", "dir"}}, exclude_defaults=True)
-        kept = self.kept / f"{hashlib.sha256(same.encode()).hexdigest()[:24]}.json"
-        if kept.is_file() and not changes.get("export"):
-            return TypeAdapter(Result).validate_json(kept.read_bytes())
-        folder = create(config, Progress("quiet"))
-        server = Server(folder, config)
-        began = time.process_time()
-        try:
-            while server.round_index < config.train.rounds:
-                server.round()
-            server.finish()
-        finally:
-            server.close()
-        population = Population.load(folder / "population")
-        pools = [population.profile(index).get("pools") for index in range(len(population))]
+
+        def make() -> Result:
+            with trained(config) as (folder, seconds):
+                population = Population.load(folder / "population")
+                pools = [population.profile(index).get("pools") for index in range(len(population))]
+                if changes.get("export"):
+                    export(folder, config)[0].replace(changes["export"])
+                return _read(folder, seconds, sum(each is not None and not each["labelled"] for each in pools))
+
+        file = kept_file(self.kept, settings(config))
         if changes.get("export"):
-            export(folder, config)[0].replace(changes["export"])
-        without = sum(each is not None and not each["labelled"] for each in pools)
-        result = _read(folder, time.process_time() - began, without)
-        kept.write_bytes(TypeAdapter(Result).dump_json(result))
-        shutil.rmtree(folder)
-        return result
+            file.unlink(missing_ok=True)  # what it trained is not kept
+        return once(file, Result, make)
 
 
 def _read(folder: Path, seconds: float, without_labels: int) -> Result:
@@ -158,27 +154,18 @@ def _read(folder: Path, seconds: float, without_labels: int) -> Result:
     return Result(sorted(accuracy), train, without_labels, seconds)
 
 
-def _spread(values: Sequence[float]) -> str:
-    """Mean and standard deviation in per cent."""
-    mean = 100 * statistics.fmean(values)
-    return f"{mean:.1f}" + (f" ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else "")
-
-
 def _compare(bench: Bench, contestants: Mapping[str, Mapping[str, Any]], **common: Any) -> None:
     """Print accuracy in the last round and what it took: steps and clips in a round of all its clients, processor time."""
     contestants = {name: own for name, own in contestants.items() if not bench.chosen or name in bench.chosen}
-    print("| | accuracy, % | steps a round | clips a round | clients without a label | processor, s |")
-    print("|---|---|---|---|---|---|")
+    print_head(["accuracy, %", "steps a round", "clips a round", "clients without a label", "processor, s"])
     for name, changes in contestants.items():
         found = [bench.run(seed, **{**common, **changes}) for seed in bench.seeds]
         steps = [value * count for each in found for value, count in each.train["steps"].values()]
         clips = [count for each in found for _, count in each.train["loss"].values()]
-        print(
-            f"| {name} | {_spread([each.last for each in found])} | {statistics.fmean(steps):.0f} | {statistics.fmean(clips):.0f} "
-            f"| {statistics.fmean(each.without_labels for each in found):.1f} "
-            f"| {statistics.fmean(each.seconds for each in found):.0f} |",
-            flush=True,
-        )
+        without = statistics.fmean(each.without_labels for each in found)
+        seconds = statistics.fmean(each.seconds for each in found)
+        cells = [f"{statistics.fmean(steps):.0f}", f"{statistics.fmean(clips):.0f}", f"{without:.1f}", f"{seconds:.0f}"]
+        print_row(name, [percent([each.last for each in found]), *cells])
 
 
 def contestants(bench: Bench) -> None:
@@ -210,16 +197,15 @@ def scarce(bench: Bench) -> None:
 def acceptance(bench: Bench) -> None:
     """Accepted guesses and right ones among these over the rounds, %."""
     points = [point for point in POINTS if point <= bench.rounds]
-    print("| | " + " | ".join(f"round {point}" for point in points) + " |")
-    print("|---|" + "---|" * len(points))
+    print_head([f"round {point}" for point in points])
     for name in ("FedSTAR, T = 1", "FedSTAR, T = 4"):
         found = [bench.run(seed, **CONTESTANTS[name]) for seed in bench.seeds]
         for metric, said in {"accepted": "accepted", "pseudo_label_accuracy": "right ones"}.items():
             cells = []
             for point in points:
                 known = [each.train[metric][point][0] for each in found if each.train[metric].get(point, (0, 0))[1]]
-                cells.append(_spread(known) if known else "none accepted")
-            print(f"| {name}: {said} | " + " | ".join(cells) + " |", flush=True)
+                cells.append(percent(known) if known else "none accepted")
+            print_row(f"{name}: {said}", cells)
     if bench.figures is not None:
         _draw_guesses(bench, bench.figures / "fedstar-guesses.svg")
 
@@ -292,7 +278,7 @@ def pretraining(bench: Bench) -> None:
             found = [bench.run(seed, models={"model": model}, every=1) for seed in bench.seeds]
             reached = [next((r for r, value in each.accuracy if value >= target), None) for each in found]
             said = ", ".join("not reached" if each is None else str(each) for each in reached)
-            print(f"| {name} | {said} | {_spread([each.last for each in found])} |", flush=True)
+            print_row(name, [said, percent([each.last for each in found])])
 
 
 def limited(bench: Bench) -> None:
@@ -355,32 +341,26 @@ TABLES: Mapping[str, Callable[[Bench], None]] = {
 
 def main() -> None:
     """Train what the tables need, and print them."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = options(__doc__, TABLES, rounds=30)
     parser.add_argument("--root", type=Path, required=True, help="the Free Spoken Digit Dataset")
     parser.add_argument("--esc", type=Path, help="ESC-10 or ESC-50; without it that part of uses is left out")
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=[*TABLES])
-    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--frames", type=int, default=48, help="frames of a crop; the paper has 96")
     parser.add_argument("--least-seconds", type=float, default=0.5, help="shorter clips are padded; the paper has 1")
     parser.add_argument("--batch", type=int, default=16, help="clips of a step; the paper has 64")
     parser.add_argument("--cohort", type=float, default=0.8, help="share of the clients in a round")
     parser.add_argument("--only", nargs="+", default=(), help="contestants, by name; without it all of a table")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument(
-        "--kept", type=Path, help="folder of finished runs, to go on with later; else they are forgotten"
-    )
     parser.add_argument(
         "--figures", type=Path, help="folder for fedstar-guesses.svg, drawn with the table of acceptance"
     )
-    parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    with tempfile.TemporaryDirectory(prefix="raydfl-fedstar-") as folder:
-        kept = given.kept or Path(folder) / "kept"
-        kept.mkdir(parents=True, exist_ok=True)
+    budget = (
+        f"{given.rounds} rounds, {given.cohort:g} of the clients in each, steps of {given.batch} clips, crops of "
+        f"{given.frames} frames, seeds {given.seeds}."
+    )
+    with folders(given.kept) as (runs, kept):
         bench = Bench(
             given.root.absolute(),
-            Path(folder),
+            runs,
             given.rounds,
             given.frames,
             given.batch,
@@ -392,14 +372,7 @@ def main() -> None:
             kept,
             given.figures,
         )
-        for name in given.tables:
-            began = time.process_time()
-            print(
-                f"\n## {TABLES[name].__doc__}\n\n{bench.rounds} rounds, {bench.cohort:g} of the clients in each, steps of "
-                f"{bench.batch} clips, crops of {bench.frames} frames, seeds {bench.seeds}.\n"
-            )
-            TABLES[name](bench)
-            print(f"\nProcessor time of this table: {math.ceil((time.process_time() - began) / 60)} min.", flush=True)
+        print_tables(TABLES, given.tables, budget, bench)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,8 @@ MALLOC_MMAP_THRESHOLD_=4000000000.
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import math
-import shutil
 import statistics
-import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +23,22 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-import torch
-from pydantic import TypeAdapter
+from result_tables import (
+    folders,
+    kept_file,
+    once,
+    options,
+    percent,
+    print_head,
+    print_row,
+    print_tables,
+    run_name,
+    settings,
+    trained,
+)
 
 from raydfl import read_rows
-from raydfl.cluster.server import Server
 from raydfl.engine.config import load_config, make_config
-from raydfl.runs.folder import create
-from raydfl.runs.progress import Progress
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -96,26 +99,14 @@ class Bench:
         given["train"]["phases"] = self._phases(name)
         given["evaluate"] |= {"every": self.rounds, "clients": "none"}
         given["ray"] |= {"actors": 0}
-        given["run"] = {"seed": seed, "dir": str(self.folder), "name": f"run{time.monotonic_ns()}"}
+        given["run"] = {"seed": seed, "dir": str(self.folder), "name": run_name()}
         config = make_config(given)
-        # A setting that comes later, at its default, leaves the name as it was.
-        same = config.model_dump_json(exclude={"run": {"name", "dir"}}, exclude_defaults=True)
-        kept = self.kept / f"{hashlib.sha256(same.encode()).hexdigest()[:24]}.json"
-        if kept.is_file():
-            return TypeAdapter(Result).validate_json(kept.read_bytes())
-        folder = create(config, Progress("quiet"))
-        server = Server(folder, config)
-        began = time.process_time()
-        try:
-            while server.round_index < config.train.rounds:
-                server.round()
-            server.finish()
-        finally:
-            server.close()
-        result = _read(folder, time.process_time() - began)
-        kept.write_bytes(TypeAdapter(Result).dump_json(result))
-        shutil.rmtree(folder)
-        return result
+
+        def make() -> Result:
+            with trained(config) as (folder, seconds):
+                return _read(folder, seconds)
+
+        return once(kept_file(self.kept, settings(config)), Result, make)
 
     def _phases(self, method: str) -> dict[str, Any]:
         """Harmony has few rounds of fusion: its audio model is that of the first phase, which so has as many as the others."""
@@ -147,47 +138,33 @@ def _read(folder: Path, seconds: float) -> Result:
     return Result(scores, {model: array for model, (_, array) in arrays.items()}, seconds)
 
 
-def _said(values: Sequence[float]) -> str:
-    """Mean and standard deviation in per cent."""
-    mean = f"{100 * statistics.fmean(values):.1f}"
-    return mean + (f" ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else "")
-
-
-def _row(name: str, cells: Sequence[str]) -> None:
-    print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
-
-
-def _head(names: Sequence[str]) -> None:
-    print("| | " + " | ".join(names) + " |\n|---|" + "---|" * len(names))
-
-
 def missing(bench: Bench) -> None:
     """The paper's table 1: accuracy of the audio model by the share of clients without images; then top-5; then audio and image."""
     audio = {MIRROR: "audio", MULTIFL: "audio", UNIFL: "audio"}
     fused = {MULTIFL: "fusion", UNIFL: "fused:fusion"}
     for metric, models in (("accuracy", audio), ("top_k_accuracy", audio), ("accuracy", fused)):
         print()
-        _head([f"{share:.0%}" for share in SHARES])
+        print_head([f"{share:.0%}" for share in SHARES])
         for method, model in models.items():
             for times in (2,) if method == MIRROR else (1, 2):
-                cells = [_said(bench.scores(f"{model}/{metric}", method, share, times)) for share in SHARES]
-                _row(
+                cells = [percent(bench.scores(f"{model}/{metric}", method, share, times)) for share in SHARES]
+                print_row(
                     f"{TITLES[method]}, {times * bench.rounds} rounds" + (", both views" if models is fused else ""),
                     cells,
                 )
         if models is audio:
-            harmony = _said(bench.scores(f"audio/{metric}", HARMONY))
-            _row(f"{TITLES[HARMONY]}, {2 * bench.rounds - 1} rounds", [f"{harmony} (the same)"] * len(SHARES))
+            harmony = percent(bench.scores(f"audio/{metric}", HARMONY))
+            print_row(f"{TITLES[HARMONY]}, {2 * bench.rounds - 1} rounds", [f"{harmony} (the same)"] * len(SHARES))
 
 
 def more(bench: Bench) -> None:
     """The paper's figure 3: the same for more clients without images."""
     drawn: dict[str, list[list[float]]] = {}
-    _head([f"{share:.0%}" for share in MORE_SHARES])
+    print_head([f"{share:.0%}" for share in MORE_SHARES])
     for method in (MIRROR, MULTIFL, UNIFL):
         found = [bench.scores("audio/accuracy", method, share) for share in MORE_SHARES]
         drawn[TITLES[method]] = found
-        _row(f"{TITLES[method]}, {2 * bench.rounds} rounds", [_said(each) for each in found])
+        print_row(f"{TITLES[method]}, {2 * bench.rounds} rounds", [percent(each) for each in found])
     if bench.figures:
         drawn[TITLES[HARMONY]] = [bench.scores("audio/accuracy", HARMONY)] * len(MORE_SHARES)
         figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
@@ -212,11 +189,11 @@ def classes(bench: Bench) -> None:
         for method in (MIRROR, HARMONY)
     }
     mean = {method: np.mean(found, axis=0) for method, found in f1.items()}
-    _head([TITLES[HARMONY], TITLES[MIRROR], "change", "smallest to largest"])
+    print_head([TITLES[HARMONY], TITLES[MIRROR], "change", "smallest to largest"])
     change = np.array(f1[MIRROR]) - np.array(f1[HARMONY])
     for each in np.argsort(-np.abs(change.mean(axis=0))):
         of = 100 * change[:, each]
-        _row(
+        print_row(
             f"digit {each}",
             [
                 f"{100 * mean[HARMONY][each]:.1f}",
@@ -234,7 +211,7 @@ def _f1(confusion: Sequence[Sequence[float]]) -> np.ndarray:
 
 def fairness(bench: Bench) -> None:
     """What the teacher is worth: 30 % without images, and the same rounds without it."""
-    _head(["accuracy", "top 5", "processor, s"])
+    print_head(["accuracy", "top 5", "processor, s"])
     central = {"data": {"missing": {"image": 1.0}, "partition": {"by": "iid", "clients": 1}}, "train": {"cohort": 1.0}}
     kinds: dict[str, tuple[str, int, Mapping[str, Any]]] = {
         f"ModalityMirror, {bench.rounds} and {bench.rounds} rounds": (MIRROR, 2, {}),
@@ -253,12 +230,12 @@ def fairness(bench: Bench) -> None:
             bench.scores(f"audio/{of}", method, USUAL, times, **changes) for of in ("accuracy", "top_k_accuracy")
         )
         seconds = statistics.fmean(bench.run(seed, method, **changes).seconds for seed in bench.seeds) * times / 2
-        _row(name, [_said(accuracy), _said(top), f"{seconds:.0f}"])
+        print_row(name, [percent(accuracy), percent(top), f"{seconds:.0f}"])
 
 
 def helps(bench: Bench) -> None:
     """When the teacher helps: sound and images made harder in training and test alike, and what the teacher adds."""
-    _head(["the teacher, both views", "with it", "without it", "difference, mean", "smallest to largest"])
+    print_head(["the teacher, both views", "with it", "without it", "difference, mean", "smallest to largest"])
     for picture, noise in PICTURES.items():
         for sound, snr in SOUNDS.items():
             data = {"data": {"snr_db": snr, "picture_noise": noise}}
@@ -267,9 +244,9 @@ def helps(bench: Bench) -> None:
             untaught = bench.scores("audio/accuracy", MIRROR, method={"kd_weight": 0.0}, **data)
             gains = [100 * (one - other) for one, other in zip(taught, untaught, strict=True)]
             span = f"{min(gains):+.1f} to {max(gains):+.1f}"
-            _row(
+            print_row(
                 f"sound {sound}, image {picture}",
-                [*map(_said, (teacher, taught, untaught)), f"{statistics.fmean(gains):+.1f}", span],
+                [*map(percent, (teacher, taught, untaught)), f"{statistics.fmean(gains):+.1f}", span],
             )
 
 
@@ -284,27 +261,14 @@ TABLES: Mapping[str, Callable[[Bench], None]] = {
 
 def main() -> None:
     """Train what the tables need, and print them."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = options(__doc__, TABLES, rounds=100, of="of each of ModalityMirror's phases")
     parser.add_argument("--root", type=Path, required=True, help="folder of the Free Spoken Digit Dataset")
     parser.add_argument("--pictures", type=Path, required=True, help="folder of MNIST's idx files")
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=[*TABLES])
-    parser.add_argument("--rounds", type=int, default=100, help="of each of ModalityMirror's phases")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument(
-        "--kept", type=Path, help="folder of finished runs, to go on with later; else they are forgotten"
-    )
     parser.add_argument("--figures", type=Path, help="folder for the figure")
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="raydfl-mirror-") as folder:
-        kept = given.kept or Path(folder) / "kept"
-        kept.mkdir(parents=True, exist_ok=True)
-        bench = Bench(given.root, given.pictures, Path(folder), kept, given.rounds, given.seeds, given.figures)
-        for name in given.tables:
-            began = time.process_time()
-            print(f"\n## {TABLES[name].__doc__}\n\n{given.rounds} rounds a phase, seeds {given.seeds}.\n")
-            TABLES[name](bench)
-            print(f"\nProcessor time of this table: {math.ceil((time.process_time() - began) / 60)} min.", flush=True)
+    with folders(given.kept) as (runs, kept):
+        bench = Bench(given.root, given.pictures, runs, kept, given.rounds, given.seeds, given.figures)
+        print_tables(TABLES, given.tables, f"{given.rounds} rounds a phase, seeds {given.seeds}.", bench)
 
 
 if __name__ == "__main__":

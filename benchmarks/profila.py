@@ -13,12 +13,8 @@ MALLOC_MMAP_THRESHOLD_=4000000000.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import hashlib
 import json
-import math
-import shutil
 import statistics
 import tempfile
 import time
@@ -30,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import TypeAdapter
+from result_tables import folders, kept_file, mean, once, opened, options, print_head, print_row, print_tables, run_name
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import f1_score, precision_recall_curve, roc_auc_score
 
@@ -40,8 +36,6 @@ from raydfl.engine.config import Config, load_config, make_config
 from raydfl.engine.orders import keys_of
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.worker import Worker
-from raydfl.runs.folder import create
-from raydfl.runs.progress import Progress
 from raydfl.training import Step, predict
 
 JOB = Path(__file__).parents[1] / "jobs" / "profila" / "machines.yaml"
@@ -196,7 +190,7 @@ class Bench:
         values["data"] |= changes.get("data", {})
         values["train"] |= {"rounds": max(1, changes.get("rounds", self.rounds))} | changes.get("train", {})
         values["evaluate"] = {"every": self.rounds + 1, "clients": "none", "server": False}
-        values["run"] = {"seed": seed, "dir": str(self.folder), "name": f"run{time.monotonic_ns()}"}
+        values["run"] = {"seed": seed, "dir": str(self.folder), "name": run_name()}
         values["objective"] = values["objective"] | {key: changes[key] for key in ("score", "spread") if key in changes}
         return make_config(values)
 
@@ -204,27 +198,26 @@ class Bench:
         """Train one federation and measure it after ``points`` rounds and at the end; a run that is kept is not done again."""
         config, rounds = self.config(seed, changes), changes.get("rounds", self.rounds)
         kept = self._kept(config, changes, points)
-        if kept.is_file():
-            return TypeAdapter(Result).validate_json(kept.read_bytes())
-        began = time.process_time()
-        if (
-            rounds and changes.get("score") and changes["method"] == FEDAVG["method"]
-        ):  # the same network, scored otherwise
-            machines = {rounds: self.measured(config, self.trained(seed, FEDAVG))}
-        elif changes.get("central"):
-            one = {**FEDAVG, "data": {"partition": {"by": "iid", "clients": 1}}}
-            machines = {rounds: self.measured(config, self.trained(seed, one))}
-        else:
-            machines = self._trained_and_measured(config, rounds, points, kept.with_suffix(".safetensors"))
-        result = Result(machines, time.process_time() - began)
-        kept.write_bytes(TypeAdapter(Result).dump_json(result))
-        return result
+
+        def make() -> Result:
+            began = time.process_time()
+            if rounds and changes.get("score") and changes["method"] == FEDAVG["method"]:
+                # The same network, scored otherwise.
+                machines = {rounds: self.measured(config, self.trained(seed, FEDAVG))}
+            elif changes.get("central"):
+                one = {**FEDAVG, "data": {"partition": {"by": "iid", "clients": 1}}}
+                machines = {rounds: self.measured(config, self.trained(seed, one))}
+            else:
+                machines = self._trained_and_measured(config, rounds, points, kept.with_suffix(".safetensors"))
+            return Result(machines, time.process_time() - began)
+
+        return once(kept, Result, make)
 
     def _trained_and_measured(
         self, config: Config, rounds: int, points: Sequence[int], file: Path
     ) -> dict[int, list[Machine]]:
-        server, found = _opened(config), {}
-        try:
+        found = {}
+        with opened(config) as server:
             for done in range(rounds + 1):
                 if done:
                     server.round()
@@ -235,15 +228,12 @@ class Bench:
             if rounds:
                 tensors = server._federation.state.tensors["global"]
                 save_file({name.removeprefix("model/"): tensor.clone() for name, tensor in tensors.items()}, file)
-        finally:
-            server.close()
-            shutil.rmtree(Path(config.run.dir, str(config.run.name)), ignore_errors=True)
         return found
 
     def _kept(self, config: Config, changes: Mapping[str, Any], points: Sequence[int] = ()) -> Path:
         """Return where a run's result is kept; what it has trained lies beside it."""
         said = config.digest() + json.dumps([changes.get("rounds", self.rounds), "central" in changes, list(points)])
-        return self.kept / f"{hashlib.sha256(said.encode()).hexdigest()[:24]}.json"
+        return kept_file(self.kept, said)
 
     def trained(self, seed: int, changes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return the server's tensors after a run, by their names in the network."""
@@ -256,20 +246,12 @@ class Bench:
 
     def measured(self, config: Config, tensors: Tensors) -> list[Machine]:
         """Measure a network as each client of a federation would, without training."""
-        server = _opened(config)
-        try:
+        with opened(config) as server:
             federation = server._federation
             own = federation.state.tensors["global"]
             given = {name: tensors.get(name.removeprefix("model/"), value) for name, value in own.items()}
             federation.state = dataclasses.replace(federation.state, tensors={"global": given})
             return _machines(server, config)
-        finally:
-            server.close()
-            shutil.rmtree(Path(config.run.dir, str(config.run.name)), ignore_errors=True)
-
-
-def _opened(config: Config) -> Server:
-    return Server(create(config, Progress("quiet")), config)
 
 
 def _machines(server: Server, config: Config) -> list[Machine]:
@@ -296,12 +278,6 @@ def _machine(step: Step, objective: Any) -> Machine:
     )
 
 
-def _said(values: Sequence[float], digits: int = 3) -> str:
-    """Mean and standard deviation over the seeds."""
-    mean = f"{statistics.fmean(values):.{digits}f}"
-    return mean + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
-
-
 def _pooled(machines: Sequence[Machine]) -> float:
     """AUC of all machines' clips by one threshold."""
     strange = [each for machine in machines for each in machine.strange]
@@ -319,26 +295,24 @@ def published(bench: Bench) -> None:
 
 
 def _compare(bench: Bench, kinds: Mapping[str, Mapping[str, Any]]) -> None:
-    print(
-        "| | AUC, mean machine | worst machine | pooled | pAUC | F1 | F1, oracle's threshold | spread | processor, s |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    columns = ["AUC, mean machine", "worst machine", "pooled", "pAUC", "F1", "F1, oracle's threshold", "spread"]
+    print_head([*columns, "processor, s"])
     for name, changes in kinds.items():
         if bench.chosen and name not in bench.chosen:
             continue
         found = [bench.run(seed, changes) for seed in bench.seeds]
         last = [each.last for each in found]
         cells = [
-            _said([statistics.fmean(machine.auc for machine in run) for run in last]),
-            _said([min(machine.auc for machine in run) for run in last]),
-            _said([_pooled(run) for run in last]),
-            _said([statistics.fmean(machine.partial_auc for machine in run) for run in last]),
-            _said([statistics.fmean(machine.f1 for machine in run) for run in last]),
-            _said([statistics.fmean(machine.oracle_f1 for machine in run) for run in last]),
-            _said([statistics.fmean(machine.spread for machine in run) for run in last], 4),
+            mean([statistics.fmean(machine.auc for machine in run) for run in last]),
+            mean([min(machine.auc for machine in run) for run in last]),
+            mean([_pooled(run) for run in last]),
+            mean([statistics.fmean(machine.partial_auc for machine in run) for run in last]),
+            mean([statistics.fmean(machine.f1 for machine in run) for run in last]),
+            mean([statistics.fmean(machine.oracle_f1 for machine in run) for run in last]),
+            mean([statistics.fmean(machine.spread for machine in run) for run in last], 4),
             f"{statistics.fmean(each.seconds for each in found):.0f}",
         ]
-        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+        print_row(name, cells)
 
 
 def ablation(bench: Bench) -> None:
@@ -354,12 +328,12 @@ def ablation(bench: Bench) -> None:
             return statistics.fmean(machine.auc for machine in run.last)
 
         whole = [auc(seed, {}) for seed in bench.seeds]
-        print(f"| nothing | {_said(whole)} | | |", flush=True)
+        print(f"| nothing | {mean(whole)} | | |", flush=True)
         for name, method in WITHOUT.items():
             own = [auc(seed, method) for seed in bench.seeds]
             differences = [one - other for one, other in zip(own, whole, strict=True)]
             span = f"{min(differences):+.3f} to {max(differences):+.3f}"
-            print(f"| {name} | {_said(own)} | {statistics.fmean(differences):+.3f} | {span} |", flush=True)
+            print(f"| {name} | {mean(own)} | {statistics.fmean(differences):+.3f} | {span} |", flush=True)
 
 
 def strength(bench: Bench) -> None:
@@ -376,15 +350,14 @@ def strength(bench: Bench) -> None:
                 config = bench.config(seed, {**(changes or FEDAVG), "data": {"strength_db": each}})
                 tensors = {} if changes is None else bench.trained(seed, changes)
                 found.append(statistics.fmean(machine.auc for machine in bench.measured(config, tensors)))
-            cells.append(_said(found))
-        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+            cells.append(mean(found))
+        print_row(name, cells)
 
 
 def spread(bench: Bench) -> None:
     """Spread of the outputs over the rounds, and the mean machine's AUC with it."""
     points = sorted({0, 1, bench.rounds // 4, bench.rounds // 2, bench.rounds})
-    print("| | " + " | ".join(f"round {point}" for point in points) + " |")
-    print("|---|" + "---|" * len(points))
+    print_head([f"round {point}" for point in points])
     kinds = {
         "FedAvg": FEDAVG,
         "FedAvg, objective.spread 1": {**FEDAVG, "spread": 1.0},
@@ -397,7 +370,7 @@ def spread(bench: Bench) -> None:
             f"({statistics.fmean(m.auc for run in seen for m in run.machines[point]):.3f})"
             for point in points
         ]
-        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+        print_row(name, cells)
 
 
 def joining(bench: Bench) -> None:
@@ -428,7 +401,7 @@ def joining(bench: Bench) -> None:
                     given = {"data": new, "train": train, "model": model, "rounds": min(1, epochs)}
                     run = bench.run(seed, {**given, "method": {"name": "fedper", "personal": ALL}})
                     cells[place] += [machine.auc for machine in run.last if machine.name not in leave]
-        print(f"| {name} | " + " | ".join(_said(each) for each in cells) + " |", flush=True)
+        print_row(name, [mean(each) for each in cells])
 
 
 TABLES: Mapping[str, Callable[[Bench], None]] = {
@@ -443,33 +416,20 @@ TABLES: Mapping[str, Callable[[Bench], None]] = {
 
 def main() -> None:
     """Train what the tables need, and print them."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=[*TABLES])
-    parser.add_argument("--rounds", type=int, default=12)
+    parser = options(__doc__, TABLES, rounds=12)
     parser.add_argument("--ids", type=int, default=2, help="machines of each of two kinds")
     parser.add_argument("--model", default="film_cnn_small", help="film_cnn is the paper's, with 15 times the work")
     parser.add_argument("--clips", type=int, default=40, help="normal clips that a machine trains on")
     parser.add_argument("--strength", type=float, default=-5.0, help="anomalies, dB over the machine's own sound")
     parser.add_argument("--only", nargs="+", default=(), help="contestants, by name; without it all")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument(
-        "--kept", type=Path, help="folder of finished runs, to go on with later; else they are forgotten"
-    )
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="raydfl-profila-") as folder:
-        kept = given.kept or Path(folder) / "kept"
-        kept.mkdir(parents=True, exist_ok=True)
+    budget = (
+        f"{given.rounds} rounds, {2 * given.ids} machines with {given.clips} normal clips each, anomalies at "
+        f"{given.strength:g} dB, `{given.model}`, seeds {given.seeds}."
+    )
+    with folders(given.kept) as (runs, kept):
         common = (given.rounds, given.ids, given.model, given.clips, given.strength, given.seeds, given.only)
-        bench = Bench(Path(folder), kept, *common)
-        for name in given.tables:
-            began = time.process_time()
-            print(
-                f"\n## {TABLES[name].__doc__}\n\n{given.rounds} rounds, {2 * given.ids} machines with {given.clips} normal clips "
-                f"each, anomalies at {given.strength:g} dB, `{given.model}`, seeds {given.seeds}.\n"
-            )
-            TABLES[name](bench)
-            print(f"\nProcessor time of this table: {math.ceil((time.process_time() - began) / 60)} min.", flush=True)
+        print_tables(TABLES, given.tables, budget, Bench(runs, kept, *common))
 
 
 if __name__ == "__main__":
