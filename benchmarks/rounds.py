@@ -1,11 +1,13 @@
 """Time of a round: raydfl against bare PyTorch loops, Flower and pfl-research, on the same work, interleaved.
 
 The work: the Free Spoken Digit Dataset, 60 clients (each speaker's clips dealt to ten), 12 a round, one epoch, batch 16, log-mel
-64 x 101, SGD; FedAvg of CRNN-Base or CRNN-Lite with kernel 5, and FedMLAC with both; FedAvg of FedSTAR's network,
-ResNet-18 and ShuffleNetV2, which the peers do not have. Dropout is off so that the models can be
-compared: all draw the same cohorts and the same batches and must come to the same global model.
+64 x 101, SGD; FedAvg of CRNN-Base or CRNN-Lite with kernel 5, and FedMLAC with both; and what the peers do not have: FedAvg of
+FedSTAR's network, ResNet-18 and ShuffleNetV2, and, with images of digits beside the clips, ModalityMirror, of whose timed rounds
+half are in each of its phases. Dropout is off so that the models can be compared: all draw the same cohorts and the same batches
+and must come to the same global model.
 
     python benchmarks/rounds.py --root PATH/TO/fsdd
+    python benchmarks/rounds.py --root PATH/TO/fsdd --pictures PATH/TO/mnist --works modality_mirror
 
 A round of raydfl is timed where a user's driver waits for it: planning, dispatch, object store, aggregation and the commit to the
 disk are in it. The contestants take turns of a few rounds each, so that whatever else the machine does meets all of them; ratios
@@ -16,6 +18,7 @@ take a tenth of a core from the others. README.md beside this file says more.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import sys
 import tempfile
@@ -48,14 +51,23 @@ WORKS: Mapping[str, Mapping[str, str]] = {
     "split_cnn": {"model": "split_cnn"},
     "resnet18": {"model": "resnet18"},
     "shufflenet_v2": {"model": "shufflenet_v2"},
+    "modality_mirror": {"audio": "crnn_lite", "image": "cnn_small", "fusion": "fusion"},
 }
 """Architectures by model name."""
 KERNEL = 5
-OPTIONS: Mapping[str, Mapping[str, object]] = {"split_cnn": {"dropout": 0.0}, "resnet18": {}, "shufflenet_v2": {}}
+OPTIONS: Mapping[str, Mapping[str, object]] = {
+    "split_cnn": {"dropout": 0.0},
+    "resnet18": {},
+    "shufflenet_v2": {},
+    "cnn_small": {"view": "image"},
+    "fusion": {"dropout": 0.0},
+}
 """Options of an architecture; of all others a kernel of KERNEL and no dropout."""
 OURS, PEER_NAMES = "raydfl, 2 actors", ("Flower", "pfl")
 WARM_UP = 4
 """Rounds at the start of a turn that are not timed."""
+MIRROR, FIRST_ROUNDS = "modality_mirror", WARM_UP + 4
+"""A work of two phases, and the rounds of its first."""
 
 
 class Contestant(Protocol):
@@ -78,9 +90,10 @@ def configuration(data: Mapping[str, object], runs: Path, work: str, actors: int
     """The work as a configuration of raydfl."""
     crnn = {"kernel": KERNEL, "dropout": 0.0}
     models = {name: {"name": kind, **OPTIONS.get(kind, crnn)} for name, kind in WORKS[work].items()}
+    phases = {"phases": {"multimodal": {"rounds": FIRST_ROUNDS}}} if work == MIRROR else {}
     return make_config(
         {
-            "method": {"name": "fedmlac" if work == "fedmlac" else "fedavg"},
+            "method": {"name": work if work in (MIRROR, "fedmlac") else "fedavg"},
             "models": models,
             "data": dict(data),
             "train": {
@@ -90,6 +103,7 @@ def configuration(data: Mapping[str, object], runs: Path, work: str, actors: int
                 "batch_size": 16,
                 "together": together,
                 "optimiser": {"lr": 0.05},
+                **phases,
             },
             "evaluate": {"every": 10**6, "server": False, "clients": "none"},
             "ray": {"actors": actors, "cpus": 0.25},
@@ -99,23 +113,37 @@ def configuration(data: Mapping[str, object], runs: Path, work: str, actors: int
     )
 
 
-def fsdd(root: Path) -> dict[str, object]:
-    """The data of the work, as raydfl takes them."""
+def fsdd(root: Path, pictures: Path | None = None) -> dict[str, object]:
+    """The data of the work, as raydfl takes them; with images of digits beside them where it is said where these are."""
     features = {"sample_rate": 8000, "bands": 64, "window_ms": 25, "hop_ms": 10, "seconds": 1.0}
-    return {"name": "fsdd", "root": str(root), "features": features, "partition": {"by": "group", "shards": 10}}
+    data = {"name": "fsdd", "root": str(root), "features": features, "partition": {"by": "group", "shards": 10}}
+    if pictures is None:
+        return data
+    image = {"column": "image", "features": {"kind": "image", "size": 28, "mean": 0.1307, "deviation": 0.3081}}
+    views = {"views": {"image": image}, "missing": {"image": 0.3}}
+    return data | {"name": "spoken_and_written", "pictures": str(pictures)} | views
 
 
 def make_work(config: Config, rounds: int) -> Work:
     """What raydfl will do in its first rounds, written down for the others."""
-    population = Population.load(create(config, Progress("quiet")) / "population")
+    population = Population.load(create(config, Progress("quiet")) / "population").use(config.data)
     clients, method, seed = Clients(population, config), config.parts.method, config.run.seed
     sizes = [population.num_examples(index) for index in range(len(population))]
     whole = [next(population.data(index).train.batches(size, None)) for index, size in enumerate(sizes)]
     cohort = config.train.cohort_size(len(population))
     cohorts = []
     orders = torch.zeros((rounds, cohort, max(sizes)), dtype=torch.int64)
+    seeing = [bool(clients[index].profile.get("views")) for index in range(len(clients))]
+    widest = clients[seeing.index(True)] if any(seeing) else clients[0]
+    built = build_models(method, widest.models, seed)
+    state = method.init(clients, [built], generator(seed, 0, "", "init")) if any(seeing) else State(0, {})
+    if any(seeing):
+        state = dataclasses.replace(state, phase=method.phases[0])
     for r in range(rounds):
-        tasks = method.plan(State(r, {}), clients, generator(seed, r, "", "plan"), cohort)
+        if any(seeing) and r == FIRST_ROUNDS:
+            state = dataclasses.replace(method.begin_phase(state), phase=method.phases[1])
+        state = dataclasses.replace(state, round_index=r)
+        tasks = method.plan(state, clients, generator(seed, r, "", "plan"), cohort)
         cohorts.append(sorted(clients.index_of(task.client_id) for task in tasks))
         for position, index in enumerate(cohorts[-1]):
             order = generator(seed, r, clients[index].id, "train").permutation(sizes[index])
@@ -126,15 +154,17 @@ def make_work(config: Config, rounds: int) -> Work:
         offsets=[sum(sizes[:index]) for index in range(len(sizes) + 1)],
         cohorts=cohorts,
         orders=orders,
-        architectures={spec.name: spec.architecture for spec in clients[0].models},
+        architectures={spec.name: spec.architecture for spec in widest.models},
         weights={
-            name: {key: value.clone() for key, value in model.state_dict().items()}
-            for name, model in build_models(method, clients[0].models, seed).items()
+            name: {key: value.clone() for key, value in model.state_dict().items()} for name, model in built.items()
         },
         classes=len(population.classes),
         kernel=KERNEL,
         batch_size=config.train.batch_size,
         lr=config.train.optimiser.lr,
+        images=torch.cat([batch.views["image"] for batch in whole]) if any(seeing) else None,
+        seeing=seeing if any(seeing) else None,
+        first_rounds=FIRST_ROUNDS if any(seeing) else 0,
     )
 
 
@@ -151,7 +181,7 @@ def contestants(work: str, data: Mapping[str, object], runs: Path, rounds: int) 
         "bare loop, 1 thread": process("bare loop 1", sys.executable, "bare"),
         "bare loop, 2 threads": process("bare loop 2", sys.executable, "bare", "--threads", "2"),
     }
-    if work != "fedmlac":
+    if work not in (MIRROR, "fedmlac"):
         known["bare loop, 2 processes"] = process("bare loop 3", sys.executable, "bare", "--processes", "2")
         if PEERS.exists() and work not in OPTIONS:
             known["Flower, 2 client slots"] = process("Flower", PEERS, "flower")
@@ -253,7 +283,8 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True, help="folder of the Free Spoken Digit Dataset")
     parser.add_argument("--turns", type=int, default=5, help="turns of each contestant")
     parser.add_argument("--rounds", type=int, default=8, help="timed rounds in a turn")
-    crnns = [work for work in WORKS if work not in OPTIONS]
+    parser.add_argument("--pictures", type=Path, help="folder of MNIST's idx files, for ModalityMirror")
+    crnns = [work for work in WORKS if work not in (MIRROR, *OPTIONS)]
     parser.add_argument("--works", nargs="+", default=crnns, choices=list(WORKS))
     parser.add_argument(
         "--contestants",
@@ -262,14 +293,17 @@ def main() -> None:
         help="only those whose name holds one of these, and the first bare loop",
     )
     arguments = parser.parse_args()
+    if MIRROR in arguments.works and not arguments.pictures:
+        parser.error(f"--works {MIRROR} needs --pictures")
     torch.set_num_threads(1)
     if not PEERS.exists():
         print("Flower and pfl-research are not installed and left out: make bench-peers")
     results: dict[str, tuple[Mapping[str, list[float]], Mapping[str, float]]] = {}
-    data, rounds = fsdd(arguments.root.resolve()), WARM_UP + arguments.rounds
+    rounds = WARM_UP + arguments.rounds
     try:
         with tempfile.TemporaryDirectory(prefix="raydfl-benchmark-") as folder:
             for work in arguments.works:
+                data = fsdd(arguments.root.resolve(), arguments.pictures.resolve() if work == MIRROR else None)
                 chosen = choose(contestants(work, data, Path(folder), rounds), arguments.contestants)
                 results[work] = measure(chosen, arguments.turns, arguments.rounds)
     finally:  # what was measured before a failure counts

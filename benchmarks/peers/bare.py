@@ -10,6 +10,7 @@ With two processes each trains half of the cohort and the first adds up.
 from __future__ import annotations
 
 import argparse
+import copy
 import multiprocessing
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -73,12 +74,13 @@ class FedAvg:
             self.round_index += 1
 
 
-def raydfls(work: Work) -> nn.Module:
+def raydfls(work: Work, name: str = "model") -> nn.Module:
     """A network of raydfl's, to be computed by PyTorch's operations."""
-    kind = work.architectures["model"]
+    kind, weights = work.architectures[name], work.weights[name]
     cls, options = find_architecture(kind, kind)
-    model: nn.Module = cls(work.x.shape[2], work.classes, **options)
-    model.load_state_dict(work.weights["model"])
+    inputs = {"image": lambda: tuple(work.images.shape[1:]), "fusion": lambda: weights["hidden.weight"].shape[1]}
+    model: nn.Module = cls(inputs.get(name, lambda: work.x.shape[2])(), work.classes, **options)
+    model.load_state_dict(weights)
     for layer in model.modules():
         if isinstance(layer, nn.Dropout):
             layer.p = 0.0
@@ -153,6 +155,91 @@ class FedMLAC:
             self.round_index += 1
 
 
+class ModalityMirror:
+    """Encoders and a fusion of two views, averaged over those who have them; then a student of the first view is taught."""
+
+    temperature, kd_weight = 2.0, 1.0
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.data = [
+            (*(part.clone() for part in work.data(client)), work.sees(client))
+            for client in range(len(work.offsets) - 1)
+        ]
+        self.models = {"audio": work.build("audio"), "image": raydfls(work, "image"), "fusion": raydfls(work, "fusion")}
+        self.weights = {
+            f"{model}/{name}": value.clone()
+            for model, network in self.models.items()
+            for name, value in network.state_dict().items()
+        }
+        self.teacher: dict[str, nn.Module] | None = None
+        self.round_index = 0
+
+    def run(self, rounds: int) -> None:
+        """Do that many rounds."""
+        for _ in range(rounds):
+            if self.round_index == self.work.first_rounds:
+                self.load(self.weights)
+                self.teacher = {name: copy.deepcopy(network).eval() for name, network in self.models.items()}
+                self.weights = {name: value for name, value in self.weights.items() if name.startswith("audio/")}
+            sums: State = {}
+            senders: dict[str, int] = {}
+            for client in self.work.cohorts[self.round_index]:
+                for name, value in self.train(client).items():
+                    sums[name] = sums[name] + value.double() if name in sums else value.double()
+                    senders[name] = senders.get(name, 0) + 1
+            self.weights = self.weights | {name: (value / senders[name]).float() for name, value in sums.items()}
+            self.round_index += 1
+
+    def train(self, client: int) -> State:
+        """Train one client; what it sends."""
+        x, y, images = self.data[client]
+        self.load(self.weights)
+        together = images is not None and self.teacher is None
+        names = ("audio", "image", "fusion") if together else ("audio",)
+        parameters = [value for name in names for value in self.models[name].parameters()]
+        optimiser = torch.optim.SGD(parameters, lr=self.work.lr)
+        for batch in self.work.order(self.round_index, client).split(self.work.batch_size):
+            optimiser.zero_grad()
+            with ops.use("torch"):
+                if together:
+                    loss = F.cross_entropy(fused(self.models, x[batch], images[batch]), y[batch])
+                else:
+                    logits = self.models["audio"](x[batch])
+                    loss = F.cross_entropy(logits, y[batch])
+                    if self.teacher is not None:
+                        with torch.no_grad():
+                            taught = fused(self.teacher, x[batch], images[batch])
+                        loss = loss + self.kd_weight * self.divergence(logits, taught)
+                loss.backward()
+            optimiser.step()
+        heads = ("audio/output.", "image/output.") if together else ()
+        return {
+            f"{model}/{name}": value.clone()
+            for model in names
+            for name, value in self.models[model].state_dict().items()
+            if not f"{model}/{name}".startswith(heads)
+        }
+
+    def divergence(self, student: Tensor, teacher: Tensor) -> Tensor:
+        """T^2 KL(teacher || student), softened."""
+        t = self.temperature
+        log_student, log_teacher = F.log_softmax(student / t, dim=1), F.log_softmax(teacher / t, dim=1)
+        return t * t * F.kl_div(log_student, log_teacher, reduction="batchmean", log_target=True)
+
+    def load(self, weights: State) -> None:
+        """Give the networks what there is of theirs."""
+        for model, network in self.models.items():
+            own = {name.partition("/")[2]: value for name, value in weights.items() if name.startswith(f"{model}/")}
+            if own:
+                network.load_state_dict(own)
+
+
+def fused(models: dict[str, nn.Module], x: Tensor, images: Tensor) -> Tensor:
+    """Logits of the fusion of both encoders."""
+    return models["fusion"](torch.cat([models["audio"].embed(x), models["image"].embed(images)], dim=1))
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -163,7 +250,9 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     work = Work.load(arguments.work)
     if "plugin" in work.architectures:
-        loop: FedAvg | FedMLAC = FedMLAC(work)
+        loop: FedAvg | FedMLAC | ModalityMirror = FedMLAC(work)
+    elif work.images is not None:
+        loop = ModalityMirror(work)
     elif arguments.processes == 1:
         loop = FedAvg(work)
     else:

@@ -31,8 +31,12 @@ class PlainCRNN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits float32 [batch, classes] for x float32 [batch, frames, inputs]."""
+        return self.output(self.embed(x))
+
+    def embed(self, x: Tensor) -> Tensor:
+        """Features float32 [batch, hidden, or twice as many]."""
         x = x.transpose(1, 2)
         for convolution in self.convolutions:
             x = F.max_pool1d(F.relu(convolution(x)), 2)
         x, _ = self.gru(x.transpose(1, 2))
-        return self.output(x.mean(dim=1))
+        return x.mean(dim=1)

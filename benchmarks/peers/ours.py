@@ -31,9 +31,10 @@ class Actors:
     def __init__(self, config: Config) -> None:
         start_local_ray(logging_level="ERROR", log_to_driver=False)
         self._folder = create(config, Progress("quiet"))
+        self._several = "fusion" in config.models
         actor = ray.remote(ServerActor).options(num_cpus=0)
         self._server = actor.remote(str(self._folder), config)
-        self._done, _ = ray.get(self._server.open.remote())
+        self._done = ray.get(self._server.open.remote())[0]
 
     def run(self, rounds: int) -> None:
         """Do that many rounds, asked for as ``raydfl run`` does it: several short ones in one call."""
@@ -42,9 +43,10 @@ class Actors:
             self._done = ray.get(self._server.rounds.remote(self._done, until, _AT_ONCE))[-1].round
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the model of the last commit."""
+        """Return the model of the last commit; of several networks by the names of these, too."""
         ray.get(self._server.finish.remote(self._done))
-        return {name.partition("/")[2]: value for name, value in final_state(self._folder).tensors["global"].items()}
+        trained = final_state(self._folder).tensors["global"]
+        return dict(trained) if self._several else {name.partition("/")[2]: value for name, value in trained.items()}
 
     def close(self) -> None:
         """End the actors and Ray."""

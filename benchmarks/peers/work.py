@@ -37,6 +37,12 @@ class Work:
     kernel: int
     batch_size: int
     lr: float
+    images: Tensor | None = None
+    """Of a work with two views: float32 [examples, channels, rows, columns]."""
+    seeing: list[bool] | None = None
+    """[clients]: who has the images."""
+    first_rounds: int = 0
+    """Of the first phase, where there are two."""
 
     def save(self, path: Path) -> None:
         """Write it to a file."""
@@ -57,6 +63,11 @@ class Work:
         """A client's x and y."""
         where = slice(self.offsets[client], self.offsets[client + 1])
         return self.x[where], self.y[where]
+
+    def sees(self, client: int) -> Tensor | None:
+        """A client's images, if it has them."""
+        where = slice(self.offsets[client], self.offsets[client + 1])
+        return self.images[where] if self.images is not None and self.seeing and self.seeing[client] else None
 
     def order(self, round_index: int, client: int) -> Tensor:
         """int64 [examples of the client]: in which order it takes its examples in a round that it takes part in."""

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from digits import idx
 from helpers import finish, same
 from PIL import Image
-from tiny_sets import idx
 
 from raydfl import classify
 from raydfl.core.errors import ConfigError, DataError

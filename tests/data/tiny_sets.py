@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,6 @@ from raydfl.data.dataset import Dataset
 from raydfl.data.manifest import make_manifest
 
 RATE = 8000
-
-
-def idx(array: np.ndarray) -> bytes:
-    """An array of bytes in the format of MNIST."""
-    return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.io
-from tiny_sets import idx
+from digits import idx
 
 from raydfl.core.errors import DataError
 from raydfl.data.sets._arrays import ArraySet

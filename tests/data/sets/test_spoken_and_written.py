@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import soundfile
-from tiny_sets import idx
+from digits import IMAGES, spoken_and_written
 
 from raydfl.core.errors import DataError
 from raydfl.data.features.digests import rows_of
@@ -17,19 +16,11 @@ from raydfl.engine.config import Config
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
 
-IMAGES = np.arange(5 * 28 * 28).reshape(5, 28, 28).astype(np.uint8)
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Four takes of the digits 3 and 7, the first of each the test, and three images of a 3, two of a 7."""
-    (tmp_path / "recordings").mkdir()
-    for digit in (3, 7):
-        for take in range(4):
-            wave = 0.1 * np.random.default_rng([digit, take]).standard_normal(800)
-            soundfile.write(tmp_path / f"recordings/{digit}_anna_{take}.wav", wave, 8000)
-    (tmp_path / "t10k-images-idx3-ubyte").write_bytes(idx(IMAGES))
-    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(np.array([7, 3, 3, 7, 3], np.uint8)))
+    """Four takes of each digit, the first of each the test."""
+    spoken_and_written(tmp_path, takes=4)
     return tmp_path
 
 
