@@ -35,7 +35,8 @@ from ray.cluster_utils import Cluster
 from raydfl.cluster import server as servers
 from raydfl.cluster.server import Server
 from raydfl.core import registry
-from raydfl.engine.config import Config, apply_overrides, load_config, make_config
+from raydfl.engine.config import Config, load_config, make_config
+from raydfl.engine.overrides import apply_overrides
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
 from raydfl.engine.telemetry import RoundReport

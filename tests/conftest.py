@@ -124,7 +124,8 @@ def feature_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tiny(tmp_path: Path, feature_cache: Path) -> Callable[..., Config]:
     """``tiny("key=value", ...)``: the tiny federation's configuration, its runs in this test's folder."""
-    from raydfl.engine.config import apply_overrides, make_config
+    from raydfl.engine.config import make_config
+    from raydfl.engine.overrides import apply_overrides
 
     def configure(*overrides: str, method: str = "fedavg") -> Config:
         values = copy.deepcopy(TINY)

@@ -6,9 +6,10 @@ write, storage/ what a run keeps on the disk.
 
 from raydfl.engine.autotune import remembered
 from raydfl.engine.clients import Clients
-from raydfl.engine.config import Config, apply_overrides, apply_values, load_config, make_config
+from raydfl.engine.config import Config, load_config, make_config
 from raydfl.engine.federation import Federation
 from raydfl.engine.orders import SERVER, Order, Result, in_groups, keys_of
+from raydfl.engine.overrides import apply_overrides, apply_values
 from raydfl.engine.phases import Phases
 from raydfl.engine.pool import Pool, SerialPool
 from raydfl.engine.probe import try_models

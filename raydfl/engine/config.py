@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -23,14 +22,15 @@ from raydfl.core.files import content_digest
 from raydfl.core.options import check_keys, explain, path_options, plain
 from raydfl.core.remote import is_uri
 from raydfl.core.settings import Settings
-from raydfl.core.yaml import parse_yaml, to_yaml
+from raydfl.core.yaml import parse_yaml
 from raydfl.data import KNOWN, LABELLED, UNLABELLED, DataSettings, ProfileSettings
 from raydfl.data.features import needs_waves
 from raydfl.engine.assembly import ModelChoice, Parts, assemble, split_view, text_of
 from raydfl.engine.digest import deciding, hashed, method_options, without_neutral
+from raydfl.engine.overrides import apply_overrides
 from raydfl.engine.paths import absolute
 from raydfl.engine.phases import Phases
-from raydfl.engine.selection import Criterion, Selection
+from raydfl.engine.selection import Selection, check_begins, check_measured, server_validates
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
 from raydfl.methods import Method
 from raydfl.models import INIT_FROM, check_model, model_paths
@@ -98,8 +98,8 @@ class Config(Settings):
             _check_known(of_models, declared, f"train.{place}optimiser.models: {self.method['name']}")
         for criteria in self.selection.wanted.values():
             for setting, criterion in criteria:
-                self._check_chooses(setting, criterion)
-        self._check_begins()
+                check_measured(setting, criterion, self.evaluate, [data.split for data in self.data.each.values()])
+        check_begins(self.phases, self.train, self.run.best, self.evaluate.every)
         return self
 
     @property
@@ -115,55 +115,9 @@ class Config(Settings):
             ConfigError: they do not fit the method, or it is not known which values are better.
         """
         model, headline = next(iter(self.parts.models), ""), self.parts.method.objective.headline
-        validation = "server_validation" if self.evaluate.server and self._server_validates else "validation"
-        return Selection.of(self.run, self.phases, model, headline, validation, self.method["name"])
-
-    @property
-    def _server_validates(self) -> bool:
         splits = [data.split for data in self.data.each.values()]
-        return any(s.server_validation is not None or s.official_validation == "validation" for s in splits)
-
-    def _check_chooses(self, setting: str, criterion: Criterion) -> None:
-        """Refuse a metric on data that nobody holds out, or that are not measured. Which metrics there are a round must show."""
-        evaluate, splits = self.evaluate, [data.split for data in self.data.each.values()]
-        of_clients = criterion.split in ("validation", "client_test")
-        missing = {
-            "validation": ("clients hold nothing out: data.split.validation is 0", any(s.validation for s in splits)),
-            "client_test": ("clients have no test data", any(s.tested_by_clients for s in splits)),
-            "server_validation": ("the server holds nothing out", self._server_validates),
-        }
-        reason, there = missing.get(criterion.split, ("", True))
-        if not there:
-            raise ConfigError(
-                f"{setting}: {criterion.metric!r} is not measured, because {reason}; set data.split.{criterion.split}, or name a "
-                f"metric of other data in {setting}.metric"
-            )
-        if of_clients and evaluate.clients == "none":
-            raise ConfigError(
-                f"{setting}: {criterion.metric!r} is not measured, because evaluate.clients is none; set it to cohort or all"
-            )
-        if not of_clients and not evaluate.server and (criterion.split != "test" or evaluate.clients == "none"):
-            raise ConfigError(
-                f"{setting}: {criterion.metric!r} is not measured, because evaluate.server is false; set it to true"
-            )
-
-    def _check_begins(self) -> None:
-        """Refuse phases that would begin with a best round that there is not."""
-        phases, every = self.phases, self.evaluate.every
-        for name, own in self.train.phases.items():
-            if own.begin == "last":
-                continue
-            number, where = phases.number(name) - 1, f"train.phases.{name}.begin: best"
-            if number == 0:
-                raise ConfigError(f"{where}: {name!r} is the first phase, there is no round before it; leave it out")
-            if self.run.best is None:
-                raise ConfigError(f"{where} needs a metric by which a round is the best; set run.best.metric")
-            first, last = phases.first[number - 1], phases.first[number]
-            if last < self.train.rounds and first // every == last // every:
-                raise ConfigError(
-                    f"{where}: no round of phase {phases.names[number - 1]!r}, {first + 1} to {last}, is evaluated; lower "
-                    f"evaluate.every, which is {every}"
-                )
+        validation = "server_validation" if self.evaluate.server and server_validates(splits) else "validation"
+        return Selection.of(self.run, self.phases, model, headline, validation, self.method["name"])
 
     def _check_parts(self) -> None:
         """Refuse what cannot be done over several data sets."""
@@ -392,65 +346,6 @@ def _check_choices(
     for key in keys if known else ():
         if key not in values:
             raise ConfigError(f"{where}.choices: no client is dealt {column} {key!r}; {nearest(key, values)}")
-
-
-def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """``values`` with each ``a.b.c=value`` set; values are read as YAML.
-
-    Raises:
-        ConfigError: an override without ``=``, or one that goes through a value that is not a group.
-    """
-    result: dict[str, Any] = json.loads(json.dumps(values, default=str))
-    for override in overrides:
-        path, equals, text = override.partition("=")
-        if not equals or not path:
-            raise ConfigError(f"override {override!r} is not of the form key=value (for instance train.rounds=50)")
-        _set(result, path, parse_yaml(text, f"override {override!r}"), text)
-    return result
-
-
-def apply_values(values: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay settings by their path, such as ``train.rounds``, over ``values`` as :func:`apply_overrides` does with their text.
-
-    Raises:
-        ConfigError: a path goes through a value that is not a group.
-    """
-    result: dict[str, Any] = json.loads(json.dumps(values, default=str))
-    for path, value in settings.items():
-        _set(result, path, _plain(value), None)
-    return result
-
-
-def _plain(value: Any) -> Any:
-    """Return a copy with lists in place of tuples."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _set(values: dict[str, Any], path: str, value: Any, text: str | None) -> None:
-    """Set what ``path`` names; ``text`` is the value as the user wrote it, for messages (``None``: as YAML)."""
-    group = values
-    keys = path.split(".")
-    if "" in keys:
-        override = f"{path}={to_yaml(value) if text is None else text}"
-        raise ConfigError(f"override {override!r}: a name is missing in {path!r}, which must be like train.rounds")
-    for depth, key in enumerate(keys[:-1]):
-        place = ".".join(keys[: depth + 1])
-        if isinstance(group.get(key), str) and (place in _NAMED or keys[0] == "models"):
-            group[key] = {"name": group[key]}
-        inner = group.setdefault(key, {})
-        if inner is None:
-            inner = group[key] = {}
-        if not isinstance(inner, dict):
-            override = f"{path}={to_yaml(value) if text is None else text}"
-            raise ConfigError(f"override {override!r}: {place} is {inner!r}, not a group of settings")
-        group = inner
-    group[keys[-1]] = value
-
-
-_NAMED = ("method", "method.rule", "objective", "data", "attack")
-"""Groups that may be given by their name alone."""
 
 
 def make_config(values: Any, where: str = "configuration") -> Config:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.metrics import HARMONIC_MEAN, HIGHER_IS_BETTER, OF_CLIENTS, base_name
+from raydfl.data.split import SplitSettings
 from raydfl.engine.phases import Phases
-from raydfl.engine.settings import MetricChoice, RunSettings
+from raydfl.engine.settings import EvaluateSettings, MetricChoice, RunSettings
+from raydfl.training import TrainSettings
 
 _VALIDATION = ("validation", "server_validation")
 """Splits that are there to choose by. All others are tests."""
@@ -181,6 +183,75 @@ class Selection:
             return ""
         metric, since = self.progress.criterion.metric, self.progress.round
         return f"no better {metric} since round {since}" if since else f"{metric} was never a finite number"
+
+
+def server_validates(splits: Iterable[SplitSettings]) -> bool:
+    """Return whether the server has clips to choose by."""
+    return any(s.server_validation is not None or s.official_validation == "validation" for s in splits)
+
+
+def check_measured(
+    setting: str, criterion: Criterion, evaluate: EvaluateSettings, splits: Sequence[SplitSettings]
+) -> None:
+    """Refuse a metric on data that nobody holds out, or that are not measured. Which metrics there are a round must show.
+
+    Args:
+        setting: that asks for it.
+        criterion: the metric.
+        evaluate: what is measured.
+        splits: of each data set.
+
+    Raises:
+        ConfigError: naming the setting to change.
+    """
+    of_clients = criterion.split in ("validation", "client_test")
+    missing = {
+        "validation": ("clients hold nothing out: data.split.validation is 0", any(s.validation for s in splits)),
+        "client_test": ("clients have no test data", any(s.tested_by_clients for s in splits)),
+        "server_validation": ("the server holds nothing out", server_validates(splits)),
+    }
+    reason, there = missing.get(criterion.split, ("", True))
+    if not there:
+        raise ConfigError(
+            f"{setting}: {criterion.metric!r} is not measured, because {reason}; set data.split.{criterion.split}, or name a "
+            f"metric of other data in {setting}.metric"
+        )
+    if of_clients and evaluate.clients == "none":
+        raise ConfigError(
+            f"{setting}: {criterion.metric!r} is not measured, because evaluate.clients is none; set it to cohort or all"
+        )
+    if not of_clients and not evaluate.server and (criterion.split != "test" or evaluate.clients == "none"):
+        raise ConfigError(
+            f"{setting}: {criterion.metric!r} is not measured, because evaluate.server is false; set it to true"
+        )
+
+
+def check_begins(phases: Phases, train: TrainSettings, best: MetricChoice | None, every: int) -> None:
+    """Refuse phases that would begin with a best round that there is not.
+
+    Args:
+        phases: of the run.
+        train: its settings.
+        best: ``run.best``.
+        every: ``evaluate.every``.
+
+    Raises:
+        ConfigError: naming the phase.
+    """
+    for name, own in train.phases.items():
+        if own.begin == "last":
+            continue
+        number, where = phases.number(name) - 1, f"train.phases.{name}.begin: best"
+        if number == 0:
+            raise ConfigError(f"{where}: {name!r} is the first phase, there is no round before it; leave it out")
+        if best is None:
+            raise ConfigError(f"{where} needs a metric by which a round is the best; set run.best.metric")
+        first, last = phases.first[number - 1], phases.first[number]
+        if last < train.rounds and first // every == last // every:
+            raise ConfigError(
+                f"{where}: no round of phase {phases.names[number - 1]!r}, {first + 1} to {last}, is evaluated; lower "
+                f"evaluate.every, which is {every}"
+            )
 
 
 def _base(metric: str) -> str:

@@ -17,7 +17,8 @@ from helpers import known, same, truth
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.lock import FileLock
 from raydfl.core.yaml import parse_yaml, to_yaml
-from raydfl.engine.config import Config, apply_overrides
+from raydfl.engine.config import Config
+from raydfl.engine.overrides import apply_overrides
 from raydfl.engine.storage import record
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore

@@ -13,7 +13,8 @@ from raydfl.cli.proposal import STARTS, find, propose
 from raydfl.core.errors import DataError
 from raydfl.core.yaml import parse_yaml
 from raydfl.data.division import divide, list_clips
-from raydfl.engine.config import Config, apply_overrides, make_config
+from raydfl.engine.config import Config, make_config
+from raydfl.engine.overrides import apply_overrides
 
 
 def configure(root: Path, files: list[str], **data: Any) -> Config:

@@ -13,7 +13,8 @@ from helpers import same, truth
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.registry import load_object
-from raydfl.engine.config import Config, apply_overrides, make_config
+from raydfl.engine.config import Config, make_config
+from raydfl.engine.overrides import apply_overrides
 from raydfl.runs._run import run
 
 Tiny = Callable[..., Config]

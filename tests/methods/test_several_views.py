@@ -15,7 +15,8 @@ from seen_and_heard import OF_KIND, TESTS, federation, write
 
 from raydfl.core.errors import ConfigError, InputError
 from raydfl.core.types import Update
-from raydfl.engine.config import Config, apply_overrides, make_config
+from raydfl.engine.config import Config, make_config
+from raydfl.engine.overrides import apply_overrides
 from raydfl.engine.storage import record
 from raydfl.methods.harmony import Harmony, clusters
 from raydfl.runs.inference import classify
