@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 ARGS ?=
 RUNS ?= runs
 
-.PHONY: help run test test-all test-wheel check bench-peers
+.PHONY: help run test test-all test-wheel check docs bench-peers
 .DELETE_ON_ERROR:
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo 'make test-all  every test'
 	@echo 'make test-wheel  the blocks of README.md and docs/ with an installed wheel, away from the repository'
 	@echo 'make check     style, types, and which room imports which'
+	@echo 'make docs      the documentation as a site, in build/docs; links are checked'
 	@echo 'make bench-peers  what benchmarks/rounds.py compares with: Flower and pfl-research, in .venv-peers'
 
 run: QUICKSTART := $(RUNS)/quickstart-$(shell date +%Y%m%d-%H%M%S)
@@ -51,6 +52,15 @@ check: $(INSTALLED)
 	.venv/bin/ruff format --check
 	.venv/bin/mypy --strict -p raydfl
 	.venv/bin/lint-imports --no-logo --no-cache
+
+# In an environment of its own: it reads the code, and needs none of what that imports.
+docs: .venv-docs/.installed
+	.venv-docs/bin/mkdocs build --strict
+
+.venv-docs/.installed: docs/constraints.txt
+	test -x .venv-docs/bin/pip || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --constraint $< mkdocs-material 'mkdocstrings[python]' ruff
+	@touch $@
 
 bench-peers: .venv-peers/.installed
 

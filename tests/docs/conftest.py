@@ -20,8 +20,8 @@ def fast(pytestconfig: pytest.Config) -> bool:
 def sandbox(tmp_path_factory: pytest.TempPathFactory, fast: bool) -> Callable[[Path], Path]:
     """The folder in which a page's blocks run one after another. The recordings lie in PATH/TO, if there are any.
 
-    It is empty for README.md, which begins with ``raydfl init``, and as that command leaves it for the other pages. In the fast
-    suite a round of ``jobs/tiny.yaml`` has one step or two for each client.
+    It is empty for README.md and start.md, which begin with ``raydfl init``, and as that command leaves it for the other pages. In
+    the fast suite a round of ``jobs/tiny.yaml`` has one step or two for each client.
     """
     folders: dict[Path, Path] = {}
 
@@ -29,7 +29,7 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory, fast: bool) -> Callable[[P
         if page not in folders:
             folder = tmp_path_factory.mktemp(page.stem) / "project"
             folder.mkdir()
-            if page.name != "README.md":
+            if page.name not in ("README.md", "start.md"):
                 write_examples(folder)
                 if fast:
                     tiny = folder / "jobs" / "tiny.yaml"

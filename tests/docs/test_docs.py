@@ -66,6 +66,8 @@ def test_pages_are_there_and_have_blocks() -> None:
         "fedmlac.md",
         "fedstar.md",
         "gpu.md",
+        "index.md",
+        "install.md",
         "jobs.md",
         "machines.md",
         "methods.md",
@@ -74,9 +76,13 @@ def test_pages_are_there_and_have_blocks() -> None:
         "observability.md",
         "own-method.md",
         "profila.md",
+        "recordings.md",
+        "reference.md",
         "report.md",
+        "results.md",
         "search.md",
         "silos.md",
+        "start.md",
         "sweeps.md",
         "together.md",
         "transforms.md",
@@ -84,6 +90,9 @@ def test_pages_are_there_and_have_blocks() -> None:
         "views.md",
     }
     assert all(any(block.page == page for block in RUNNABLE) for page in PAGES)
+    assert len(PAGES[0].read_text().splitlines()) <= 250, "the README is for a first look; the rest is behind links"
+    site = re.findall(r"[\w-]+\.md", (ROOT / "mkdocs.yml").read_text())
+    assert sorted(site) == sorted(page.name for page in PAGES[1:]), "the site shows each page once"
     languages = {block.language for block in BLOCKS}
     assert languages <= {"bash", "python", "yaml", "text"}, languages
     assert all(block.more for block in BLOCKS if block.mark == "skip"), "say why a block is not run"
