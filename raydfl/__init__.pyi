@@ -46,6 +46,7 @@ from raydfl.runs.inference import export_model as export_model
 from raydfl.runs.inference import load_model as load_model
 from raydfl.runs.report import parts_of_rounds as parts_of_rounds
 from raydfl.runs.report import read_run as read_run
+from raydfl.runs.tracking import FilesTracker as FilesTracker
 from raydfl.training import Step as Step
 from raydfl.training import computing_in as computing_in
 from raydfl.training import fit as fit

@@ -201,6 +201,11 @@ class TrackSettings(Settings):
     experiment: str = Field(
         "raydfl", min_length=1, max_length=500, description="MLflow experiment that the runs belong to"
     )
+    also: list[str] = Field(
+        default_factory=list,
+        description="further trackers, each of which writes files into the run's folder: tensorboard, wandb (offline), or your own "
+        "as my_file.py:Class",
+    )
 
     @field_validator("uri")
     @classmethod

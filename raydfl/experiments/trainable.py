@@ -100,7 +100,7 @@ class _Federation(FederationTrial):
         self._config = checked.model_copy(
             update={
                 "run": checked.run.model_copy(update=own),
-                "track": checked.track.model_copy(update={"mlflow": False}),  # that is the Tuner's
+                "track": checked.track.model_copy(update={"mlflow": False, "also": []}),  # that is the Tuner's
             }
         )
         self._folder = Path(checked.run.dir) / self.trial_id

@@ -9,6 +9,5 @@ from raydfl.runs.progress import Advance as Advance
 from raydfl.runs.progress import Progress as Progress
 from raydfl.runs.progress import duration as duration
 from raydfl.runs.stopping import StopSignals as StopSignals
-from raydfl.runs.tracking import NullTracker as NullTracker
 from raydfl.runs.tracking import Tracker as Tracker
 from raydfl.runs.tracking import make_tracker as make_tracker

@@ -56,7 +56,7 @@ def test_a_nodes_metrics_are_the_records_sums(ray_session: None, tiny: Tiny) -> 
     folder = create(config, Progress("quiet"))
     server = ray.remote(ServerActor).options(num_cpus=0).remote(str(folder), config)
     try:
-        done, _ = ray.get(server.open.remote())
+        done = ray.get(server.open.remote())[0]
         while done < 4:
             done = ray.get(server.rounds.remote(done, 4, 0.3))[-1].round
         ray.get(server.finish.remote(4))
@@ -82,6 +82,12 @@ def test_a_nodes_metrics_are_the_records_sums(ray_session: None, tiny: Tiny) -> 
         assert value == pytest.approx(total(f"seconds/{part}"), rel=1e-6), part
     assert shown[f"round_seconds_count{{{tag}}}"] == 4
     assert not [name for name in shown if "s0" in name or "client=" in name]
+    board = (Path(__file__).parents[2] / "docs" / "grafana.json").read_text()
+    asked = set(re.findall(r"ray_raydfl_(\w+)", board)) - {"failures_total"}  # of these there are none
+    assert asked <= {name.partition("{")[0] for name in shown}
+    asked_parts = {part for parts in re.findall(r'part=~\\"([\w|]+)', board) for part in parts.split("|")}
+    assert asked_parts
+    assert asked_parts <= recorded
     # Two actors: more than one lane, and the parts of their time fill it.
     timelines = [row.array for row in rows if row.metric == TIMELINE]
     assert {int(actor) for array in timelines if array is not None for actor in array[:, 1]} == {0, 1}

@@ -10,6 +10,7 @@ suite a run does one round unless its command says how many, with a step or two 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import runpy
@@ -360,6 +361,16 @@ def test_every_override_point_and_every_member_of_a_step_is_described() -> None:
     assert len(members) >= 17
     for name in members:
         assert f"`step.{name}" in text, name
+
+
+def test_every_query_of_the_dashboard_is_for_a_metric_that_the_page_has() -> None:
+    """That a node shows them, tests/cluster looks up."""
+    known = set(re.findall(r"`ray_raydfl_(\w+)`", _page("observability.md").read_text()))
+    board = json.loads((ROOT / "docs" / "grafana.json").read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    asked = [re.findall(r"ray_raydfl_(\w+)", query) for query in queries]
+    assert all(asked)
+    assert {re.sub("_(sum|count|bucket)$", "", name) for names in asked for name in names} == known
 
 
 def test_readme_names_every_method_and_data_set() -> None:

@@ -18,14 +18,14 @@ from raydfl.core.nested import flatten
 from raydfl.engine.storage import RunStore, read_rows, round_of, to_rows
 from raydfl.experiments.search.journal import Journal
 from raydfl.experiments.search.plan import Search, Trial
-from raydfl.runs import NullTracker, Tracker, make_tracker
+from raydfl.runs import Tracker, make_tracker
 
 _PARENT = "mlflow.parentRunId"
 """MLflow's own tag: its pages show the run below the other one."""
 
 
 class SearchTracker:
-    """MLflow's view of a search and its trials; nothing when ``track.mlflow`` is false."""
+    """MLflow's view of a search and its trials, and further trackers' of the trials."""
 
     def __init__(self, search: Search, journal: Journal, warn: Callable[[str], None]) -> None:
         """Begin the search's run, or go on with it.
@@ -42,9 +42,10 @@ class SearchTracker:
         self._open: dict[int, tuple[Tracker, Path]] = {}
         self._sent: dict[int, int] = {}
         if not self._settings.mlflow:
-            self._search_run: Tracker = NullTracker()
+            self._search_run = Tracker()
             return
-        self._search_run = make_tracker(self._settings, search.folder, search.folder, warn)
+        alone = self._settings.model_copy(update={"also": []})  # a search has no rounds
+        self._search_run = make_tracker(alone, search.folder, search.folder, warn)
         identity = {key: value for key, value in search.identity.items() if key != "space"}
         params = {
             **flatten(identity),
@@ -73,7 +74,7 @@ class SearchTracker:
 
     def begun(self, trial: Trial) -> None:
         """Begin a run below the search's, or go on with it."""
-        if not self._settings.mlflow:
+        if not (self._settings.mlflow or self._settings.also):
             return
         tracker = make_tracker(self._settings, self._search.folder, trial.run_dir, self._warn)
         params = {
@@ -84,7 +85,10 @@ class SearchTracker:
         self._ids[trial.name] = tracker.start(
             trial.name,
             params,
-            {_PARENT: self._ids["search"], "raydfl.digest": trial.config.digest()},
+            {
+                **({_PARENT: self._ids["search"]} if self._settings.mlflow else {}),
+                "raydfl.digest": trial.config.digest(),
+            },
             self._ids.get(trial.name),
         )
         self._keep()

@@ -8,7 +8,6 @@ resumed.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import math
 import os
@@ -18,7 +17,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
 
@@ -26,70 +25,23 @@ from raydfl.core.errors import InputError, first_line
 from raydfl.core.lock import locked
 from raydfl.engine import TrackSettings, without_password
 from raydfl.engine.storage import MetricRow, read_rows, to_rows
+from raydfl.runs.tracking._tracker import KEY_LENGTH, SERVER, WORK, Status, Tracker, metric_name
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 
-Status = Literal["FINISHED", "FAILED", "KILLED"]
-"""How a run ended, in MLflow's words; KILLED: stopped by the user, can be resumed."""
-
 MIRRORED = "raydfl.mirrored_round"
 """The MLflow tag that holds the last round whose metrics are in MLflow."""
-
-WORK = "work"
-"""What the split ``"server"`` is called in MLflow, whose pages order charts by the part of their names before the last slash: the
-scores (``test/...``, ``train``, ``validation/...``) shall come before bytes and seconds."""
-_SERVER = "server"
 
 _METRICS_PER_CALL = 1000  # MLflow's limits for one log_batch
 _PARAMS_PER_CALL = 100
 _PARAM_LENGTH = 6000
-_KEY_LENGTH = 250
 _PROBE_SECONDS = 5.0
 _RETRY_SECONDS = 60.0  # a store that failed is left alone for so long: each try may block the run until its timeout
 
 
-def metric_name(row: MetricRow, work: str = WORK) -> str:
-    """Return the name of a row's metric in MLflow: ``split/metric``, after the phase where that is not train or evaluate.
-
-    Characters that MLflow refuses become ``_``, with a short hash at the end so that different names stay different.
-
-    Args:
-        row: of the record.
-        work: what the split ``"server"`` is called.
-    """
-    phase = "" if row.phase in ("train", "evaluate") else row.phase
-    split = work if row.split == _SERVER else row.split
-    name = "/".join(part for part in (phase, split, row.metric) if part)
-    allowed = re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)
-    allowed = "/".join("_" if part in ("", ".", "..") else part for part in allowed.split("/"))
-    if allowed == name and len(name) <= _KEY_LENGTH:
-        return name
-    digest = hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
-    return f"{allowed[: _KEY_LENGTH - 9]}_{digest}"
-
-
-class NullTracker:
-    """Mirrors nothing: in place of :class:`MlflowTracker` with ``track.mlflow=false``."""
-
-    def start(
-        self, run_name: str, params: Mapping[str, Any], tags: Mapping[str, str], run_id: str | None = None
-    ) -> str:
-        """Return ``run_id``, or nothing."""
-        return run_id or ""
-
-    def log_rows(self, rows: Iterable[MetricRow]) -> None:
-        """Does nothing."""
-
-    def log_artifact(self, path: Path) -> None:
-        """Does nothing."""
-
-    def finish(self, status: Status) -> None:
-        """Does nothing."""
-
-
-class MlflowTracker:
+class MlflowTracker(Tracker):
     """Mirrors one run in MLflow. Use it in one process only: the driver.
 
     ``start`` raises when the store cannot be used: nothing is lost yet. After that no method raises because of MLflow:
@@ -238,8 +190,8 @@ class MlflowTracker:
         if earlier is not None:
             self._run_id = earlier.info.run_id
             self._mirrored = int(earlier.data.tags.get(MIRRORED, -1))
-            if any(name.startswith(f"{_SERVER}/") for name in earlier.data.metrics):
-                self._work = _SERVER  # an earlier version began it: its curves go on under their names
+            if any(name.startswith(f"{SERVER}/") for name in earlier.data.metrics):
+                self._work = SERVER  # an earlier version began it: its curves go on under their names
             self._behind = True
             client.update_run(self._run_id, status="RUNNING")
             for key, value in tags.items():
@@ -271,7 +223,7 @@ class MlflowTracker:
         stored = client.get_run(self._run_id).data.params
         fresh = []
         for key, value in params.items():
-            name = re.sub(r"[^\w\-. :/]", "_", key, flags=re.ASCII)[:_KEY_LENGTH]
+            name = re.sub(r"[^\w\-. :/]", "_", key, flags=re.ASCII)[:KEY_LENGTH]
             if name not in stored:
                 fresh.append(Param(name, without_password(str(value))[:_PARAM_LENGTH]))
         for start in range(0, len(fresh), _PARAMS_PER_CALL):
@@ -348,16 +300,6 @@ class MlflowTracker:
             f"MLflow at {self.uri} cannot be used: {_said(error)}; start the server or correct track.uri, "
             f"or set track.mlflow=false to train without it"
         )
-
-
-Tracker = MlflowTracker | NullTracker
-
-
-def make_tracker(
-    settings: TrackSettings, runs_dir: Path, run_dir: Path, warn: Callable[[str], None] | None = None
-) -> Tracker:
-    """Return the tracker that the settings ask for; see :class:`MlflowTracker`."""
-    return MlflowTracker(settings, runs_dir, run_dir, warn) if settings.mlflow else NullTracker()
 
 
 def _said(error: Exception) -> str:

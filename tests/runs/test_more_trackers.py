@@ -1,0 +1,104 @@
+"""Trackers beside MLflow. Oracle: their files, read back by their own formats."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from raydfl.core.errors import ConfigError
+from raydfl.engine.config import Config
+from raydfl.engine.settings import TrackSettings
+from raydfl.engine.storage import read_rows, to_rows
+from raydfl.runs import resume, run
+from raydfl.runs.progress import Progress
+from raydfl.runs.tracking import FilesTracker, make_tracker, metric_name
+from raydfl.runs.tracking._mlflow import MlflowTracker
+
+Tiny = Callable[..., Config]
+Points = dict[str, list[tuple[int, float]]]
+
+
+class Failing(FilesTracker):
+    """Cannot write the second round."""
+
+    def open(self, run_name: str, params: object, tags: object) -> None:
+        pass
+
+    def write(self, number: int, metrics: object) -> None:
+        if number == 2:
+            raise OSError("the disk is full")
+
+
+def points_of_tensorboard(folder: Path) -> Points:
+    """By name, from the records of the event file: length, its check sum, the event, its check sum."""
+    (file,) = folder.glob("events.out.tfevents.*")
+    data, at, found = file.read_bytes(), 0, {}
+    while at < len(data):
+        (length,) = struct.unpack_from("<Q", data, at)
+        event = Event.FromString(data[at + 12 : at + 12 + length])
+        at += 16 + length
+        for value in event.summary.value:
+            if value.HasField("simple_value"):
+                found.setdefault(value.tag, []).append((event.step, value.simple_value))
+    return found
+
+
+def points_of_wandb(folder: Path) -> Points:
+    """By name, from an offline run's file: LevelDB's log, whose blocks of 32 KiB hold pieces of records, after 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (file,) = folder.glob("offline-run-*/*.wandb")
+    data, at, whole, found = file.read_bytes(), 7, b"", {}
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # too short for a piece
+            at += 32768 - at % 32768
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # the whole of a record, or its last piece
+            record, whole = Record.FromString(whole), b""
+            values = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
+            }
+            for name, value in values.items():
+                if not name.startswith("_"):
+                    found.setdefault(name, []).append((record.history.step.num, value))
+    return found
+
+
+@pytest.mark.parametrize("name", ["tensorboard", pytest.param("wandb", marks=pytest.mark.slow)])
+def test_its_files_hold_the_record_once_also_after_a_resume(name: str, tiny: Tiny) -> None:
+    pytest.importorskip({"tensorboard": "tensorboardX", "wandb": "wandb"}[name])
+    read = {"tensorboard": points_of_tensorboard, "wandb": points_of_wandb}[name]
+    settings = ["run.name=watched", "ray.actors=0", "evaluate.every=1", f"track={{mlflow: false, also: [{name}]}}"]
+    outcome = run(tiny(*settings, "train.rounds=2"), Progress("quiet"))
+    resume(outcome.run_dir, ["train.rounds=3"], Progress("quiet"))
+    wanted: Points = {}
+    for row in to_rows(read_rows(outcome.run_dir)):
+        if not row.client and row.array is None:
+            wanted.setdefault(metric_name(row), []).append((row.round, row.value))
+    found = read(outcome.run_dir / name)
+    assert {len(points) for key, points in wanted.items() if key == "test/model/accuracy"} == {3}
+    for key, points in wanted.items():
+        assert found[key] == [(step, pytest.approx(value, rel=1e-6, nan_ok=True)) for step, value in sorted(points)]
+
+
+def test_one_that_fails_is_told_once_and_the_run_goes_on(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    also = f"track={{mlflow: false, also: ['{__file__}:Failing', tensorboard]}}"
+    outcome = run(tiny("run.name=failing", "ray.actors=0", "train.rounds=4", also), Progress("lines"))
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("Failing failed (OSError: the disk is full); the run goes on without it") == 1
+    assert outcome.finished
+    assert max(step for step, _ in points_of_tensorboard(outcome.run_dir / "tensorboard")["work/clients"]) == 4
+
+
+def test_a_name_that_there_is_not(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown tracker 'tensorbord'; did you mean 'tensorboard'"):
+        make_tracker(TrackSettings(mlflow=False, also=["tensorbord"]), tmp_path, tmp_path)
+    with pytest.raises(ConfigError, match=r"tracker '.*:MlflowTracker' is not a subclass of raydfl.FilesTracker"):
+        make_tracker(TrackSettings(also=[f"{MlflowTracker.__module__}:MlflowTracker"]), tmp_path, tmp_path)
