@@ -174,6 +174,7 @@ class Bench:
     strength: float
     seeds: Sequence[int]
     chosen: Sequence[str]
+    figures: Path | None
 
     def config(self, seed: int, changes: Mapping[str, Any]) -> Config:
         """Return a run's configuration: the job's, with what ``changes`` has over it."""
@@ -287,6 +288,38 @@ def _pooled(machines: Sequence[Machine]) -> float:
 def contestants(bench: Bench) -> None:
     """Areas under the ROC curve and F1 of all contestants."""
     _compare(bench, CONTESTANTS)
+    if bench.figures is not None:
+        _draw_scores(bench, bench.figures / "profila-scores.svg")
+
+
+DRAWN = ("FedAvg", "ProFiLA, normal clips alone", "ProFiLA, as run", "autoencoder (FedAvg)")
+
+
+def _draw_scores(bench: Bench, path: Path) -> None:
+    """Draw the scores of each machine's test clips, with the first seed's machines."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = path.name
+    runs = {name: bench.run(bench.seeds[0], CONTESTANTS[name]).last for name in DRAWN}
+    machines = sorted(machine.name for machine in runs[DRAWN[0]])[:: bench.ids // 2 or 1][:4]
+    figure, rows = plt.subplots(len(runs), len(machines), figsize=(9, 7), layout="constrained", squeeze=False)
+    for axes, (name, found) in zip(rows, runs.items(), strict=True):
+        of = {machine.name: machine for machine in found}
+        for axis, machine in zip(axes, (of[each] for each in machines), strict=True):
+            scores, strange = np.array(machine.scores), np.array(machine.strange, dtype=bool)
+            bins = np.linspace(scores.min(), scores.max(), 21)
+            axis.hist(scores[~strange], bins, alpha=0.6, label="normal")
+            axis.hist(scores[strange], bins, alpha=0.6, label="anomalous")
+            axis.axvline(machine.threshold, color="black", linewidth=0.8, linestyle="--", label="threshold")
+            axis.set_title(f"{machine.name}, AUC {machine.auc:.2f}", fontsize="small")
+            axis.tick_params(labelsize=6)
+            axis.set_yticks([])
+        axes[0].set_ylabel(name, fontsize="small")
+    rows[0][0].legend(frameon=False, fontsize="x-small")
+    figure.savefig(path, metadata={"Date": None})
 
 
 def published(bench: Bench) -> None:
@@ -422,13 +455,25 @@ def main() -> None:
     parser.add_argument("--clips", type=int, default=40, help="normal clips that a machine trains on")
     parser.add_argument("--strength", type=float, default=-5.0, help="anomalies, dB over the machine's own sound")
     parser.add_argument("--only", nargs="+", default=(), help="contestants, by name; without it all")
+    parser.add_argument(
+        "--figures", type=Path, help="folder for profila-scores.svg, drawn with the table of contestants"
+    )
     given = parser.parse_args()
     budget = (
         f"{given.rounds} rounds, {2 * given.ids} machines with {given.clips} normal clips each, anomalies at "
         f"{given.strength:g} dB, `{given.model}`, seeds {given.seeds}."
     )
     with folders(given.kept) as (runs, kept):
-        common = (given.rounds, given.ids, given.model, given.clips, given.strength, given.seeds, given.only)
+        common = (
+            given.rounds,
+            given.ids,
+            given.model,
+            given.clips,
+            given.strength,
+            given.seeds,
+            given.only,
+            given.figures,
+        )
         print_tables(TABLES, given.tables, budget, Bench(runs, kept, *common))
 
 
