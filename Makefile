@@ -4,6 +4,7 @@
 PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& command -v $$python && break; done)
+FOR_RUNS := .venv/.installed-for-runs
 INSTALLED := .venv/.installed
 ARGS ?=
 RUNS ?= runs
@@ -21,7 +22,7 @@ help:
 	@echo 'make bench-peers  what benchmarks/rounds.py compares with: Flower and pfl-research, in .venv-peers'
 
 run: QUICKSTART := $(RUNS)/quickstart-$(shell date +%Y%m%d-%H%M%S)
-run: $(INSTALLED)
+run: $(FOR_RUNS)
 	.venv/bin/raydfl run jobs/quickstart.yaml run.dir=$(RUNS) run.name=$(notdir $(QUICKSTART))-fedavg $(ARGS)
 	.venv/bin/raydfl run jobs/quickstart.yaml run.dir=$(RUNS) run.name=$(notdir $(QUICKSTART))-fedmlac $(ARGS) \
 		method='{name: fedmlac, plug_ce_weight: 1.0}'
@@ -71,10 +72,15 @@ bench-peers: .venv-peers/.installed
 	@touch $@
 
 # PyTorch comes first, for raydfl's operators are compiled against it (and left out where there is no C++ compiler).
-$(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard raydfl/core/ops/csrc/*)
+$(FOR_RUNS): pyproject.toml constraints.txt setup.py $(wildcard raydfl/core/ops/csrc/*)
 	@test -x .venv/bin/pip || test -n "$(PYTHON)" || { \
 		echo 'raydfl needs Python 3.11 or 3.12: install one, or name it: make PYTHON=/path/to/python3.12 ...' >&2; exit 2; }
 	test -x .venv/bin/pip || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --constraint constraints.txt setuptools torch
-	.venv/bin/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[speech,dev]'
+	.venv/bin/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[speech]'
+	@touch $@
+
+# raydfl is there already: what comes are the packages of its extras.
+$(INSTALLED): $(FOR_RUNS)
+	.venv/bin/python -m pip install --constraint constraints.txt 'raydfl[speech,dev]'
 	@touch $@
