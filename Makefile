@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 ARGS ?=
 RUNS ?= runs
 
-.PHONY: help run test test-all test-wheel check bench-peers
+.PHONY: help run test test-all test-wheel check bench-peers gpu-check
 .DELETE_ON_ERROR:
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo 'make test-all  every test'
 	@echo 'make test-wheel  the blocks of README.md and docs/ with an installed wheel, away from the repository'
 	@echo 'make check     style, types, and which room imports which'
+	@echo 'make gpu-check   whether raydfl is right on this GPU, and how fast: one table, ten minutes (docs/gpu.md)'
 	@echo 'make bench-peers  what benchmarks/rounds.py compares with: Flower and pfl-research, in .venv-peers'
 
 run: QUICKSTART := $(RUNS)/quickstart-$(shell date +%Y%m%d-%H%M%S)
@@ -51,6 +52,9 @@ check: $(INSTALLED)
 	.venv/bin/ruff format --check
 	.venv/bin/mypy --strict -p raydfl
 	.venv/bin/lint-imports --no-logo --no-cache
+
+gpu-check: $(INSTALLED)
+	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/gpu_check.py $(ARGS)
 
 bench-peers: .venv-peers/.installed
 
