@@ -9,7 +9,7 @@ INSTALLED := .venv/.installed
 ARGS ?=
 RUNS ?= runs
 
-.PHONY: help run test test-all test-wheel check docs bench-peers
+.PHONY: help run test test-all test-wheel check docs bench-peers gpu-check
 .DELETE_ON_ERROR:
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo 'make test-wheel  the blocks of README.md and docs/ with an installed wheel, away from the repository'
 	@echo 'make check     style, types, and which room imports which'
 	@echo 'make docs      the documentation as a site, in build/docs; links are checked'
+	@echo 'make gpu-check   whether raydfl is right on this GPU, and how fast: one table, ten minutes (docs/gpu.md)'
 	@echo 'make bench-peers  what benchmarks/rounds.py compares with: Flower and pfl-research, in .venv-peers'
 
 run: QUICKSTART := $(RUNS)/quickstart-$(shell date +%Y%m%d-%H%M%S)
@@ -62,6 +63,9 @@ docs: .venv-docs/.installed
 	test -x .venv-docs/bin/pip || $(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/python -m pip install --constraint $< mkdocs-material 'mkdocstrings[python]' ruff
 	@touch $@
+
+gpu-check: $(INSTALLED)
+	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/gpu_check.py $(ARGS)
 
 bench-peers: .venv-peers/.installed
 

@@ -196,6 +196,10 @@ class Worker:
         self.config = config
         self.private = private
         self.device = torch.device(device)
+        if self.device.type == "cuda":
+            if self.device.index is None:  # tensors name theirs, and parts of torch.cuda ask for it
+                self.device = torch.device("cuda", torch.cuda.current_device())
+            torch.backends.cudnn.allow_tf32 = False  # else convolutions and GRUs round float32 to 10 bits
         self.method = config.parts.method
         self.population = Population.load(run_dir / "population") if population is None else population
         self.clients = Clients(self.population, config)
@@ -323,6 +327,8 @@ class Worker:
         task = order.task
         round_ = _round_of(order)
         text = f"{_subject(order)} failed in round {round_}, phase {task.phase!r}: {_named(error)}"
+        if isinstance(error, torch.OutOfMemoryError):
+            text += "; lower train.batch_size, evaluate.batch_size or train.together, or give actors more of a GPU (ray.gpus)"
         if task.client_id and order.measure is None:
             client = shlex.quote(task.client_id)
             text += (

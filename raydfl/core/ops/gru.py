@@ -43,7 +43,7 @@ class GRU(nn.GRU):
 
     def forward(self, x: Any, hx: Tensor | None = None) -> tuple[Any, Tensor]:
         """Return the output and the last state, see torch.nn.GRU."""
-        if not isinstance(x, Tensor) or hx is not None or not self._covered(x) or torch_is_better(x):
+        if not isinstance(x, Tensor) or hx is not None or not self._covered(x) or self._torch_is_better(x):
             output: tuple[Any, Tensor] = nn.GRU.forward(self, x, hx)
             return output
         outputs = gru(x, self._weights())
@@ -58,7 +58,7 @@ class GRU(nn.GRU):
         Raises:
             ValueError: the module has more than one layer or wants time before batch.
         """
-        if lengths is None and torch_is_better(x):
+        if lengths is None and self._torch_is_better(x):
             output: Tensor = nn.GRU.forward(self, x)[0]
             return output
         if not self._covered(x):
@@ -67,6 +67,10 @@ class GRU(nn.GRU):
                 f"this is {self} with x of shape {list(x.shape)}"
             )
         return gru(x, self._weights(), lengths)
+
+    def _torch_is_better(self, x: Tensor) -> bool:
+        """Return whether cuDNN computes it: in evaluation mode it has no gradients."""
+        return torch_is_better(x) and (self.training or not torch.is_grad_enabled())
 
     def _weights(self) -> list[Tensor]:
         """Return one layer's four weights for each direction; by name, because torch.func.functional_call replaces attributes."""

@@ -1,0 +1,98 @@
+"""benchmarks/gpu_check.py forgets nothing, keeps its time, and runs to its end without a GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import gpu_check
+import pytest
+import torch
+from gpu import equality, federations
+from gpu.lines import Line, Watch, failed, table, tried
+
+from raydfl.core import registry
+
+
+def test_every_method_objective_transform_and_attack_is_compared() -> None:
+    for dry in (False, True):
+        cases = federations.cases(dry)
+        for kind, package in (
+            ("method", "raydfl.methods"),
+            ("objective", "raydfl.objectives"),
+            ("transform", "raydfl.data.transforms"),
+            ("attack", "raydfl.attacks"),
+        ):
+            assert federations.names(kind, cases) == registry.names(package)
+        assert len({str(case) for case in cases}) == len(cases)
+
+
+def test_differences_are_told_as_shares_of_what_is_allowed() -> None:
+    expected = {"a": torch.tensor([0.0, 1.0]), "b": torch.zeros(0)}
+    allowed = equality.ABSOLUTE + equality.RELATIVE
+    found = {"a": torch.tensor([0.0, 1.0 + 3 * allowed]), "b": torch.zeros(0)}
+    share, where = equality.difference(expected, found)
+    assert share == pytest.approx(3, rel=1e-3)
+    assert where == "a"
+    assert equality.difference(expected, {**found, "a": torch.tensor([0.0, float("nan")])})[0] == float("inf")
+    with pytest.raises(ValueError, match="other tensors: .*'b'"):
+        equality.difference(expected, {"a": expected["a"]})
+
+
+def test_a_part_without_time_says_so_and_a_failure_does_not_end_it(tmp_path: Path) -> None:
+    clock = [0.0]
+    watch = Watch(600, now=lambda: clock[0])
+    watch.begin(700)
+    clock[0] = 599
+    assert watch.left == 1  # the whole check ends first
+    clock[0] = 601
+    lines = equality.check(federations.cases(), tmp_path, tmp_path, "cpu", watch)
+    assert {line.result for line in lines} == {"cut short"}
+    assert len(lines) == len(federations.cases())
+
+    def fails() -> Line:
+        raise RuntimeError("a tensor on the CPU\nand more")
+
+    line = tried("part", "thing", fails)
+    assert (line.result, line.figure) == ("FAILED", "RuntimeError: a tensor on the CPU")
+    assert "fails" in line.details["traceback"]
+    assert table([line, failed("p", "x", ValueError("v"))]).splitlines() == [
+        "part  thing  FAILED  RuntimeError: a tensor on the CPU",
+        "p     x      FAILED  ValueError: v",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [([], "there is no GPU that PyTorch"), (["--device", "cpu"], "measures nothing of a GPU; give --dry-run too")],
+)
+def test_without_a_gpu_it_says_what_is_missing(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *words])
+    try:
+        code: object = gpu_check.main()
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_dry_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--device", "cpu", "--dry-run", "--out", str(tmp_path)])
+    code = gpu_check.main()
+    report = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert [line for line in report["lines"] if line["result"] not in ("ok", "cut short")] == []
+    assert code == 0
+    assert {line["part"] for line in report["lines"]} == {
+        "equal to the CPU",
+        "memory",
+        "together: auto",
+        "clients a second",
+    }
+    assert report["dry run"]
+    assert report["environment"]["pytorch"] == torch.__version__
+    assert "0 failed" in capsys.readouterr().out
