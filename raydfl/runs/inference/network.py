@@ -47,14 +47,19 @@ class Graph:
     """Largest difference to PyTorch of an output."""
 
 
-def to_onnx(model: RunModel) -> Graph:
+def to_onnx(model: RunModel, with_lengths: bool | None = None) -> Graph:
     """Return the network with the inputs ``x`` and (where lengths differ) ``lengths`` and the outputs of :func:`output_names`.
+
+    Args:
+        model: of the run.
+        with_lengths: whether there is the input ``lengths``; ``None``: where the lengths of the run's clips differ.
 
     Raises:
         InputError: the network contains what cannot be exported, or the graph gives other results than the network.
     """
     images = isinstance(model.spec.inputs, tuple)
-    with_lengths = model.length is None and not images
+    if with_lengths is None:
+        with_lengths = model.length is None and not images
     reasons = []
     # With a fixed number of frames only where all recordings have it.
     for frames in (None,) if with_lengths or images else (None, model.length):
@@ -125,9 +130,9 @@ class _Recurrence(nn.Module):
             "linear_before_reset": 1,
         }
         ways = ("", "_reverse") if gru.bidirectional else ("",)
-        self.register_buffer("weights", _stacked(gru, "weight_ih_l0", ways))
-        self.register_buffer("recurrent_weights", _stacked(gru, "weight_hh_l0", ways))
-        biases = [_stacked(gru, name, ways) for name in ("bias_ih_l0", "bias_hh_l0")] if gru.bias else []
+        self.register_buffer("weights", stacked_gates(gru, "weight_ih_l0", ways))
+        self.register_buffer("recurrent_weights", stacked_gates(gru, "weight_hh_l0", ways))
+        biases = [stacked_gates(gru, name, ways) for name in ("bias_ih_l0", "bias_hh_l0")] if gru.bias else []
         self.register_buffer("biases", torch.cat(biases, dim=1) if biases else None)
         self.directions, self.hidden = len(ways), gru.hidden_size
 
@@ -153,8 +158,8 @@ class _Recurrence(nn.Module):
         return outputs.permute(2, 0, 1, 3).flatten(2), last
 
 
-def _stacked(gru: nn.GRU, name: str, ways: Sequence[str]) -> Tensor:
-    """Return a weight or bias of each direction, [directions, 3 * hidden, ...]."""
+def stacked_gates(gru: nn.GRU, name: str, ways: Sequence[str] = ("",)) -> Tensor:
+    """Return a weight or bias of each direction in ONNX's order of gates, [directions, 3 * hidden, ...]."""
     return torch.stack([_reordered(getattr(gru, name + way).detach()) for way in ways])
 
 

@@ -132,6 +132,60 @@ def test_recordings_through_the_exported_model(segmented: Finished, with_lengths
         np.testing.assert_allclose(np.mean(found, axis=0), prediction.probabilities, atol=1e-5)
 
 
+@pytest.fixture
+def exported_before(exported: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The network's graph, which takes the exporter seconds, as it was exported before."""
+    from raydfl.runs.inference.network import Graph
+
+    graph = Graph(exported.path.read_bytes(), None, False, exported.difference)
+    monkeypatch.setattr("raydfl.runs.inference.network.to_onnx", lambda model, with_lengths=None: graph)
+    return graph
+
+
+def test_samples_in_answers_out(raydfl: Raydfl, mutual: Finished, exported_before: Any) -> None:
+    """On the run's own test recordings, by the file alone."""
+    import onnx
+
+    said = raydfl("export", mutual.folder, "--input", "wave")
+    assert said.code == 0, said.err
+    assert "largest difference to raydfl predict: " in said.out
+    path = mutual.folder / "export" / "plugin-wave.onnx"
+    properties = {entry.key: entry.value for entry in onnx.load(path).metadata_props}
+    assert properties["sample_rate"] == "8000"
+    assert json.loads(properties["classes"]) == ["high", "low", "middle"]
+    about = json.loads(path.with_suffix(".json").read_text())
+    assert about["onnx"]["inputs"]["samples"]["sample_rate"] == about["sample_rate"] == 8000
+    assert json.loads(properties["raydfl"]) == about
+    for prediction in classify(mutual.folder, mutual.test_files):
+        samples = soundfile.read(prediction.file, dtype="float32")[0]
+        (found,) = session(path).run(["probabilities"], {"samples": samples[None]})
+        np.testing.assert_allclose(found[0], prediction.probabilities, atol=1e-5)
+
+
+def test_int8_and_its_accuracy(raydfl: Raydfl, mutual: Finished, exported_before: Any) -> None:
+    """Both accuracies by hand: of predict, and of the file in int8 on the test recordings."""
+    import onnx
+
+    said = raydfl("export", mutual.folder, "--input", "wave", "--quantize", "int8")
+    assert said.code == 0, said.err
+    path = mutual.folder / "export" / "plugin-wave-int8.onnx"
+    kinds = Counter(node.op_type for node in onnx.load(path).graph.node)
+    assert kinds["QuantizeLinear"] >= 2
+    about = json.loads(path.with_suffix(".json").read_text())
+    classes, right = about["classes"], {"float32": 0, "int8": 0}
+    for prediction, label in zip(classify(mutual.folder, mutual.test_files), mutual.labels, strict=True):
+        samples = soundfile.read(prediction.file, dtype="float32")[0]
+        (found,) = session(path).run(["probabilities"], {"samples": samples[None]})
+        assert 0 < np.abs(found[0] - prediction.probabilities).max() < 0.1
+        right["float32"] += prediction.label == label
+        right["int8"] += classes[int(found.argmax())] == label
+    count, measured = len(mutual.labels), about["quantised"]["measured"]
+    assert (measured["metric"], measured["split"], measured["clips"]) == ("accuracy", "test", count)
+    for kind, number in right.items():
+        assert measured[kind] == pytest.approx(number / count)
+        assert f"{kind} {number / count:.4f}" in said.out
+
+
 def test_a_clients_own_model(raydfl: Raydfl, mutual: Finished) -> None:
     client = mutual.trained()[0]
     said = raydfl("export", mutual.folder, "--client", client)
@@ -281,10 +335,14 @@ def test_refusals(
     from raydfl.runs.inference.network import Graph
 
     raydfl("export", mutual.folder, "--out", tmp_path / "x.pt").refuses(r"x\.pt: the name must end in \.onnx")
+    raydfl("export", mutual.folder, "--quantize", "int8", "--streaming").refuses("a stream is computed in float32")
+    raydfl("export", mutual.folder, "--streaming").refuses("over the whole clip .data.features.normalise: clip")
+    with pytest.raises(InputError, match="--input samples: choose features or wave"):
+        export_model(mutual.folder, input="samples")  # type: ignore[arg-type]
     raydfl("export", mutual.folder, "--model", "local").refuses("model 'local' of this run is not shared as a whole")
     (tmp_path / "file").write_text("")
     graph = Graph(exported.path.read_bytes(), None, False, 0.0)
-    monkeypatch.setattr("raydfl.runs.inference.network.to_onnx", lambda model: graph)  # that takes seconds
+    monkeypatch.setattr("raydfl.runs.inference.network.to_onnx", lambda *_: graph)  # that takes seconds
     with pytest.raises(ResourcesError, match=r"x\.onnx cannot be written.*--out"):
         export_model(mutual.folder, tmp_path / "file" / "x.onnx")
     find = importlib.util.find_spec
