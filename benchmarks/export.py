@@ -53,7 +53,14 @@ def main() -> None:
                 continue
             session, size = session_of(path.read_bytes(), 1), path.stat().st_size
             if form != "streaming":
-                show(form, size, lambda wave, run=session.run: run(None, {"samples": wave[None]})[0][0], waves, expected, rate)
+                show(
+                    form,
+                    size,
+                    lambda wave, run=session.run: run(None, {"samples": wave[None]})[0][0],
+                    waves,
+                    expected,
+                    rate,
+                )
             else:
                 for piece in (20, 80):
                     show(f"{piece} ms", size, in_pieces(session, round(piece * rate / 1000)), waves, expected, rate)

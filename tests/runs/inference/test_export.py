@@ -23,6 +23,7 @@ from raydfl.core.types import ModelSpec
 from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.models import architectures, build_model, find_architecture
 from raydfl.runs.inference.model import RunModel
+from raydfl.runs.inference.recordings import FrontEnd
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")),
@@ -201,7 +202,9 @@ def test_a_clients_own_model(raydfl: Raydfl, mutual: Finished) -> None:
     assert json.loads(path.with_suffix(".json").read_text())["client"] == client
 
 
-def test_a_detector_gives_scores(raydfl: Raydfl, tmp_path: Path) -> None:
+def test_a_detector_gives_scores(raydfl: Raydfl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from raydfl.runs.inference.network import Graph
+
     data = {
         "name": f"{Path(__file__).parents[2] / 'objectives' / 'machines.py'}:Machines",
         "features": {**FEATURES, "seconds": 0.25, "normalise": "group"},
@@ -226,6 +229,13 @@ def test_a_detector_gives_scores(raydfl: Raydfl, tmp_path: Path) -> None:
     x, _ = batch(model, 3, model.length or 9, 0)
     found = session(path).run(["score"], {"x": x.numpy()})[0]
     np.testing.assert_allclose(found, model.logits(x, None).numpy(), rtol=1e-4)
+    graph = Graph(path.read_bytes(), None, False, 0.0)
+    monkeypatch.setattr("raydfl.runs.inference.network.to_onnx", lambda *_: graph)  # that takes seconds
+    heard = export_model(folder, input="wave")
+    assert heard.description["threshold"] == about["threshold"]
+    samples = np.random.default_rng(0).standard_normal(1500).astype(np.float32)
+    (score,) = session(heard.path).run(["score"], {"samples": samples[None]})
+    assert score[0] == pytest.approx(FrontEnd(model).answer_to(samples, 8000), rel=1e-4)
 
 
 @pytest.mark.slow
