@@ -26,8 +26,8 @@ from raydfl.core.errors import DataError, InputError, RunDirectoryError
 from raydfl.core.metrics import summarise
 from raydfl.data import Examples, Population
 from raydfl.objectives import Objective
+from raydfl.runs.inference.graph import Graph, output_names
 from raydfl.runs.inference.model import RunModel
-from raydfl.runs.inference.network import Graph, output_names
 from raydfl.runs.inference.recordings import LEAST_FRAMES
 from raydfl.runs.inference.wave import session_of
 
@@ -65,7 +65,7 @@ class Quantised:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What the JSON file says of it."""
+        """The entry ``quantised`` of the JSON file."""
         return {
             "type": "int8",
             "operators": self.operators,

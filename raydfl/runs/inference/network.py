@@ -13,7 +13,6 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,27 +23,11 @@ from torch import Tensor, nn
 from raydfl.core.errors import InputError
 from raydfl.core.ops import Conv1d, use
 from raydfl.objectives import Objective
+from raydfl.runs.inference.graph import OPSET, TOLERANCE, Graph, output_names
 from raydfl.runs.inference.model import RunModel
 
-OPSET = 18
-"""Version of the ONNX operators."""
-TOLERANCE = 1e-4
-"""Largest difference of a logit, relative to the largest logit or to 1, up to which two implementations agree."""
 _BATCH, _FRAMES = 3, 96
 """Size of the example that the network is traced with; neither is 1, which the exporter would take for a constant."""
-
-
-@dataclass(frozen=True, slots=True)
-class Graph:
-    """An ONNX model in memory."""
-
-    content: bytes
-    frames: int | None
-    """Frames that it takes; ``None``: any number."""
-    lengths: bool
-    """True where it has the input ``lengths``."""
-    difference: float
-    """Largest difference to PyTorch of an output."""
 
 
 def to_onnx(model: RunModel, with_lengths: bool | None = None) -> Graph:
@@ -76,11 +59,6 @@ def to_onnx(model: RunModel, with_lengths: bool | None = None) -> Graph:
         f"forward(x, lengths) must be traceable by torch.export: no branch on a tensor's value, and sizes taken from x.shape; and "
         f"copy.deepcopy must be able to copy the network"
     )
-
-
-def output_names(objective: Objective) -> tuple[str, ...]:
-    """Return what the outputs of a graph are called: logits and probabilities, or the score, or plain outputs."""
-    return {"score": ("score",), "none": ("outputs",)}.get(objective.answers, ("logits", "probabilities"))
 
 
 class _Outputs(nn.Module):

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from raydfl.runs.inference.network import OPSET
+from raydfl.runs.inference.graph import OPSET
 
 Shape = Sequence[int | str]
 

@@ -7,18 +7,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from raydfl.core.errors import InputError
 from raydfl.core.files import write_durably
 from raydfl.core.version import __version__
 from raydfl.engine.storage import file_name_of
 from raydfl.runs.inference.front_end import describe_front_end
+from raydfl.runs.inference.graph import Graph, output_names
 from raydfl.runs.inference.model import RunModel, load_model
 from raydfl.runs.inference.recordings import LEAST_FRAMES
-
-if TYPE_CHECKING:
-    from raydfl.runs.inference.network import Graph
 
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
@@ -211,8 +209,6 @@ def _inputs(model: RunModel, graph: Graph) -> dict[str, Any]:
 
 
 def _outputs(model: RunModel) -> dict[str, Any]:
-    from raydfl.runs.inference.network import output_names
-
     return {
         name: {"dtype": "float32", "shape": ["batch", len(model.classes)], **_MEANINGS[model.objective.answers, name]}
         for name in output_names(model.objective)
@@ -220,8 +216,6 @@ def _outputs(model: RunModel) -> dict[str, Any]:
 
 
 def _describe(model: RunModel, made: _Made, file: str) -> dict[str, Any]:
-    from raydfl.runs.inference.network import output_names
-
     of_set = getattr(model.objective, "threshold", None) if model.objective.answers == "set" else None
     against = "predict" if "samples" in made.inputs else "pytorch"
     return {

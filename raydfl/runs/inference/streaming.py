@@ -30,10 +30,11 @@ from torch import Tensor
 from raydfl.core.errors import InputError
 from raydfl.data import DataSettings
 from raydfl.data.features import FeatureSettings
-from raydfl.models.crnn import CRNN
+from raydfl.models import CRNN
 from raydfl.objectives import Objective
+from raydfl.runs.inference.graph import TOLERANCE
 from raydfl.runs.inference.model import RunModel
-from raydfl.runs.inference.network import TOLERANCE, stacked_gates
+from raydfl.runs.inference.network import stacked_gates
 from raydfl.runs.inference.nodes import Nodes, Value
 from raydfl.runs.inference.recordings import FrontEnd
 from raydfl.runs.inference.spectrum import Spectrum, settings_of, spectrum_of

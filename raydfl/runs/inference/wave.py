@@ -15,8 +15,8 @@ from onnx import TensorProto
 from raydfl.core.errors import DataError, InputError
 from raydfl.data.features import EPSILON, LEAST_SQUARES, FeatureSettings
 from raydfl.objectives import Classify, Objective
+from raydfl.runs.inference.graph import TOLERANCE, Graph, output_names
 from raydfl.runs.inference.model import RunModel
-from raydfl.runs.inference.network import TOLERANCE, Graph, output_names
 from raydfl.runs.inference.nodes import Nodes, Value
 from raydfl.runs.inference.recordings import LEAST_FRAMES, FrontEnd
 from raydfl.runs.inference.spectrum import Spectrum, settings_of, spectrum_of

@@ -136,7 +136,7 @@ def test_recordings_through_the_exported_model(segmented: Finished, with_lengths
 @pytest.fixture
 def exported_before(exported: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The network's graph, which takes the exporter seconds, as it was exported before."""
-    from raydfl.runs.inference.network import Graph
+    from raydfl.runs.inference.graph import Graph
 
     graph = Graph(exported.path.read_bytes(), None, False, exported.difference)
     monkeypatch.setattr("raydfl.runs.inference.network.to_onnx", lambda model, with_lengths=None: graph)
@@ -203,7 +203,7 @@ def test_a_clients_own_model(raydfl: Raydfl, mutual: Finished) -> None:
 
 
 def test_a_detector_gives_scores(raydfl: Raydfl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from raydfl.runs.inference.network import Graph
+    from raydfl.runs.inference.graph import Graph
 
     data = {
         "name": f"{Path(__file__).parents[2] / 'objectives' / 'machines.py'}:Machines",
@@ -342,7 +342,7 @@ def test_a_graph_that_disagrees_is_not_written(
 def test_refusals(
     raydfl: Raydfl, mutual: Finished, exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from raydfl.runs.inference.network import Graph
+    from raydfl.runs.inference.graph import Graph
 
     raydfl("export", mutual.folder, "--out", tmp_path / "x.pt").refuses(r"x\.pt: the name must end in \.onnx")
     raydfl("export", mutual.folder, "--quantize", "int8", "--streaming").refuses("a stream is computed in float32")

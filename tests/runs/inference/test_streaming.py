@@ -27,8 +27,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("pieces_ms", [(20,), (80,), (3, 71, 1.25, 33)], ids=["20ms", "80ms", "uneven"])
+UNEVEN = (3.0, 71.0, 1.25, 33.0)
+
+
+@pytest.mark.parametrize(
+    ("case", "pieces_ms"),
+    [("two", (20,)), ("two", (80,)), ("three", UNEVEN), ("unpooled", UNEVEN), ("kaldi", (80,))],
+    ids=["two-20ms", "two-80ms", "three-uneven", "unpooled-uneven", "kaldi-80ms"],
+)
 def test_pieces_say_what_the_whole_says(case: str, pieces_ms: tuple[float, ...]) -> None:
     from raydfl.runs.inference.recordings import FrontEnd
     from raydfl.runs.inference.streaming import Stream, of_streams, unbounded

@@ -54,7 +54,7 @@ FRONT_ENDS: dict[str, dict[str, Any]] = {
 
 def linear(model: RunModel) -> Any:
     """The network ``linear`` as a graph from features, written by hand: the exporter takes seconds."""
-    from raydfl.runs.inference.network import Graph
+    from raydfl.runs.inference.graph import Graph
     from raydfl.runs.inference.nodes import Nodes
     from raydfl.runs.inference.wave import takes_lengths
 
