@@ -1,4 +1,4 @@
-"""What modules say to each other of ONNX graphs; it can be imported where the packages of the extra ``onnx`` are not installed."""
+"""An ONNX graph in memory, and the names of its outputs; for modules that need none of the packages of the extra ``onnx``."""
 
 from __future__ import annotations
 
