@@ -8,7 +8,7 @@ import shutil
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -346,18 +346,44 @@ def export_command(
     ] = None,
     best: BestRound = False,
     trust: Trust = False,
+    given: Annotated[
+        Literal["features", "wave"],
+        typer.Option("--input", help="what the graph takes: features, or samples, with the front end inside"),
+    ] = "features",
+    quantize: Annotated[
+        Literal["int8"] | None,
+        typer.Option(
+            "--quantize", help="int8: weights and activations of 8 bits, measured on the test", show_default=False
+        ),
+    ] = None,
+    streaming: Annotated[
+        bool, typer.Option("--streaming", help="samples come piece by piece, and a state is carried (CRNNs)")
+    ] = False,
 ) -> None:
-    """Write a model of the run in DIR as ONNX, with its front end described in a JSON file beside it.
+    """Write a model of the run in DIR as ONNX, with a JSON file beside it that says how to feed it.
 
-    The file is compared with PyTorch before it is written.
+    The file is compared with PyTorch, or with raydfl predict where it takes samples, before it is written.
     """
     from raydfl.runs.inference import export_model
 
-    exported = export_model(directory, out, model=model, client=client, trust=trust, best=best)
+    exported = export_model(
+        directory,
+        out,
+        model=model,
+        client=client,
+        trust=trust,
+        best=best,
+        input=given,
+        quantize=quantize,
+        streaming=streaming,
+    )
     print(exported.path)  # noqa: T201
     print(exported.description_path)  # noqa: T201
     print(f"round {exported.description['round']}{', ' * bool(exported.chosen)}{exported.chosen}")  # noqa: T201
-    print(f"largest difference to PyTorch: {exported.difference:.1e} ({exported.output})")  # noqa: T201
+    against = "PyTorch" if given == "features" and not streaming else "raydfl predict"
+    print(f"largest difference to {against}: {exported.difference:.1e} ({exported.output})")  # noqa: T201
+    if exported.quantised:
+        print(exported.quantised)  # noqa: T201
 
 
 @app.command("sweep", cls=TakesSettings)

@@ -136,12 +136,12 @@ def test_predict_and_export_read_the_view_of_the_model(
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     if by == "PyTorch":  # an export takes seconds
-        from raydfl.runs.inference.network import Graph
+        from raydfl.runs.inference.graph import Graph
 
         graph = Graph(
             onnx.helper.make_model(onnx.helper.make_graph([], "none", [], [])).SerializeToString(), None, False, 0.0
         )
-        monkeypatch.setattr("raydfl.runs.inference.network.to_onnx", lambda model: graph)
+        monkeypatch.setattr("raydfl.runs.inference.network.to_onnx", lambda *_: graph)
     crop = "data.views.picture.transforms=[{name: random_crop, size: 8, pad: 1}, flip]"
     view = PICTURES.replace("[8, 9]", "[8, 9], mean: 0.25, deviation: 0.5, resize: true")
     config = federation(tiny, folder, crop, "train.rounds=1", view=view)

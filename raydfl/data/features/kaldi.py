@@ -70,6 +70,11 @@ class KaldiFeatures(Settings):
         return self.sample_rate * WINDOW_MS // 1000
 
     @property
+    def hop(self) -> int:
+        """Samples from one frame to the next."""
+        return self.sample_rate * HOP_MS // 1000
+
+    @property
     def arguments(self) -> dict[str, Any]:
         """The arguments of the function of torchaudio, beside the wave."""
         return {
@@ -88,7 +93,7 @@ class KaldiFeatures(Settings):
         if self.frames is not None:
             return np.full(seconds.shape, self.frames, np.int64)
         samples = np.ceil(seconds * self.sample_rate).astype(np.int64)
-        frames: np.ndarray = np.maximum(1 + (samples - self.window) // (self.sample_rate * HOP_MS // 1000), 1)
+        frames: np.ndarray = np.maximum(1 + (samples - self.window) // self.hop, 1)
         return frames
 
     def key(self) -> dict[str, Any]:

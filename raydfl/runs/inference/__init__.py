@@ -1,6 +1,7 @@
 """Uses of a trained model: classify recordings, write it as ONNX, write a submission to DCASE.
 
-Begin with model.py and recordings.py; fused.py is for models of several views.
+Begin with model.py and recordings.py; fused.py is for models of several views. What onnx.py writes is made in network.py (features
+in), wave.py (samples in), streaming.py (samples piece by piece) and int8.py.
 """
 
 from raydfl.runs.inference.fused import classify, fused_predictions

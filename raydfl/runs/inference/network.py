@@ -13,7 +13,6 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,37 +23,26 @@ from torch import Tensor, nn
 from raydfl.core.errors import InputError
 from raydfl.core.ops import Conv1d, use
 from raydfl.objectives import Objective
+from raydfl.runs.inference.graph import OPSET, TOLERANCE, Graph, output_names
 from raydfl.runs.inference.model import RunModel
 
-OPSET = 18
-"""Version of the ONNX operators."""
-TOLERANCE = 1e-4
-"""Largest difference of a logit, relative to the largest logit or to 1, up to which two implementations agree."""
 _BATCH, _FRAMES = 3, 96
 """Size of the example that the network is traced with; neither is 1, which the exporter would take for a constant."""
 
 
-@dataclass(frozen=True, slots=True)
-class Graph:
-    """An ONNX model in memory."""
-
-    content: bytes
-    frames: int | None
-    """Frames that it takes; ``None``: any number."""
-    lengths: bool
-    """True where it has the input ``lengths``."""
-    difference: float
-    """Largest difference to PyTorch of an output."""
-
-
-def to_onnx(model: RunModel) -> Graph:
+def to_onnx(model: RunModel, with_lengths: bool | None = None) -> Graph:
     """Return the network with the inputs ``x`` and (where lengths differ) ``lengths`` and the outputs of :func:`output_names`.
+
+    Args:
+        model: of the run.
+        with_lengths: whether there is the input ``lengths``; ``None``: where the lengths of the run's clips differ.
 
     Raises:
         InputError: the network contains what cannot be exported, or the graph gives other results than the network.
     """
     images = isinstance(model.spec.inputs, tuple)
-    with_lengths = model.length is None and not images
+    if with_lengths is None:
+        with_lengths = model.length is None and not images
     reasons = []
     # With a fixed number of frames only where all recordings have it.
     for frames in (None,) if with_lengths or images else (None, model.length):
@@ -71,11 +59,6 @@ def to_onnx(model: RunModel) -> Graph:
         f"forward(x, lengths) must be traceable by torch.export: no branch on a tensor's value, and sizes taken from x.shape; and "
         f"copy.deepcopy must be able to copy the network"
     )
-
-
-def output_names(objective: Objective) -> tuple[str, ...]:
-    """Return what the outputs of a graph are called: logits and probabilities, or the score, or plain outputs."""
-    return {"score": ("score",), "none": ("outputs",)}.get(objective.answers, ("logits", "probabilities"))
 
 
 class _Outputs(nn.Module):
@@ -125,9 +108,9 @@ class _Recurrence(nn.Module):
             "linear_before_reset": 1,
         }
         ways = ("", "_reverse") if gru.bidirectional else ("",)
-        self.register_buffer("weights", _stacked(gru, "weight_ih_l0", ways))
-        self.register_buffer("recurrent_weights", _stacked(gru, "weight_hh_l0", ways))
-        biases = [_stacked(gru, name, ways) for name in ("bias_ih_l0", "bias_hh_l0")] if gru.bias else []
+        self.register_buffer("weights", stacked_gates(gru, "weight_ih_l0", ways))
+        self.register_buffer("recurrent_weights", stacked_gates(gru, "weight_hh_l0", ways))
+        biases = [stacked_gates(gru, name, ways) for name in ("bias_ih_l0", "bias_hh_l0")] if gru.bias else []
         self.register_buffer("biases", torch.cat(biases, dim=1) if biases else None)
         self.directions, self.hidden = len(ways), gru.hidden_size
 
@@ -153,8 +136,8 @@ class _Recurrence(nn.Module):
         return outputs.permute(2, 0, 1, 3).flatten(2), last
 
 
-def _stacked(gru: nn.GRU, name: str, ways: Sequence[str]) -> Tensor:
-    """Return a weight or bias of each direction, [directions, 3 * hidden, ...]."""
+def stacked_gates(gru: nn.GRU, name: str, ways: Sequence[str] = ("",)) -> Tensor:
+    """Return a weight or bias of each direction in ONNX's order of gates, [directions, 3 * hidden, ...]."""
     return torch.stack([_reordered(getattr(gru, name + way).detach()) for way in ways])
 
 

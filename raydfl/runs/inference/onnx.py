@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from raydfl.core.errors import InputError
 from raydfl.core.files import write_durably
 from raydfl.core.version import __version__
 from raydfl.engine.storage import file_name_of
 from raydfl.runs.inference.front_end import describe_front_end
+from raydfl.runs.inference.graph import Graph, output_names
 from raydfl.runs.inference.model import RunModel, load_model
-from raydfl.runs.inference.network import Graph
 from raydfl.runs.inference.recordings import LEAST_FRAMES
 
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -43,7 +43,7 @@ class Exported:
     description: dict[str, Any]
     """Its content."""
     difference: float
-    """Largest difference of an output between ONNX Runtime and PyTorch."""
+    """Largest difference of an output between ONNX Runtime and PyTorch: of logits or scores; of answers where samples come in."""
     output: str = "logits"
     """Name of the first output, of which that is told."""
 
@@ -51,6 +51,21 @@ class Exported:
     def chosen(self) -> str:
         """By what its round was chosen, where it is the best one; empty: it is the last."""
         return str(self.description.get("chosen", ""))
+
+    @property
+    def quantised(self) -> str:
+        """One line on what int8 costs; empty: the network is in floats."""
+        said = self.description.get("quantised")
+        if said is None:
+            return ""
+        measured = said["measured"]
+        made = f"int8: {said['operators']} operators, ranges of {said['calibration_examples']} training examples"
+        if measured is None:
+            return f"{made}; not measured, for the run holds nothing out here"
+        return (
+            f"{made}; {measured['metric']} on {measured['split']} ({measured['clips']} clips): float32 {measured['float32']:.4f}, "
+            f"int8 {measured['int8']:.4f}"
+        )
 
 
 def export_model(
@@ -61,17 +76,23 @@ def export_model(
     client: str | None = None,
     trust: bool = False,
     best: bool = False,
+    input: Literal["features", "wave"] = "features",  # noqa: A002 - the option's name on the command line
+    quantize: Literal["int8"] | None = None,
+    streaming: bool = False,
 ) -> Exported:
-    """Write a model of a run as ONNX, with its front end described in a JSON file beside it.
+    """Write a model of a run as ONNX, with a JSON file beside it that says how to feed it.
 
     Args:
         run_dir: the run's folder.
-        out: the ONNX file; by default ``export/MODEL.onnx`` in the run's folder (``MODEL-CLIENT.onnx`` of a client's, and with
-            ``-best`` at the end where ``best``).
+        out: the ONNX file; by default ``export/MODEL.onnx`` in the run's folder (``MODEL-CLIENT.onnx`` of a client's, and then
+            ``-best``, ``-wave`` or ``-streaming``, and ``-int8`` where these are asked for).
         model: by default the shared one, or with ``client`` the one that the client does not share.
         client: whose model; by default the server's.
         trust: whether code may be run that came with the folder or has changed since the run began.
         best: whether it is the best round's, by ``run.best``; by default the last round's.
+        input: what the graph takes: features, or samples at the run's rate, with the front end inside and the answer coming out.
+        quantize: the type of weights and activations; ``None``: float32. It needs the run's training clips.
+        streaming: whether the graph takes samples piece by piece and carries a state; CRNNs in one direction alone.
 
     Raises:
         RunDirectoryError: no run directory, or no round is completed yet.
@@ -85,30 +106,96 @@ def export_model(
             f"raydfl export needs the packages {', '.join(_PACKAGES)}, of which {', '.join(missing)} cannot be found: "
             f"pip install 'raydfl[onnx]', or in the repository pip install -c constraints.txt -e '.[onnx]'"
         )
-    from raydfl.runs.inference.network import to_onnx
-
+    _check_form(input, quantize, streaming)
+    form = "streaming" if streaming else input
     loaded = load_model(run_dir, model, client, trust, best)
-    path = _default_path(loaded) if out is None else Path(out)
+    path = _default_path(loaded, form, quantize) if out is None else Path(out)
     if path.suffix != ".onnx":
         raise InputError(f"--out {path}: the name must end in .onnx")
-    graph = to_onnx(loaded)
-    text = json.dumps(_describe(loaded, graph, path.name), indent=1)
+    made = _made(loaded, form, quantize is not None)
+    text = json.dumps(_describe(loaded, made, path.name), indent=1)
     beside = path.with_suffix(".json")
-    write_durably(path, _with_description(graph.content, text), "make room or name another file with --out")
+    properties = {"raydfl": text, **made.properties}
+    write_durably(path, _with_properties(made.content, properties), "make room or name another file with --out")
     write_durably(beside, text.encode(), "make room or name another file with --out")
-    output = next(iter(json.loads(text)["onnx"]["outputs"]))
-    return Exported(path, beside, json.loads(text), graph.difference, output)
+    return Exported(path, beside, json.loads(text), made.difference, next(iter(made.outputs)))
 
 
-def _default_path(model: RunModel) -> Path:
+def _check_form(given: str, quantize: str | None, streaming: bool) -> None:
+    """Refuse what cannot be asked for, or not together."""
+    if given not in ("features", "wave"):
+        raise InputError(f"--input {given}: choose features or wave")
+    if quantize not in (None, "int8"):
+        raise InputError(f"--quantize {quantize}: choose int8, or leave it out for float32")
+    if streaming and quantize:
+        raise InputError("--streaming: a stream is computed in float32; leave --quantize out")
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """An ONNX model and what is to be said of it."""
+
+    content: bytes
+    inputs: dict[str, Any]
+    outputs: dict[str, Any]
+    difference: float
+    more: dict[str, Any] = field(default_factory=dict)
+    """Further entries of the description."""
+    properties: dict[str, str] = field(default_factory=dict)
+    """Properties of the ONNX file besides the description."""
+
+
+def _made(model: RunModel, form: str, int8: bool) -> _Made:
+    """Return the ONNX model in one of its forms: features, wave or streaming."""
+    from raydfl.runs.inference import network, streaming, wave
+
+    if form == "streaming":
+        content = streaming.of_streams(model)
+        return _of_waves(model, content, streaming.checked_stream(content, model), streaming.state_shapes(model))
+    if form == "wave":
+        wave.check_front_end(model)
+    graph = network.to_onnx(model, wave.takes_lengths(model) if form == "wave" else None)
+    more = {}
+    if int8:
+        from raydfl.runs.inference.int8 import quantise
+
+        quantised = quantise(model, graph)
+        graph, more = quantised.graph, {"quantised": quantised.description}
+    if form == "features":
+        return _Made(graph.content, _inputs(model, graph), _outputs(model), graph.difference, more)
+    content = wave.of_waves(model, graph)
+    found = _of_waves(model, content, wave.checked(content, model, tolerant=int8), {})
+    return replace(found, more={**found.more, **more})
+
+
+def _of_waves(model: RunModel, content: bytes, difference: float, state: Mapping[str, Sequence[int | str]]) -> _Made:
+    """Return a graph that takes samples, with what is to be said of it."""
+    from raydfl.runs.inference.spectrum import settings_of
+
+    rate = settings_of(model).sample_rate
+    outputs = dict([list(_outputs(model).items())[-1]])
+    given = {
+        "dtype": "float32",
+        "shape": ["batch", "samples"],
+        "sample_rate": rate,
+        "what": "one channel, -1..1, at that rate; the front end from there on is in the graph",
+    }
+    kinds = {name: "int64" if name == "heard" else "float32" for name in state}
+    states = {name: {"dtype": kinds[name], "shape": list(shape)} for name, shape in state.items()}
+    inputs = {"samples": given, **{name: {**said, "begins": 0} for name, said in states.items()}}
+    outputs |= {f"next_{name}": {**said, "what": f"{name} of the next call"} for name, said in states.items()}
+    properties = {"sample_rate": str(rate), "classes": json.dumps(list(model.classes))}
+    return _Made(content, inputs, outputs, difference, {"sample_rate": rate}, properties)
+
+
+def _default_path(model: RunModel, form: str, quantize: str | None) -> Path:
     name = model.name if not model.client else f"{model.name}-{model.client}"
-    return model.run_dir / "export" / f"{file_name_of(name)}{'-best' if model.chosen else ''}.onnx"
+    endings = ("best" if model.chosen else "", "" if form == "features" else form, quantize or "")
+    return model.run_dir / "export" / f"{'-'.join([file_name_of(name), *filter(None, endings)])}.onnx"
 
 
-def _describe(model: RunModel, graph: Graph, file: str) -> dict[str, Any]:
-    from raydfl.runs.inference.network import output_names
-
-    size, classes = model.spec.inputs, len(model.classes)
+def _inputs(model: RunModel, graph: Graph) -> dict[str, Any]:
+    size = model.spec.inputs
     shape = [*size] if isinstance(size, tuple) else ["any" if graph.frames is None else graph.frames, size]
     what = "images" if isinstance(size, tuple) else "features"
     inputs: dict[str, Any] = {"x": {"dtype": "float32", "shape": ["batch", *shape], "what": what}}
@@ -118,6 +205,19 @@ def _describe(model: RunModel, graph: Graph, file: str) -> dict[str, Any]:
         )
         inputs["x"]["least_frames"] = LEAST_FRAMES
         inputs["lengths"] = {"dtype": "int64", "shape": ["batch"], "what": "frames that count, at least 1"}
+    return inputs
+
+
+def _outputs(model: RunModel) -> dict[str, Any]:
+    return {
+        name: {"dtype": "float32", "shape": ["batch", len(model.classes)], **_MEANINGS[model.objective.answers, name]}
+        for name in output_names(model.objective)
+    }
+
+
+def _describe(model: RunModel, made: _Made, file: str) -> dict[str, Any]:
+    of_set = getattr(model.objective, "threshold", None) if model.objective.answers == "set" else None
+    against = "predict" if "samples" in made.inputs else "pytorch"
     return {
         "format": 1,
         "raydfl": __version__,
@@ -132,13 +232,11 @@ def _describe(model: RunModel, graph: Graph, file: str) -> dict[str, Any]:
         "classes": list(model.classes),
         "onnx": {
             "file": file,
-            "inputs": inputs,
-            "outputs": {
-                name: {"dtype": "float32", "shape": ["batch", classes], **_MEANINGS[model.objective.answers, name]}
-                for name in output_names(model.objective)
-            },
-            "largest_difference_to_pytorch": graph.difference,
+            "inputs": made.inputs,
+            "outputs": made.outputs,
+            f"largest_difference_to_{against}": made.difference,
         },
+        **made.more,
         **(
             {}
             if model.threshold is None
@@ -150,6 +248,7 @@ def _describe(model: RunModel, graph: Graph, file: str) -> dict[str, Any]:
                 }
             }
         ),
+        **({"has_class_from": of_set} if of_set is not None else {}),
         "front_end": describe_front_end(
             model.view,
             model.statistics,
@@ -158,11 +257,11 @@ def _describe(model: RunModel, graph: Graph, file: str) -> dict[str, Any]:
     }
 
 
-def _with_description(content: bytes, description: str) -> bytes:
-    """Return the ONNX file with the description in its metadata too, under the key ``raydfl``: the file alone is enough."""
+def _with_properties(content: bytes, properties: dict[str, str]) -> bytes:
+    """Return the ONNX file with properties in its metadata; the description is ``raydfl``, so the file alone is enough."""
     import onnx
 
     proto = onnx.load_from_string(content)
-    onnx.helper.set_model_props(proto, {"raydfl": description})
+    onnx.helper.set_model_props(proto, properties)
     whole: bytes = proto.SerializeToString()
     return whole

@@ -180,6 +180,19 @@ class FrontEnd:
         assert self._extractor is not None  # noqa: S101 - see __init__
         return self._extractor(*read_audio(file))
 
+    def answer_to(self, samples: np.ndarray, rate: int) -> np.ndarray:
+        """Return what is said of samples, float64 [answers]; where training clips normalise, with the run's statistics.
+
+        Args:
+            samples: float32 [samples] or [samples, channels].
+            rate: Hz.
+        """
+        assert self._extractor is not None  # noqa: S101 - an image has no samples
+        given = Path()
+        matrix = self.normalised({given: self._extractor(samples, rate)})[given]
+        assert not isinstance(matrix, str)  # noqa: S101 - nor was one given
+        return self.probabilities(matrix)
+
     def normalised(self, matrices: dict[Path, np.ndarray | str]) -> dict[Path, np.ndarray | str]:
         """With ``normalise: group``, the z-score with the run's statistics, else with those of the recordings given."""
         known = [matrix for matrix in matrices.values() if not isinstance(matrix, str)]

@@ -23,6 +23,7 @@ from raydfl.core.types import ModelSpec
 from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.models import architectures, build_model, find_architecture
 from raydfl.runs.inference.model import RunModel
+from raydfl.runs.inference.recordings import FrontEnd
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")),
@@ -132,6 +133,60 @@ def test_recordings_through_the_exported_model(segmented: Finished, with_lengths
         np.testing.assert_allclose(np.mean(found, axis=0), prediction.probabilities, atol=1e-5)
 
 
+@pytest.fixture
+def exported_before(exported: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The network's graph, which takes the exporter seconds, as it was exported before."""
+    from raydfl.runs.inference.graph import Graph
+
+    graph = Graph(exported.path.read_bytes(), None, False, exported.difference)
+    monkeypatch.setattr("raydfl.runs.inference.network.to_onnx", lambda model, with_lengths=None: graph)
+    return graph
+
+
+def test_samples_in_answers_out(raydfl: Raydfl, mutual: Finished, exported_before: Any) -> None:
+    """On the run's own test recordings, by the file alone."""
+    import onnx
+
+    said = raydfl("export", mutual.folder, "--input", "wave")
+    assert said.code == 0, said.err
+    assert "largest difference to raydfl predict: " in said.out
+    path = mutual.folder / "export" / "plugin-wave.onnx"
+    properties = {entry.key: entry.value for entry in onnx.load(path).metadata_props}
+    assert properties["sample_rate"] == "8000"
+    assert json.loads(properties["classes"]) == ["high", "low", "middle"]
+    about = json.loads(path.with_suffix(".json").read_text())
+    assert about["onnx"]["inputs"]["samples"]["sample_rate"] == about["sample_rate"] == 8000
+    assert json.loads(properties["raydfl"]) == about
+    for prediction in classify(mutual.folder, mutual.test_files):
+        samples = soundfile.read(prediction.file, dtype="float32")[0]
+        (found,) = session(path).run(["probabilities"], {"samples": samples[None]})
+        np.testing.assert_allclose(found[0], prediction.probabilities, atol=1e-5)
+
+
+def test_int8_and_its_accuracy(raydfl: Raydfl, mutual: Finished, exported_before: Any) -> None:
+    """Both accuracies by hand: of predict, and of the file in int8 on the test recordings."""
+    import onnx
+
+    said = raydfl("export", mutual.folder, "--input", "wave", "--quantize", "int8")
+    assert said.code == 0, said.err
+    path = mutual.folder / "export" / "plugin-wave-int8.onnx"
+    kinds = Counter(node.op_type for node in onnx.load(path).graph.node)
+    assert kinds["QuantizeLinear"] >= 2
+    about = json.loads(path.with_suffix(".json").read_text())
+    classes, right = about["classes"], {"float32": 0, "int8": 0}
+    for prediction, label in zip(classify(mutual.folder, mutual.test_files), mutual.labels, strict=True):
+        samples = soundfile.read(prediction.file, dtype="float32")[0]
+        (found,) = session(path).run(["probabilities"], {"samples": samples[None]})
+        assert 0 < np.abs(found[0] - prediction.probabilities).max() < 0.1
+        right["float32"] += prediction.label == label
+        right["int8"] += classes[int(found.argmax())] == label
+    count, measured = len(mutual.labels), about["quantised"]["measured"]
+    assert (measured["metric"], measured["split"], measured["clips"]) == ("accuracy", "test", count)
+    for kind, number in right.items():
+        assert measured[kind] == pytest.approx(number / count)
+        assert f"{kind} {number / count:.4f}" in said.out
+
+
 def test_a_clients_own_model(raydfl: Raydfl, mutual: Finished) -> None:
     client = mutual.trained()[0]
     said = raydfl("export", mutual.folder, "--client", client)
@@ -147,7 +202,9 @@ def test_a_clients_own_model(raydfl: Raydfl, mutual: Finished) -> None:
     assert json.loads(path.with_suffix(".json").read_text())["client"] == client
 
 
-def test_a_detector_gives_scores(raydfl: Raydfl, tmp_path: Path) -> None:
+def test_a_detector_gives_scores(raydfl: Raydfl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from raydfl.runs.inference.graph import Graph
+
     data = {
         "name": f"{Path(__file__).parents[2] / 'objectives' / 'machines.py'}:Machines",
         "features": {**FEATURES, "seconds": 0.25, "normalise": "group"},
@@ -172,6 +229,13 @@ def test_a_detector_gives_scores(raydfl: Raydfl, tmp_path: Path) -> None:
     x, _ = batch(model, 3, model.length or 9, 0)
     found = session(path).run(["score"], {"x": x.numpy()})[0]
     np.testing.assert_allclose(found, model.logits(x, None).numpy(), rtol=1e-4)
+    graph = Graph(path.read_bytes(), None, False, 0.0)
+    monkeypatch.setattr("raydfl.runs.inference.network.to_onnx", lambda *_: graph)  # that takes seconds
+    heard = export_model(folder, input="wave")
+    assert heard.description["threshold"] == about["threshold"]
+    samples = np.random.default_rng(0).standard_normal(1500).astype(np.float32)
+    (score,) = session(heard.path).run(["score"], {"samples": samples[None]})
+    assert score[0] == pytest.approx(FrontEnd(model).answer_to(samples, 8000), rel=1e-4)
 
 
 @pytest.mark.slow
@@ -278,13 +342,17 @@ def test_a_graph_that_disagrees_is_not_written(
 def test_refusals(
     raydfl: Raydfl, mutual: Finished, exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from raydfl.runs.inference.network import Graph
+    from raydfl.runs.inference.graph import Graph
 
     raydfl("export", mutual.folder, "--out", tmp_path / "x.pt").refuses(r"x\.pt: the name must end in \.onnx")
+    raydfl("export", mutual.folder, "--quantize", "int8", "--streaming").refuses("a stream is computed in float32")
+    raydfl("export", mutual.folder, "--streaming").refuses("over the whole clip .data.features.normalise: clip")
+    with pytest.raises(InputError, match="--input samples: choose features or wave"):
+        export_model(mutual.folder, input="samples")  # type: ignore[arg-type]
     raydfl("export", mutual.folder, "--model", "local").refuses("model 'local' of this run is not shared as a whole")
     (tmp_path / "file").write_text("")
     graph = Graph(exported.path.read_bytes(), None, False, 0.0)
-    monkeypatch.setattr("raydfl.runs.inference.network.to_onnx", lambda model: graph)  # that takes seconds
+    monkeypatch.setattr("raydfl.runs.inference.network.to_onnx", lambda *_: graph)  # that takes seconds
     with pytest.raises(ResourcesError, match=r"x\.onnx cannot be written.*--out"):
         export_model(mutual.folder, tmp_path / "file" / "x.onnx")
     find = importlib.util.find_spec

@@ -1,0 +1,38 @@
+"""Models that no run has trained, with the front ends of runs, for the tests of graphs that take samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from used_runs import FEATURES
+
+from raydfl.core.types import ModelSpec
+from raydfl.data import DataSettings
+from raydfl.models import build_model
+from raydfl.objectives import Classify
+from raydfl.runs.inference.model import RunModel
+
+CLASSES = ("a", "b", "c")
+
+
+def untrained(architecture: str, average: str = "probabilities", options: Any = (), **data: Any) -> RunModel:
+    """A model with large weights, so that small differences of features show, for clips as ``data`` says."""
+    settings = DataSettings.model_validate({"name": "spoken_words", "features": FEATURES, **data})
+    features, segment, cut = settings.features, settings.test_segments, settings.pipeline.cut
+    length = features.frames
+    if length is not None:
+        length = min(number for number in (length, segment and segment.frames, cut) if number is not None)
+    statistics = None
+    if features.normalise == "part":
+        statistics = np.random.default_rng(0).uniform(5, 20, (2, features.bands))
+    spec = ModelSpec("m", architecture, features.bands, len(CLASSES), tuple(dict(options).items()))
+    torch.manual_seed(1)
+    network = build_model(spec).eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.mul_(2)
+    objective = Classify(average=average)  # type: ignore[arg-type]
+    return RunModel(Path("runs/x"), "m", "", 1, network, spec, CLASSES, settings, length, statistics, objective)

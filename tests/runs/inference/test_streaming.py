@@ -1,0 +1,73 @@
+"""Graphs that hear a recording piece by piece. Oracle: the network's answer to all that was heard, as one recording, in PyTorch."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hearing import untrained
+
+from raydfl.core.errors import InputError
+
+pytestmark = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")),
+    reason="the packages of the extra onnx are not installed",
+)
+
+PART: dict[str, Any] = {"sample_rate": 8000, "bands": 16, "window_ms": 25, "hop_ms": 10, "normalise": "part"}
+ONE_WAY: dict[str, Any] = {"filters": [6, 5], "hidden": 7, "bidirectional": False}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "two": (PART, ONE_WAY),
+    "three": ({**PART, "centred": False, "fft": 512}, {**ONE_WAY, "filters": [6, 5, 4], "pool": 3}),
+    "unpooled": ({**PART, "hop_ms": 20, "window_ms": 20, "seconds": 0.1}, {**ONE_WAY, "kernel": 7, "pool": 1}),
+    "kaldi": ({"kind": "kaldi", "sample_rate": 16_000, "bands": 24, "frames": 64}, {**ONE_WAY, "kernel": 5}),
+}
+
+
+UNEVEN = (3.0, 71.0, 1.25, 33.0)
+
+
+@pytest.mark.parametrize(
+    ("case", "pieces_ms"),
+    [("two", (20,)), ("two", (80,)), ("three", UNEVEN), ("unpooled", UNEVEN), ("kaldi", (80,))],
+    ids=["two-20ms", "two-80ms", "three-uneven", "unpooled-uneven", "kaldi-80ms"],
+)
+def test_pieces_say_what_the_whole_says(case: str, pieces_ms: tuple[float, ...]) -> None:
+    from raydfl.runs.inference.recordings import FrontEnd
+    from raydfl.runs.inference.streaming import Stream, of_streams, unbounded
+    from raydfl.runs.inference.wave import session_of, sounds
+
+    features, options = CASES[case]
+    model = untrained("crnn", options=options, features=features)
+    rate = features["sample_rate"]
+    waves, front_end = sounds(round(0.45 * rate), rate), FrontEnd(unbounded(model))
+    stream, end = Stream(session_of(of_streams(model), 1), len(waves)), 0
+    for number, piece in enumerate(itertools.cycle(pieces_ms)):
+        begin, end = end, min(end + round(piece * rate / 1000), waves.shape[1])
+        found = stream.hear(waves[:, begin:end])
+        if (number < 3 or number % 4 == 0 or end == waves.shape[1]) and end > 0.025 * rate:
+            expected = np.stack([front_end.answer_to(wave[:end], rate) for wave in waves])
+            np.testing.assert_allclose(found, expected, atol=1e-5)
+        if end == waves.shape[1]:
+            break
+    assert np.ptp(found) > 0.05
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "said"),
+    [
+        ("linear", {}, "only CRNNs that classify can"),
+        ("crnn_base", {}, "begins at the end of a recording; train one with bidirectional: false"),
+        ("crnn_tiny", {"features": {**PART, "normalise": "clip"}}, "over the whole clip .*normalise: part, group"),
+        ("crnn_tiny", {"features": {**PART, "wave": "unit_norm"}}, "divided by the loudness of the whole clip"),
+        ("crnn_tiny", {"segment": {"frames": 20, "stride": 10}}, "asked about segments or crops"),
+    ],
+)
+def test_what_cannot_stream_is_refused(architecture: str, changes: dict[str, Any], said: str) -> None:
+    from raydfl.runs.inference.streaming import of_streams
+
+    with pytest.raises(InputError, match=said):
+        of_streams(untrained(architecture, **{"features": PART, **changes}))
