@@ -98,6 +98,11 @@ class Attack:
         """Refuse options that do not fit the data, with a ConfigError or DataError."""
 
     @property
+    def poisons(self) -> bool:
+        """Return whether attackers train on other recordings or labels than honest clients."""
+        return self.alters or type(self).labels is not Attack.labels
+
+    @property
     def alters(self) -> bool:
         """Return whether it alters recordings, that is, has an :meth:`alteration` of its own."""
         return type(self).alteration is not Attack.alteration

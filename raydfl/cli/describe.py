@@ -174,7 +174,7 @@ def _condition(count: str) -> tuple[bool, str]:
 
 
 def _clients(division: Division, settings: PartitionSettings) -> str:
-    sizes = np.diff(division.partition.offsets)
+    sizes = division.partition.sizes
     how = f"by {settings.column or 'group'}" if settings.by == "group" else settings.by
     how += f", {settings.shards} shards each" if settings.shards > 1 else ""
     validation = ""

@@ -86,7 +86,7 @@ class SiteReport:
             population.length,
             shards,
             len(population.skipped),
-            tuple(np.array(population.classes)[population.label_counts().any(axis=0)].tolist()),
+            tuple(np.array(population.classes)[population.class_counts() > 0].tolist()),
             {
                 view: ViewReport(population.num_with_view(view), length, tuple(population.owners(view).tolist()))
                 for view, length in population.view_lengths.items()

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 import pyarrow as pa
 
-from raydfl.core.errors import DataError, nearest
+from raydfl.core.errors import ConfigError, DataError, nearest
 from raydfl.core.progress import Progress
 from raydfl.data.corruption import LabelErrorSettings, NoiseSettings, choose_clients, wrong_labels
 from raydfl.data.division import CLIENT_TEST, TRAINING, VALIDATION, Division, divide, list_clips
@@ -69,8 +69,14 @@ def build_population(
     classes = own if classes is None else classes
     all_learnt = complete and labels_needed
     division = divide(manifest, classes, data, seed, all_learnt)  # before the long work: what cannot be done fails now
+    shared = data.partition.by == "table"
     if attack is not None:
         attack.check(classes, data.features)
+        if shared and attack.poisons:
+            raise ConfigError(
+                "attack: attackers would train on altered recordings or labels, but by data.partition.by: table clients may share "
+                "clips; take an attack on what clients send, or another partition"
+            )
         attack.candidates(Names.of(division.partition.ids), seed)
     prepared = functools.partial(prepare, data.source, cache=data.cache, progress=progress, run_chunks=run_chunks)
     store = prepared(manifest, data.stored_features, unreadable=data.unreadable)
@@ -94,12 +100,14 @@ def build_population(
             )
         division = divide(manifest, classes, data, seed, all_learnt, usable)
     dropped = len(division.split.train) - len(division.partition.rows)
-    if dropped:
+    if dropped and division.partition.table is not None:
+        messages.append(f"{dropped} training clips belong to no client: none of {data.partition.file} has them")
+    elif dropped:
         messages.append(
             f"{dropped} training clips belong to no client: theirs would have fewer than {data.partition.minimum} clips"
         )
     assembler = _Assembler(manifest, division, classes, data, seed, prepared, complete)
-    return assembler.population(store, attack, skipped, messages)
+    return assembler.population(store, None if shared else attack, skipped, messages)
 
 
 def _part(
@@ -171,7 +179,11 @@ class _Assembler:
         self._prepared = prepared
         self._complete = complete
         partition = division.partition
-        client = np.repeat(np.arange(len(self.ids)), np.diff(partition.offsets))
+        self._shared = partition.ranges is not None
+        """Clients have clips in common: no clip is one client's."""
+        client = np.zeros(len(partition.rows), np.int64)
+        if not self._shared:
+            client = np.repeat(np.arange(len(self.ids)), np.diff(partition.offsets))
         trained, validated, tested = (division.role == role for role in (TRAINING, VALIDATION, CLIENT_TEST))
         self.train, self.train_of = partition.rows[trained], client[trained]
         self._pool = division.pool[trained]
@@ -216,9 +228,10 @@ class _Assembler:
         ids, division, partition = self.ids, self.division, self.division.partition
         self.stores.append(self._normalised(store, np.arange(self.manifest.num_rows)))
         training = self._training(store)
+        owned = not self._shared
         arrays = {
-            **self._pools("train", training.rows, training.labels, owners=self.train_of),
-            **self._held_out("validation", self.validation, owners=self.validation_of),
+            **self._pools("train", training.rows, training.labels, owners=self.train_of if owned else None),
+            **self._held_out("validation", self.validation, owners=self.validation_of if owned else None),
             **self._held_out("server_validation", division.split.validation),
             **self._held_out("test", division.split.test),
         }
@@ -228,14 +241,20 @@ class _Assembler:
             arrays |= self._attacked(attack, training)
         arrays |= {f"ids/{name}": array for name, array in ids.arrays.items()}
         arrays |= {f"groups/{name}": array for name, array in Names.of(partition.groups).arrays.items()}
-        arrays |= {
-            "groups_of": partition.group_of.astype(np.int32),
-            "noisy": self._noisy,
-            "label_errors": self._with_label_errors,
-            **profile_arrays(self.manifest, partition, self.data.profile),
-        }
+        if partition.ranges is None:
+            arrays |= {
+                "groups_of": partition.group_of.astype(np.int32),
+                "noisy": self._noisy,
+                "label_errors": self._with_label_errors,
+            }
+        else:
+            arrays |= self._ranges(training.rows.frames, partition.ranges)
+        arrays |= profile_arrays(self.manifest, partition, self.data.profile)
         if self.data.features.normalise in BY_TRAINING_CLIPS:
-            arrays |= _statistics(self.stores[CLEAN], self._group[self.train], self.train_of, len(ids))
+            bounds = partition.ranges or np.searchsorted(
+                self.train_of, [np.arange(len(ids)), np.arange(1, len(ids) + 1)]
+            )
+            arrays |= _statistics(self.stores[CLEAN], self._group[self.train], *bounds)
             messages = [*messages, *self._strange_groups()]
         names = {name: values for name, (_, values) in self._columns.items()}
         if UNLABELLED in division.pools:
@@ -329,6 +348,10 @@ class _Assembler:
 
     def _training(self, store: FeatureStore) -> _Training:
         """Return the training clips; the noisy ones' features become a store of their own."""
+        if self._shared:
+            return _Training(
+                self.train, self.train_of, _Rows.of(store, self.train), self._labels(), self.train_of.astype(bool)
+            )
         mine = self._noisy[self.train_of]
         rows, affected = _Rows.of(store, self.train), np.sort(self.train[mine])
         if len(affected):
@@ -386,6 +409,17 @@ class _Assembler:
                 hidden=labels[mine] if name == UNLABELLED else None,
             )
         return found
+
+    def _ranges(self, frames: np.ndarray, ranges: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return where in the part train the examples of clients lie who may share them.
+
+        Args:
+            frames: int64 [training clips].
+            ranges: of each client, in training clips.
+        """
+        clip, _, _ = segments(frames, self.data.segment, None)
+        before = np.searchsorted(clip, np.arange(len(frames) + 1)).astype(np.int32)
+        return {f"train/{name}": before[bound] for name, bound in zip(("first", "stop"), ranges, strict=True)}
 
     def _held_out(self, part: str, clips: np.ndarray, owners: np.ndarray | None = None) -> dict[str, np.ndarray]:
         """Return the columns of clips that nobody trains on."""
@@ -473,20 +507,21 @@ class _Assembler:
         ]
 
 
-def _statistics(store: FeatureStore, group: np.ndarray, client: np.ndarray, clients: int) -> dict[str, np.ndarray]:
+def _statistics(store: FeatureStore, group: np.ndarray, first: np.ndarray, stop: np.ndarray) -> dict[str, np.ndarray]:
     """Return what a recording of each client would be normalised with: see :meth:`Population.statistics`.
 
     Args:
         store: normalised by group.
         group: int64 [training clips].
-        client: int64 [training clips], ascending: whose each clip is.
+        first: int64 [clients]: the first training clip of each.
+        stop: int64 [clients]: the one behind its last.
     """
     values = statistics_of(store)
-    bounds = np.searchsorted(client, np.arange(clients))
-    lowest, highest = np.minimum.reduceat(group, bounds), np.maximum.reduceat(group, bounds)
+    changes = np.cumsum(np.concatenate([[0], group[1:] != group[:-1]]))
+    alike = changes[first] == changes[stop - 1]
     return {
         "statistics/values": values,
-        "statistics/of": np.where(lowest == highest, lowest, values.shape[1] - 1).astype(np.int32),
+        "statistics/of": np.where(alike, group[first], values.shape[1] - 1).astype(np.int32),
     }
 
 

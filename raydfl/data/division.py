@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
@@ -14,7 +15,7 @@ from raydfl.core.errors import DataError
 from raydfl.core.progress import Progress
 from raydfl.core.seeds import generator
 from raydfl.data.listing import deal_ungrouped, kept_labels
-from raydfl.data.partition import Partition, natural_order, partition_clips
+from raydfl.data.partition import Partition, natural_order, partition_by_table, partition_clips
 from raydfl.data.pools import NO_LABEL, TRAIN, UNLABELLED, choose_pools, deal_pools
 from raydfl.data.remote import fetch_recordings
 from raydfl.data.settings import DataSettings
@@ -103,7 +104,10 @@ def divide(
     own = labels[usable]
     apart, train = _held_out_by_value(table, split.train, own, data, seed)
     pools = choose_pools(table, train, own, classes, data.pools, data.unlabelled, seed)
-    if [*pools] == [TRAIN] and not apart:
+    if data.partition.by == "table":  # whose rows are those of the whole list
+        partition = partition_by_table(manifest.num_rows, usable[split.train], data.partition)
+        pool = np.zeros(len(partition.rows), np.int64)
+    elif [*pools] == [TRAIN] and not apart:
         partition = partition_clips(table, split.train, own, data.partition, seed)
         pool = np.zeros(len(partition.rows), np.int64)
     else:
@@ -118,9 +122,8 @@ def divide(
         rows[own[rows] != NO_LABEL] for rows in (split.validation, split.test)
     ]  # nothing can be measured on the others
     split = Split(usable[split.train], usable[known[0]], usable[known[1]])
-    partition = Partition(
-        partition.ids, usable[partition.rows], partition.offsets, partition.groups, partition.group_of
-    )
+    if partition.table is None:
+        partition = dataclasses.replace(partition, rows=usable[partition.rows])
     if complete and data.unseen == "stop" and data.label_sets is None:
         _check_classes(classes, labels, usable, split, partition)
     drawn = {kind: how for kind, how in _hold_outs(data.split).items() if how and (not _by_value(how) or how.others)}

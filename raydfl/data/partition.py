@@ -10,6 +10,7 @@
 - ``classes``: every client has ``classes`` labels, or with ``variance`` a number drawn about it, FedSTAR's rule; a label's clips
   are dealt evenly to those who have it, and everyone has one at least.
 - ``iid``: shuffled and dealt evenly.
+- ``table``: a file says it, with a row for each client (raydfl.data.client_table); clients may share clips.
 
 All of them end: a draw that leaves a client below ``minimum`` is repeated a fixed number of times, then it is an error with
 numbers.
@@ -20,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import numpy as np
@@ -29,6 +31,7 @@ from pydantic import Field, model_validator
 from raydfl.core.errors import DataError, nearest
 from raydfl.core.seeds import generator
 from raydfl.core.settings import Settings
+from raydfl.data.client_table import ClientTable
 
 
 def sizes_text(sizes: np.ndarray) -> str:
@@ -47,6 +50,7 @@ _USES = {
     "quantity": ({"alpha", "spread"}, {"clients"}),
     "classes": ({"variance"}, {"clients", "classes"}),
     "iid": (set(), {"clients"}),
+    "table": (set(), {"file"}),
 }
 """By kind of partition: the fields that it may and those that it must be given, besides ``minimum``."""
 
@@ -55,10 +59,10 @@ class PartitionSettings(Settings):
     """The partition: how training clips are dealt to clients."""
 
     by: Annotated[
-        Literal["group", "dirichlet", "quantity", "classes", "iid"],
+        Literal["group", "dirichlet", "quantity", "classes", "iid", "table"],
         Field(
             description="group: a client for each value of a column; dirichlet: skewed labels; quantity: skewed sizes; classes: a "
-            "few labels for each client; iid: evenly."
+            "few labels for each client; iid: evenly; table: as a file says."
         ),
     ] = "group"
     column: Annotated[
@@ -75,9 +79,9 @@ class PartitionSettings(Settings):
         Literal["stop", "drop"],
         Field(description="group: stop at clients with fewer clips than minimum, or leave them out."),
     ] = "stop"
-    clients: Annotated[int | None, Field(ge=1, description="Number of clients (all but group, which counts them).")] = (
-        None
-    )
+    clients: Annotated[
+        int | None, Field(ge=1, description="Number of clients (all but group and table, which count them).")
+    ] = None
     alpha: Annotated[
         float | None,
         Field(gt=0, description="dirichlet, quantity: concentration; small is skewed (0.1), large is even (100)."),
@@ -97,6 +101,13 @@ class PartitionSettings(Settings):
             ge=0, description="classes: variance of their number, drawn from a normal distribution and rounded down."
         ),
     ] = 0.0
+    file: Annotated[
+        Path | None,
+        Field(
+            description="table: a Parquet or Arrow file with a row for each client: first, the row of the list of clips at which "
+            "its clips begin, clips, how many it has, and if known client, its id."
+        ),
+    ] = None
     minimum: Annotated[
         int,
         Field(
@@ -133,6 +144,16 @@ class Partition:
     """Names of the groups that clients were made of; empty when they are not made of groups."""
     group_of: np.ndarray
     """int32 [clients]: index into ``groups``, -1 for none."""
+    ranges: tuple[np.ndarray, np.ndarray] | None = None
+    """int32 [clients] each, where a table says who has which clips and clients may share them: client ``i`` has
+    ``rows[ranges[0][i]:ranges[1][i]]``. ``rows`` then ascend, and ``offsets`` and ``group_of`` are empty."""
+    table: ClientTable | None = None
+    """The table, where there is one."""
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """int64 [clients]: clips of each client."""
+        return np.diff(self.offsets) if self.ranges is None else self.ranges[1] - self.ranges[0]
 
 
 def partition_clips(
@@ -143,7 +164,7 @@ def partition_clips(
     seed: int,
     pool: str = "",
 ) -> Partition:
-    """Deal clips to clients.
+    """Deal clips to clients, by any kind of partition but ``table``.
 
     Args:
         manifest: columns ``clip`` and those that the settings name.
@@ -256,6 +277,36 @@ def _by_group(manifest: pa.Table, rows: np.ndarray, settings: PartitionSettings,
     mine = kept[owner]
     ids = [_shard_id(names, int(client), shards) for client in clients]
     return _sorted_partition(ids, rows[mine], place[owner[mine]], names, (clients // shards).astype(np.int32))
+
+
+def partition_by_table(clips: int, rows: np.ndarray, settings: PartitionSettings) -> Partition:
+    """Give clips to clients as a table says.
+
+    Args:
+        clips: rows of the manifest.
+        rows: int64, ascending: those that may be trained on; clients do without the others of theirs.
+        settings: ``by: table``.
+
+    Raises:
+        DataError: the table cannot be used, or leaves a client below the minimum.
+    """
+    table = ClientTable(cast(Path, settings.file))
+    before = np.searchsorted(rows, np.arange(clips + 1)).astype(np.int32)
+    first, stop = (before[bound] for bound in table.ranges(clips))
+    counts = stop - first
+    if counts.min() < settings.minimum:
+        row = int(counts.argmin())
+        raise DataError(
+            f"data.partition.file: {int((counts < settings.minimum).sum()):,} of {len(table):,} clients have fewer than "
+            f"data.partition.minimum {settings.minimum} clips to train on; the one in row {row + 1} of {table.path} has "
+            f"{counts[row]}: its other clips are held out by data.split or cannot be read; give it others"
+        )
+    # What no client has is left out: how many begin at or before a clip, and how many end there.
+    begun, ended = (np.cumsum(np.bincount(bound, minlength=len(rows) + 1)) for bound in (first, stop))
+    owned = (begun > ended)[:-1]
+    place = np.concatenate([[0], np.cumsum(owned)]).astype(np.int32)
+    none = np.zeros(0, np.int64)
+    return Partition(table.ids(), rows[owned], none, (), none.astype(np.int32), (place[first], place[stop]), table)
 
 
 def _shard_id(names: Sequence[str], client: int, shards: int) -> str:

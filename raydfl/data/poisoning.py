@@ -18,6 +18,10 @@ from raydfl.data.names import Names
 class Poisoner(Protocol):
     """Whoever alters training data: as much of an attack as data need to know (raydfl/attacks)."""
 
+    @property
+    def poisons(self) -> bool:
+        """Return whether attackers train on other recordings or labels than honest clients."""
+
     def check(self, classes: Sequence[str], features: AnyFeatures) -> None:
         """Refuse options that do not fit the data."""
 

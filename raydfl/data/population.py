@@ -8,17 +8,16 @@ from __future__ import annotations
 import bisect
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import safetensors.numpy
 
 from raydfl.core.errors import DataError, RunDirectoryError, nearest
 from raydfl.core.files import RESUME, write_atomically, writing
-from raydfl.data.array_file import digest, map_arrays
+from raydfl.data.array_file import digest, file_digest, map_arrays, write_arrays
 from raydfl.data.examples import ClientData, Examples
 from raydfl.data.features.cache import FeatureStore, open_store
 from raydfl.data.label_sets import sets_of
@@ -91,6 +90,8 @@ class Population:
         arrays: for each of the parts train, validation (both by client), server_validation and test the columns ``starts``,
             ``counts``, ``labels``, ``clips``; ``train/offsets`` and ``validation/offsets`` (int64 [clients + 1]); the names of
             clients and groups; ``groups_of`` (int32 [clients], -1: none), ``noisy`` and ``label_errors`` (bool [clients]).
+            Where a table of clients says who has which clips, these three and the offsets are not there, but ``train/first`` and
+            ``train/stop`` (int32 [clients]): the part train then has each example once, and several clients may have it.
             Where clients have tests of their own also the part client_test, by client.
             With an attack also the parts attack (what clients train on when they attack, parallel to train) and triggered (test
             clips that carry the attack's trigger), and ``altered`` (bool [clients]: the features of its attack are in the last
@@ -159,6 +160,8 @@ class Population:
         self._profiles = {name: self._names(f"profile/{name}") for name in of_profiles}
         self.parts = tuple(parts)
         """Data sets with classes of their own; empty: this is one."""
+        self._alike: dict[int, np.ndarray] = {}
+        """The same number for each client, by number."""
         self._firsts = [part.first for part in parts]
         self._sites = tuple(sites)
         self._site_ends = [site.stop for site in sites]
@@ -197,6 +200,11 @@ class Population:
             for split, parts in site.shards.items()
             for start, stop in parts
         ]
+
+    @property
+    def _shared(self) -> bool:
+        """True where several clients may have an example."""
+        return "train/first" in self._arrays
 
     def site_of(self, index: int) -> str:
         """Return the name of the site of a client."""
@@ -272,14 +280,22 @@ class Population:
         if self.parts:
             return self._column_of_parts(name)
         if name == "group":
-            return self._groups, self._arrays["groups_of"]
+            return self._groups, self._of_clients("groups_of", -1)
         if name in ("noisy", "label_errors"):
-            return (False, True), self._arrays[name].view(np.int8)
+            return (False, True), self._of_clients(name, 0).view(np.int8)
         if name == "views" and self._views:
             return self._sets_of_views
         if name in self._profiles:
             return self._profiles[name], self._arrays[f"profile/{name}/of"]
-        return (), np.full(len(self), -1)
+        return (), self._of_clients("", -1)
+
+    def _of_clients(self, name: str, other: int) -> np.ndarray:
+        """Return an array of that name with one number for each client; ``other`` for all where it is not there."""
+        if name in self._arrays:
+            return self._arrays[name]
+        if other not in self._alike:
+            self._alike[other] = np.broadcast_to(np.int8(other), len(self))
+        return self._alike[other]
 
     @functools.cached_property
     def _sets_of_views(self) -> tuple[list[tuple[str, ...]], np.ndarray]:
@@ -303,6 +319,10 @@ class Population:
 
     def sizes(self) -> np.ndarray:
         """Return int64 [clients]: training examples of each client in the first pool."""
+        if self._shared:
+            sizes: np.ndarray = self._arrays["train/stop"].astype(np.int64)
+            sizes -= self._arrays["train/first"]
+            return sizes
         return np.diff(self._arrays["train/offsets"])
 
     def data(self, index: int, attacking: bool = False) -> ClientData:
@@ -315,9 +335,10 @@ class Population:
             part = self._part(index)
             return part.population.data(index - part.first, attacking)
         store = CLEAN
+        attacking = attacking and not self._shared
         if attacking and self._arrays["altered"][index]:
             store = len(self.stores) - 1
-        elif self._arrays["noisy"][index]:
+        elif self._of_clients("noisy", 0)[index]:
             store = NOISY
         train = "attack" if attacking else "train"
         own_test = "client_test/starts" in self._arrays
@@ -336,8 +357,12 @@ class Population:
         )
 
     def _of_client(self, part: str, index: int) -> slice:
-        offsets = self._arrays[f"{part}/offsets"]
-        return slice(offsets[index], offsets[index + 1])
+        if not self._shared:
+            offsets = self._arrays[f"{part}/offsets"]
+            return slice(offsets[index], offsets[index + 1])
+        if part != "train":
+            return slice(0, 0)
+        return slice(*(int(self._arrays[f"train/{bound}"][index]) for bound in ("first", "stop")))
 
     def first_examples(self, count: int) -> Examples | None:
         """Return some training examples, as they are without attacks and noise; ``None`` where all are at sites."""
@@ -379,18 +404,52 @@ class Population:
         values: np.ndarray = self._arrays["statistics/values"]
         return values[:, -1 if client is None else int(self._arrays["statistics/of"][client])]
 
-    def label_counts(self, of: Literal["train", "validation", "client_test"] = "train") -> np.ndarray:
+    def class_counts(self) -> np.ndarray:
+        """Return int64 [classes]: training clips of all clients together by class, a clip once for each client that has it."""
+        if not self._shared:
+            summed: np.ndarray = self.label_counts().sum(axis=0)
+            return summed
+        labels = self._arrays["train/labels"]
+        begun, ended = (
+            np.cumsum(np.bincount(self._arrays[f"train/{bound}"], minlength=len(labels) + 1))[:-1]
+            for bound in ("first", "stop")
+        )
+        first = self._firsts_of_clips() & (labels >= 0)
+        counts = np.bincount(labels[first], (begun - ended)[first], len(self._labels)).astype(np.int64)
+        return counts if self.sets is None else counts @ self.sets.astype(np.int64)
+
+    def _firsts_of_clips(self) -> np.ndarray:
+        """Return which training examples are the first of their clip, where these follow one another: bool [examples]."""
+        clips = self._arrays["train/clips"]
+        return np.concatenate([np.ones(min(len(clips), 1), bool), clips[1:] != clips[:-1]])
+
+    def _shared_counts(self, clients: slice | np.ndarray) -> np.ndarray:
+        """Return what :meth:`label_counts` says of some clients who may share clips."""
+        labels, first = self._arrays["train/labels"], self._firsts_of_clips()
+        bounds = [self._arrays[f"train/{bound}"][clients] for bound in ("first", "stop")]
+        counts = np.empty((len(bounds[0]), len(self._labels)), np.int64)
+        for label in range(len(self._labels)):
+            before = np.concatenate([[0], np.cumsum(first & (labels == label))])
+            counts[:, label] = before[bounds[1]] - before[bounds[0]]
+        return counts if self.sets is None else counts @ self.sets.astype(np.int64)
+
+    def label_counts(
+        self, of: Literal["train", "validation", "client_test"] = "train", clients: slice | np.ndarray = slice(None)
+    ) -> np.ndarray:
         """Return int64 [clients, classes]: clips of each client by class, wrong labels as they are.
 
         Of several parts each has columns of its own, in the order of :attr:`classes`.
 
         Args:
             of: what the clients have the clips for. Clients without tests of their own have none in ``client_test``.
+            clients: of whom to tell: a part of them, or int [some clients].
         """
         if self.parts:
-            return block_diagonal([part.population.label_counts(of) for part in self.parts])
+            return block_diagonal([part.population.label_counts(of) for part in self.parts])[clients]
+        if self._shared and of == "train":
+            return self._shared_counts(clients)
         if f"{of}/offsets" not in self._arrays:
-            return np.zeros((len(self), len(self.classes)), np.int64)
+            return np.zeros((len(self), len(self.classes)), np.int64)[clients]
         offsets, labels = self._arrays[f"{of}/offsets"], self._arrays[f"{of}/labels"]
         client = np.repeat(np.arange(len(self)), np.diff(offsets))
         clips = self._arrays[f"{of}/clips"]
@@ -400,7 +459,8 @@ class Population:
         first &= labels >= 0
         cell = client[first] * len(self._labels) + labels[first]
         counts = np.bincount(cell, minlength=len(self) * len(self._labels)).reshape(len(self), len(self._labels))
-        return counts if self.sets is None else counts @ self.sets.astype(np.int64)
+        of_all: np.ndarray = counts if self.sets is None else counts @ self.sets.astype(np.int64)
+        return of_all[clients]
 
     def save(self, folder: Path) -> None:
         """Write everything but the features, which stay in the cache, to the file ``population.safetensors`` in ``folder``.
@@ -410,7 +470,7 @@ class Population:
         """
         for part in self.parts:
             part.population.save(folder / _folder_of(part.name))
-        arrays = {name: np.ascontiguousarray(array) for name, array in sorted(self._arrays.items())}
+        arrays = self._arrays
         facts: dict[str, Any] = {
             "format": FORMAT,
             "classes": self._labels,
@@ -433,9 +493,10 @@ class Population:
             facts["pools"] = self.pools
         if self.parts:
             facts["parts"] = [[part.name, part.first, part.population.bands] for part in self.parts]
-        content = safetensors.numpy.save(arrays, {"raydfl": json.dumps(facts)})
-        with writing(folder, len(content), "the files of the population", RESUME):
-            write_atomically(folder / POPULATION_FILE, lambda temporary: temporary.write_bytes(content))
+        metadata = {"raydfl": json.dumps(facts)}
+        needed = sum(array.nbytes for array in arrays.values())
+        with writing(folder, needed, "the files of the population", RESUME):
+            write_atomically(folder / POPULATION_FILE, lambda temporary: write_arrays(temporary, arrays, metadata))
 
     def is_saved_in(self, folder: Path) -> bool:
         """Return whether it is the population that :meth:`save` wrote there, whose features may lie in another cache."""
@@ -470,7 +531,7 @@ class Population:
             facts = json.loads(metadata["raydfl"])
             if facts["format"] != FORMAT:
                 raise ValueError(f"it is of format {facts['format']}, this version of raydfl reads {FORMAT}")
-            if verify and _digest(arrays) != facts["digest"]:
+            if verify and file_digest(path, _derived(arrays)) != facts["digest"]:
                 raise ValueError("its content has changed")
             parts = [
                 Part(
@@ -590,7 +651,11 @@ def _folder_of(part: str) -> str:
 
 
 def _digest(arrays: Mapping[str, np.ndarray]) -> str:
+    return digest(arrays, _derived(arrays))
+
+
+def _derived(names: Iterable[str]) -> list[str]:
+    """Return the names of arrays that follow from others."""
     # Statistics and tables are computed from features, whose last bits another machine's processor may round differently; presence
     # only says what the numbers of frames say already.
-    derived = (TABLES, f"{PRESENCE}/")
-    return digest(arrays, [name for name in arrays if name == "statistics/values" or name.startswith(derived)])
+    return [name for name in names if name == "statistics/values" or name.startswith((TABLES, f"{PRESENCE}/"))]

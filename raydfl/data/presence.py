@@ -68,6 +68,10 @@ def owners(arrays: Mapping[str, np.ndarray], view: str) -> np.ndarray:
     Args:
         arrays: of the population.
     """
+    if "train/first" in arrays:
+        present = np.r_[0, np.cumsum(arrays[f"train@{view}/counts"] > 0)]
+        shared: np.ndarray = present[arrays["train/stop"]] > present[arrays["train/first"]]
+        return shared
     found = np.zeros(len(arrays["train/offsets"]) - 1, bool)
     for part in [name.partition("/")[0] for name in arrays if name.endswith("/offsets")]:
         if part.partition("@")[0] != "train":

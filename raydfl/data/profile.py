@@ -30,7 +30,8 @@ class ProfileSettings(Settings):
     )
     column: str | None = Field(
         None,
-        description="column of the manifest, in place of values; it must say one thing of all training clips of a client",
+        description="column of the manifest, or of the table of clients, in place of values; that of a manifest must say one thing "
+        "of all training clips of a client",
     )
 
     @model_validator(mode="after")
@@ -41,10 +42,11 @@ class ProfileSettings(Settings):
 
 
 def dealt(name: str, settings: ProfileSettings, clients: int, seed: int) -> np.ndarray:
-    """Return int64 [clients]: the position of each client's value among ``settings.values``."""
+    """Return the position of each client's value among ``settings.values``: [clients], integers as small as can be."""
+    kind = np.min_scalar_type(len(settings.values) - 1)
     if settings.deal == "turn":
-        return np.arange(clients) % len(settings.values)
-    return generator(seed, 0, "", f"profile/{name}").integers(len(settings.values), size=clients)
+        return np.resize(np.arange(len(settings.values), dtype=kind), clients)
+    return generator(seed, 0, "", f"profile/{name}").integers(len(settings.values), size=clients).astype(kind)
 
 
 def profile_arrays(
@@ -63,6 +65,12 @@ def profile_arrays(
         if settings.column is None:
             continue
         where = f"data.profile.{name}"
+        if partition.table is not None:
+            column = partition.table.column(settings.column, where)
+            encoded = column.combine_chunks().dictionary_encode()  # of several chunks each has codes of its own
+            codes, texts = encoded.indices.to_numpy(), [str(value) for value in encoded.dictionary.to_pylist()]
+            arrays |= _coded(name, texts, codes)
+            continue
         if settings.column not in manifest.column_names:
             raise DataError(
                 f"{where}: the data have no column {settings.column!r}; {nearest(settings.column, manifest.column_names)}"
@@ -75,12 +83,19 @@ def profile_arrays(
             _refuse(
                 [values[code] if code >= 0 else None for code in own], where, settings.column, partition.ids[client]
             )
-        texts = [str(value) for value in values]
-        names = sorted({texts[code] for code in np.unique(least)})
-        position = {text: number for number, text in enumerate(names)}
-        arrays[f"profile/{name}/of"] = np.array([position.get(text, -1) for text in texts], np.int32)[least]
-        arrays |= {f"profile/{name}/{key}": array for key, array in Names.of(names).arrays.items()}
+        arrays |= _coded(name, [str(value) for value in values], least)
     return arrays
+
+
+def _coded(name: str, texts: Sequence[str], codes: np.ndarray) -> dict[str, np.ndarray]:
+    """Return what a population keeps of one name: of each client (int [clients]) the position of its text, and the texts."""
+    names = sorted({texts[code] for code in np.flatnonzero(np.bincount(codes)).tolist()})
+    position = {text: number for number, text in enumerate(names)}
+    of = np.array([position.get(text, -1) for text in texts], np.int32)[codes]
+    return {
+        f"profile/{name}/of": of,
+        **{f"profile/{name}/{key}": array for key, array in Names.of(names).arrays.items()},
+    }
 
 
 def _refuse(values: Sequence[object], where: str, column: str, client: str) -> NoReturn:

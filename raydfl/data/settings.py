@@ -334,6 +334,7 @@ class DataSettings(Settings):
                 "of them to null"
             )
         self._check_pools()
+        self._check_table()
         if self.columns and self.sites:
             raise ConfigError(
                 "data.columns: the numbers of a column's values would differ from site to site; leave it out"
@@ -401,6 +402,34 @@ class DataSettings(Settings):
                 raise ConfigError(f"data.pools: the name {name!r} may hold letters, digits, _ and - only")
             if name in self.views:
                 raise ConfigError(f"data.views: {name!r} is the name of a pool already; give the view another name")
+
+    def _check_table(self) -> None:
+        """Refuse what needs clips to be one client's, where a table of clients says who has which."""
+        pools = [pool.partition for pool in self.pools.values()]
+        if self.unlabelled is not None:
+            pools.append(self.unlabelled.partition)
+        if self.partition.by != "table":
+            if any(pool is not None and pool.by == "table" for pool in pools):
+                raise ConfigError("data.pools: a pool's partition cannot be by: table; deal the pool in another way")
+            return
+        wanted = {
+            "data.pools": self.pools,
+            "data.unlabelled": self.unlabelled,
+            "data.sites": self.sites,
+            "data.corrupt.noise": self.corrupt.noise,
+            "data.corrupt.labels": self.corrupt.labels,
+            "data.missing": self.missing,
+            "data.split.client_test": self.split.client_test,
+            "data.split.validation": self.split.validation,
+            "data.split.as_published": self.split.as_published,
+            "data.features.normalise: client": self.features.normalise == "client",
+        }
+        unfit = [name for name, value in wanted.items() if value]
+        if unfit:
+            raise ConfigError(
+                f"{unfit[0]} needs clips that are one client's, but by data.partition.by: table clients may share clips; leave it "
+                f"out, or take another partition"
+            )
 
     @property
     def pipeline(self) -> Pipeline:

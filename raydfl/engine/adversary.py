@@ -39,8 +39,14 @@ class Adversary:
         """Return whether a client (by its index) attacks in the round after ``round_index`` completed ones."""
         if self.attack is None:
             return False
-        if self._drawn is None or self._drawn[0] != round_index:
-            self._drawn = round_index, self.attack.attackers(self._ids, self._seed, round_index)
+        attack = self.attack
+        now = round_index
+        # The same in all rounds are drawn once: there may be millions of clients.
+        if attack.draw == "run" and type(attack).attackers is Attack.attackers:
+            begun, over = attack.start <= round_index + 1, attack.stop is not None and attack.stop < round_index + 1
+            now = -1 if begun and not over else -2
+        if self._drawn is None or self._drawn[0] != now:
+            self._drawn = now, attack.attackers(self._ids, self._seed, round_index)
         return bool(self._drawn[1][client])
 
     def sent(

@@ -19,6 +19,8 @@ from raydfl.models import INIT_FROM
 
 _REMEMBERED = 4096
 """Clients that are kept once made: those of a round are asked for several times."""
+_AT_ONCE = 1 << 20
+"""Clients whose profiles are looked at together."""
 
 
 class Clients(OnDemand[Client]):
@@ -54,7 +56,8 @@ class Clients(OnDemand[Client]):
                 continue
             rng = seeds.generator(config.run.seed, 0, "", f"architecture/{name}")
             drawn = rng.integers(len(choices), size=len(population)) if len(choices) > 1 else None
-            self._drawn.append(drawn)
+            self._drawn.append(None if drawn is None else _small(drawn))
+        self._index = functools.lru_cache(_REMEMBERED)(population.index)
         self._client = functools.lru_cache(_REMEMBERED)(self._make)
         self._method = config.parts.method
         self._own_models = functools.lru_cache(_REMEMBERED)(self._narrowed)
@@ -105,7 +108,7 @@ class Clients(OnDemand[Client]):
                 f"models.{model}.choices: no architecture for client {self._population.ids[int(missing[0])]!r}, whose {column} is "
                 f"{value!r}; {nearest(text_of(value), keys)}"
             )
-        return places
+        return _small(places)
 
     def by_id(self, client_id: str) -> Client:
         """Return the client of that id.
@@ -113,11 +116,11 @@ class Clients(OnDemand[Client]):
         Raises:
             DataError: there is none.
         """
-        return self[self._population.index(client_id)]
+        return self[self._index(client_id)]
 
     def index_of(self, client_id: str) -> int:
         """Return the position of a client in the population."""
-        return self._population.index(client_id)
+        return self._index(client_id)
 
     def _models(self, position: int) -> tuple[ModelSpec, ...]:
         return tuple(
@@ -163,8 +166,8 @@ class Clients(OnDemand[Client]):
         }
 
     def _codes(self, name: str) -> np.ndarray:
-        """Return int64 [clients]: equal numbers for clients whose profiles say the same under a name."""
-        codes = self._population.column(name)[1].astype(np.int64)
+        """Return int32 [clients]: equal numbers for clients whose profiles say the same under a name."""
+        codes = self._population.column(name)[1].astype(np.int32)
         for first, dealt_values in self._dealt.values():
             if name in dealt_values:
                 own = dealt_values[name][1]
@@ -176,10 +179,13 @@ class Clients(OnDemand[Client]):
         """Return the first of some clients with each combination of what columns say."""
         if all(column is None for column in columns):
             return [positions.start]
-        part = slice(positions.start, positions.stop)
-        table = [np.zeros(len(positions), np.int64) if column is None else column[part] for column in columns]
-        _, places = np.unique(np.stack(table, axis=1), axis=0, return_index=True)
-        return [positions[int(place)] for place in sorted(places)]
+        given = [column for column in columns if column is not None]
+        found: dict[tuple[int, ...], int] = {}
+        for start in range(positions.start, positions.stop, _AT_ONCE):
+            own = [column[start : min(start + _AT_ONCE, positions.stop)] for column in given]
+            for place in _first_of_kinds(own):
+                found.setdefault(tuple(int(column[place]) for column in own), start + place)
+        return sorted(found.values())
 
 
 class _Section(OnDemand[Client]):
@@ -197,15 +203,33 @@ class _Section(OnDemand[Client]):
         return self._clients[self._positions[position]]
 
 
+def _small(places: np.ndarray) -> np.ndarray:
+    """Return numbers from 0 on as integers as small as can be: there may be millions of clients."""
+    return places.astype(np.min_scalar_type(int(places.max())))
+
+
+def _first_of_kinds(columns: Sequence[np.ndarray]) -> list[int]:
+    """Return the first place of each combination of numbers in columns of one length, ascending."""
+    kinds, count = np.zeros(len(columns[0]), np.int64), 1
+    for column in columns:
+        least = int(column.min())
+        pairs = kinds * (int(column.max()) - least + 1) + column.astype(np.int64) - least
+        found, kinds = np.unique(pairs, return_inverse=True)
+        count = len(found)
+    first = np.empty(count, np.int64)
+    first[kinds[::-1]] = np.arange(len(kinds) - 1, -1, -1)  # of several written to one place the last counts
+    return sorted(first.tolist())
+
+
 def _places(values: Sequence[Any], of: np.ndarray, number: Mapping[str, int]) -> np.ndarray:
-    """Return int64 [clients]: the number of what each client's profile says, -1 where it has none.
+    """Return int32 [clients]: the number of what each client's profile says, -1 where it has none.
 
     Args:
         values: that the profile may say.
         of: int [clients]: the position of each client's, -1 for none.
         number: of each value's text.
     """
-    found: np.ndarray = np.array([*(number.get(text_of(value), -1) for value in values), -1], np.int64)[of]
+    found: np.ndarray = np.array([*(number.get(text_of(value), -1) for value in values), -1], np.int32)[of]
     return found
 
 

@@ -42,6 +42,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "parts"): {},
     ("data", "heads"): "part",
     ("data", "partition", "variance"): 0.0,
+    ("data", "partition", "file"): None,
     ("train", "precision"): "float32",
     ("train", "deadline"): None,
     ("train", "phases"): {},
@@ -164,16 +165,19 @@ def _forget_neutral(values: dict[str, Any], *of: str) -> None:
         group = functools.reduce(operator.getitem, groups, values)
         if key in group and group[key] == neutral:
             del group[key]
-    _forget_variance(values["data"])
+    _forget_later_options(values["data"])
     _forget_others(values["data"]["split"])
 
 
-def _forget_variance(data: dict[str, Any]) -> None:
-    """Take it out of the pools' partitions where it is 0."""
+def _forget_later_options(data: dict[str, Any]) -> None:
+    """Take neutral options out of the pools' partitions that earlier versions did not have."""
     pools = data.get("pools", {})
     for pool in (data.get("unlabelled"), *dict(pools).values()):
-        if pool and pool["partition"] and not pool["partition"]["variance"]:
-            del pool["partition"]["variance"]
+        if pool and pool["partition"]:
+            if not pool["partition"]["variance"]:
+                del pool["partition"]["variance"]
+            if pool["partition"]["file"] is None:
+                del pool["partition"]["file"]
 
 
 def _forget_others(split: dict[str, Any]) -> None:

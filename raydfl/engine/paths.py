@@ -67,6 +67,8 @@ def _resolve_data(data: dict[str, Any], name: Any = None) -> None:
     for transform in data.get("transforms") or ():
         if isinstance(transform, dict) and isinstance(transform.get("name"), str):
             _resolve(transform, path_options(find_transform(transform["name"])))
+    if isinstance(data.get("partition"), dict):
+        _resolve(data["partition"], ["file"])
     if isinstance(data.get("features"), dict):
         _resolve(data["features"], path_options(kind_of(data["features"])))
 

@@ -74,7 +74,7 @@ def _check_classes(population: Population) -> None:
     """Refuse sets of classes of which one has no training clip; without sets the data know better what became of its clips."""
     if population.sets is None or population.sites[0].name:
         return
-    for number in np.flatnonzero(population.label_counts().sum(axis=0) == 0):
+    for number in np.flatnonzero(population.class_counts() == 0):
         raise DataError(
             f"no client has a clip of class {population.classes[int(number)]!r}; choose data.split or data.partition differently, "
             f"or leave the labels with it out of the data (data.leave_out)"

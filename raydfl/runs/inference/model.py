@@ -190,7 +190,7 @@ def load_models_of(
         InputError: see :func:`load_model`.
     """
     run = _Run(local_run(run_dir), trust, best)
-    known = set(run.population.ids)
+    known = run.population.ids
     return {name: run.clients_model(model, name) if name in known else run.shared_model(model) for name in clients}
 
 

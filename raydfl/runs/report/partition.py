@@ -17,6 +17,8 @@ from raydfl.data import Population, sizes_text
 _MOST_NAMES = 64
 _MOST_ROWS = 400
 _MOST_NUMBERS = 1_000
+_AT_ONCE = 1_000_000
+"""Clients whose clips are counted at a time."""
 
 
 def plot_partition(population: Population, path: Path) -> None:
@@ -29,9 +31,9 @@ def plot_partition(population: Population, path: Path) -> None:
 
 
 def _plot(population: Population, path: Path) -> None:
-    counts = population.label_counts()
-    clients, classes = counts.shape
-    sizes = counts.sum(axis=1)
+    clients, classes = len(population), len(population.classes)
+    parts = (slice(start, start + _AT_ONCE) for start in range(0, clients, _AT_ONCE))
+    sizes = np.concatenate([population.label_counts(clients=part).sum(axis=1) for part in parts])
     shown = np.arange(clients)
     if clients > _MOST_ROWS:
         shown = np.argsort(-sizes, kind="stable")[np.linspace(0, clients - 1, _MOST_ROWS).round().astype(int)]
@@ -41,7 +43,7 @@ def _plot(population: Population, path: Path) -> None:
     figure = Figure(figsize=(width, float(np.clip(2.2 + 0.19 * rows, 4.0, 12.0))), layout="constrained")
     FigureCanvasAgg(figure)
     cells, bars = figure.subplots(1, 2, sharey=True, width_ratios=[max(2.0, 0.32 * classes), max(1.4, 0.06 * classes)])
-    _draw_cells(figure, cells, counts[shown])
+    _draw_cells(figure, cells, population.label_counts(clients=shown))
     _draw_sizes(bars, sizes[shown])
     cells.set_ylim(rows - 0.5, -0.5)
     _name_classes(cells, population.classes)

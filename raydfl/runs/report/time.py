@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -83,7 +85,7 @@ def parts_of_rounds(run: RunRecord) -> tuple[NDArray[np.float64], dict[str, NDAr
 
 def _last_rounds(run: RunRecord) -> list[Work]:
     try:
-        names = list(Population.load(run.folder / "population").ids)
+        names: Sequence[str] = Population.load(run.folder / "population").ids
     except (RaydflError, OSError):  # the page of a run whose data are elsewhere
         names = []
     found = []
