@@ -34,6 +34,7 @@ from raydfl.experiments.sweep import load_sweep as load_sweep
 from raydfl.experiments.sweep import run_sweep as run_sweep
 from raydfl.methods import CuttingMethod as CuttingMethod
 from raydfl.methods import Method as Method
+from raydfl.methods import drawn as drawn
 from raydfl.objectives import Objective as Objective
 from raydfl.rules import CollectingRule as CollectingRule
 from raydfl.rules import Rule as Rule

@@ -110,6 +110,10 @@ class Client:
     models: tuple[ModelSpec, ...] = ()
     profile: Mapping[str, Any] = field(default_factory=dict)
     """Further facts: speaker, device, site, labelled share, modalities ..."""
+    chance: float = 1.0
+    """The weight with which it is drawn for a round, by ``train.clients``; 0: it does not take part."""
+    stratum: int = 0
+    """The group of clients that it is drawn from, by ``train.clients.strata``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,5 +43,6 @@ from raydfl.data.profile import dealt as dealt
 from raydfl.data.segment import segments as segments
 from raydfl.data.settings import DataSettings as DataSettings
 from raydfl.data.settings import ViewSettings as ViewSettings
+from raydfl.data.split import SplitSettings as SplitSettings
 from raydfl.data.transforms import Drawn as Drawn
 from raydfl.data.transforms import find_transform as find_transform

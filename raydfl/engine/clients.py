@@ -15,6 +15,7 @@ from raydfl.core.types import Client, ModelSpec
 from raydfl.data import DataSettings, Population, dealt
 from raydfl.engine.assembly import split_view, text_of
 from raydfl.engine.config import Config
+from raydfl.engine.draw import Draw, make_draw
 from raydfl.models import INIT_FROM
 
 _REMEMBERED = 4096
@@ -58,6 +59,7 @@ class Clients(OnDemand[Client]):
             drawn = rng.integers(len(choices), size=len(population)) if len(choices) > 1 else None
             self._drawn.append(None if drawn is None else _small(drawn))
         self._index = functools.lru_cache(_REMEMBERED)(population.index)
+        self._settings = config.train.clients
         self._client = functools.lru_cache(_REMEMBERED)(self._make)
         self._method = config.parts.method
         self._own_models = functools.lru_cache(_REMEMBERED)(self._narrowed)
@@ -79,7 +81,34 @@ class Clients(OnDemand[Client]):
             num_examples=self._population.num_examples(position),
             models=self._own_models(self._models(position), read),
             profile=profile,
+            chance=1.0 if self.draw is None else float(self.draw.chances[position]),
+            stratum=0 if self.draw is None else int(self.draw.strata[position]),
         )
+
+    @functools.cached_property
+    def draw(self) -> Draw | None:
+        """Every client's weight and group in the draw of a round; ``None``: all are drawn alike.
+
+        Raises:
+            ConfigError: ``train.clients`` does not fit the clients.
+        """
+        return None if self._settings is None else make_draw(self._settings, self._population, self._column)
+
+    @property
+    def eligible(self) -> int:
+        """Clients that may take part in training."""
+        return len(self) if self.draw is None else self.draw.eligible
+
+    def _column(self, name: str) -> tuple[Sequence[Any], np.ndarray]:
+        """Return a column of all profiles, dealt values among them: see :meth:`Population.column`."""
+        known, of = self._population.column(name)
+        values, places = [*known], of.astype(np.int64)
+        for first, dealt_values in self._dealt.values():
+            if name in dealt_values:
+                own, own_of = dealt_values[name]
+                places[first : first + len(own_of)] = own_of.astype(np.int64) + len(values)
+                values += own
+        return values, places
 
     def _narrowed(self, models: tuple[ModelSpec, ...], read: tuple[tuple[str, Any], ...]) -> tuple[ModelSpec, ...]:
         return self._method.client_models(models, dict(read))

@@ -92,7 +92,10 @@ class Config(Settings):
         profiles = [data.profile for data in self.data.each.values()]
         for name, (column, keys) in self.parts.chosen_by.items():
             _check_choices(f"models.{name}", column, keys, profiles, list(self.data.parts))
-        _check_read(self.method["name"], method.reads_profile(), profiles)
+        _check_read(f"method {self.method['name']!r}", method.reads_profile(), profiles)
+        if self.train.clients is not None:
+            for setting, name in self.train.clients.columns.items():
+                _check_read(f"train.clients.{setting}", (name,), profiles)
         rates = {f"phases.{phase}.": own.optimiser.models or {} for phase, own in self.train.phases.items()}
         for place, of_models in {"": self.train.optimiser.models, **rates}.items():
             _check_known(of_models, declared, f"train.{place}optimiser.models: {self.method['name']}")
@@ -307,12 +310,12 @@ def _check_known(names: Iterable[str], models: Iterable[str], where: str) -> Non
             raise ConfigError(f"{where} has no model {name!r}; {nearest(name, models)}")
 
 
-def _check_read(method: str, names: Sequence[str], profiles: Sequence[Mapping[str, ProfileSettings]]) -> None:
-    """Refuse a method that reads what clients do not have in their profile."""
+def _check_read(who: str, names: Sequence[str], profiles: Sequence[Mapping[str, ProfileSettings]]) -> None:
+    """Refuse what reads what clients do not have in their profile."""
     for name, profile in itertools.product(names, profiles):
         if name not in profile and name not in KNOWN:
             raise ConfigError(
-                f"method {method!r}: clients have no {name!r} in their profile; {nearest(name, [*profile, *KNOWN])}, or deal it "
+                f"{who}: clients have no {name!r} in their profile; {nearest(name, [*profile, *KNOWN])}, or deal it "
                 f"with data.profile.{name}='{{values: [...]}}'"
             )
 

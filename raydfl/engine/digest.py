@@ -43,6 +43,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "heads"): "part",
     ("data", "partition", "variance"): 0.0,
     ("data", "partition", "file"): None,
+    ("train", "clients"): None,
     ("train", "precision"): "float32",
     ("train", "deadline"): None,
     ("train", "phases"): {},

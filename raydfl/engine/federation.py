@@ -51,7 +51,7 @@ class Federation:
         self.clients = Clients(population, config)
         self._phases = self._configured_phases = config.phases
         self._cohorts = {
-            name: config.train.in_phase(name).cohort_size(len(self.clients)) for name in self._phases.names or ("",)
+            name: config.train.in_phase(name).cohort_size(self.clients.eligible) for name in self._phases.names or ("",)
         }
         self._attackers = Adversary(config.parts.attack, type(self.method).changes, population.ids, config.run.seed)
         self._site_of, self._part_of = population.site_of, population.part_of
@@ -262,7 +262,19 @@ class Federation:
     def plan(self) -> list[Order]:
         """Return the orders of the next round: the same whenever they are asked for."""
         rng = seeds.generator(self.config.run.seed, self.state.round_index, "", "plan")
-        return self._orders(self.method.plan(self.state, self.clients, rng, self._cohorts[self.state.phase]), None)
+        tasks = self.method.plan(self.state, self.clients, rng, self._cohorts[self.state.phase])
+        if self.config.train.clients is not None:
+            self._check_take_part(tasks)
+        return self._orders(tasks, None)
+
+    def _check_take_part(self, tasks: Sequence[Task]) -> None:
+        """Refuse the plan of a method that draws clients in its own way, and so some that ``train.clients`` leaves out."""
+        for task in tasks:
+            if self.clients.by_id(task.client_id).chance == 0:
+                raise ConfigError(
+                    f"train.clients: method {self.config.method['name']!r} plans client {task.client_id!r}, which does not take "
+                    f"part; its plan() must draw with raydfl.drawn, or leave train.clients out"
+                )
 
     def _orders(self, tasks: Sequence[Task], measure: tuple[Measurement, ...] | None) -> list[Order]:
         """Return orders for what a method planned, in client order."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.metrics import HARMONIC_MEAN, HIGHER_IS_BETTER, OF_CLIENTS, base_name
-from raydfl.data.split import SplitSettings
+from raydfl.data import SplitSettings
 from raydfl.engine.phases import Phases
 from raydfl.engine.settings import EvaluateSettings, MetricChoice, RunSettings
 from raydfl.training import TrainSettings

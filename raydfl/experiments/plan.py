@@ -19,7 +19,7 @@ from raydfl.core.settings import Settings
 from raydfl.core.yaml import parse_yaml, to_yaml
 from raydfl.data import build_population
 from raydfl.data.features import RunChunks
-from raydfl.engine import Config, apply_overrides, apply_values
+from raydfl.engine import Clients, Config, apply_overrides, apply_values
 from raydfl.engine.storage import RunStore, read_rows, round_of
 from raydfl.methods import Method
 from raydfl.runs import Progress
@@ -206,13 +206,19 @@ def prepare(runs: Sequence[Planned], progress: Progress, run_chunks: RunChunks |
             continue  # it has its population, and whatever is missing it says itself
         if each.config.data.sites:
             continue  # its recordings are not here: each site prepares its own when the run begins
-        key = json.dumps([each.config.data.model_dump(mode="json"), each.config.run.seed], sort_keys=True)
+        chosen = each.config.train.clients
+        described = [
+            each.config.data.model_dump(mode="json"),
+            None if chosen is None else chosen.model_dump(mode="json"),
+        ]
+        key = json.dumps([*described, each.config.run.seed], sort_keys=True)
         try:
             if key not in known:
                 settings, needed = each.config, each.config.labels_needed
-                known[key] = len(
-                    build_population(settings.data, settings.run.seed, progress, run_chunks, labels_needed=needed)
+                population = build_population(
+                    settings.data, settings.run.seed, progress, run_chunks, labels_needed=needed
                 )
+                known[key] = Clients(population, settings).eligible
             each.config.train.cohort_size(known[key])
         except ResourcesError:
             raise

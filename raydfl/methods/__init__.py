@@ -5,6 +5,6 @@ scaffold.py (state on both sides). A method of your own is a subclass of :class:
 """
 
 from raydfl.methods._cutting import CuttingMethod
-from raydfl.methods._method import Method
+from raydfl.methods._method import Method, drawn
 
-__all__ = ["CuttingMethod", "Method"]
+__all__ = ["CuttingMethod", "Method", "drawn"]

@@ -279,9 +279,44 @@ class Method:
 
 
 def drawn(clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Client]:
-    """Return ``cohort`` clients, drawn uniformly without replacement, in their order."""
-    chosen = np.sort(rng.choice(len(clients), size=cohort, replace=False))
-    return [clients[int(index)] for index in chosen]
+    """Return ``cohort`` clients, drawn without replacement, in their order; fewer where fewer take part.
+
+    They are drawn uniformly, or as ``train.clients`` says: those with a weight of 0 never, the others one after another with
+    probabilities that are proportional to their weights, and of each group its share of the cohort. What is left when shares are
+    rounded down goes to groups that are drawn, with probabilities in proportion to what they lack.
+
+    Args:
+        clients: the population, or some of it.
+        rng: of the round.
+        cohort: how many, at most as many as there are.
+    """
+    if hasattr(clients, "draw"):  # the whole population, which knows it without making its clients
+        how = clients.draw
+        chances, strata = (np.ones(0), np.zeros(0)) if how is None else (how.chances, how.strata)
+    else:
+        chances = np.array([client.chance for client in clients])
+        strata = np.array([client.stratum for client in clients])
+    if (chances == 1).all() and (strata == 0).all():
+        chosen = np.sort(rng.choice(len(clients), size=cohort, replace=False))
+        return [clients[int(index)] for index in chosen]
+    able = np.flatnonzero(chances)
+    groups = [able[strata[able] == stratum] for stratum in np.unique(strata[able])]
+    shares = _shares(np.array([len(group) for group in groups]), min(cohort, len(able)), rng)
+    each = [
+        rng.choice(group, size=share, replace=False, p=chances[group] / chances[group].sum())
+        for group, share in zip(groups, shares, strict=True)
+    ]
+    return [clients[int(index)] for index in np.sort(np.concatenate(each))] if each else []
+
+
+def _shares(sizes: np.ndarray, total: int, rng: np.random.Generator) -> np.ndarray:
+    """Divide ``total`` in proportion to sizes: int [groups], none larger than its size."""
+    exact = total * sizes / sizes.sum()
+    shares: np.ndarray = np.floor(exact + 1e-9).astype(np.int64)
+    lacking = np.maximum(exact - shares, 0)
+    if left := total - int(shares.sum()):
+        shares[rng.choice(len(sizes), size=left, replace=False, p=lacking / lacking.sum())] += 1
+    return shares
 
 
 def merge(tensors: Mapping[str, Tensors], changed: Mapping[str, Tensors]) -> dict[str, Tensors]:

@@ -164,8 +164,11 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
         population = build_population(
             config.data, config.run.seed, progress, attack=config.parts.attack, labels_needed=config.labels_needed
         )
+    eligible = Clients(population, config).eligible
+    if config.train.clients is not None:
+        progress.message(f"train.clients: {eligible} of {len(population)} clients may take part")
     for name in config.phases.names or ("",):
-        config.train.in_phase(name).cohort_size(len(population))
+        config.train.in_phase(name).cohort_size(eligible)
     models = try_models(config, population)
     remarks = _remarks(config, population)
     for message in (*population.messages, *remarks):

@@ -10,11 +10,12 @@ from raydfl.training.plan import Plan
 from raydfl.training.precision import check_device, computing_in
 from raydfl.training.randomness import preserved
 from raydfl.training.replica import Replica
-from raydfl.training.settings import PhaseSettings, TrainSettings
+from raydfl.training.settings import ClientSettings, PhaseSettings, TrainSettings
 from raydfl.training.step import Loss, Reported, Step
 from raydfl.training.substitute import computing_with
 
 __all__ = [
+    "ClientSettings",
     "Clock",
     "DeadlineExceededError",
     "Loss",

@@ -61,6 +61,41 @@ class PhaseOptimiserSettings(Settings):
     )
 
 
+class ClientSettings(Settings):
+    """Clients: which of them take part in training, and how a round's are drawn."""
+
+    where: dict[str, list[Any]] = Field(
+        default_factory=dict,
+        description="by column of the profile, the values that a client must have one of, such as {device: [phone, tablet]}",
+    )
+    ids: list[str] | None = Field(None, min_length=1, description="the only clients that take part; null: all")
+    min_examples: int = Field(0, ge=0, description="training examples that a client must have at least")
+    weight: str | None = Field(
+        None,
+        description="column of the profile with the weight that a client is drawn with, or examples: the number of its training "
+        "examples; null: all clients alike",
+    )
+    strata: str | None = Field(
+        None,
+        description="column of the profile: each of its values has its share of every round's clients, as exactly as can be; null: "
+        "as it comes",
+    )
+
+    @field_validator("where", mode="before")
+    @classmethod
+    def _values(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: each if isinstance(each, list | tuple) else [each] for name, each in value.items()}
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The columns of the profile that are asked for, by the setting that asks."""
+        found = {f"where.{name}": name for name in self.where}
+        found |= {} if self.weight in (None, "examples") else {"weight": str(self.weight)}
+        return found | ({} if self.strata is None else {"strata": self.strata})
+
+
 class PhaseSettings(Settings):
     """One phase of a method that has several; null: as in train."""
 
@@ -102,6 +137,9 @@ class TrainSettings(Settings):
         0.2,
         gt=0,
         description="clients a round: an integer is their number, a number with a decimal point their share (0..1]",
+    )
+    clients: ClientSettings | None = Field(
+        None, description="which clients take part, and how those of a round are drawn; null: all, uniformly"
     )
     local_epochs: int = Field(1, ge=1, description="passes over a client's training data in a round")
     batch_size: int = Field(16, ge=1, description="examples in a training batch")
@@ -151,13 +189,17 @@ class TrainSettings(Settings):
     def cohort_size(self, population: int) -> int:
         """Return the number of clients a round, rounded half up, at least 1.
 
+        Args:
+            population: clients that may take part.
+
         Raises:
             ConfigError: more clients asked for than there are.
         """
         size = self.cohort if isinstance(self.cohort, int) else max(1, int(self.cohort * population + 0.5))
         if size > population:
             raise ConfigError(
-                f"train.cohort: {size} clients a round, but the population has {population}; "
+                f"train.cohort: {size} clients a round, but "
+                f"{'the population has' if self.clients is None else 'train.clients leaves'} {population}; "
                 f"lower train.cohort or give a share such as 0.2"
             )
         return size

@@ -43,7 +43,7 @@ CONFIGURATIONS = {
         "data.unlabelled={keep: 0.5, partition: {by: iid, clients: 6}}",
         "data.corrupt.noise={snr_db: 5}",
     ],
-    "best and stop": ["run.best={}", "run.stop={}"],
+    "best, stop and clients": ["run.best={}", "run.stop={}", "train.clients={}"],
     "sets of classes": ["data.label_sets={}", "objective=multi_label"],
     "as published": ["data.split={test: null, as_published: true}"],
     "phases": [

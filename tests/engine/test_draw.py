@@ -1,0 +1,131 @@
+"""Who takes part, and how a round's clients are drawn. Oracle: frequencies by scipy, shares by hand, and the uniform draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import finish, same
+from scipy.stats import chisquare
+
+from raydfl import Method, Task
+from raydfl.core.errors import ConfigError, InputError
+from raydfl.core.types import Client
+from raydfl.data import Population
+from raydfl.engine import Clients
+from raydfl.engine.config import Config
+from raydfl.engine.storage import read_rows, to_rows
+from raydfl.methods import drawn
+from raydfl.runs.folder import create
+from raydfl.runs.progress import Progress
+
+Tiny = Callable[..., Config]
+DEVICES = "data.profile={device: {values: [phone, tablet, watch]}, power: {values: [1, 2, 3]}}"
+
+
+def people(chances: list[float], strata: list[int] | None = None) -> list[Client]:
+    groups = strata or [0] * len(chances)
+    return [
+        Client(f"c{place}", place, 1, chance=chance, stratum=group)
+        for place, (chance, group) in enumerate(zip(chances, groups, strict=True))
+    ]
+
+
+class FirstTwo(Method):
+    """Draws in its own way."""
+
+    def plan(self, state: Any, clients: Any, rng: Any, cohort: int) -> list[Task]:
+        return [Task(clients[place].id) for place in (0, 1)]
+
+
+def test_weights_are_probabilities() -> None:
+    weights = [1.0, 0.0, 2.0, 5.0]
+    rng, counts = np.random.default_rng(1), np.zeros(4)
+    for _ in range(4000):
+        counts[drawn(people(weights), rng, 1)[0].index] += 1
+    assert counts[1] == 0
+    assert chisquare(counts[[0, 2, 3]], [500, 1000, 2500]).pvalue > 0.01
+
+
+def test_each_group_has_its_share_of_every_round() -> None:
+    """Six of 7, 5 and 3 clients: 2.8, 2 and 1.2 on average, never more than one away."""
+    clients = people([1.0] * 15, [0] * 7 + [1] * 5 + [2] * 3)
+    rng = np.random.default_rng(1)
+    shares = np.array([np.bincount([c.stratum for c in drawn(clients, rng, 6)], minlength=3) for _ in range(2000)])
+    assert (shares.sum(axis=1) == 6).all()
+    assert (np.abs(shares - [2.8, 2.0, 1.2]) < 1).all()
+    assert shares.mean(axis=0) == pytest.approx([2.8, 2.0, 1.2], abs=0.05)
+
+
+def test_fewer_come_where_fewer_take_part() -> None:
+    some = people([0.0, 1.0, 0.0, 2.0])
+    assert [client.index for client in drawn(some, np.random.default_rng(1), 3)] == [1, 3]
+    assert drawn(people([0.0, 0.0]), np.random.default_rng(1), 1) == []
+
+
+def test_settings_that_ask_for_nothing_leave_the_draw_as_it_was(tiny: Tiny) -> None:
+    whole = finish(tiny("run.name=whole", "train.rounds=1"))
+    for name, asked in {"empty": "{}", "all": "{min_examples: 1, weight: null}"}.items():
+        same(whole, finish(tiny(f"run.name={name}", "train.rounds=1", f"train.clients={asked}")))
+
+
+@pytest.mark.parametrize(
+    ("asked", "fits"),
+    [
+        ("{where: {device: [phone, watch]}}", lambda client: client.profile["device"] in ("phone", "watch")),
+        ("{where: {device: phone, power: 3}}", lambda client: client.profile["power"] == 3),
+        ("{ids: [s1, s4]}", lambda client: client.id in ("s1", "s4")),
+        ("{min_examples: 8}", lambda client: client.num_examples >= 8),
+        ("{weight: power, where: {power: [2, 3]}}", lambda client: client.profile["power"] > 1),
+    ],
+)
+def test_only_who_fits_takes_part(asked: str, fits: Callable[[Client], bool], tiny: Tiny) -> None:
+    settings = [DEVICES, "run.name=some", "train.cohort=1.0", "train.rounds=2", f"train.clients={asked}"]
+    if "phone, power" in asked:
+        settings[0] = "data.profile={device: {values: [phone]}, power: {values: [1, 2, 3]}}"
+    config = tiny(*settings, "evaluate.clients=none")
+    finish(config)
+    folder = Path(config.run.dir, "some")
+    clients = Clients(Population.load(folder / "population"), config)
+    wanted = {client.id for client in clients if fits(client)}
+    assert {row.client for row in to_rows(read_rows(folder)) if row.client and row.metric == "loss"} == wanted
+    assert 0 < len(wanted) < len(clients)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            "{where: {devise: [phone]}}",
+            "train.clients.where.devise: clients have no 'devise' in their profile; did you mean 'device'",
+        ),
+        ("{where: {device: [fone]}}", "train.clients.where.device: no client has fone; did you mean 'phone'"),
+        ("{ids: [s9]}", "there is no client 's9'"),
+        ("{weight: device}", "train.clients.weight: device has 'phone'; a weight must be a number from 0 on"),
+        ("{min_examples: 1000}", "train.clients leaves none of 6 clients; take back one of its conditions"),
+        ("{strata: part}, train.cohort: 7", "7 clients a round, but train.clients leaves 6"),
+        ("{where: {device: [phone]}}, method: OWN", "plans client 's1', which does not take part"),
+    ],
+)
+def test_bad_settings(asked: str, message: str, tiny: Tiny) -> None:
+    clients, _, more = asked.partition("}, ")
+    settings = [DEVICES, f"train.clients={clients}{'}' if more else ''}", "run.name=bad", "train.cohort=2"]
+    if "cohort" in more:
+        settings[-1] = "train.cohort=7"
+    if "OWN" in more:
+        settings.append(f"method={__file__}:FirstTwo")
+    with pytest.raises(InputError, match=message):
+        finish(tiny(*settings))
+
+
+def test_methods_that_draw_from_some_of_the_clients_do_as_they_are_told(tiny: Tiny) -> None:
+    config = tiny(DEVICES, "run.name=some", "train.cohort=1.0", "train.clients={where: {device: watch}}")
+    clients = Clients(Population.load(create(config, Progress("quiet")) / "population"), config)
+    some = drawn(list(clients)[1:], np.random.default_rng(1), 4)
+    assert some
+    assert {client.profile["device"] for client in some} == {"watch"}
+    with pytest.raises(ConfigError, match=r"train\.clients\.min_examples"):
+        tiny("train.clients={min_examples: -1}")
