@@ -302,7 +302,7 @@ def _draw_scores(bench: Bench, path: Path) -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams["svg.hashsalt"] = path.name
+    plt.rcParams |= {"svg.hashsalt": path.name, "svg.fonttype": "none"}  # letters as paths would be most of the file
     runs = {name: bench.run(bench.seeds[0], CONTESTANTS[name]).last for name in DRAWN}
     machines = sorted(machine.name for machine in runs[DRAWN[0]])[:: bench.ids // 2 or 1][:4]
     figure, rows = plt.subplots(len(runs), len(machines), figsize=(9, 7), layout="constrained", squeeze=False)
@@ -311,11 +311,12 @@ def _draw_scores(bench: Bench, path: Path) -> None:
         for axis, machine in zip(axes, (of[each] for each in machines), strict=True):
             scores, strange = np.array(machine.scores), np.array(machine.strange, dtype=bool)
             bins = np.linspace(scores.min(), scores.max(), 21)
-            axis.hist(scores[~strange], bins, alpha=0.6, label="normal")
-            axis.hist(scores[strange], bins, alpha=0.6, label="anomalous")
+            axis.hist(scores[~strange], bins, alpha=0.6, histtype="stepfilled", label="normal")
+            axis.hist(scores[strange], bins, alpha=0.6, histtype="stepfilled", label="anomalous")
             axis.axvline(machine.threshold, color="black", linewidth=0.8, linestyle="--", label="threshold")
             axis.set_title(f"{machine.name}, AUC {machine.auc:.2f}", fontsize="small")
             axis.tick_params(labelsize=6)
+            axis.locator_params(axis="x", nbins=3)
             axis.set_yticks([])
         axes[0].set_ylabel(name, fontsize="small")
     rows[0][0].legend(frameon=False, fontsize="x-small")
