@@ -31,7 +31,7 @@ CRNN: Mapping[str, Any] = {"name": "crnn", "hidden": 6, "filters": [4], "bidirec
 SMALLER: Mapping[str, Any] = {"name": "crnn_tiny", "hidden": 4, "filters": [4]}
 OF_VIEWS = {"audio": SMALLER, "video": {**SMALLER, "view": "video"}, "fusion": {"name": "fusion", "hidden": 4}}
 TWO_VIEWS = {"views": {"video": {"column": "far", "features": {**FEATURES, "seconds": 0.2}}}}
-COMPACT = {"name": "compact", "size": 4, "normal": [CLASSES[0]]}
+COMPACT = {"name": "compact", "size": 4, "normal": [*CLASSES[:2]]}
 
 Values = Mapping[str, Any]
 """Groups of a configuration that take the place of those of every federation here; in ``data`` and ``train`` key by key."""
