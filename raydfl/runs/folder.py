@@ -165,12 +165,12 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
             config.data, config.run.seed, progress, attack=config.parts.attack, labels_needed=config.labels_needed
         )
     eligible = Clients(population, config).eligible
-    if config.train.clients is not None:
-        progress.message(f"train.clients: {eligible} of {len(population)} clients may take part")
     for name in config.phases.names or ("",):
         config.train.in_phase(name).cohort_size(eligible)
     models = try_models(config, population)
     remarks = _remarks(config, population)
+    if config.train.clients is not None:
+        remarks.append(f"train.clients: {eligible} of {len(population)} clients may take part")
     for message in (*population.messages, *remarks):
         progress.message(message)
     begin(run_dir, config, population, models, site_key, remarks)

@@ -93,6 +93,7 @@ def test_only_who_fits_takes_part(asked: str, fits: Callable[[Client], bool], ti
     wanted = {client.id for client in clients if fits(client)}
     assert {row.client for row in to_rows(read_rows(folder)) if row.client and row.metric == "loss"} == wanted
     assert 0 < len(wanted) < len(clients)
+    assert f"{len(wanted)} of 6 clients may take part" in (folder / "run.json").read_text()  # which the page shows
 
 
 @pytest.mark.parametrize(
