@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.errors import ConfigError, DataError, nearest
 from raydfl.data import Population
 from raydfl.engine.assembly import text_of
 from raydfl.training import ClientSettings
@@ -41,8 +41,7 @@ def make_draw(settings: ClientSettings, population: Population, column: Column) 
         column: what profiles say.
 
     Raises:
-        ConfigError: a value that no client has, a column without numbers, or nobody is left.
-        DataError: a client that there is not.
+        ConfigError: a value that no client has, a client that there is not, a column without numbers, or nobody is left.
     """
     chances = np.ones(len(population))
     for name, wanted in settings.where.items():
@@ -58,7 +57,10 @@ def make_draw(settings: ClientSettings, population: Population, column: Column) 
     if settings.ids is not None:
         listed = np.zeros(len(population), bool)
         for client in settings.ids:
-            listed[population.index(client)] = True
+            try:
+                listed[population.index(client)] = True
+            except DataError as error:
+                raise ConfigError(f"train.clients.ids: {error}") from error
         chances[~listed] = 0
     if settings.min_examples or settings.weight == "examples":
         sizes = np.fromiter(map(population.num_examples, range(len(population))), np.int64, len(population))

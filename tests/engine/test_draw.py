@@ -104,7 +104,7 @@ def test_only_who_fits_takes_part(asked: str, fits: Callable[[Client], bool], ti
             "train.clients.where.devise: clients have no 'devise' in their profile; did you mean 'device'",
         ),
         ("{where: {device: [fone]}}", "train.clients.where.device: no client has fone; did you mean 'phone'"),
-        ("{ids: [s9]}", "there is no client 's9'"),
+        ("{ids: [s9]}", "train.clients.ids: there is no client 's9'"),
         ("{weight: device}", "train.clients.weight: device has 'phone'; a weight must be a number from 0 on"),
         ("{min_examples: 1000}", "train.clients leaves none of 6 clients; take back one of its conditions"),
         ("{strata: part}, train.cohort: 7", "7 clients a round, but train.clients leaves 6"),
