@@ -289,7 +289,8 @@ def test_a_database_that_is_none(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_runs_that_start_at_once_on_a_new_store(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from raydfl.runs.tracking import *\n"
+        "import sys; from pathlib import Path\n"
+        "from raydfl.engine import TrackSettings; from raydfl.runs.tracking import MlflowTracker\n"
         "runs = Path(sys.argv[1]); t = MlflowTracker(TrackSettings(), runs, runs / 'r')\n"
         "t.start(sys.argv[2], {}, {}); t.finish('FINISHED')"
     )
