@@ -2,9 +2,9 @@
 
 The work: the Free Spoken Digit Dataset, 60 clients (each speaker's clips dealt to ten), 12 a round, one epoch, batch 16, log-mel
 64 x 101, SGD; FedAvg of CRNN-Base or CRNN-Lite with kernel 5, and FedMLAC with both; and what the peers do not have: FedAvg of
-FedSTAR's network, ResNet-18 and ShuffleNetV2, and, with images of digits beside the clips, ModalityMirror, of whose timed rounds
-half are in each of its phases. Dropout is off so that the models can be compared: all draw the same cohorts and the same batches
-and must come to the same global model.
+FedSTAR's network, ResNet-18 and ShuffleNetV2, and, with images of digits beside the clips, ModalityMirror, whose first phase has
+the first four of the timed rounds. Dropout is off so that the models can be compared: all draw the same cohorts and the same
+batches and must come to the same global model.
 
     python benchmarks/rounds.py --root PATH/TO/fsdd
     python benchmarks/rounds.py --root PATH/TO/fsdd --pictures PATH/TO/mnist --works modality_mirror

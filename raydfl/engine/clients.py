@@ -27,7 +27,15 @@ _AT_ONCE = 1 << 20
 class Clients(OnDemand[Client]):
     """Every client of a population with the architectures that its profile says, or that were drawn for it (by the run seed)."""
 
-    def __init__(self, population: Population, config: Config) -> None:
+    def __init__(self, population: Population, config: Config, planning: bool = False) -> None:
+        """Take note of what each client has.
+
+        Args:
+            population: the clients.
+            config: of the run.
+            planning: whether rounds are planned with them, so that each knows its weight in the draw. An actor has no use for it.
+        """
+        self._planning = planning
         self._population = population
         firsts = {part.name: part.first for part in population.parts} or {"": 0}
         objective, settings = config.parts.method.objective, config.data.each
@@ -81,9 +89,14 @@ class Clients(OnDemand[Client]):
             num_examples=self._population.num_examples(position),
             models=self._own_models(self._models(position), read),
             profile=profile,
-            chance=1.0 if self.draw is None else float(self.draw.chances[position]),
-            stratum=0 if self.draw is None else int(self.draw.strata[position]),
+            **self._drawn_with(position),
         )
+
+    def _drawn_with(self, position: int) -> dict[str, Any]:
+        """Return a client's weight and group in the draw, where they differ between clients."""
+        if not self._planning or self.draw is None:
+            return {}
+        return {"chance": float(self.draw.chances[position]), "stratum": int(self.draw.strata[position])}
 
     @functools.cached_property
     def draw(self) -> Draw | None:
@@ -102,11 +115,11 @@ class Clients(OnDemand[Client]):
     def _column(self, name: str) -> tuple[Sequence[Any], np.ndarray]:
         """Return a column of all profiles, dealt values among them: see :meth:`Population.column`."""
         known, of = self._population.column(name)
-        values, places = [*known], of.astype(np.int64)
+        values, places = [*known], of.astype(np.int32)
         for first, dealt_values in self._dealt.values():
             if name in dealt_values:
                 own, own_of = dealt_values[name]
-                places[first : first + len(own_of)] = own_of.astype(np.int64) + len(values)
+                places[first : first + len(own_of)] = own_of.astype(np.int32) + len(values)
                 values += own
         return values, places
 
@@ -125,11 +138,7 @@ class Clients(OnDemand[Client]):
             ConfigError: there is no architecture for what it says of a client.
         """
         number = {key: place for place, key in enumerate(keys)}
-        places = _places(*self._population.column(column), number)
-        for first, dealt_values in self._dealt.values():
-            if column in dealt_values:
-                own = _places(*dealt_values[column], number)
-                places[first : first + len(own)] = own
+        places = _places(*self._column(column), number)
         missing = np.flatnonzero(places < 0)
         if len(missing):
             value = self._profile(int(missing[0])).get(column)

@@ -14,7 +14,7 @@ from raydfl.engine.assembly import text_of
 from raydfl.training import ClientSettings
 
 Column = Callable[[str], tuple[Sequence[Any], np.ndarray]]
-"""Of a column's name its values, and int [clients], the position of each client's among them; -1: nothing is known of it."""
+"""A function that gives, for a column's name, its values and int [clients], the position of each client's; -1: none is known."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def make_draw(settings: ClientSettings, population: Population, column: Column) 
                 raise ConfigError(f"train.clients.ids: {error}") from error
         chances[~listed] = 0
     if settings.min_examples or settings.weight == "examples":
-        sizes = np.fromiter(map(population.num_examples, range(len(population))), np.int64, len(population))
+        sizes = population.sizes()
         chances[sizes < settings.min_examples] = 0
         if settings.weight == "examples":
             chances *= sizes
@@ -74,9 +74,9 @@ def make_draw(settings: ClientSettings, population: Population, column: Column) 
             f"train.clients leaves none of {len(population)} clients; take back one of its conditions (where, ids, min_examples), "
             f"or give somebody a weight above 0"
         )
-    strata = np.zeros(len(population), np.int64)
+    strata = np.broadcast_to(np.int8(0), len(population))
     if settings.strata is not None:
-        strata = column(settings.strata)[1].astype(np.int64) + 1  # those of which nothing is known are a group too
+        strata = column(settings.strata)[1] + 1  # those of which nothing is known are a group too
     return Draw(chances, strata)
 
 

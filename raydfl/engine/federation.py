@@ -48,7 +48,7 @@ class Federation:
         self.store = store
         self.pool = pool
         self.method = config.parts.method
-        self.clients = Clients(population, config)
+        self.clients = Clients(population, config, planning=True)
         self._phases = self._configured_phases = config.phases
         self._cohorts = {
             name: config.train.in_phase(name).cohort_size(self.clients.eligible) for name in self._phases.names or ("",)
@@ -268,7 +268,13 @@ class Federation:
         return self._orders(tasks, None)
 
     def _check_take_part(self, tasks: Sequence[Task]) -> None:
-        """Refuse the plan of a method that draws clients in its own way, and so some that ``train.clients`` leaves out."""
+        """Refuse a plan for nobody, or of a method that draws in its own way, and so clients that ``train.clients`` leaves out."""
+        if not tasks:
+            raise ConfigError(
+                f"train.clients: none of the clients that it leaves can take part in round {self.state.round_index + 1} of method "
+                f"{self.config.method['name']!r}{f', phase {self.state.phase!r}' * bool(self.state.phase)}; take back one of its "
+                f"conditions"
+            )
         for task in tasks:
             if self.clients.by_id(task.client_id).chance == 0:
                 raise ConfigError(

@@ -216,9 +216,10 @@ def encoders_and_fusion(step: Step) -> dict[str, Tensor]:
 
 
 def of_kind(state: State, clients: Sequence[Client], kind: str) -> list[Client]:
-    """Return the clients that have all views (:data:`ALL`), or those that do not (:data:`SOME`)."""
+    """Return the clients that have all views (:data:`ALL`), or those that do not (:data:`SOME`), of those that take part."""
     kinds = cast(str, state.extra[_KINDS])
-    return [clients[place] for place, own in enumerate(kinds) if own == kind]
+    members = (clients[place] for place, own in enumerate(kinds) if own == kind)
+    return [client for client in members if client.chance]
 
 
 def kinds_counted(updates: Counted) -> dict[str, Ratio]:

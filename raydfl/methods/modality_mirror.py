@@ -80,8 +80,8 @@ class ModalityMirror(MultiFL):
             views = ", ".join(sorted({spec.view for built in clients[:1] for spec in built.models if spec.view}))
             raise ConfigError(
                 "method 'modality_mirror': no client has all views that its models read, so nobody can take part in the phase "
-                f"{DISTIL!r} (the first client has {views or 'the first view alone'}); lower data.missing, or take a method that "
-                "needs no such client (multifl, unifl, harmony)"
+                f"{DISTIL!r} (the first client has {views or 'the first view alone'}); lower data.missing, look at train.clients, "
+                "or take a method that needs no such client (multifl, unifl, harmony)"
             )
         return state
 

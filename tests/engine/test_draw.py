@@ -89,7 +89,7 @@ def test_only_who_fits_takes_part(asked: str, fits: Callable[[Client], bool], ti
     config = tiny(*settings, "evaluate.clients=none")
     finish(config)
     folder = Path(config.run.dir, "some")
-    clients = Clients(Population.load(folder / "population"), config)
+    clients = Clients(Population.load(folder / "population"), config, planning=True)
     wanted = {client.id for client in clients if fits(client)}
     assert {row.client for row in to_rows(read_rows(folder)) if row.client and row.metric == "loss"} == wanted
     assert 0 < len(wanted) < len(clients)
@@ -124,7 +124,7 @@ def test_bad_settings(asked: str, message: str, tiny: Tiny) -> None:
 
 def test_methods_that_draw_from_some_of_the_clients_do_as_they_are_told(tiny: Tiny) -> None:
     config = tiny(DEVICES, "run.name=some", "train.cohort=1.0", "train.clients={where: {device: watch}}")
-    clients = Clients(Population.load(create(config, Progress("quiet")) / "population"), config)
+    clients = Clients(Population.load(create(config, Progress("quiet")) / "population"), config, planning=True)
     some = drawn(list(clients)[1:], np.random.default_rng(1), 4)
     assert some
     assert {client.profile["device"] for client in some} == {"watch"}

@@ -15,12 +15,16 @@ from seen_and_heard import OF_KIND, TESTS, federation, write
 
 from raydfl.core.errors import ConfigError, InputError
 from raydfl.core.types import Update
+from raydfl.data import Population
+from raydfl.engine import Clients
 from raydfl.engine.config import Config, make_config
 from raydfl.engine.overrides import apply_overrides
 from raydfl.engine.storage import record
 from raydfl.methods.harmony import Harmony, clusters
+from raydfl.runs.folder import create
 from raydfl.runs.inference import classify
 from raydfl.runs.inference.model import load_model
+from raydfl.runs.progress import Progress
 
 Tiny = Callable[..., Config]
 MIRROR = ["train.rounds=3", "train.phases.multimodal.rounds=2", "evaluate.every=9"]
@@ -172,11 +176,19 @@ def test_a_round_without_one_kind_of_client_keeps_its_parts(tiny: Tiny, folder: 
     }
 
 
+@pytest.mark.parametrize("leaves_none", ["data.missing={video: 1.0}", "{ids: [LACKING]}"])
 def test_where_nobody_has_all_views_the_second_phase_is_refused_before_the_first_round(
-    tiny: Tiny, folder: Path
+    leaves_none: str, tiny: Tiny, folder: Path
 ) -> None:
+    """Nobody at all, or nobody of those that take part."""
+    settings = [leaves_none]
+    if "ids" in leaves_none:
+        some = federation(tiny, folder, "multifl", "data.missing={video: 0.5}", "run.name=some")
+        clients = Clients(Population.load(create(some, Progress("quiet")) / "population"), some)
+        lacking = next(client.id for client in clients if not client.profile["views"])
+        settings = ["data.missing={video: 0.5}", "train.cohort=1.0", f"train.clients={{ids: [{lacking}]}}"]
     with pytest.raises(ConfigError, match="no client has all views"):
-        start(federation(tiny, folder, "modality_mirror", *MIRROR, "data.missing={video: 1.0}"))
+        start(federation(tiny, folder, "modality_mirror", *MIRROR, *settings))
 
 
 def test_the_fusion_predicts_where_both_views_are_there_and_the_student_elsewhere(

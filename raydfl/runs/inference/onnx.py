@@ -147,6 +147,7 @@ class _Made:
 
 def _made(model: RunModel, form: str, int8: bool) -> _Made:
     """Return the ONNX model in one of its forms: features, wave or streaming."""
+    # These need the extra onnx, which predict and the report can do without.
     from raydfl.runs.inference import network, streaming, wave
 
     if form == "streaming":
@@ -157,7 +158,7 @@ def _made(model: RunModel, form: str, int8: bool) -> _Made:
     graph = network.to_onnx(model, wave.takes_lengths(model) if form == "wave" else None)
     more = {}
     if int8:
-        from raydfl.runs.inference.int8 import quantise
+        from raydfl.runs.inference.int8 import quantise  # needs the extra onnx
 
         quantised = quantise(model, graph)
         graph, more = quantised.graph, {"quantised": quantised.description}
@@ -170,7 +171,7 @@ def _made(model: RunModel, form: str, int8: bool) -> _Made:
 
 def _of_waves(model: RunModel, content: bytes, difference: float, state: Mapping[str, Sequence[int | str]]) -> _Made:
     """Return a graph that takes samples, with what is to be said of it."""
-    from raydfl.runs.inference.spectrum import settings_of
+    from raydfl.runs.inference.spectrum import settings_of  # needs the extra onnx
 
     rate = settings_of(model).sample_rate
     outputs = dict([list(_outputs(model).items())[-1]])

@@ -17,7 +17,7 @@ from raydfl.runs.inference.model import RunModel
 from raydfl.runs.inference.nodes import Value
 
 _PRE_EMPHASIS, _LOWEST_HZ = 0.97, 20.0
-"""Of torchaudio's filter bank, where nobody says anything else."""
+"""The default of torchaudio's filter bank."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class Spectrum:
     magnitude: bool
     """True where bands add up roots of power."""
     least: float
-    """What smaller sums are taken for."""
+    """The least sum; smaller ones are taken for it."""
     factor: float
     """By which the natural logarithm is multiplied."""
     shift: np.ndarray | None

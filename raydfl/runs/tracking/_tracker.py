@@ -13,10 +13,10 @@ import pyarrow.compute as pc
 from raydfl.engine.storage import MetricRow, read_rows, to_rows
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-"""How a run ended, in MLflow's words; KILLED: stopped by the user, can be resumed."""
+"""The end of a run in MLflow's words; KILLED: stopped by the user, can be resumed."""
 
 WORK = "work"
-"""What the split ``"server"`` is called in MLflow, whose pages order charts by the part of their names before the last slash: the
+"""The name of the split ``"server"`` in MLflow, whose pages order charts by the part of their names before the last slash: the
 scores (``test/...``, ``train``, ``validation/...``) shall come before bytes and seconds."""
 SERVER = "server"
 
@@ -147,9 +147,10 @@ class Trackers(Tracker):
         Raises:
             InputError: one cannot be used.
         """
+        identity = self._first.start(run_name, params, tags, run_id)
         for other in self._others.values():
             other.start(run_name, params, tags)
-        return self._first.start(run_name, params, tags, run_id)
+        return identity
 
     def log_rows(self, rows: Iterable[MetricRow]) -> None:
         """Tell all."""
