@@ -29,6 +29,8 @@ from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
 from raydfl.engine.storage.store import RunStore
 from raydfl.engine.worker import Worker
+from raydfl.methods import Method
+from raydfl.methods._server_optimiser import ServerOptimiser
 from raydfl.runs._replay import replay
 from raydfl.runs._run import resume, run
 from raydfl.runs.folder import create
@@ -50,15 +52,30 @@ def as_in_other_laws(method: str, together: int) -> list[str]:
     return [f"train.together={together}", "evaluate.every=3", *(["method.eps=0.001"] if method == "fedopt" else [])]
 
 
+def alike(method: str) -> bool:
+    """Whether it differs from FedAdam, which stands for all, by the formula of a step of the server alone."""
+    cls = registry.find("raydfl.methods", method, Method, "method")
+    return issubclass(cls, ServerOptimiser) and method != "fedadam"
+
+
 def in_ways(
     *ways: int, every: Sequence[str] = tuple(METHODS), all_of: Sequence[str] = ("fedavg", "fedmlac")
 ) -> list[Any]:
     """Methods in the first of several ways, and those of ``all_of`` in all; the other pairs are slow."""
     return [
-        pytest.param(way, method, marks=[] if way == ways[0] or method in all_of else [pytest.mark.slow])
+        pytest.param(
+            way,
+            method,
+            marks=[] if (way == ways[0] and not alike(method)) or method in all_of else [pytest.mark.slow],
+        )
         for way in ways
         for method in every
     ]
+
+
+def every_method() -> list[Any]:
+    """All, those that are alike in the slow suite."""
+    return [pytest.param(method, marks=[pytest.mark.slow] if alike(method) else []) for method in METHODS]
 
 
 class WatchedPool(SerialPool):
@@ -119,7 +136,7 @@ def test_law_1_a_client_leaves_nothing_in_a_network(tiny: Tiny, how: str, togeth
     same(undisturbed, finish(tiny("run.name=untidy", *settings, f"method.how={how}", method=f"{EXTRA}:Untidy")))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", every_method())
 def test_a_network_is_built_once_for_all_clients(tiny: Tiny, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What no client's code has changed is not built again."""
     made: list[object] = []
@@ -137,7 +154,7 @@ def test_a_network_is_built_once_for_all_clients(tiny: Tiny, method: str, monkey
     server.close()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", every_method())
 def test_law_8_clients_trained_together_end_as_alone(tiny: Tiny, method: str) -> None:
     """To float tolerance, through the whole engine: private state, server optimisers and evaluation included."""
     ends = {}
