@@ -7,7 +7,8 @@ the command line.
 - ``FILE.parquet#COLUMN[ROW]``: a cell of a Parquet file, rows counted from 0. It holds an encoded recording (bytes, or a struct
   with ``bytes``), or samples (a struct with ``array``, floats or int16, [samples] or [channels, samples], and ``sampling_rate``).
 
-Whatever opens a recording asks :func:`readable` first. No more than one recording, or one page of a Parquet file, is in memory.
+Whatever opens a recording asks :func:`readable` first. In memory are one recording, and of a Parquet file one page, which may be
+all of a row group.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import re
 import threading
 from collections.abc import Iterator
@@ -29,8 +31,6 @@ from raydfl.core.errors import DataError
 
 _SPAN = re.compile(r"(?P<file>.+)#(?P<name>.*)@(?P<offset>\d+)\+(?P<length>\d+)", re.DOTALL)
 _CELL = re.compile(r"(?P<file>.+\.parquet)#(?P<name>.+)\[(?P<row>\d+)\]", re.DOTALL)
-_OPEN = 4
-"""Columns of Parquet files that a process keeps open, each at the row that it was read to."""
 _BUFFER = 1 << 20
 """Bytes of a Parquet file that are read at a time."""
 
@@ -138,16 +138,32 @@ def _encoded(value: Any, path: str) -> bytes:
 def _wav(array: Any, rate: Any, path: str) -> bytes:
     """Return samples, an Arrow scalar, as a file."""
     values = array.values
-    samples = np.asarray(array.as_py() if pa.types.is_nested(values.type) else values.to_numpy(zero_copy_only=False))
-    whole = samples.dtype == np.int16
-    if samples.ndim not in (1, 2) or not (whole or samples.dtype.kind == "f") or not isinstance(rate, int) or rate < 1:
+    nested = pa.types.is_nested(values.type)
+    return samples_as_file(array.as_py() if nested else values.to_numpy(zero_copy_only=False), rate, path)
+
+
+def samples_as_file(samples: Any, rate: Any, where: str) -> bytes:
+    """Return samples as the bytes of a wav file with the same numbers.
+
+    Args:
+        samples: floats, -1..1, or int16: [samples] or [channels, samples].
+        rate: Hz, a whole number.
+        where: what messages call the recording.
+
+    Raises:
+        DataError: they are something else.
+    """
+    array = np.asarray(samples)
+    whole = array.dtype == np.int16
+    known = isinstance(rate, int | np.integer) and rate >= 1
+    if array.ndim not in (1, 2) or not (whole or array.dtype.kind == "f") or not known:
         raise DataError(
-            f"{path}: its array is {samples.dtype} {list(samples.shape)} and its sampling_rate {rate!r}; a recording is an array "
+            f"{where}: its array is {array.dtype} {list(array.shape)} and its sampling_rate {rate!r}; a recording is an array "
             f"[samples] or [channels, samples] of floats, -1..1, or int16, and a whole number of Hz"
         )
     file = io.BytesIO()
-    samples = samples.T if whole else samples.T.astype(np.float32)
-    soundfile.write(file, samples, rate, format="WAV", subtype="PCM_16" if whole else "FLOAT")
+    array = array.T if whole else array.T.astype(np.float32)
+    soundfile.write(file, array, int(rate), format="WAV", subtype="PCM_16" if whole else "FLOAT")
     return file.getvalue()
 
 
@@ -177,19 +193,20 @@ class _Cells:
         if group != self._group or row < self._next:
             self._rows = self._file.iter_batches(1, row_groups=[group], columns=[self._column], use_threads=False)
             self._group, self._next = group, int(self._starts[group])
-        while True:
-            batch = next(self._rows)
-            self._next += 1
-            if self._next > row:
-                return batch.column(0)[0]
+        skipped = row - self._next
+        value = next(itertools.islice(self._rows, skipped, None)).column(0)[0]
+        self._next = row + 1
+        if self._next == self._starts[group + 1]:
+            self._rows, self._group = iter(()), -1  # its last page is needed no more
+        return value
 
 
 _lock = threading.Lock()
 
 
-@functools.lru_cache(maxsize=_OPEN)
+@functools.lru_cache(maxsize=1)  # each keeps a page, and that may be a whole row group
 def _opened(file: str, column: str, changed: int, size: int) -> _Cells:
-    """Open a column once, as long as the file does not change."""
+    """Open a column once, as long as the file does not change and no other is read."""
     return _Cells(file, column)
 
 

@@ -151,10 +151,7 @@ def named(table: pa.Table, label: str, group: str | None, where: str) -> pa.Tabl
         if field is not None:
             if field not in table.column_names:
                 known = [each for each in table.column_names if each not in ("clip", "path", "split")]
-                raise DataError(
-                    f"{where}: no clip has the field {field!r}; {nearest(field, known) if known else 'nothing is said of them'}. "
-                    f"Name the right one with data.{name}_column"
-                )
+                raise DataError(f"{where}: no clip has a field {field!r} (data.{name}_column); {nearest(field, known)}")
             columns[name] = pa.array([as_text(value) for value in table.column(field).to_pylist()], pa.string())
     return pa.table(columns)
 

@@ -97,10 +97,8 @@ class Table:
             DataError: it is not; those that are there are named.
         """
         if column not in self.schema.names:
-            hint = nearest(column, self.schema.names) if self.schema.names else "it has none"
             raise DataError(
-                f"{self.path}: it has no column {column!r}; {hint}. Its columns: {self._described()}. Name the right one with "
-                f"data.{option}"
+                f"{self.path}: it has no column {column!r} (data.{option}); {nearest(column, self.schema.names)}"
             )
         return column
 
