@@ -5,6 +5,7 @@ from raydfl.attacks import Attack as Attack
 from raydfl.attacks import Cohort as Cohort
 from raydfl.attacks import ColludingAttack as ColludingAttack
 from raydfl.attacks import UpdateAttack as UpdateAttack
+from raydfl.cluster import write_recordings as write_recordings
 from raydfl.core.cuts import Cut as Cut
 from raydfl.core.errors import ConfigError as ConfigError
 from raydfl.core.errors import RaydflError as RaydflError

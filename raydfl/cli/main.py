@@ -218,7 +218,11 @@ def predict_command(
     directory: RunDir,
     files: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="FILE...", help="recordings or images, or folders of them", show_default=False),
+        typer.Argument(
+            metavar="FILE...",
+            help="recordings or images, folders of them, or *.tar, *.parquet or *.arrow files with them inside",
+            show_default=False,
+        ),
     ] = None,
     model: ModelName = None,
     client: ClientId = None,

@@ -1,5 +1,6 @@
 """The names of this room that others use, and where each lives; ``__init__.py`` finds them by it."""
 
+from raydfl.cluster.datasets import write_recordings as write_recordings
 from raydfl.cluster.features import on_the_cluster as on_the_cluster
 from raydfl.cluster.gpu import with_share as with_share
 from raydfl.cluster.job import check_kept as check_kept

@@ -25,6 +25,7 @@ from raydfl.data.manifest import make_manifest as make_manifest
 from raydfl.data.manifest import remarks_of as remarks_of
 from raydfl.data.manifest import shown_name as shown_name
 from raydfl.data.names import Names as Names
+from raydfl.data.packed import samples_as_file as samples_as_file
 from raydfl.data.partition import PartitionSettings as PartitionSettings
 from raydfl.data.partition import natural_order as natural_order
 from raydfl.data.partition import sizes_text as sizes_text

@@ -14,6 +14,7 @@ import soundfile
 from raydfl.core.errors import DataError
 from raydfl.data.films import has_decoder, is_film, read_sound
 from raydfl.data.manifest import _SUFFIXES, FFMPEG_SUFFIXES, NO_FILE, _part, is_no_file, shown_name
+from raydfl.data.packed import binary, readable
 
 AUDIO_SUFFIXES = tuple(
     suffix for kind, suffixes in _SUFFIXES.items() if kind in soundfile.available_formats() for suffix in suffixes
@@ -34,6 +35,7 @@ def read_audio(
     What libsndfile does not decode is read by PyAV, where that is installed.
 
     Args:
+        path: the file, or an address in a larger file (raydfl.data.packed).
         start: where the part begins, in seconds.
         stop: where it ends; ``None``: with the file.
 
@@ -51,10 +53,10 @@ def read_audio(
     except UnicodeEncodeError:
         raise DataError(f"{shown_name(name)}: the file's name is not UTF-8; rename it") from None
     try:
-        if is_no_file(Path(name).stat()):  # opening it could take forever
+        source = readable(name)
+        if isinstance(source, str) and is_no_file(Path(source).stat()):  # opening it could take forever
             raise DataError(f"{name}: {NO_FILE}")
-        with Path(name).open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        with binary(source) as (file, size):
             _check_size(file, size, name)
         if is_film(name):
             return _of_film(name, start, stop)
@@ -63,7 +65,7 @@ def read_audio(
     except OSError as error:
         raise DataError(f"{name}: cannot be read: {error.strerror}") from error
     try:
-        with soundfile.SoundFile(name) as sound:
+        with soundfile.SoundFile(source) as sound:
             rate = int(sound.samplerate)
             first, last = _part(start, stop, len(sound), rate, name)
             promised = last - first
@@ -71,9 +73,16 @@ def read_audio(
             sound.seek(first - lead_in)
             samples: npt.NDArray[np.float32] = sound.read(lead_in + promised, dtype="float32", always_2d=True)[lead_in:]
     except (soundfile.SoundFileError, OSError, RuntimeError, TypeError) as error:  # TypeError: a name that ends in .raw
-        if name.lower().endswith(FFMPEG_SUFFIXES) and has_decoder():
+        packed = not isinstance(source, str)  # its name need not say of what kind it is
+        foreign = packed or name.lower().endswith(FFMPEG_SUFFIXES)
+        if foreign and has_decoder():
             return _of_film(name, start, stop)
-        if name.lower().endswith(FFMPEG_SUFFIXES):
+        if packed:
+            raise DataError(
+                f"{name}: cannot be read as audio: {getattr(error, 'error_string', error)} if it is of a kind that libsndfile does "
+                f"not decode (m4a, mp4 ...), pip install 'raydfl[video]' brings what does"
+            ) from error
+        if foreign:
             wav = shlex.quote(str(Path(name).with_suffix(".wav")))
             raise DataError(
                 f"{name}: cannot be read as audio: libsndfile does not decode this kind of file; pip install 'raydfl[video]' "

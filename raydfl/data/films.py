@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from raydfl.core.errors import ConfigError, DataError
 from raydfl.data.manifest import FILM_SUFFIXES
+from raydfl.data.packed import own_name, readable
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -37,7 +38,7 @@ class AbsentError(DataError):
 
 def is_film(path: str) -> bool:
     """Return whether a file's name ends like that of a film."""
-    return path.lower().endswith(FILM_SUFFIXES)
+    return own_name(path).lower().endswith(FILM_SUFFIXES)
 
 
 def read_frame(path: str, start: float = 0.0, stop: float | None = None) -> npt.NDArray[np.uint8]:
@@ -116,10 +117,11 @@ def _decoder() -> ModuleType:
 def _opened(path: str) -> Iterator[Any]:
     """Open a film; what the decoder raises inside names it."""
     av = _decoder()
-    if not Path(path).is_file():
+    source = readable(path)
+    if isinstance(source, str) and not Path(source).is_file():
         raise DataError(f"{path}: there is no such file")
     try:
-        with av.open(path) as film:
+        with av.open(source) as film:
             yield film
     except (av.FFmpegError, ValueError, OSError) as error:
         reason = getattr(error, "strerror", None) or error

@@ -6,6 +6,7 @@ import numpy as np
 
 from raydfl.core.errors import DataError
 from raydfl.data.films import is_film, read_frame
+from raydfl.data.packed import readable
 
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".pgm", ".ppm")
 """Endings (in lower case) of the files that are taken for pictures where a folder is given."""
@@ -15,7 +16,7 @@ def read_image(path: str, start: float = 0.0, stop: float | None = None) -> np.n
     """Read an image file that Pillow knows (PNG, JPEG ...), or the frame in the middle of a film.
 
     Args:
-        path: the file.
+        path: the file, or an address in a larger file (raydfl.data.packed).
         start: where the part of the film begins that is meant, in seconds; of no account in an image.
         stop: where that ends; ``None``: with the film.
 
@@ -31,7 +32,7 @@ def read_image(path: str, start: float = 0.0, stop: float | None = None) -> np.n
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(path) as picture:
+        with Image.open(readable(path)) as picture:
             grey = picture.mode in ("1", "L", "I", "I;16", "F", "LA")
             return np.asarray(picture.convert("L" if grey else "RGB"))
     except UnidentifiedImageError as error:

@@ -24,12 +24,15 @@ from raydfl.core.processes import available_cpus
 from raydfl.core.progress import Progress
 from raydfl.data.dataset import Dataset
 from raydfl.data.manifest import NO_FILE, is_no_file
+from raydfl.data.packed import file_and_place
 
 DIGEST_BYTES = 16
 UNREADABLE = bytes(DIGEST_BYTES)
 """The digest of a file that cannot be read."""
 
 _SETTLED_NS = 2_000_000_000
+_NAMES = 1024
+"""Files whose absolute paths are remembered: thousands of clips may lie in one."""
 _SCHEMA = pa.schema(
     [("path", pa.string()), ("size", pa.int64()), ("changed", pa.int64()), ("digest", pa.binary(DIGEST_BYTES))]
 )
@@ -56,6 +59,7 @@ def content_digests(
     digests = [UNREADABLE] * manifest.num_rows
     files: dict[int, str] = {}
     parts: dict[int, str] = {}
+    absolute = functools.lru_cache(maxsize=_NAMES)(lambda path: str(Path(path).absolute()))
     for index, row in enumerate(rows_of(manifest)):
         identity = dataset.identity(row)
         if identity is None:
@@ -64,10 +68,11 @@ def content_digests(
                     f"clip {row['clip']!r} has no path, and its data set's identity() says that the file decides its samples; "
                     f"give it a path, or return a string from identity()"
                 )
-            files[index] = str(Path(row["path"]).absolute())
-            part = dataset.part(row)
-            if part is not None:
-                parts[index] = part
+            file, place = file_and_place(row["path"])
+            files[index] = absolute(file)
+            given = [part for part in (place, dataset.part(row)) if part is not None]
+            if given:
+                parts[index] = "".join(given)
         else:
             digests[index] = _digest(b"identity:" + identity.encode())
     unreadable: dict[int, str] = {}
@@ -93,7 +98,7 @@ def file_digests(files: Mapping[int, str], cache: Path, progress: Progress) -> d
         files: absolute paths, at least one.
         cache: folder in which digests are remembered.
     """
-    folder = os.path.commonpath({str(Path(path).parent) for path in files.values()})
+    folder = os.path.commonpath({str(Path(path).parent) for path in set(files.values())})
     memory = cache / "digests" / f"{_digest(os.fsencode(folder)).hex()}.arrow"
     known = _read_memory(memory)
     digests: dict[str, bytes | OSError] = {}

@@ -80,7 +80,7 @@ def list_audio(folder: Path, suffixes: tuple[str, ...] = (".wav",)) -> list[str]
     Raises:
         DataError: a folder that cannot be opened, a link to a folder that it lies in, or a name that is not UTF-8.
     """
-    names = [name for name in _list_files(folder) if name.lower().endswith(suffixes)]
+    names = [name for name in list_files(folder) if name.lower().endswith(suffixes)]
     for name in names:
         check_name(name, folder)
     return names
@@ -96,7 +96,7 @@ def list_recordings(folder: Path, pictures: bool = False, films: bool = False) -
     Raises:
         DataError: a folder that cannot be opened, or a link to a folder that it lies in.
     """
-    names = _list_files(folder)
+    names = list_files(folder)
     wanted = PICTURE_SUFFIXES if pictures else AUDIO_SUFFIXES
     found = [name for name in names if name.lower().endswith(wanted)]
     if films:
@@ -152,7 +152,12 @@ def _left_out(folder: Path, others: Sequence[str], found: Iterable[str], what: s
     )
 
 
-def _list_files(folder: Path) -> list[str]:
+def list_files(folder: Path) -> list[str]:
+    """List all files at any depth below a folder but hidden ones, with any name: sorted POSIX paths relative to it.
+
+    Raises:
+        DataError: a folder that cannot be opened, or a link to a folder that it lies in.
+    """
     return sorted(_walk(str(folder), "", frozenset()))
 
 

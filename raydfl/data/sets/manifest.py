@@ -26,6 +26,7 @@ from raydfl.core.errors import DataError, nearest
 from raydfl.data.audio import read_audio
 from raydfl.data.dataset import Card, Dataset
 from raydfl.data.manifest import make_manifest
+from raydfl.data.packed import file_and_place
 from raydfl.data.pictures import read_image
 from raydfl.data.sets._files import SPLIT_OF, absolute
 
@@ -152,7 +153,7 @@ class Manifest(Dataset):
             if not isinstance(value, str) or not value or "\0" in value:
                 raise DataError(f"{file}: row {number} has no path (column {self.path_column!r} is {value!r})")
         paths = [os.path.normpath(root / Path(str(value)).expanduser()) for value in values]
-        if paths and not any(os.path.exists(path) for path in paths):  # noqa: PTH110  (pathlib's raises where it may not look)
+        if paths and not any(os.path.exists(file_and_place(path)[0]) for path in paths):  # noqa: PTH110  (pathlib's raises where it may not look)
             raise DataError(
                 f"{file}: not one of its {len(paths)} files exists, the first is {paths[0]}; set root to the folder that the paths "
                 "start from"

@@ -34,7 +34,7 @@ from raydfl.data.features import (
     ModelFeatures,
     z_scores,
 )
-from raydfl.data.sets import list_recordings
+from raydfl.data.sets import PACKED_SUFFIXES, list_contents, list_recordings
 from raydfl.runs.inference.model import RunModel
 from raydfl.runs.inference.threshold import Threshold
 
@@ -158,17 +158,22 @@ def predictions(model: RunModel, given: Sequence[Source]) -> Iterator[Prediction
 def recordings(files: Iterable[Path], pictures: bool = False) -> tuple[list[Path], dict[Path, str]]:
     """Return the recordings that are meant, folders searched at any depth, each once; and folders without any, with the reason.
 
-    Films count as both, if what decodes them is installed. A warning says which other files there are in the folders.
+    Films count as both, if what decodes them is installed. A warning says which other files there are in the folders. A recording
+    in a tar archive, or in a Parquet or Arrow file, stands here with its address (raydfl.data.packed).
 
     Args:
-        files: files and folders.
+        files: files and folders, and archives and tables that hold recordings.
         pictures: look for images in folders, not for recordings.
     """
     listed: dict[Path, None] = {}
     failures: dict[Path, str] = {}
     for file in files:
         if not os.path.isdir(file):  # noqa: PTH112  (pathlib's raises below a folder that cannot be opened)
-            listed[file] = None
+            try:
+                packed = file.suffix.lower() in PACKED_SUFFIXES
+                listed.update(dict.fromkeys(map(Path, list_contents(file, pictures)) if packed else [file]))
+            except DataError as error:
+                failures[file] = without_name(error, file)
             continue
         try:
             inside, left_out = list_recordings(file, pictures, films=has_decoder())

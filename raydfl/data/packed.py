@@ -1,0 +1,222 @@
+"""Recordings that lie in a larger file: how such a place is written, and what decoders read there.
+
+An address stands wherever else the path of a file may stand: in the column ``path`` of a manifest, in that of a further view, on
+the command line.
+
+- ``FILE#NAME@OFFSET+LENGTH``: bytes of a file, such as a tar archive. NAME tells people which recording it is.
+- ``FILE.parquet#COLUMN[ROW]``: a cell of a Parquet file, rows counted from 0. It holds an encoded recording (bytes, or a struct
+  with ``bytes``), or samples (a struct with ``array``, floats or int16, [samples] or [channels, samples], and ``sampling_rate``).
+
+Whatever opens a recording asks :func:`readable` first. In memory are one recording, and of a Parquet file one page, which may be
+all of a row group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import itertools
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import soundfile
+
+from raydfl.core.errors import DataError
+
+_SPAN = re.compile(r"(?P<file>.+)#(?P<name>.*)@(?P<offset>\d+)\+(?P<length>\d+)", re.DOTALL)
+_CELL = re.compile(r"(?P<file>.+\.parquet)#(?P<name>.+)\[(?P<row>\d+)\]", re.DOTALL)
+_BUFFER = 1 << 20
+"""Bytes of a Parquet file that are read at a time."""
+
+
+def span_address(file: str, name: str, offset: int, length: int) -> str:
+    """Return the address of bytes of a file.
+
+    >>> span_address("a.tar", "dog.wav", 512, 1044)
+    'a.tar#dog.wav@512+1044'
+    """
+    return f"{file}#{name}@{offset}+{length}"
+
+
+def cell_address(file: str, column: str, row: int) -> str:
+    """Return the address of a cell of a Parquet file; rows are counted from 0."""
+    return f"{file}#{column}[{row}]"
+
+
+def _parsed(path: str) -> re.Match[str] | None:
+    return (_SPAN.fullmatch(path) or _CELL.fullmatch(path)) if "#" in path else None
+
+
+def file_and_place(path: str) -> tuple[str, str | None]:
+    """Return the file that an address lies in, and what it says of the place there; ``None``: the path is that of a file.
+
+    >>> file_and_place("a.tar#dog.wav@512+1044")
+    ('a.tar', '@512+1044')
+    >>> file_and_place("C#.wav")
+    ('C#.wav', None)
+    """
+    found = _parsed(path)
+    if found is None:
+        return path, None
+    if found.re is _CELL:
+        return found["file"], path[found.end("file") :]
+    return found["file"], path[found.end("name") :]
+
+
+def own_name(path: str) -> str:
+    """Return the path of a file, and of an address the recording's own name, which may have an ending."""
+    found = _parsed(path)
+    return path if found is None else found["name"]
+
+
+def readable(path: str) -> str | io.BytesIO:
+    """Return what a decoder can open: the path of a file as it is, or the bytes that an address names.
+
+    Raises:
+        DataError: the file is missing or damaged, or there is no recording at that place.
+    """
+    found = _parsed(path)
+    if found is None:
+        return path
+    if not Path(found["file"]).is_file():
+        raise DataError(f"{path}: there is no such file as {found['file']}")
+    try:
+        if found.re is _SPAN:
+            return io.BytesIO(_span(path, Path(found["file"]), int(found["offset"]), int(found["length"])))
+        return io.BytesIO(_encoded(_cell(found["file"], found["name"], int(found["row"])), path))
+    except (OSError, pa.ArrowException) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise DataError(f"{path}: cannot be read: {reason}") from error
+
+
+def _span(path: str, file: Path, offset: int, length: int) -> bytes:
+    with file.open("rb") as opened:
+        opened.seek(offset)
+        content = opened.read(length)
+    if len(content) < length:
+        raise DataError(f"{path}: truncated: {file} ends {length - len(content)} bytes before the recording does")
+    return content
+
+
+def _cell(file: str, column: str, row: int) -> Any:
+    """Return an Arrow scalar."""
+    status = Path(file).stat()
+    with _lock:
+        cells = _opened(file, column, status.st_mtime_ns, status.st_size)
+        try:
+            return cells.at(row)
+        except BaseException:
+            _opened.cache_clear()  # nobody knows to where it has been read
+            raise
+
+
+def _encoded(value: Any, path: str) -> bytes:
+    """Return the bytes of a recording of a cell's value; samples become a wav file with the same numbers, float32 or int16.
+
+    Raises:
+        DataError: the cell is empty, or of another kind.
+    """
+    if pa.types.is_struct(value.type):
+        fields = {field.name for field in value.type}
+        if value.is_valid and {"array", "sampling_rate"} <= fields and value["array"].is_valid:
+            return _wav(value["array"], value["sampling_rate"].as_py(), path)
+        value = value["bytes"] if value.is_valid and "bytes" in fields else pa.scalar(None)
+    if not value.is_valid:
+        raise DataError(f"{path}: the cell holds no recording: neither bytes, nor an array with its sampling_rate")
+    if not isinstance(value, pa.BinaryScalar | pa.LargeBinaryScalar):
+        raise DataError(f"{path}: the cell holds {value.type}, not the bytes of a recording")
+    found: bytes = value.as_py()
+    return found
+
+
+def _wav(array: Any, rate: Any, path: str) -> bytes:
+    """Return samples, an Arrow scalar, as a file."""
+    values = array.values
+    nested = pa.types.is_nested(values.type)
+    return samples_as_file(array.as_py() if nested else values.to_numpy(zero_copy_only=False), rate, path)
+
+
+def samples_as_file(samples: Any, rate: Any, where: str) -> bytes:
+    """Return samples as the bytes of a wav file with the same numbers.
+
+    Args:
+        samples: floats, -1..1, or int16: [samples] or [channels, samples].
+        rate: Hz, a whole number.
+        where: what messages call the recording.
+
+    Raises:
+        DataError: they are something else.
+    """
+    array = np.asarray(samples)
+    whole = array.dtype == np.int16
+    known = isinstance(rate, int | np.integer) and rate >= 1
+    if array.ndim not in (1, 2) or not (whole or array.dtype.kind == "f") or not known:
+        raise DataError(
+            f"{where}: its array is {array.dtype} {list(array.shape)} and its sampling_rate {rate!r}; a recording is an array "
+            f"[samples] or [channels, samples] of floats, -1..1, or int16, and a whole number of Hz"
+        )
+    file = io.BytesIO()
+    array = array.T if whole else array.T.astype(np.float32)
+    soundfile.write(file, array, int(rate), format="WAV", subtype="PCM_16" if whole else "FLOAT")
+    return file.getvalue()
+
+
+class _Cells:
+    """A column of a Parquet file that is read forwards: the rows of a row group cannot be reached one by one."""
+
+    def __init__(self, file: str, column: str) -> None:
+        import pyarrow.parquet as pq  # helping processes start sooner without it
+
+        self._file = pq.ParquetFile(file, buffer_size=_BUFFER, pre_buffer=False)
+        self._column = column
+        groups = [self._file.metadata.row_group(number).num_rows for number in range(self._file.num_row_groups)]
+        self._starts = np.cumsum([0, *groups])
+        self._group = -1
+        self._next = 0
+        self._rows: Iterator[pa.RecordBatch] = iter(())
+
+    def at(self, row: int) -> Any:
+        """Return the scalar of a row.
+
+        Raises:
+            DataError: there is no such row.
+        """
+        if not 0 <= row < self._starts[-1]:
+            raise DataError(f"the Parquet file has {self._starts[-1]} rows, no row {row}")
+        group = int(np.searchsorted(self._starts, row, "right")) - 1
+        if group != self._group or row < self._next:
+            self._rows = self._file.iter_batches(1, row_groups=[group], columns=[self._column], use_threads=False)
+            self._group, self._next = group, int(self._starts[group])
+        skipped = row - self._next
+        value = next(itertools.islice(self._rows, skipped, None)).column(0)[0]
+        self._next = row + 1
+        if self._next == self._starts[group + 1]:
+            self._rows, self._group = iter(()), -1  # its last page is needed no more
+        return value
+
+
+_lock = threading.Lock()
+
+
+@functools.lru_cache(maxsize=1)  # each keeps a page, and that may be a whole row group
+def _opened(file: str, column: str, changed: int, size: int) -> _Cells:
+    """Open a column once, as long as the file does not change and no other is read."""
+    return _Cells(file, column)
+
+
+@contextlib.contextmanager
+def binary(source: str | io.BytesIO) -> Iterator[tuple[Any, int]]:
+    """Open what :func:`readable` gave: a binary file and its size in bytes."""
+    if isinstance(source, str):
+        with Path(source).open("rb") as file:
+            yield file, Path(source).stat().st_size
+    else:
+        source.seek(0)
+        yield source, len(source.getbuffer())
+        source.seek(0)

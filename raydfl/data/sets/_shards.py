@@ -1,0 +1,233 @@
+"""The common part of sets that lie in a few large files: finding the files, and whose split each is."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pyarrow as pa
+from pydantic import Field
+
+from raydfl.core.errors import DataError, nearest
+from raydfl.data.dataset import Card
+from raydfl.data.manifest import make_manifest
+from raydfl.data.sets._files import SPLIT_OF, absolute, check_name, find_root, list_files, wrong_layout
+
+Splits = Annotated[
+    Mapping[str, Literal["train", "validation", "test"]] | None,
+    Field(
+        description="what the set's splits are used as, such as {train.clean.100: train, test.other: test}, others are left out; "
+        "null: as their names say"
+    ),
+]
+"""The option that says which of a set's splits is which."""
+
+_MARKS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+_MOST = 100_000
+"""Files that one pattern may stand for."""
+
+
+def find_files(root: Path, pattern: str, card: Card) -> tuple[Path, list[str]]:
+    """Find the files of a set whose paths below its root match a pattern.
+
+    Args:
+        root: a folder; or one file, which is then all that is found.
+        pattern: with ``*`` (not across folders), ``**/`` (any folders), ``?``, ``{a,b}`` and ``{000..099}``. Of each alternative in
+            braces there must be files.
+
+    Returns:
+        The folder as an absolute path, and sorted POSIX paths relative to it. Hidden files are left out, links to folders followed.
+
+    Raises:
+        DataError: there is no such folder, or no such file in it.
+    """
+    place = absolute(root)
+    if place.is_file():
+        return place.parent, [place.name]
+    folder = find_root(root, card)
+    names, found = list_files(folder), set()
+    for each in _without_braces(pattern):
+        wanted = _expression(each)
+        matching = [name for name in names if wanted.fullmatch(name)]
+        if not matching:
+            raise wrong_layout(folder, card, f"there is no file {each} (data.files)")
+        found.update(matching)
+    for name in found:
+        check_name(name, folder)
+    return folder, sorted(found)
+
+
+def _without_braces(pattern: str) -> list[str]:
+    """Return the patterns that one with braces stands for.
+
+    >>> _without_braces("{train,test}-{08..10}.tar")[:4]
+    ['train-08.tar', 'train-09.tar', 'train-10.tar', 'test-08.tar']
+    """
+    pieces = re.split(r"\{([^{}]*)\}", pattern)
+    choices = [[piece] if number % 2 == 0 else list(_alternatives(piece)) for number, piece in enumerate(pieces)]
+    found = ["".join(parts) for parts in itertools.islice(itertools.product(*choices), _MOST + 1)]
+    if len(found) > _MOST:
+        raise DataError(f"data.files: {pattern} stands for more than {_MOST} files; use * in it")
+    return found
+
+
+def _alternatives(braces: str) -> Iterator[str]:
+    span = re.fullmatch(r"(\d+)\.\.(\d+)", braces)
+    if span is None:
+        yield from braces.split(",")
+        return
+    width = len(span[1])
+    for number in range(int(span[1]), min(int(span[2]), int(span[1]) + _MOST) + 1):
+        yield f"{number:0{width}d}"
+
+
+def _expression(pattern: str) -> re.Pattern[str]:
+    parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern)
+    return re.compile("".join(_MARKS[part] if part in _MARKS else re.escape(part) for part in parts), re.DOTALL)
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Return rows of plain values as a table, a column for each key: of values of different kinds one of text."""
+    names = dict.fromkeys(itertools.chain.from_iterable(rows))
+    return pa.table({name: _column([row.get(name) for row in rows]) for name in names})
+
+
+def _column(values: list[Any]) -> pa.Array:
+    if not any(isinstance(value, list) for value in values):
+        with contextlib.suppress(pa.ArrowException, TypeError, OverflowError):
+            return pa.array(values)
+    return pa.array([as_text(value) for value in values], pa.string())
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value of JSON can stand in a column: text, a number, a truth value, nothing, or a list of these."""
+    if isinstance(value, list):
+        return all(isinstance(each, str | int | float) for each in value)
+    return value is None or isinstance(value, str | int | float)
+
+
+def as_text(value: Any) -> str | None:
+    """Return a plain value as text, several values joined by ``|``.
+
+    >>> as_text(["dog", 3])
+    'dog|3'
+    """
+    if isinstance(value, list):
+        return "|".join(as_text(each) or "" for each in value) or "|"
+    return value if value is None or isinstance(value, str) else json.dumps(value)
+
+
+def joined(tables: Sequence[pa.Table], where: str) -> pa.Table:
+    """Join the clips of several files; a column that one of them does not have is null there.
+
+    Args:
+        where: what messages call the set.
+
+    Raises:
+        DataError: they disagree about what a column holds.
+    """
+    try:
+        return pa.concat_tables(tables, promote_options="permissive")
+    except (pa.ArrowException, TypeError) as error:
+        raise DataError(f"{where}: its files disagree about what a column holds: {error}") from error
+
+
+def named(table: pa.Table, label: str, group: str | None, where: str) -> pa.Table:
+    """Give a table's columns of classes and of owners the names ``label`` and ``group``, as text; others of these names go.
+
+    Args:
+        group: ``None``: nobody owns the clips.
+
+    Raises:
+        DataError: there is no such column.
+    """
+    columns = {name: table.column(name) for name in table.column_names if name not in (label, group, "label", "group")}
+    for name, field in (("label", label), ("group", group)):
+        if field is not None:
+            if field not in table.column_names:
+                known = [each for each in table.column_names if each not in ("clip", "path", "split")]
+                raise DataError(f"{where}: no clip has a field {field!r} (data.{name}_column); {nearest(field, known)}")
+            columns[name] = pa.array([as_text(value) for value in table.column(field).to_pylist()], pa.string())
+    return pa.table(columns)
+
+
+def finished(table: pa.Table, where: str) -> pa.Table:
+    """Return clips as a manifest; a column ``split`` may have any of the usual names.
+
+    Raises:
+        DataError: there are none, or a split's name is unknown.
+    """
+    if "split" in table.column_names:
+        values = table.column("split").to_pylist()
+        for row, value in enumerate(values):
+            if value is not None and str(value).lower() not in SPLIT_OF:
+                raise DataError(
+                    f"{where}: {table.column('clip')[row]} has the unknown split {value!r}; {nearest(str(value), SPLIT_OF)}"
+                )
+        known = pa.array([None if value is None else SPLIT_OF[str(value).lower()] for value in values], pa.string())
+        table = table.set_column(table.column_names.index("split"), "split", known)
+    return make_manifest(table, where)
+
+
+def splits_of(files: Sequence[str], given: Mapping[str, str] | None, where: str) -> tuple[list[str | None], list[bool]]:
+    """Return the split of each file, all ``None`` where they are of fewer than two; and whether it belongs to the set.
+
+    A split's name is that of the file without its number and ending (``train.clean.100-00000-of-00014.parquet``), or a folder's.
+
+    Args:
+        files: paths below the root.
+        given: the option ``splits``.
+        where: what messages call the set.
+
+    Raises:
+        DataError: a split in ``given`` that there is not, or a file of no known split among others.
+    """
+    names = [_names(file) for file in files]
+    if given is not None:
+        there = dict.fromkeys(itertools.chain.from_iterable(names))
+        for name in given:
+            if name not in there:
+                raise DataError(f"data.splits: {where} has no files of a split {name!r}; {nearest(name, there)}")
+        found = [next((given[name] for name in each if name in given), None) for each in names]
+        kept = [split is not None for split in found]
+    else:
+        found = [next((split for name in each if (split := _split_named(name))), None) for each in names]
+        kept = [True] * len(found)
+        if None in found and any(found):
+            place = found.index(None)
+            example = next(iter(names[place]), "NAME")
+            raise DataError(
+                f"{where}: nothing says of which split {files[place]} is, while others are of one; name them all, as in "
+                f"data.splits='{{{example}: train, ...}}'"
+            )
+    several = len({split for split in found if split is not None}) > 1
+    return [split if several else None for split in found], kept
+
+
+def _names(file: str) -> list[str]:
+    """Return what may be the name of a file's split: its own, then those of its folders.
+
+    >>> _names("default/train/0000.parquet")
+    ['0000', 'train', 'default']
+    """
+    *folders, name = file.split("/")
+    stem = re.sub(r"(\.(tar|parquet|arrow|jsonl|gz|csv|json))+$", "", name, flags=re.IGNORECASE)
+    short = re.sub(r"[-_.]?\d+-of-\d+.*$", "", stem)
+    if short == stem:
+        short = re.sub(r"[-_.]*\d+$", "", stem)
+    return [name for name in dict.fromkeys((short, stem, *reversed(folders))) if name]
+
+
+def _split_named(name: str) -> str | None:
+    """Return the split that a name says: that of the one word in it which is the name of one; ``None``: it says none.
+
+    >>> _split_named("LibriSpeech_cuts_dev-clean")
+    'validation'
+    """
+    found = {SPLIT_OF[word] for word in re.split(r"[^a-z]+", name.lower()) if word in SPLIT_OF}
+    return found.pop() if len(found) == 1 else None

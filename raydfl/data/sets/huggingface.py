@@ -1,0 +1,139 @@
+"""Folders of the library ``datasets`` (Hugging Face), read without it: Parquet, ``save_to_disk``, and folders of files.
+
+- Parquet files with the recordings in them, as the hub has them: ``data/train-00000-of-00002.parquet``, or other names.
+- What ``save_to_disk`` writes: Arrow files, one folder for each split where there are several.
+- ``audiofolder``: files beside a ``metadata.csv`` or ``metadata.jsonl`` with a column ``file_name``. Without one the set is as
+  :mod:`raydfl.data.sets.folder`.
+
+Recordings stay where they are: a clip's path is an address in the file (:mod:`raydfl.data.packed`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, ClassVar
+
+import pyarrow as pa
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from raydfl.data.audio import AUDIO_SUFFIXES
+from raydfl.data.dataset import Card, Dataset
+from raydfl.data.sets._files import absolute, find_root, list_files, wrong_layout
+from raydfl.data.sets._shards import Splits, find_files, finished, joined, splits_of
+from raydfl.data.sets._tables import LISTS, open_table, readable_table
+from raydfl.data.sets.folder import Folder
+
+_RESERVED = ("clip", "path", "label", "group")
+"""Names of columns that mean something else here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFace(Dataset):
+    """A folder of the library datasets."""
+
+    card: ClassVar[Card] = Card(
+        title="A folder of Hugging Face datasets",
+        layout="*.parquet with recordings in them, or what save_to_disk wrote (*.arrow), or recordings beside a metadata.csv or "
+        "metadata.jsonl, or {class}/*.wav",
+    )
+
+    root: Annotated[Path, Field(description="folder that holds the files, or one *.parquet or *.arrow file")]
+    files: Annotated[
+        str | None,
+        Field(
+            description="which files below the root, such as en/{train,test}-*.parquet; null: all of them, *.parquet before *.arrow"
+        ),
+    ] = None
+    splits: Splits = None
+    audio_column: Annotated[
+        str | None,
+        Field(description="column with the recordings (or images); null: the only one, or audio"),
+    ] = None
+    label_column: Annotated[
+        str | None, Field(description="column with the classes; null: label, or the only one of the type ClassLabel")
+    ] = None
+    group_column: Annotated[
+        str | None, Field(description="column that says whose clip it is; null: group if there is one")
+    ] = None
+
+    def manifest(self) -> pa.Table:
+        """List the rows, file by file.
+
+        Extra columns: those of text, numbers and truth values; and for each further one with recordings or images where these lie,
+        for a further view. A clip's id is the file's path below the root and the number of the row, as in
+        ``data/train-00000-of-00002.parquet/12``; in a list of files that of the recording.
+        """
+        root, files = self._files()
+        where = f"{self.card.title} in {root}"
+        if not files:
+            return Folder(root=root).manifest()
+        if PurePosixPath(files[0]).name in LISTS:
+            tables, folders = [self._rows(root, file) for file in files], []
+            for number, table in enumerate(tables):
+                clips = [os.path.relpath(path, root) for path in table.column("path").to_pylist()]
+                tables[number] = table.set_column(0, "clip", pa.array(clips, pa.string()))
+                folders += [f"{PurePosixPath(clip).parent}/" for clip in clips]
+            return finished(self._with_splits(joined(tables, where), folders, where), where)
+        splits, kept = splits_of(files, self.splits, where)
+        tables = [self._rows(root, file, split) for file, split, keep in zip(files, splits, kept, strict=True) if keep]
+        return finished(joined(tables, where), where)
+
+    def _with_splits(self, table: pa.Table, folders: Sequence[str], where: str) -> pa.Table:
+        """Return the clips of lists of files, whose folders say of which split they are."""
+        distinct = list(dict.fromkeys(folders))
+        splits, kept = splits_of(distinct, self.splits, where)
+        split = dict(zip(distinct, splits, strict=True))
+        if any(splits):
+            place = [split[folder] for folder in folders]
+            table = table.drop_columns([name for name in ("split",) if name in table.column_names])
+            table = table.append_column("split", pa.array(place, pa.string()))
+        keep = dict(zip(distinct, kept, strict=True))
+        return table.filter(pa.array([keep[folder] for folder in folders]))
+
+    def _files(self) -> tuple[Path, list[str]]:
+        """Return the folder, and the files with recordings in them, or the lists of recordings; none: folders are classes."""
+        place = absolute(self.root)
+        if self.files is not None or place.is_file():
+            return find_files(self.root, self.files or place.name, self.card)
+        root = find_root(self.root, self.card)
+        names = list_files(root)
+        # Files that begin with "cache-" are what the library computed of the others.
+        tables = [name for name in names if not PurePosixPath(name).name.startswith(("cache-", *LISTS))]
+        found = (
+            [name for name in tables if name.lower().endswith(".parquet")]
+            or [name for name in tables if name.lower().endswith(".arrow")]
+            or [name for name in names if PurePosixPath(name).name in LISTS]
+        )
+        if not found and not any(name.lower().endswith(AUDIO_SUFFIXES) for name in names):
+            raise wrong_layout(root, self.card, "there are no recordings, and no files with recordings in them,")
+        return root, found
+
+    def _rows(self, root: Path, file: str, split: str | None = None) -> pa.Table:
+        """Return the clips of one file."""
+        path = root / file
+        table = open_table(path)
+        audio, label = table.recordings(self.audio_column), table.labels(self.label_column)
+        group = "group" if "group" in table.schema.names else None
+        if self.group_column is not None:
+            group = table.check(self.group_column, "group_column")
+        own = [name for name in table.plain() if name not in (*_RESERVED, label, group, *table.media)]
+        with readable_table(path):
+            places = table.places(audio)
+            others = {name: pa.array(table.places(name), pa.string()) for name in table.media if name != audio}
+            values = table.read(list(dict.fromkeys([label, *([group] if group else []), *own])))
+        columns: dict[str, Any] = {
+            "clip": pa.array([f"{file}/{row}" for row in range(len(places))], pa.string()),
+            "path": pa.array(places, pa.string()),
+            "label": table.texts(label, values.column(label)),
+        }
+        if group is not None:
+            columns["group"] = table.texts(group, values.column(group))
+        for name in own:
+            named = table.features.get(name, {}).get("names") is not None
+            columns[name] = table.texts(name, values.column(name)) if named else values.column(name)
+        if split is not None:
+            columns["split"] = pa.array([split] * len(places), pa.string())
+        return pa.table(others | columns)
