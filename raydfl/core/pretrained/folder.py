@@ -76,7 +76,7 @@ FAMILIES: Mapping[str, Family] = {
 
 @dataclass(frozen=True, eq=False)
 class EncoderFolder:
-    """What lies in a folder."""
+    """A folder with an encoder: its kind, its settings and its feature extractor."""
 
     path: Path
     kind: str
