@@ -88,9 +88,9 @@ class ViewSettings(Settings):
             or (crop and crop.test == "segments")
         ):
             raise ConfigError(
-                "data.views: a further view has features of the kind logmel, kaldi, model or image, is not normalised by "
-                "group, client or part, and is not cut into segments, of which the first view alone decides; change its features "
-                "or transforms"
+                "data.views: a further view has features of the kind logmel, kaldi, pretrained, model or image, is not normalised "
+                "by group, client or part, and is not cut into segments, of which the first view alone decides; change its "
+                "features or transforms"
             )
         return self
 
@@ -382,7 +382,7 @@ class DataSettings(Settings):
             raise ConfigError(
                 "data.corrupt.noise is noise in recordings, and data.features of the kind image come without any"
             )
-        if holds_images and self.features.kind in ("logmel", "model", "kaldi"):
+        if holds_images and self.features.kind in ("logmel", "model", "kaldi", "pretrained"):
             raise ConfigError(
                 f"data set {self.name!r} holds images, and data.features.kind is {self.features.kind}; set "
                 f"data.features='{{kind: image, size: 28}}', with their rows and columns"

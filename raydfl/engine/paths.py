@@ -71,6 +71,11 @@ def _resolve_data(data: dict[str, Any], name: Any = None) -> None:
         _resolve(data["partition"], ["file"])
     if isinstance(data.get("features"), dict):
         _resolve(data["features"], path_options(kind_of(data["features"])))
+    views = data.get("views")
+    for view in views.values() if isinstance(views, dict) else ():
+        features = view.get("features") if isinstance(view, dict) else None
+        if isinstance(features, dict) and features.get("kind") == "pretrained":
+            _resolve(features, ["folder"])
 
 
 def _resolve_models(models: Mapping[str, Any]) -> None:

@@ -191,7 +191,11 @@ class Worker:
             population: of the whole federation; ``None``: the one in ``run_dir``.
             held: the population that has the data of some clients, who follow one another and whom alone this worker can serve, and
                 the index of the first of them in the federation's; ``None``: ``population`` holds everybody's data.
+
+        Raises:
+            ConfigError: a file that the configuration names is not what it is where the run was started.
         """
+        config.check_files()
         self.run_dir = run_dir
         self.config = config
         self.private = private

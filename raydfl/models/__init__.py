@@ -25,11 +25,13 @@ from typing import Any
 from raydfl.models._build import _annotations, architectures, build_model, check_model, find_architecture, model_options
 from raydfl.models._narrow import cuts_of, narrow
 from raydfl.models.crnn import CRNN
+from raydfl.models.pretrained import Pretrained
 from raydfl.models.start import INIT_FROM, read_init_from, start_from_file
 
 __all__ = [
     "CRNN",
     "INIT_FROM",
+    "Pretrained",
     "architectures",
     "build_model",
     "check_model",

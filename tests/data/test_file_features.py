@@ -25,6 +25,7 @@ from raydfl.data.features.file import FileFeatures
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.model import ModelFeatures
+from raydfl.data.features.pretrained import PretrainedFeatures
 from raydfl.data.features.wave import EPSILON
 from raydfl.data.settings import DataSettings
 from raydfl.engine.config import Config, make_config
@@ -578,15 +579,21 @@ def test_the_tables_of_the_documentation_are_complete_and_right() -> None:
     pages = importlib.util.module_from_spec(spec)
     sys.modules["pages_of_docs"] = pages  # where its dataclass looks for the module
     spec.loader.exec_module(pages)
-    tables = pages.option_tables(pages.ROOT / "docs" / "data.md")
-    for heading, cls in (("Features from a file", FileFeatures), ("Features by a network of your own", ModelFeatures)):
+    docs = pages.ROOT / "docs"
+    tables = pages.option_tables(docs / "data.md") | pages.option_tables(docs / "pretrained.md")
+    known = {(FileFeatures, "bands"), (PretrainedFeatures, "bands"), (PretrainedFeatures, "sample_rate")}
+    for heading, cls in (
+        ("Features from a file", FileFeatures),
+        ("Features by a network of your own", ModelFeatures),
+        ("data.features of the kind pretrained", PretrainedFeatures),
+    ):
         documented = dict(tables[heading])
         assert documented.pop("kind") == "required"
         for option in options_of(cls):
             if option.name == "kind":
                 continue
             said = documented.pop(option.name)
-            required = option.required and (cls, option.name) != (FileFeatures, "bands")  # the file knows them
+            required = option.required and (cls, option.name) not in known  # the file or folder knows them
             default = {"null": None, "{}": None if option.default is None else {}}.get(said, said)
             assert said == "required" if required else str(default) == str(option.default), option.name
         assert not documented

@@ -24,13 +24,12 @@ from raydfl.core.registry import build
 from raydfl.data.corruption import NOISELESS, Noise, add_noise
 from raydfl.data.dataset import Dataset, find_dataset
 from raydfl.data.features.alteration import UNALTERED, Alterations
-from raydfl.data.features.extractor import FeatureExtractor
+from raydfl.data.features.extractor import FeatureExtractor, WaveFeatures
 from raydfl.data.features.file import FileFeatures, read_features
 from raydfl.data.features.image import ImageFeatures
-from raydfl.data.features.kaldi import KaldiFeatures
 from raydfl.data.features.kinds import AnyFeatures
-from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.model import ModelFeatures
+from raydfl.data.features.pretrained import PretrainedFeatures
 from raydfl.data.films import NoDecoderError
 
 _CLIPS = 128
@@ -167,7 +166,7 @@ def _pictured(chunk: Chunk, settings: ImageFeatures) -> FeaturesOf:
     return lambda position, row: settings.stored(dataset.image(row))
 
 
-def _computed(chunk: Chunk, settings: FeatureSettings | ModelFeatures | KaldiFeatures) -> FeaturesOf:
+def _computed(chunk: Chunk, settings: WaveFeatures) -> FeaturesOf:
     """From the recording."""
     dataset, extractor = _open(chunk.source), _extractor(settings)
     noise, alterations = chunk.noise, chunk.alterations
@@ -245,10 +244,12 @@ def _open(source: Source) -> Dataset:
 _extractors: dict[str, FeatureExtractor] = {}
 
 
-def _extractor(settings: FeatureSettings | ModelFeatures | KaldiFeatures) -> FeatureExtractor:
+def _extractor(settings: WaveFeatures) -> FeatureExtractor:
     """Built once in each process; once more when the weights of a model have changed."""
     weights = settings.weights if isinstance(settings, ModelFeatures) else None
-    changed = None if weights is None else weights.stat().st_mtime_ns
+    changed: Any = None if weights is None else weights.stat().st_mtime_ns
+    if isinstance(settings, PretrainedFeatures):
+        changed = settings.key()["content"]
     key = f"{settings.model_dump_json()} {changed}"
     if key not in _extractors:
         _extractors.clear()  # a model may be large: one at a time

@@ -12,10 +12,14 @@ from raydfl.core.errors import DataError
 from raydfl.data.features.kaldi import FilterBank, KaldiFeatures
 from raydfl.data.features.log_mel import LARGEST_DENOMINATOR, FeatureSettings
 from raydfl.data.features.model import ModelFeatures
+from raydfl.data.features.pretrained import EncodedWave, PretrainedFeatures
 from raydfl.data.features.wave import z_scored
 
 if TYPE_CHECKING:
     from torch import nn
+
+WaveFeatures = FeatureSettings | ModelFeatures | KaldiFeatures | PretrainedFeatures
+"""The kinds that are computed of waves."""
 
 LEAST_SQUARES = 1e-9
 """The least sum of squares by whose root a wave is divided (``wave: unit_norm``)."""
@@ -27,16 +31,18 @@ class FeatureExtractor:
     Runs on one thread per call only if the caller has set torch to one: the cache does, for speed and for equal bits everywhere.
 
     Raises:
-        ConfigError: the model that the settings name cannot be built.
+        ConfigError: the model or encoder that the settings name cannot be built.
     """
 
-    def __init__(self, settings: FeatureSettings | ModelFeatures | KaldiFeatures) -> None:
+    def __init__(self, settings: WaveFeatures) -> None:
         self.settings = settings
         self._matrix: Callable[[np.ndarray], np.ndarray]
         if isinstance(settings, FeatureSettings):
             self._matrix = _LogMel(settings)
         elif isinstance(settings, KaldiFeatures):
             self._matrix = FilterBank(settings)
+        elif isinstance(settings, PretrainedFeatures):
+            self._matrix = EncodedWave(settings)
         else:
             from raydfl.data.features.model import NamedModel  # it imports this module
 

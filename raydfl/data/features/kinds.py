@@ -14,14 +14,16 @@ from raydfl.data.features.image import ImageFeatures
 from raydfl.data.features.kaldi import KaldiFeatures
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.model import ModelFeatures
+from raydfl.data.features.pretrained import PretrainedFeatures
 
-AnyFeatures = FileFeatures | ModelFeatures | ImageFeatures | KaldiFeatures | FeatureSettings
+AnyFeatures = FileFeatures | ModelFeatures | ImageFeatures | KaldiFeatures | PretrainedFeatures | FeatureSettings
 _KINDS: dict[str, type[AnyFeatures]] = {
     "logmel": FeatureSettings,
     "file": FileFeatures,
     "model": ModelFeatures,
     "image": ImageFeatures,
     "kaldi": KaldiFeatures,
+    "pretrained": PretrainedFeatures,
 }
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from raydfl.core.metrics import HIGHER_IS_BETTER, base_name
 from raydfl.data import DataSettings
-from raydfl.data.features import FeatureSettings, FileFeatures, ImageFeatures, KaldiFeatures
+from raydfl.data.features import FeatureSettings, FileFeatures, ImageFeatures, KaldiFeatures, PretrainedFeatures
 from raydfl.engine import Config
 from raydfl.experiments.metric import MetricSettings, keys_of
 from raydfl.experiments.plan import rounds_done
@@ -262,6 +262,8 @@ def _features_text(data: DataSettings) -> str:
         return f"images of {features.size[0]} x {features.size[1]}, {features.channels} channels"
     if isinstance(features, KaldiFeatures):
         return f"Kaldi's filter bank, {features.bands} bands at {features.sample_rate / 1000:g} kHz"
+    if isinstance(features, PretrainedFeatures):
+        return features.title
     kind = "log-mel" if isinstance(features, FeatureSettings) else features.title
     return f"{kind}, {features.bands} bands at {features.sample_rate / 1000:g} kHz, {z_score}"
 

@@ -19,6 +19,8 @@ from raydfl.data.features import (
     ImageFeatures,
     KaldiFeatures,
     ModelFeatures,
+    PretrainedFeatures,
+    WaveFeatures,
 )
 from raydfl.data.transforms import RandomCrop
 
@@ -44,6 +46,8 @@ def describe_front_end(
         return {"kind": settings.kind, **_image(settings, data.pipeline.crop)}
     elif isinstance(settings, ModelFeatures):
         first = {**_wave(settings), "model": _model(settings)}
+    elif isinstance(settings, PretrainedFeatures):
+        first = {**_wave(settings), "encoder": _encoder(settings)}
     elif isinstance(settings, KaldiFeatures):
         first = {**_wave(settings), "filter_bank": _filter_bank(settings)}
     else:
@@ -54,7 +58,7 @@ def describe_front_end(
 _GIVEN = "features [frames, bands] that were made elsewhere, longer ones cut to frames (null: to nothing)"
 
 
-def _wave(settings: FeatureSettings | ModelFeatures | KaldiFeatures) -> dict[str, Any]:
+def _wave(settings: WaveFeatures) -> dict[str, Any]:
     return {
         "samples": {
             "range": "-1..1: integer samples divided by 2 ** (bits - 1)",
@@ -94,6 +98,17 @@ def _model(settings: ModelFeatures) -> dict[str, Any]:
         "bands": settings.bands,
         "frames": settings.frames,
         "note": "a class in Python that the run named; longer outputs are cut to frames (null: to nothing)",
+    }
+
+
+def _encoder(settings: PretrainedFeatures) -> dict[str, Any]:
+    return {
+        "folder": settings.folder.name,
+        "content": settings.key()["content"],
+        "after": settings.after,
+        "pooling": settings.pooling,
+        "note": "the folder's feature extractor of transformers, of spectra the frames that sound alone; then, unless after is "
+        "null, the encoder's stem and so many layers (after the last its norm), and the pooling",
     }
 
 

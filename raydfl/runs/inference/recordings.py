@@ -26,12 +26,10 @@ from raydfl.data import Examples, has_decoder, read_audio, read_image, segments,
 from raydfl.data.features import (
     BY_TRAINING_CLIPS,
     FeatureExtractor,
-    FeatureSettings,
     FeatureStore,
     FileFeatures,
     ImageFeatures,
-    KaldiFeatures,
-    ModelFeatures,
+    WaveFeatures,
     z_scores,
 )
 from raydfl.data.sets import PACKED_SUFFIXES, list_contents, list_recordings
@@ -202,7 +200,7 @@ class FrontEnd:
             )
         self._settings = model.view.stored_features
         self._extractor = None
-        if isinstance(self._settings, FeatureSettings | ModelFeatures | KaldiFeatures):
+        if isinstance(self._settings, WaveFeatures):
             self._extractor = FeatureExtractor(self._settings)
 
     def matrix(self, source: Source) -> np.ndarray:

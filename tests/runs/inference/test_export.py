@@ -35,7 +35,8 @@ OF_FRAMES = [
     name
     for name in architectures()
     if getattr(find_architecture(name, "")[0], "images", False) is not True
-    and name not in ("fusion", "ssast_small", "ssast_base")  # one is for features of other networks, two are large
+    and name
+    not in ("fusion", "pretrained", "ssast_small", "ssast_base")  # two are for features of their own, two are large
 ]
 
 

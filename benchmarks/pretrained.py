@@ -1,0 +1,142 @@
+"""What a pretrained encoder costs in a federation: bytes and processor time of a round, beside training from scratch.
+
+The work is the Free Spoken Digit Dataset, 60 clients (each speaker's clips dealt to ten), FedAvg, one epoch, batch 16, clips of
+half a second at 16 kHz. The encoder has the form of HuBERT, made smaller, and random weights: so the table says what things cost, and
+nothing of accuracy, which only weights that have learnt something would show. All are trained in this process on one thread and
+take turns of one round each; what is told is the process's own time.
+
+    python benchmarks/pretrained.py --root PATH/TO/fsdd
+    python benchmarks/pretrained.py --root PATH/TO/fsdd --folder PATH/TO/wav2vec2-base
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raydfl import make_config, read_rows
+from raydfl.cluster.server import Server
+from raydfl.data.build import build_population
+from raydfl.runs.folder import create
+from raydfl.runs.progress import Progress
+
+LAYERS = 4
+
+
+def write_encoder(folder: Path) -> None:
+    """Write a small HuBERT with random weights, as transformers does."""
+    import transformers
+
+    torch.manual_seed(0)
+    settings = transformers.HubertConfig(
+        hidden_size=192,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        intermediate_size=768,
+        conv_dim=(64,) * 7,
+        num_conv_pos_embeddings=32,
+    )
+    transformers.HubertModel(settings).save_pretrained(folder)
+    transformers.Wav2Vec2FeatureExtractor().save_pretrained(folder)
+
+
+def contestants(folder: Path, layers: int) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Return features and model of each contestant."""
+    front = {"kind": "pretrained", "folder": str(folder), "seconds": 0.5}
+    network = {"name": "pretrained", "folder": str(folder)}
+    log_mel = {"sample_rate": 8000, "bands": 64, "window_ms": 25, "hop_ms": 10, "seconds": 0.5}
+    last = layers - 1
+    return {
+        "`crnn_base` on log-mel, from scratch": (log_mel, {"name": "crnn_base"}),
+        "the encoder, `train: all`": (front, {**network, "train": "all"}),
+        "`train: 1`": (front, {**network, "train": 1}),
+        f"`train: 1`, `after: {last}`": ({**front, "after": last}, {**network, "train": 1, "after": last}),
+        "`train: head`": (front, {**network, "train": "head"}),
+        f"`train: head`, `after: {layers}`": ({**front, "after": layers}, {**network, "after": layers}),
+        f"`train: head`, `after: {layers}`, pooled": (
+            {**front, "after": layers, "pooling": "mean"},
+            {**network, "after": layers},
+        ),
+    }
+
+
+def configuration(root: Path, base: Path, name: str, features: Any, model: Any, clients: int) -> Any:
+    """Return the run of one contestant."""
+    return make_config(
+        {
+            "method": "fedavg",
+            "models": {"model": model},
+            "data": {
+                "name": "fsdd",
+                "root": str(root),
+                "features": features,
+                "partition": {"by": "group", "shards": 10},
+                "cache": str(base / f"cache-{name}"),
+            },
+            "train": {"rounds": 100, "cohort": clients / 60, "batch_size": 16, "optimiser": {"lr": 0.01}},
+            "evaluate": {"every": 100_000, "server": False, "clients": "none"},
+            "ray": {"actors": 0, "threads": 1},
+            "run": {"dir": str(base), "name": name},
+            "track": {"mlflow": False},
+        }
+    )
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--root", type=Path, required=True, help="the Free Spoken Digit Dataset")
+    parser.add_argument(
+        "--folder", type=Path, help="of an encoder; by default a small one with random weights is written"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds of each, after one that is not")
+    parser.add_argument("--clients", type=int, default=3, help="a round")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="raydfl-pretrained-") as temporary:
+        base = Path(temporary)
+        folder = given.folder or base / "encoder"
+        if given.folder is None:
+            write_encoder(folder)
+        from raydfl.core.pretrained import read_encoder_folder
+
+        named = contestants(folder.resolve(), read_encoder_folder(folder).layers)
+        servers, prepared, kept = [], [], []
+        for number, (features, model) in enumerate(named.values()):
+            config = configuration(given.root, base, str(number), features, model, given.clients)
+            began = time.process_time()
+            build_population(config.data, config.run.seed, run_chunks=map)  # in this process, whose time is taken
+            prepared.append(time.process_time() - began)
+            run = create(config, Progress("quiet"))
+            kept.append(sum(file.stat().st_size for file in (base / f"cache-{number}").rglob("*.npy")))
+            servers.append((run, Server(run, config)))
+        times: list[list[float]] = [[] for _ in servers]
+        for round_number in range(1 + given.rounds):
+            for spent, (_, server) in zip(times, servers, strict=True):
+                began = time.process_time()
+                server.round()
+                if round_number:
+                    spent.append(time.process_time() - began)
+        print(f"{given.clients} clients a round, {given.rounds} rounds each in turns, medians\n")
+        print("| | features, once: s | features: MB | a round: s | down a client: kB | up a client: kB |")
+        print("|---|---|---|---|---|---|")
+        for label, once, size, spent, (run, server) in zip(named, prepared, kept, times, servers, strict=True):
+            server.close()
+            rows = [row for row in read_rows(run).to_pylist() if row["phase"] == "train" and not row["client"]]
+            down, up = (
+                statistics.median(row["value"] for row in rows if row["metric"] == name) / given.clients / 1000
+                for name in ("bytes_down", "bytes_up")
+            )
+            print(
+                f"| {label} | {once:.1f} | {size / 1e6:.0f} | {statistics.median(spent):.2f} | {down:,.1f} | {up:,.1f} |"
+            )
+
+
+if __name__ == "__main__":
+    main()

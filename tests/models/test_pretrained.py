@@ -1,0 +1,195 @@
+"""A pretrained encoder in a federation: what trains, what travels, and that computing the rest once changes nothing."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from encoders import LAYERS, WIDTH, needs_transformers, write_encoder
+from helpers import finish_in
+
+from raydfl import classify, export_model, read_rows
+from raydfl.core.errors import ConfigError, RunDirectoryError
+from raydfl.core.types import ModelSpec
+from raydfl.engine.config import Config
+from raydfl.engine.storage.folder import final_state
+from raydfl.engine.storage.private import PrivateStore
+from raydfl.engine.worker import Worker
+from raydfl.models import build_model
+from raydfl.runs._run import resume
+from raydfl.runs.folder import create, export
+from raydfl.runs.progress import Progress
+
+pytestmark = needs_transformers
+Tiny = Callable[..., Config]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    base = tmp_path_factory.mktemp("encoders")
+    return lambda kind: base / kind if (base / kind).exists() else write_encoder(base / kind, kind)
+
+
+def configured(tiny: Tiny, folder: Path, after: int | None, *overrides: str, **features: Any) -> Config:
+    """A tiny run on an encoder; ``after`` is that of features and network."""
+    begin = "null" if after is None else after
+    more = "".join(f", {name}: {value}" for name, value in features.items())
+    return tiny(
+        f"data.features={{kind: pretrained, folder: {folder}, after: {begin}{more}}}",
+        f"models.model={{name: pretrained, folder: {folder}, after: {begin}}}",
+        "train.rounds=1",
+        "data.speakers=3",
+        "train.cohort=1.0",
+        *overrides,
+    )
+
+
+def trained(config: Config, name: str) -> dict[str, torch.Tensor]:
+    config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+    folder = create(config, Progress("quiet"))
+    finish_in(folder, config)
+    return dict(final_state(folder).tensors["global"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "train", "after"),
+    [("wav2vec2-masked", "head", LAYERS), ("hubert", "1", LAYERS - 1), ("ast", "head", 1), ("whisper", "2", 0)],
+)
+def test_computing_the_fixed_layers_once_gives_the_same_run(
+    tiny: Tiny, folders: Any, kind: str, train: str, after: int
+) -> None:
+    """To tolerance: a clip is computed alone there, and in a batch here."""
+    folder, trains = folders(kind), f"models.model.train={train}"
+    length = {} if kind == "wav2vec2-masked" else {"seconds": 0.2}
+    whole = trained(configured(tiny, folder, None, trains, **length), "whole")
+    rest = trained(configured(tiny, folder, after, trains, **length), "rest")
+    assert whole.keys() == rest.keys()
+    assert all(name.startswith(("model/output", "model/encoder.layers", "model/encoder.norm")) for name in whole)
+    layers = {int(name.split(".")[2]) for name in whole if ".layers." in name}
+    assert layers == (set() if train == "head" else set(range(LAYERS - int(train), LAYERS)))
+    first = build_model(ModelSpec("model", "pretrained", WIDTH, 3, (("after", after), ("folder", str(folder)))))
+    assert not torch.equal(whole["model/output.weight"], first.state_dict()["output.weight"])
+    for name, value in whole.items():
+        torch.testing.assert_close(rest[name], value, atol=2e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_head_on_pooled_tokens_is_logistic_regression(tiny: Tiny, folders: Any) -> None:
+    folder = folders("whisper")
+    features = {"pooling": "own"}
+    config = configured(tiny, folder, LAYERS, **features)
+    pooled = trained(config, "pooled")
+    plain = trained(
+        tiny(
+            f"data.features={config.data.features.model_dump_json()}",
+            "models.model=linear",
+            "train.rounds=1",
+            "data.speakers=3",
+            "train.cohort=1.0",
+        ),
+        "plain",
+    )
+    assert all(torch.equal(pooled[name], plain[name]) for name in plain), "the same draws and the same steps"
+
+
+def test_what_is_fixed_is_neither_sent_nor_trained_and_predict_and_export_know_it(
+    tiny: Tiny, folders: Any, tmp_path: Path
+) -> None:
+    folder = folders("hubert")
+    config = configured(tiny, folder, None, "models.model.hidden=4", seconds=0.25)
+    run = create(config, Progress("quiet"))
+    finish_in(run, config)
+    head = WIDTH * 4 + 4 + 4 * 3 + 3
+    sent = [row["value"] for row in read_rows(run).to_pylist() if row["metric"] == "bytes_up"]
+    assert sent == [3 * head * 4]
+    export(run, config)
+    wave = (0.3 * np.sin(np.arange(4_000) * 2 * np.pi * 300 / 16_000)).astype(np.float32)
+    soundfile.write(tmp_path / "clip.wav", wave, 16_000)
+    (answer,) = classify(run, [tmp_path / "clip.wav"])
+    pytest.importorskip("onnxruntime")
+    import onnxruntime
+
+    made = export_model(run)
+    assert made.difference < 1e-4
+    given = {"x": folder_input(folder, wave)[None]}
+    _, said = onnxruntime.InferenceSession(str(made.path)).run(None, given)
+    np.testing.assert_allclose(said[0], answer.probabilities, atol=1e-5)
+
+
+def folder_input(folder: Path, wave: np.ndarray) -> np.ndarray:
+    import transformers as hf
+
+    made = hf.Wav2Vec2FeatureExtractor.from_pretrained(folder)(wave, sampling_rate=16_000)
+    return np.asarray(made["input_values"][0], np.float32)[:, None]
+
+
+@pytest.mark.parametrize("method", ["fedprox", "fedper", "ditto"])
+def test_methods_train_what_trains(tiny: Tiny, folders: Any, method: str) -> None:
+    """Nothing but the last layer, its norm and the head; of FedPer the head stays with the clients."""
+    tensors = trained(
+        configured(tiny, folders("whisper"), LAYERS - 1, "models.model.train=1", f"method={method}"), method
+    )
+    parts = {name.split("/")[1].split(".")[0] for name in tensors}
+    assert parts == ({"encoder"} if method == "fedper" else {"encoder", "output"})
+    assert {".".join(name.split(".")[:3]) for name in tensors if ".layers." in name} == {
+        f"model/encoder.layers.{LAYERS - 1}"
+    }
+
+
+def test_another_encoder_is_refused_by_a_worker_and_on_resuming(tiny: Tiny, folders: Any, tmp_path: Path) -> None:
+    import pickle
+
+    folder = shutil.copytree(folders("hubert"), tmp_path / "encoder")
+    config = configured(tiny, folder, LAYERS, pooling="mean")
+    run = create(config, Progress("quiet"))
+    finish_in(run, config)
+    assert config.files().keys() == {"models.model.folder", "data.features.folder"}
+    digest, sent = config.digest(), pickle.dumps(config)
+    Worker(run, pickle.loads(sent), PrivateStore(run / "private"))
+    write_encoder(folder, "hubert", seed=1)
+    assert config.digest() != digest
+    with pytest.raises(ConfigError, match=re.escape(f"models.model.folder: {folder} on ") + ".*holds something else"):
+        Worker(run, pickle.loads(sent), PrivateStore(run / "private"))
+    with pytest.raises(RunDirectoryError, match=r"models\.model\.folder"):
+        resume(run)
+    shutil.rmtree(folder)
+    with pytest.raises(ConfigError, match="is not there as where the run was started"):
+        Worker(run, pickle.loads(sent), PrivateStore(run / "private"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["models.model.train=9"],
+            "models.model: train: 9, and 3 layers of the encoder in .* are in it; take at most 3",
+        ),
+        (["models.model.after=2", "data.features.after=2", "models.model.train=2"], "1 layers .* are left after"),
+        (["models.model.after=2", "data.features.after=2", "models.model.train=all"], "train: all, but"),
+        (
+            ["models.model.after=7", "data.features.after=7"],
+            r"data\.features\.after: 7, and the encoder .* has 3 layers",
+        ),
+        (["models.model.after=2"], r"models\.model\.after is 2, and the features are those after None"),
+        (["data.features.sample_rate=8000"], r"data\.features\.sample_rate is 8000, and the encoder .* needs 16000"),
+        (["data.features.bands=40"], r"data\.features\.bands is 40, .* needs 1; leave it out"),
+        (["data.features.pooling=mean"], r"data\.features\.pooling is 'mean', which needs the tokens after all layers"),
+        (
+            ["data.features={kind: logmel}"],
+            "and the features are of the kind logmel; set data.features='{kind: pretrained",
+        ),
+        (["models.model={name: pretrained}"], "pretrained needs a folder"),
+        (["models.model.pooling=median"], "models.model: pretrained.pooling"),
+        (["data.features.folder=nowhere"], r"data\.features\.folder: there is no folder .*nowhere"),
+        (["models.model.folder=nowhere"], r"models\.model\.folder is .*nowhere, and the features come from that in"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tiny: Tiny, folders: Any, overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        configured(tiny, folders("hubert"), None, *overrides)
