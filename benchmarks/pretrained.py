@@ -1,8 +1,8 @@
 """What a pretrained encoder costs in a federation: bytes and processor time of a round, beside training from scratch.
 
 The work is the Free Spoken Digit Dataset, 60 clients (each speaker's clips dealt to ten), FedAvg, one epoch, batch 16, clips of
-half a second at 16 kHz. The encoder has the form of HuBERT, made smaller, and random weights: so the table says what things cost, and
-nothing of accuracy, which only weights that have learnt something would show. All are trained in this process on one thread and
+half a second at 16 kHz. The encoder has the form of HuBERT, made smaller, and random weights: so the table says what things cost,
+and nothing of accuracy, which only weights that have learnt something would show. All are trained in this process on one thread and
 take turns of one round each; what is told is the process's own time.
 
     python benchmarks/pretrained.py --root PATH/TO/fsdd

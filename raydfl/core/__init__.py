@@ -16,6 +16,7 @@ __all__ = [
     "ops",
     "options",
     "part_names",
+    "pretrained",
     "processes",
     "progress",
     "registry",

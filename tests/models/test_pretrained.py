@@ -142,6 +142,17 @@ def test_methods_train_what_trains(tiny: Tiny, folders: Any, method: str) -> Non
     }
 
 
+def test_clients_trained_together_end_where_each_ends_alone(tiny: Tiny, folders: Any) -> None:
+    """The networks of a folder are seen to be alike, though each holds transformers' settings."""
+    alone = trained(configured(tiny, folders("ast"), None, "models.model.train=all"), "alone")
+    config = configured(tiny, folders("ast"), None, "models.model.train=all", "train.together=3", "run.name=together")
+    run = create(config, Progress("quiet"))
+    finish_in(run, config)
+    assert [row["value"] for row in read_rows(run).to_pylist() if row["metric"] == "vectorised"] == [1.0]
+    for name, value in final_state(run).tensors["global"].items():
+        torch.testing.assert_close(alone[name], value, atol=1e-6, rtol=1e-4)
+
+
 def test_another_encoder_is_refused_by_a_worker_and_on_resuming(tiny: Tiny, folders: Any, tmp_path: Path) -> None:
     import pickle
 
@@ -158,6 +169,8 @@ def test_another_encoder_is_refused_by_a_worker_and_on_resuming(tiny: Tiny, fold
         Worker(run, pickle.loads(sent), PrivateStore(run / "private"))
     with pytest.raises(RunDirectoryError, match=r"models\.model\.folder"):
         resume(run)
+    with pytest.raises(ConfigError, match=r"data\.features\.folder: .* holds something else"):
+        config.data.features.check_content("another")
     shutil.rmtree(folder)
     with pytest.raises(ConfigError, match="is not there as where the run was started"):
         Worker(run, pickle.loads(sent), PrivateStore(run / "private"))

@@ -58,6 +58,11 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleDict({str(n): layer for n, layer in enumerate(transformer.layers) if first <= n < end})
         self.norm = norm if end == folder.layers and begin != end else None
         self._told = folder.takes_waves
+        for part in self.modules():
+            if "config" in vars(
+                part
+            ):  # one for all networks of a folder, which are then seen to be alike, and trained together
+                part.config = folder.settings
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tokens:
         """Return tokens, and how many of each example count.

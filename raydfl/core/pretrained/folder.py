@@ -24,6 +24,8 @@ _ABOUT, _FRONT_END = "config.json", "preprocessor_config.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 _LISTED = 5
+_ATTENTION = "sdpa"
+"""What transformers calls PyTorch's own attention."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class EncoderFolder:
                     local_files_only=True,
                     use_safetensors=True,
                     trust_remote_code=False,
-                    attn_implementation="sdpa",
+                    attn_implementation=_ATTENTION,
                     dtype=torch.float32,
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,  # they are refused below, by name
@@ -202,7 +204,9 @@ def _read(folder: Path, _stamp: tuple[tuple[str, int], ...]) -> EncoderFolder:
     family = FAMILIES[kind]
     try:
         with _quiet():
-            settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            settings = transformers.AutoConfig.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False, attn_implementation=_ATTENTION
+            )
             extractor = getattr(transformers, family.extractor).from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever transformers says of a strange setting
         raise ConfigError(f"{folder}: {_ABOUT} or {_FRONT_END} cannot be used: {_first_line(error)}") from error

@@ -60,6 +60,7 @@ from raydfl.data.features.file import FileFeatures, features_digests, missing_fe
 from raydfl.data.features.image import ImageFeatures
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.log_mel import FeatureSettings
+from raydfl.data.features.pretrained import PretrainedFeatures
 from raydfl.data.features.wave import BY_TRAINING_CLIPS
 
 FORMAT = 1
@@ -400,6 +401,7 @@ class _Preparation:
 
     def _chunks(self, parts: Path) -> list[Chunk]:
         rows = list(rows_of(self.manifest))
+        encoder = self.features.content() if isinstance(self.features, PretrainedFeatures) else ""
         return [
             Chunk(
                 number,
@@ -409,6 +411,7 @@ class _Preparation:
                 str(parts / f"{number:06d}.npz"),
                 None if self.noise is None else self.noise.part(start, stop),
                 None if self.alterations is None else self.alterations.part(start, stop),
+                encoder,
             )
             for number, (start, stop) in enumerate(self._bounds)
         ]

@@ -70,6 +70,8 @@ class Chunk:
     noise: Noise | None = None
     alterations: Alterations | None = None
     """Done after the noise."""
+    encoder: str = ""
+    """The digest of the pretrained encoder's folder, where features of that kind are wanted."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ def compute_chunk(chunk: Chunk) -> ChunkReport:
 
     Raises:
         OSError: the file cannot be written (a full disk).
-        ConfigError: a model that makes the features cannot be built, or what decodes films is not installed.
+        ConfigError: a model that makes the features cannot be built, an encoder's folder has other content than where the work
+            began, or what decodes films is not installed.
     """
     settings = chunk.features
     if isinstance(settings, FileFeatures):
@@ -168,6 +171,8 @@ def _pictured(chunk: Chunk, settings: ImageFeatures) -> FeaturesOf:
 
 def _computed(chunk: Chunk, settings: WaveFeatures) -> FeaturesOf:
     """From the recording."""
+    if isinstance(settings, PretrainedFeatures):
+        settings.check_content(chunk.encoder)
     dataset, extractor = _open(chunk.source), _extractor(settings)
     noise, alterations = chunk.noise, chunk.alterations
 
@@ -249,7 +254,7 @@ def _extractor(settings: WaveFeatures) -> FeatureExtractor:
     weights = settings.weights if isinstance(settings, ModelFeatures) else None
     changed: Any = None if weights is None else weights.stat().st_mtime_ns
     if isinstance(settings, PretrainedFeatures):
-        changed = settings.key()["content"]
+        changed = settings.content()
     key = f"{settings.model_dump_json()} {changed}"
     if key not in _extractors:
         _extractors.clear()  # a model may be large: one at a time

@@ -7,6 +7,7 @@ trains without them.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -131,13 +132,35 @@ class PretrainedFeatures(Settings):
         Raises:
             ConfigError: a file of the folder cannot be read.
         """
+        return {**self.model_dump(mode="json", exclude={"folder"}), "content": self.content()}
+
+    def content(self) -> str:
+        """Return the digest of what the folder holds.
+
+        Raises:
+            ConfigError: a file of the folder cannot be read.
+        """
         from raydfl.core.pretrained import encoder_digest
 
         try:
-            content = encoder_digest(self.folder)
+            return encoder_digest(self.folder)
         except OSError as error:
             raise ConfigError(f"{_WHERE}.folder: {self.folder} cannot be read: {error.strerror}") from error
-        return {**self.model_dump(mode="json", exclude={"folder"}), "content": content}
+
+    def check_content(self, expected: str) -> None:
+        """Refuse a folder that holds something else, as it may on another node.
+
+        Args:
+            expected: the digest of its content.
+
+        Raises:
+            ConfigError: it does.
+        """
+        if self.content() != expected:
+            raise ConfigError(
+                f"{_WHERE}.folder: {self.folder} on {platform.node()} holds something else than where the preparation of features "
+                f"began; put the same content under that path on every node"
+            )
 
 
 def _read(folder: Path) -> Any:

@@ -104,7 +104,7 @@ def _model(settings: ModelFeatures) -> dict[str, Any]:
 def _encoder(settings: PretrainedFeatures) -> dict[str, Any]:
     return {
         "folder": settings.folder.name,
-        "content": settings.key()["content"],
+        "content": settings.content(),
         "after": settings.after,
         "pooling": settings.pooling,
         "note": "the folder's feature extractor of transformers, of spectra the frames that sound alone; then, unless after is "
