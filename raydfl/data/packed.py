@@ -191,6 +191,7 @@ class _Cells:
             raise DataError(f"the Parquet file has {self._starts[-1]} rows, no row {row}")
         group = int(np.searchsorted(self._starts, row, "right")) - 1
         if group != self._group or row < self._next:
+            pa.default_memory_pool().release_unused()  # the last page, which may be a hundred megabytes
             self._rows = self._file.iter_batches(1, row_groups=[group], columns=[self._column], use_threads=False)
             self._group, self._next = group, int(self._starts[group])
         skipped = row - self._next

@@ -142,6 +142,17 @@ def test_a_file_cut_off_in_its_samples_is_truncated(write_audio: WriteAudio, suf
         read_audio(path)
 
 
+@pytest.mark.parametrize(("suffix", "subtype"), [("mp3", None), ("opus", "OPUS"), ("ogg", "VORBIS")])
+def test_a_compressed_file_that_is_cut_off_is_refused(tmp_path: Path, suffix: str, subtype: str | None) -> None:
+    path = tmp_path / f"a.{suffix}"
+    kind = "MP3" if suffix == "mp3" else "OGG"
+    soundfile.write(path, 0.2 * np.sin(np.arange(48000) * 0.05), 48000, format=kind, subtype=subtype)
+    assert len(read_audio(path)[0]) == 48000
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(DataError, match=rf"a\.{suffix}: .*(truncated|malformed|no samples)"):
+        read_audio(path)
+
+
 def test_a_wav_cut_off_in_its_header_is_truncated(write_audio: WriteAudio) -> None:
     path = write_audio("a.wav")
     path.write_bytes(path.read_bytes()[:40])
