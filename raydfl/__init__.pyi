@@ -38,7 +38,8 @@ from raydfl.methods import drawn as drawn
 from raydfl.objectives import Objective as Objective
 from raydfl.rules import CollectingRule as CollectingRule
 from raydfl.rules import Rule as Rule
-from raydfl.runs import Outcome as Outcome
+from raydfl.runs import Result as Result
+from raydfl.runs import load_result as load_result
 from raydfl.runs import replay as replay
 from raydfl.runs import resume as resume
 from raydfl.runs import run as run

@@ -21,7 +21,7 @@ from raydfl.core.errors import ClientError, InputError, RaydflError, printable
 from raydfl.core.version import __version__
 
 if TYPE_CHECKING:
-    from raydfl.runs import Outcome
+    from raydfl.runs import Result
 
 app = typer.Typer(
     help="Federated learning for audio on Ray clusters. Start with: raydfl init, then raydfl run jobs/quickstart.yaml",
@@ -69,13 +69,13 @@ def _options(
         check_no_token(current_token()[0])
 
 
-def _end(outcome: Outcome, quiet: bool) -> None:
+def _end(result: Result, quiet: bool) -> None:
     """End with the code of a run: 1 if it was stopped; that of bad input if it is worthless, as it would be once more."""
-    if outcome.worthless and quiet:
-        raise InputError(outcome.worthless)
-    if outcome.worthless:
+    if result.worthless and quiet:
+        raise InputError(result.worthless)
+    if result.worthless:
         raise typer.Exit(InputError.exit_code)
-    if not outcome.finished:
+    if not result.finished:
         raise typer.Exit(1)
 
 
@@ -109,8 +109,8 @@ def run_command(file: File, overrides: Overrides = None, quiet: Quiet = False, a
 
     config = load_config(file, overrides or [])
     with progress_of(quiet, as_json) as progress:
-        outcome = run(config, progress)
-    _end(outcome, quiet)
+        result = run(config, progress)
+    _end(result, quiet)
 
 
 @app.command("resume", cls=TakesSettings)
@@ -128,8 +128,8 @@ def resume_command(
     from raydfl.runs import resume
 
     with progress_of(quiet, as_json) as progress:
-        outcome = resume(directory, overrides or [], progress, trust)
-    _end(outcome, quiet)
+        result = resume(directory, overrides or [], progress, trust)
+    _end(result, quiet)
 
 
 @app.command("replay")

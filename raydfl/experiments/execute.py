@@ -420,7 +420,7 @@ class _Watch(_NotSaved, tune.Callback):
         if self._over(bool(running)):
             raise _EndedError
         now = time.monotonic()
-        if self._progress.mode == "bar" and now - self._looked > _LOOK:
+        if self._progress.live and now - self._looked > _LOOK:
             self._looked = now
             self._show({order.name: order for order in running})
         pending = next((trial for trial in trials if trial.status == "PENDING"), None)

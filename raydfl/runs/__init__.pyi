@@ -4,10 +4,12 @@ from raydfl.runs._replay import replay as replay
 from raydfl.runs._run import resume as resume
 from raydfl.runs._run import run as run
 from raydfl.runs.folder import driving as driving
-from raydfl.runs.outcome import Outcome as Outcome
 from raydfl.runs.progress import Advance as Advance
 from raydfl.runs.progress import Progress as Progress
-from raydfl.runs.progress import duration as duration
+from raydfl.runs.progress import default_progress as default_progress
+from raydfl.runs.result import Result as Result
+from raydfl.runs.result import load_result as load_result
 from raydfl.runs.stopping import StopSignals as StopSignals
 from raydfl.runs.tracking import Tracker as Tracker
 from raydfl.runs.tracking import make_tracker as make_tracker
+from raydfl.runs.words import duration as duration

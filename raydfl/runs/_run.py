@@ -32,11 +32,11 @@ from raydfl.engine.storage import (
     write_config,
 )
 from raydfl.runs.folder import driving, ensure_features, export, folder_of, prepare_run
-from raydfl.runs.outcome import Outcome
-from raydfl.runs.progress import Progress
+from raydfl.runs.progress import Progress, default_progress
 from raydfl.runs.report import write_page
 from raydfl.runs.report.data import read_run
 from raydfl.runs.report.diagnosis import problems_of
+from raydfl.runs.result import Result
 from raydfl.runs.stopping import StopSignals
 from raydfl.runs.tracking import Status, Tracker, make_tracker
 
@@ -46,7 +46,7 @@ OnRound = Callable[[RoundReport], bool]
 
 def run(
     config: Config, progress: Progress | None = None, on_round: OnRound | None = None, durable: bool = False
-) -> Outcome:
+) -> Result:
     """Start the configured run, or go on with it when its named folder already holds it.
 
     Args:
@@ -56,8 +56,8 @@ def run(
     Raises:
         InputError: something about the configuration, the data, the folder or the cluster is not as it should be.
     """
-    progress = progress or Progress("quiet")
-    quiet = progress.mode in ("json", "quiet", "bar")
+    progress = progress or default_progress()
+    quiet = progress.mode != "lines"
     at_sites = bool(config.data.sites) and config.ray.actors != 0
     run_dir = folder_of(config, progress)
     with driving(run_dir, progress), connected(config.ray.address, quiet) if at_sites else contextlib.nullcontext():
@@ -67,7 +67,7 @@ def run(
 
 def resume(
     run_dir: str | Path, overrides: Sequence[str] = (), progress: Progress | None = None, trust: bool = False
-) -> Outcome:
+) -> Result:
     """Go on with a run after its last commit.
 
     Args:
@@ -79,7 +79,7 @@ def resume(
     Raises:
         RunDirectoryError: there is no such run, or it is damaged, in use, not trusted, or the overrides would make it another run.
     """
-    progress = progress or Progress("quiet")
+    progress = progress or default_progress()
     if is_uri(run_dir):
         overrides = [f"run.dir={parted(str(run_dir))[0]}", *overrides]
     run_dir = local_run(run_dir, overrides)
@@ -111,7 +111,7 @@ _IN_MLFLOW: dict[str, Status] = {"finished": "FINISHED", "stopped": "KILLED", "f
 
 def execute(
     run_dir: Path, config: Config, progress: Progress, on_round: OnRound | None = None, durable: bool = False
-) -> Outcome:
+) -> Result:
     """Do the rounds that are missing, then export the model and write the report.
 
     Args:
@@ -126,7 +126,7 @@ def execute(
     about = stored_about(run_dir)
     mirror = mirror_of(config.run.dir, run_dir)
     name = _shown(run_dir) if mirror is None else shlex.quote(mirror.uri)
-    quiet = progress.mode in ("json", "quiet", "bar")
+    quiet = progress.mode != "lines"
     if config.ray.gpus == 0 and not ops.compiled():
         progress.message(
             "raydfl's operators are not compiled here: training on the CPU takes about twice as long; to compile them, install a "
@@ -170,7 +170,7 @@ def execute(
                 if mirror is not None:
                     mirror.put("run.json")
             try:
-                outcome = _rounds(run_dir, config, server, round_index, ended, tracker, progress, on_round, durable)
+                result = _rounds(run_dir, config, server, round_index, ended, tracker, progress, on_round, durable)
             except BaseException as error:
                 tracker.finish("FAILED")
                 if isinstance(error, KeyboardInterrupt):
@@ -178,24 +178,22 @@ def execute(
                 raise
         finally:
             server.close()
-    if outcome.finished:
+    if result.finished:
         record.compact(run_dir)
         for path in export(run_dir, config):
             tracker.log_artifact(path)
     done = read_run(run_dir.resolve())
     best = best_of(run_dir, config)
-    outcome = dataclasses.replace(
-        outcome, problems=tuple(problems_of(done)), best=None if best is None else best.leader
-    )
+    result = dataclasses.replace(result, problems=tuple(problems_of(done)), best=None if best is None else best.leader)
     report = write_page([done], run_dir / "report.html")
     for path in (run_dir / "config.yaml", report):
         tracker.log_artifact(path)
-    tracker.finish(_IN_MLFLOW[outcome.status])
+    tracker.finish(_IN_MLFLOW[result.status])
     if mirror is not None:
         mirror.sync()
-    next_step = f"open {_shown(run_dir)}/report.html" if outcome.finished else f"raydfl resume {name}"
-    progress.finish(outcome, time.monotonic() - started, next_step)
-    return outcome
+    next_step = f"open {_shown(run_dir)}/report.html" if result.finished else f"raydfl resume {name}"
+    progress.finish(result, time.monotonic() - started, next_step)
+    return result
 
 
 def _nothing_to_do(config: Config, name: str, round_index: int, ended: str) -> str:
@@ -227,7 +225,7 @@ def _rounds(
     progress: Progress,
     on_round: OnRound | None,
     durable: bool,
-) -> Outcome:
+) -> Result:
     total = max(round_index, config.train.rounds)  # it may have done more than are now asked for
     progress.start(total, round_index, run_dir.name, config.parts.method.objective.headline)
     scores: dict[str, float] = {}
@@ -270,7 +268,7 @@ def _rounds(
                     progress.round(report)
                     if on_round is not None and on_round(report):
                         stop.asked = True
-    return Outcome(run_dir, round_index, round_index >= total or bool(ended), scores, ended=ended)
+    return Result(run_dir, round_index, round_index >= total or bool(ended), scores, ended=ended)
 
 
 def _joined(report: RoundReport, finished: RoundReport) -> RoundReport:

@@ -1,4 +1,4 @@
-"""The output of a command while it works: a bar on a terminal, a line a round in a log, JSON for machines, or nothing."""
+"""The output of a command while it works: a bar (terminal, notebook), a line a round in a log, JSON for machines, or nothing."""
 
 from __future__ import annotations
 
@@ -23,47 +23,17 @@ from rich.text import Text
 from raydfl.core.errors import printable
 from raydfl.core.metrics import HARMONIC_MEAN, OF_CLIENTS, SHOWN, base_name
 from raydfl.engine import Leader, RoundReport
-from raydfl.runs.outcome import Outcome
+from raydfl.runs.notebook import NotebookBars, in_notebook
+from raydfl.runs.result import Result
+from raydfl.runs.words import duration, size
 
-Mode = Literal["auto", "bar", "lines", "quiet", "json"]
+Mode = Literal["auto", "bar", "notebook", "lines", "quiet", "json"]
 Advance = Callable[..., None]
 """``advance()`` or ``advance(count)``: so many more steps are done."""
 
 _REASONS = 5  # failed clients of a round whose reasons are told; the record has all
 _REASON = 80  # characters of why a client failed in the line of its round
 _STEP_SECONDS = 10.0  # between two lines of one long preparation
-
-
-def duration(seconds: float) -> str:
-    """Return a number of seconds in words; ``?`` when they are not known.
-
-    >>> duration(5), duration(200), duration(7300)
-    ('5 s', '3 min 20 s', '2 h 1 min')
-    """
-    if not math.isfinite(seconds):
-        return "?"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-def size(number_of_bytes: float) -> str:
-    """Return a number of bytes in words, in powers of 1000.
-
-    >>> size(999), size(1500), size(2.5e9)
-    ('999 B', '1.5 kB', '2.5 GB')
-    """
-    if number_of_bytes < 1000:
-        return f"{number_of_bytes:.0f} B"
-    value = number_of_bytes
-    for unit in ("kB", "MB", "GB"):
-        value /= 1000
-        if value < 999.95:
-            return f"{value:.1f} {unit}"
-    return f"{value / 1000:.1f} TB"
 
 
 def scores_text(scores: Mapping[str, float], headline: str = "accuracy") -> str:
@@ -93,13 +63,17 @@ class _Bars(RichProgress):
         if self.below:
             yield Text(f"  {self.below}")
 
+    def say(self, text: str) -> None:
+        """Print a line above."""
+        self.console.print(text, markup=False, highlight=False)
+
 
 class Progress:
     """Shows how a command gets on. A context manager: leaving it gives the terminal back, whatever happened.
 
     Args:
-        mode: ``"auto"`` is ``"bar"`` on a terminal and ``"lines"`` elsewhere; ``"json"`` prints one object a line with
-            an ``event`` (start, round, steps, message, finish); ``"quiet"`` prints nothing.
+        mode: ``"auto"`` is ``"notebook"`` in a notebook, ``"bar"`` on a terminal and ``"lines"`` elsewhere; ``"json"`` prints one
+            object a line with an ``event`` (start, round, steps, message, finish); ``"quiet"`` prints nothing.
         stream: where to; by default the standard output.
         clock: seconds, for the time left.
     """
@@ -109,18 +83,24 @@ class Progress:
     ) -> None:
         self._stream = stream or sys.stdout
         if mode == "auto":
-            mode = "bar" if self._stream.isatty() else "lines"
+            at_a_page = stream is None and in_notebook()
+            mode = "notebook" if at_a_page else "bar" if self._stream.isatty() else "lines"
         self.mode: Mode = mode
         self._clock = clock
         self._total = 0  # rounds that the run will have
         self._times: deque[tuple[float, int]] = deque(maxlen=21)  # (when, rounds completed) of the last rounds
-        self._bar: _Bars | None = None
-        self._task: TaskID | None = None
+        self._bar: _Bars | NotebookBars | None = None
+        self._task: int | None = None
         self._scores: Mapping[str, float] = {}
         self._headline = "accuracy"
         self._lock = threading.RLock()
         self._waiting: deque[str] = deque()
         self._writing = False
+
+    @property
+    def live(self) -> bool:
+        """True where what is shown is written over: by a bar on a terminal or in a notebook."""
+        return self.mode in ("bar", "notebook")
 
     def __enter__(self) -> Self:
         return self
@@ -144,7 +124,7 @@ class Progress:
         self._times.append((self._clock(), done_rounds))
         if self.mode == "json":
             self._event("start", description=description, total_rounds=total_rounds, done_rounds=done_rounds)
-        elif self.mode == "bar":
+        elif self.live:
             self._task = self._show_bar().add_task(description, total=total_rounds, completed=done_rounds, status="")
         else:
             after = f", {done_rounds} of them done" if done_rounds else ""
@@ -176,12 +156,12 @@ class Progress:
                 clients_per_second=report.clients_per_second,
                 seconds_left=left,
             )
-        elif self.mode == "bar" and self._task is not None:
+        elif self.live and self._task is not None:
             parts = [report.phase, _loss_text(report.loss), scores_text(self._scores, self._headline), *_work(report)]
             bar = self._show_bar()
             bar.below = printable("  ".join(part for part in parts if part))
             status = f"round {report.round}/{self._total}  {duration(left)} left"
-            bar.update(self._task, completed=report.round, status=status)
+            bar.update(TaskID(self._task), completed=report.round, status=status)
         else:
             number = f"round {report.round:{len(str(self._total))}d}/{self._total}"
             parts = [number, report.phase, _loss_text(report.loss)]
@@ -201,11 +181,11 @@ class Progress:
         else:
             self._line(text)
 
-    def finish(self, outcome: Outcome, seconds: float, next_step: str = "") -> None:
+    def finish(self, result: Result, seconds: float, next_step: str = "") -> None:
         """Show that the command ends.
 
         Args:
-            outcome: of the run.
+            result: of the run.
             seconds: wall-clock time of this command.
             next_step: what to do now: ``"raydfl resume runs/x"``.
         """
@@ -213,27 +193,27 @@ class Progress:
         if self.mode == "json":
             self._event(
                 "finish",
-                status=outcome.status,
-                round=outcome.round,
+                status=result.status,
+                round=result.round,
                 total=self._total,
                 seconds=seconds,
-                run_dir=str(outcome.run_dir),
-                scores=outcome.scores,
+                run_dir=str(result.run_dir),
+                scores=result.scores,
                 next_step=next_step,
-                problems=[asdict(problem) for problem in outcome.problems],
-                **({"ended": outcome.ended} if outcome.ended else {}),
-                **({"best": _described(outcome.best)} if outcome.best is not None else {}),
+                problems=[asdict(problem) for problem in result.problems],
+                **({"ended": result.ended} if result.ended else {}),
+                **({"best": _described(result.best)} if result.best is not None else {}),
             )
             return
-        scores = f": {scores_text(outcome.scores, self._headline)}" if outcome.scores else ""
-        self._line(f"{outcome.status} after {outcome.round} of {self._total} rounds, {duration(seconds)}{scores}")
-        if outcome.ended:
-            self._line(f"stopped in round {outcome.round}: {outcome.ended}")
-        if outcome.best is not None:
-            self._line(f"best: {outcome.best.text}")
-        for problem in outcome.problems:
+        scores = f": {scores_text(result.scores, self._headline)}" if result.scores else ""
+        self._line(f"{result.status} after {result.round} of {self._total} rounds, {duration(seconds)}{scores}")
+        if result.ended:
+            self._line(f"stopped in round {result.round}: {result.ended}")
+        if result.best is not None:
+            self._line(f"best: {result.best.text}")
+        for problem in result.problems:
             self._line(f"{'worthless' if problem.worthless else 'warning'}: {problem.text}")
-        self._line(f"run directory: {outcome.run_dir}")
+        self._line(f"run directory: {result.run_dir}")
         if next_step:
             self._line(f"next: {next_step}")
 
@@ -248,7 +228,7 @@ class Progress:
         Yields:
             ``advance(count=1)``, to be called from this thread whenever steps are done.
         """
-        if self.mode == "bar":
+        if self.live:
             with self._bar_steps(description, total) as advance:
                 yield advance
             return
@@ -276,7 +256,7 @@ class Progress:
     def _bar_steps(self, description: str, total: int | None) -> Iterator[Advance]:
         alone = self._bar is None
         bar = self._show_bar()
-        task = bar.add_task(description, total=total, status="")
+        task = TaskID(bar.add_task(description, total=total, status=""))
         done = 0
 
         def advance(count: int = 1) -> None:
@@ -292,17 +272,21 @@ class Progress:
             else:
                 bar.remove_task(task)
 
-    def _show_bar(self) -> _Bars:
+    def _show_bar(self) -> _Bars | NotebookBars:
         """Return the live display; only one may exist on a terminal, so rounds and steps share it."""
-        if self._bar is None:
-            self._bar = _Bars(
-                SpinnerColumn(),
-                TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=20),
-                TextColumn("{task.fields[status]}", markup=False),
-                console=Console(file=self._stream, force_terminal=True),
-            )
-            self._bar.start()
+        if self._bar is not None:
+            return self._bar
+        if self.mode == "notebook":
+            self._bar = NotebookBars(self._clock)
+            return self._bar
+        self._bar = _Bars(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[status]}", markup=False),
+            console=Console(file=self._stream, force_terminal=True),
+        )
+        self._bar.start()
         return self._bar
 
     def _seconds_left(self, done: int) -> float:
@@ -328,12 +312,17 @@ class Progress:
 
     def _write(self, text: str) -> None:
         if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
+            self._bar.say(text)
         elif self.mode != "quiet":
             print(text, file=self._stream, flush=True)
 
     def _event(self, event: str, **values: Any) -> None:
         self._show(json.dumps({"event": event, **_plain(values)}, allow_nan=False))
+
+
+def default_progress() -> Progress:
+    """Return what shows a run that Python starts, where nothing else is said: a notebook sees it, a program prints nothing."""
+    return Progress("notebook" if in_notebook() else "quiet")
 
 
 def _loss_text(loss: float) -> str:

@@ -86,6 +86,7 @@ def test_pages_are_there_and_have_blocks() -> None:
         "start.md",
         "sweeps.md",
         "together.md",
+        "tour.md",
         "transforms.md",
         "using.md",
         "views.md",
@@ -172,11 +173,16 @@ def _short(command: list[str]) -> list[str]:
     return [*command, "train.rounds=1"] if begins else command
 
 
+_NOTEBOOK: dict[str, Any] = {"__name__": "__main__"}
+"""The names of the cells of tour.md, which is one notebook; elsewhere each block is a program of its own."""
+
+
 def _run_python(block: Block, folder: Path) -> None:
     if block.mark == "slow":
         _run([sys.executable, "-c", block.text], block, folder)
     else:
-        exec(compile(block.text, block.name, "exec", dont_inherit=True), {"__name__": "__main__"})
+        program = compile(block.text, block.name, "exec", dont_inherit=True)
+        exec(program, _NOTEBOOK if block.page.name == "tour.md" else {"__name__": "__main__"})
 
 
 def _run(command: list[str], block: Block, folder: Path) -> None:

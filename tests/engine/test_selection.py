@@ -20,7 +20,7 @@ from raydfl.engine.selection import Selection
 from raydfl.engine.settings import BestSettings, RunSettings, StopSettings
 from raydfl.engine.storage import RunStore
 from raydfl.engine.storage.private import PrivateStore
-from raydfl.runs import Outcome, resume, run
+from raydfl.runs import Result, resume, run
 from raydfl.runs.folder import create
 from raydfl.runs.inference import load_model
 from raydfl.runs.progress import Progress
@@ -138,7 +138,7 @@ def test_a_run_stops_and_keeps_the_best_wherever_it_was_killed(tiny: Tiny) -> No
 
 def test_the_test_may_choose_but_it_is_said(tiny: Tiny) -> None:
     config = tiny("run.best={metric: test model/loss}", "train.rounds=2")
-    outcome: Outcome = run(config)
+    outcome: Result = run(config)
     assert outcome.best is not None
     assert "chosen by the test" in outcome.best.text
     assert "chosen by the test" in (outcome.run_dir / "report.html").read_text()
@@ -178,7 +178,7 @@ def test_a_phase_begins_with_the_best_round_of_the_one_before(tiny: Tiny) -> Non
 def test_a_phase_that_stops_is_one_that_was_configured_so(tiny: Tiny) -> None:
     script = "[0, .5, .4, .3, .2, .3, .2]"
 
-    def done(name: str, *overrides: str) -> Outcome:
+    def done(name: str, *overrides: str) -> Result:
         own = ["train.rounds=7", "train.phases.second.optimiser.lr=0.02", f"run.name={name}"]
         return run(scripted(tiny, *own, *overrides, script=script, kind="InPhases"))
 

@@ -28,8 +28,8 @@ from raydfl.engine.telemetry import RoundReport
 from raydfl.methods.fedavg import FedAvg
 from raydfl.runs import _run as runs
 from raydfl.runs._run import resume, run
-from raydfl.runs.outcome import Outcome
 from raydfl.runs.progress import Progress
+from raydfl.runs.result import Result
 
 Tiny = Callable[..., Config]
 FAULTY = Path(__file__).parent / "faulty_methods.py"
@@ -90,12 +90,12 @@ class Told(Progress):
     def __init__(self) -> None:
         super().__init__("quiet")
         self.rounds: list[int] = []
-        self.ends: list[Outcome] = []
+        self.ends: list[Result] = []
 
     def round(self, report: RoundReport) -> None:
         self.rounds.append(report.round)
 
-    def finish(self, outcome: Outcome, seconds: float, next_step: str = "") -> None:
+    def finish(self, outcome: Result, seconds: float, next_step: str = "") -> None:
         self.ends.append(outcome)
 
 

@@ -11,16 +11,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import differ, finish, known, same, start
+from PIL import Image
 from seen_and_heard import OF_KIND, TESTS, federation, write
 
 from raydfl.core.errors import ConfigError, InputError
 from raydfl.core.types import Update
 from raydfl.data import Population
+from raydfl.data.audio import read_audio
 from raydfl.engine import Clients
 from raydfl.engine.config import Config, make_config
 from raydfl.engine.overrides import apply_overrides
 from raydfl.engine.storage import record
 from raydfl.methods.harmony import Harmony, clusters
+from raydfl.runs import load_result
 from raydfl.runs.folder import create
 from raydfl.runs.inference import classify
 from raydfl.runs.inference.model import load_model
@@ -212,6 +215,18 @@ def test_the_fusion_predicts_where_both_views_are_there_and_the_student_elsewher
     assert right == pytest.approx(rows[2, "fusion/accuracy"])
     loss = -np.mean([np.log(each.probabilities[number % 2]) for number, each in enumerate(found[:TESTS])])
     assert loss == pytest.approx(rows[2, "fusion/loss"], rel=1e-5)
+    sounds = [read_audio(folder / f"{number}.wav")[0] for number in range(TESTS + 1)]
+    rate = read_audio(folder / "0.wav")[1]
+    images = [np.asarray(Image.open(folder / f"video{number}.png")) for number in range(TESTS)]
+    arrays = load_result(run_dir).predict(sounds, rate, model="fusion", views={"video": [*images, None]})
+    for here, there in zip(arrays, found, strict=True):
+        assert here.model == there.model
+        np.testing.assert_array_equal(here.probabilities, there.probabilities)
+    with pytest.raises(InputError, match=f"view 'video': {TESTS} arrays for {TESTS + 1} recordings"):
+        load_result(run_dir).predict(sounds, rate, model="fusion", views={"video": images})
+    seen = load_result(run_dir).predict(images[0], model="teacher:video")
+    (file,) = classify(run_dir, [folder / "video0.png"], model="teacher:video")
+    np.testing.assert_array_equal(seen.probabilities, file.probabilities)
     assert load_model(run_dir).name == "audio"
     assert load_model(run_dir, "teacher:video").spec.view == "video"
     with pytest.raises(InputError, match="model 'fusion' reads what other models .* choose one of audio, video"):

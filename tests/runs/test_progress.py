@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from raydfl.engine.telemetry import RoundReport
-from raydfl.runs.outcome import Outcome
-from raydfl.runs.progress import Mode, Progress, duration, scores_text, size
+from raydfl.runs.progress import Mode, Progress, scores_text
+from raydfl.runs.result import Result
+from raydfl.runs.words import duration, size
 
 
 class Terminal(io.StringIO):
@@ -34,9 +35,9 @@ def a_round(index: int, **values: Any) -> RoundReport:
     return RoundReport(index, loss=0.5, seconds={"train_and_aggregate": 3.0}, **given)
 
 
-def ended(folder: Path, **values: Any) -> Outcome:
+def ended(folder: Path, **values: Any) -> Result:
     given: dict[str, Any] = {"finished": False, "scores": {"test m/accuracy": 0.75}} | values
-    return Outcome(folder, 7, **given)
+    return Result(folder, 7, **given)
 
 
 def shown(mode: Mode, stream: io.StringIO) -> str:

@@ -23,7 +23,7 @@ from raydfl.experiments.search.plan import Search, claim, corners, trial_name
 from raydfl.experiments.search.results import SearchResults, collect, write_tables
 from raydfl.experiments.search.tracking import SearchTracker
 from raydfl.experiments.trial import REASON, ROUND, SCORE, TrialOrder
-from raydfl.runs import Progress
+from raydfl.runs import Progress, default_progress
 from raydfl.runs.report import write_report
 
 
@@ -61,7 +61,7 @@ def run_search(
         InputError: recordings cannot be used, a package is missing, or the cluster cannot hold a trial; no trial was started.
         RunDirectoryError: the folder holds another search, or another process is at work in it.
     """
-    progress = progress or Progress("quiet")
+    progress = progress or default_progress()
     if table_only and not search.output("search.json").exists():
         raise RunDirectoryError(f"there is no search in {search.folder}; without --table the command begins it there")
     with opened(search) as journal:

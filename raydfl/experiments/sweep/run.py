@@ -19,7 +19,7 @@ from raydfl.experiments.execute import Decision, Executor, RunConfig, first_word
 from raydfl.experiments.plan import prepare, rounds_done
 from raydfl.experiments.sweep.grid import CellRun, Sweep
 from raydfl.experiments.trial import REASON, TrialOrder
-from raydfl.runs import Progress, duration
+from raydfl.runs import Progress, default_progress, duration
 
 
 @dataclass
@@ -56,7 +56,7 @@ def run_sweep(
     Raises:
         InputError: the recordings of a cell cannot be used, or the cluster cannot hold it; nothing was started.
     """
-    progress = progress or Progress("quiet")
+    progress = progress or default_progress()
     cells, config = sweep.settings.cells, sweep.runs[0].config
     check_kept({"run.dir": sweep.folder, "data.cache": config.data.cache or default_cache()})
     outcome, waiting = SweepOutcome(), []

@@ -23,7 +23,16 @@ from raydfl.core.types import Batch
 from raydfl.data import AbsentError, is_film
 from raydfl.data.features import BY_TRAINING_CLIPS, ImageFeatures
 from raydfl.runs.inference.model import RunFusion, RunModel, load_fusion, load_model
-from raydfl.runs.inference.recordings import FrontEnd, Prediction, answer, predictions, recordings, without_name
+from raydfl.runs.inference.recordings import (
+    FrontEnd,
+    Prediction,
+    Source,
+    answer,
+    name_of,
+    predictions,
+    recordings,
+    without_name,
+)
 
 
 def classify(
@@ -75,30 +84,54 @@ def fused_predictions(model: RunFusion, files: Sequence[Path], views: Mapping[st
     Raises:
         InputError: a view that the model does not read, or one whose normalisation is not known.
     """
-    known = [encoder.spec.view for encoder in model.encoders if encoder.spec.view]
+    ends = front_ends(model, views)
     for name, path in views.items():
-        if name not in known:
-            raise InputError(f"model {model.name!r} reads no view {name!r}; it reads {', '.join(known)}")
         if not path.exists():
             raise InputError(f"view {name!r}: there is no file or folder {path}")
+    further = {
+        encoder.spec.view: _Further(encoder, views.get(encoder.spec.view))
+        for encoder in model.encoders
+        if encoder.spec.view
+    }
+    first = _first(model)
+    listed, failures = recordings(files, isinstance(first.view.features, ImageFeatures))
+    for file, reason in failures.items():
+        yield Prediction(file, first.classes, np.zeros(0), reason)
+    for file in listed:
+        try:
+            sources = {"": file, **{name: view.of(file) for name, view in further.items()}}
+        except DataError as error:
+            yield Prediction(file, first.classes, np.zeros(0), str(error))
+            continue
+        yield fused_prediction(model, sources, ends)
+
+
+def front_ends(model: RunFusion, views: Iterable[str]) -> dict[str, FrontEnd]:
+    """Return the way into the model of each view that it reads.
+
+    Args:
+        model: it answers.
+        views: names of further views of which something is given.
+
+    Raises:
+        InputError: a view that the model does not read, or one whose normalisation is not known.
+    """
+    known = [encoder.spec.view for encoder in model.encoders if encoder.spec.view]
+    for name in views:
+        if name not in known:
+            raise InputError(f"model {model.name!r} reads no view {name!r}; it reads {', '.join(known)}")
     for encoder in model.encoders:
         if encoder.view.features.normalise in BY_TRAINING_CLIPS and encoder.statistics is None:
             raise InputError(
                 f"model {model.name!r}: this run does not know with which statistics a recording is normalised "
                 f"(normalise: {encoder.view.features.normalise}); choose one model with --model"
             )
-    further = {
-        encoder.spec.view: _Further(encoder, views.get(encoder.spec.view))
-        for encoder in model.encoders
-        if encoder.spec.view
-    }
-    ends = {encoder.spec.view: FrontEnd(encoder) for encoder in model.encoders}
-    first = next(encoder for encoder in model.encoders if not encoder.spec.view)
-    listed, failures = recordings(files, isinstance(first.view.features, ImageFeatures))
-    for file, reason in failures.items():
-        yield Prediction(file, first.classes, np.zeros(0), reason)
-    for file in listed:
-        yield _prediction(model, first, file, further, ends)
+    return {encoder.spec.view: FrontEnd(encoder) for encoder in model.encoders}
+
+
+def _first(model: RunFusion) -> RunModel:
+    """Return the model of the first view."""
+    return next(encoder for encoder in model.encoders if not encoder.spec.view)
 
 
 class _Further:
@@ -130,21 +163,27 @@ class _Further:
         return found[0] if found else None
 
 
-def _prediction(
-    model: RunFusion, first: RunModel, file: Path, further: Mapping[str, _Further], ends: Mapping[str, FrontEnd]
+def fused_prediction(
+    model: RunFusion, sources: Mapping[str, Source | None], ends: Mapping[str, FrontEnd]
 ) -> Prediction:
-    try:
-        files = {"": file, **{name: view.of(file) for name, view in further.items()}}
-    except DataError as error:
-        return Prediction(file, first.classes, np.zeros(0), str(error))
+    """Return the prediction for one recording: the fusion's, or that of its student where a view is absent.
+
+    Args:
+        model: it answers.
+        sources: by view, the first one's under ``""``; ``None``: absent.
+        ends: see :func:`front_ends`.
+    """
+    given, first = sources[""], _first(model)
+    assert given is not None  # noqa: S101 - nobody asks about nothing
+    file = name_of(given)
     matrices: dict[str, np.ndarray] = {}
-    for name, path in files.items():
-        matrix = None if path is None else _matrix(ends[name], path, optional=bool(name))
-        if matrix is None:
-            (found,) = predictions(model.student, [file])
+    for name, source in sources.items():
+        matrix = None if source is None else _matrix(ends[name], source, optional=bool(name))
+        if source is None or matrix is None:
+            (found,) = predictions(model.student, [given])
             return dataclasses.replace(found, model=model.student.name)
         if isinstance(matrix, str):
-            where = f"view {name}: {path}: " if name else ""
+            where = f"view {name}: {name_of(source)}: " if name else ""
             return Prediction(file, first.classes, np.zeros(0), where + matrix)
         matrices[name] = matrix
     logits = [model.logits(batch) for batch in _batches(matrices, ends)]
@@ -153,10 +192,11 @@ def _prediction(
     )
 
 
-def _matrix(end: FrontEnd, path: Path, optional: bool) -> np.ndarray | str | None:
-    """Return the features of a file, why there are none, or ``None`` where a film lacks what is ``optional``."""
+def _matrix(end: FrontEnd, source: Source, optional: bool) -> np.ndarray | str | None:
+    """Return the features of a file or array, why there are none, or ``None`` where a film lacks what is ``optional``."""
+    path = name_of(source)
     try:
-        matrix: np.ndarray | str = end.matrix(path)
+        matrix: np.ndarray | str = end.matrix(source)
     except AbsentError as error:
         return None if optional else without_name(error, path)
     except RaydflError as error:

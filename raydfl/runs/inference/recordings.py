@@ -47,11 +47,32 @@ LEAST_FRAMES = 64
 """Examples whose lengths the network is told are padded to that many frames: a short one then passes any pooling."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Recording:
+    """A recording or an image that is in memory, in place of a file."""
+
+    name: Path
+    """What its prediction is called by."""
+    values: np.ndarray
+    """float32 [samples] or [samples, channels]; of an image uint8 [rows, columns] or [rows, columns, channels]."""
+    rate: int = 0
+    """Hz; of an image of no account."""
+
+
+Source = Path | Recording
+
+
+def name_of(source: Source) -> Path:
+    """Return the name of a file or of what is in memory."""
+    return source if isinstance(source, Path) else source.name
+
+
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """A model's answer for one recording."""
 
     file: Path
+    """The recording; of arrays ``array-0`` and so on, as they were given."""
     classes: tuple[str, ...]
     probabilities: np.ndarray
     """float64 [classes], of one class adding up to 1, or the one score; empty when nothing can be said of the recording."""
@@ -92,10 +113,11 @@ class Prediction:
         return [(self.classes[index], float(self.probabilities[index])) for index in order.tolist()]
 
 
-def predictions(model: RunModel, files: Sequence[Path]) -> Iterator[Prediction]:
+def predictions(model: RunModel, given: Sequence[Source]) -> Iterator[Prediction]:
     """Yield the predictions for these recordings and those in these folders, one after another in the order given.
 
-    Where they are normalised by statistics of training clips and these are not known, folder by folder.
+    Where they are normalised by statistics of training clips and these are not known, folder by folder; what is in memory then
+    counts as one folder.
     """
     if model.objective.answers == "none":
         raise InputError(
@@ -103,28 +125,33 @@ def predictions(model: RunModel, files: Sequence[Path]) -> Iterator[Prediction]:
             f"has learnt as the beginning of another model, or take its outputs with raydfl.load_model or raydfl export"
         )
     front_end = FrontEnd(model)
-    listed, failures = recordings(files, isinstance(model.view.features, ImageFeatures))
+    files = [source for source in given if isinstance(source, Path)]
+    found, failures = recordings(files, isinstance(model.view.features, ImageFeatures))
+    listed: list[Source] = [*found, *(source for source in given if isinstance(source, Recording))]
     for file, reason in failures.items():
         yield Prediction(file, model.classes, np.zeros(0), reason)
     if model.view.features.normalise in BY_TRAINING_CLIPS and model.statistics is None:
-        folders: dict[Path, list[Path]] = {}
-        for file in listed:
-            folders.setdefault(file.absolute().parent, []).append(file)
+        folders: dict[Path, list[Source]] = {}
+        for source in listed:
+            folders.setdefault(name_of(source).absolute().parent, []).append(source)
         parts = list(folders.values())
     else:
-        parts = [[file] for file in listed]
+        parts = [[source] for source in listed]
     for part in parts:
-        matrices = front_end.normalised({file: attempt(front_end.matrix, file, file) for file in part})
+        sources = {name_of(source): source for source in part}
+        matrices = front_end.normalised(
+            {file: attempt(front_end.matrix, source, file) for file, source in sources.items()}
+        )
         for file, matrix in matrices.items():
-            found = matrix if isinstance(matrix, str) else attempt(front_end.probabilities, matrix, file)
-            if isinstance(found, str):
-                yield Prediction(file, model.classes, np.zeros(0), found)
+            answered = matrix if isinstance(matrix, str) else attempt(front_end.probabilities, matrix, file)
+            if isinstance(answered, str):
+                yield Prediction(file, model.classes, np.zeros(0), answered)
             else:
                 classes, objective = model.classes, model.objective
-                chosen = objective.chosen(found) if objective.answers == "set" else np.zeros(len(classes), bool)
+                chosen = objective.chosen(answered) if objective.answers == "set" else np.zeros(len(classes), bool)
                 labels = tuple(name for name, has in zip(classes, chosen, strict=True) if has)
                 yield Prediction(
-                    file, classes, found, answers=objective.answers, labels=labels, threshold=model.threshold
+                    file, classes, answered, answers=objective.answers, labels=labels, threshold=model.threshold
                 )
 
 
@@ -173,12 +200,14 @@ class FrontEnd:
         if isinstance(self._settings, FeatureSettings | ModelFeatures | KaldiFeatures):
             self._extractor = FeatureExtractor(self._settings)
 
-    def matrix(self, file: Path) -> np.ndarray:
+    def matrix(self, source: Source) -> np.ndarray:
         """Features float32 [frames, bands], not padded; normalised unless that takes the group. An image's rows as stored."""
         if isinstance(self._settings, ImageFeatures):
-            return self._settings.stored(read_image(str(file)))
+            return self._settings.stored(source.values if isinstance(source, Recording) else read_image(str(source)))
         assert self._extractor is not None  # noqa: S101 - see __init__
-        return self._extractor(*read_audio(file))
+        if isinstance(source, Recording):
+            return self._extractor(source.values, source.rate)
+        return self._extractor(*read_audio(source))
 
     def answer_to(self, samples: np.ndarray, rate: int) -> np.ndarray:
         """Return what is said of samples, float64 [answers]; where training clips normalise, with the run's statistics.

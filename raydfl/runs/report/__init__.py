@@ -13,7 +13,7 @@ from raydfl.runs.report.data import Curve, Key, RunRecord, read_run
 from raydfl.runs.report.diagnosis import problems_of
 from raydfl.runs.report.page import Picture, Pictures, render
 from raydfl.runs.report.partition import plot_partition
-from raydfl.runs.report.run import single_page
+from raydfl.runs.report.run import figures_of, single_page
 from raydfl.runs.report.time import parts_of_rounds
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Pictures",
     "RunRecord",
     "figures",
+    "figures_of",
     "parts_of_rounds",
     "plot_partition",
     "problems_of",

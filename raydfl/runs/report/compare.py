@@ -12,7 +12,6 @@ import numpy as np
 
 from raydfl.core.metrics import SCORES, base_name, model_name
 from raydfl.core.nested import flatten, get_path
-from raydfl.runs.progress import duration, size
 from raydfl.runs.report import figures as plots
 from raydfl.runs.report.data import SPLITS, Key, RunRecord, place
 from raydfl.runs.report.figures import Series
@@ -30,6 +29,7 @@ from raydfl.runs.report.page import (
     unfinished,
     value_text,
 )
+from raydfl.runs.words import duration, size
 
 
 @dataclass(slots=True)

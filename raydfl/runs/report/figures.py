@@ -58,6 +58,15 @@ _STYLE: dict[Any, Any] = {
 }
 
 
+class ShownFigure(Figure):
+    """A figure that a notebook shows as the value of a cell, also where nobody has imported pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png", dpi=120)
+        return buffer.getvalue()
+
+
 @dataclass(frozen=True, slots=True)
 class Series:
     """One curve."""
@@ -93,7 +102,7 @@ def style() -> Iterator[None]:
 
 def axes_of(height: float = 3.2, rows: int = 1, width: float = _WIDTH) -> tuple[Figure, list[Axes]]:
     """Return a figure of its own: no global state, so reports can be made in any thread."""
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = ShownFigure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0])
 

@@ -10,8 +10,8 @@ from typing import Any
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.metrics import model_name
 from raydfl.engine.storage import Commit, RunStore
-from raydfl.runs.progress import size
 from raydfl.runs.report.data import SPLITS, RunRecord, place
+from raydfl.runs.words import size
 
 
 def about_models(run: RunRecord) -> tuple[list[str], list[str]]:

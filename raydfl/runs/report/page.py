@@ -49,6 +49,30 @@ class Pictures:
         return Picture(title, caption, Markup(svg))
 
 
+class Figures(Pictures):
+    """Keeps the figures themselves, in place of pictures for a page.
+
+    Args:
+        title: of the only one to draw; empty: all.
+    """
+
+    def __init__(self, title: str = "") -> None:
+        super().__init__()
+        self._title = title
+        self.titles: list[str] = []
+        """All of them, in the order of the page."""
+        self.drawn: dict[str, Figure] = {}
+
+    def add(
+        self, title: str, caption: str, draw: Callable[_Given, Figure], *given: _Given.args, **named: _Given.kwargs
+    ) -> Picture:
+        """Keep the figure that ``draw(*given, **named)`` makes."""
+        self.titles.append(title)
+        if self._title in ("", title):
+            self.drawn[title] = draw(*given, **named)
+        return Picture(title, caption, Markup())
+
+
 def drawn(name: str, description: str, draw: Callable[[], Figure]) -> str:
     """Return a figure as SVG."""
     return plots.to_svg(draw(), name, description)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from matplotlib.figure import Figure
 
+from raydfl.core.errors import InputError
 from raydfl.core.metrics import HARMONIC_MEAN, OF_CLIENTS, OF_FIT, SCORES, base_name, model_name, worst_decile
 from raydfl.core.nested import flatten, get_path
-from raydfl.runs.progress import duration, size
 from raydfl.runs.report import figures as plots
 from raydfl.runs.report.data import SPLITS, Key, RunRecord, place
 from raydfl.runs.report.figures import Series
@@ -17,6 +18,7 @@ from raydfl.runs.report.machines import machine_pictures, strangest
 from raydfl.runs.report.models import about_models
 from raydfl.runs.report.page import (
     UNITS,
+    Figures,
     Picture,
     Pictures,
     choice_notes,
@@ -31,6 +33,7 @@ from raydfl.runs.report.page import (
 )
 from raydfl.runs.report.time import time_pictures, totals
 from raydfl.runs.report.traffic import traffic_rows
+from raydfl.runs.words import duration, size
 
 _LISTED = 200
 """Skipped clips, and failures of clients, that a page lists."""
@@ -38,7 +41,6 @@ _LISTED = 200
 
 def single_page(run: RunRecord) -> str:
     """Return the page as HTML."""
-    pictures = Pictures()
     notes = [unfinished(run), *choice_notes(run), *problem_notes(run), *run.missing, *run.remarks]
     sentences, commands = about_models(run)
     return render(
@@ -47,16 +49,9 @@ def single_page(run: RunRecord) -> str:
         subtitle=_subtitle(run),
         notes=[note for note in notes if note],
         tiles=_tiles(run),
-        learning=[*_learning_curves(run, pictures), *_reported_pictures(run, pictures)],
         results=[_result_row(run, key) for key in run.ordered()],
-        clients=_spread_pictures(run, pictures),
-        confusions=_confusion_pictures(run, pictures),
-        groups=group_pictures(run, pictures),
-        machines=machine_pictures(run, pictures),
+        **_pictures(run, Pictures()),
         strangest=strangest(run),
-        pruning=_pruning_picture(run, pictures),
-        failures=_failure_pictures(run, pictures),
-        costs=_cost_pictures(run, pictures),
         traffic=traffic_rows(run),
         skipped=_skipped(run),
         incidents=run.incidents,
@@ -66,6 +61,40 @@ def single_page(run: RunRecord) -> str:
         commands=commands,
         settings=[(key, value_text(value)) for key, value in flatten(run.config).items()],
     )
+
+
+def figures_of(run: RunRecord, title: str = "") -> dict[str, Figure]:
+    """Return the figures of a run's page by their titles, in the page's order, on white.
+
+    Args:
+        run: the run.
+        title: of the only one that is wanted; empty: all.
+
+    Raises:
+        InputError: the page has no figure of that title.
+    """
+    figures = Figures(title)
+    _pictures(run, figures)
+    if title and title not in figures.drawn:
+        there = ", ".join(repr(each) for each in figures.titles) or "none yet: no round is recorded"
+        raise InputError(f"{run.folder} has no figure {title!r}; there are {there}")
+    for figure in figures.drawn.values():
+        figure.set_facecolor("white")
+    return figures.drawn
+
+
+def _pictures(run: RunRecord, pictures: Pictures) -> dict[str, list[Picture]]:
+    """Return the page's pictures by section."""
+    return {
+        "learning": [*_learning_curves(run, pictures), *_reported_pictures(run, pictures)],
+        "clients": _spread_pictures(run, pictures),
+        "confusions": _confusion_pictures(run, pictures),
+        "groups": group_pictures(run, pictures),
+        "machines": machine_pictures(run, pictures),
+        "pruning": _pruning_picture(run, pictures),
+        "failures": _failure_pictures(run, pictures),
+        "costs": _cost_pictures(run, pictures),
+    }
 
 
 def _subtitle(run: RunRecord) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from raydfl.runs.progress import size
 from raydfl.runs.report.data import RunRecord
+from raydfl.runs.words import size
 
 _BEGIN = "views/"
 

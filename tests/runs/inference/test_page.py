@@ -12,8 +12,9 @@ from used_runs import Finished, configure, finished
 
 import raydfl as package
 from raydfl.runs.folder import create, export
-from raydfl.runs.progress import Progress, size
+from raydfl.runs.progress import Progress
 from raydfl.runs.report import write_report
+from raydfl.runs.words import size
 
 
 def models_section(folder: Path, out: Path) -> str:

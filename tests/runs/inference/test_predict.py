@@ -19,7 +19,7 @@ import torch
 from commands import Raydfl
 from used_runs import LABELS, RATE, Finished, configure, finished, wave, write_recordings
 
-from raydfl import classify, load_model
+from raydfl import classify, load_model, load_result
 from raydfl.core.errors import InputError, RaydflError, RunDirectoryError
 from raydfl.data.audio import read_audio
 from raydfl.data.features.extractor import FeatureExtractor
@@ -28,7 +28,7 @@ from raydfl.data.population import Population
 from raydfl.engine.storage.record import read_rows, to_rows
 from raydfl.engine.storage.store import RunStore
 from raydfl.runs.folder import create
-from raydfl.runs.inference.recordings import Prediction, predictions, recordings
+from raydfl.runs.inference.recordings import Prediction, Recording, predictions, recordings
 from raydfl.runs.progress import Progress
 
 
@@ -154,6 +154,9 @@ def test_without_statistics_a_folder_is_a_speaker(tmp_path: Path) -> None:
         logits = model.logits(torch.nn.functional.pad(x, (0, 0, 0, 64 - x.shape[1])), torch.tensor([x.shape[1]]))
         expected = logits.double().softmax(dim=1)[0].numpy()
         np.testing.assert_allclose(found[f"{file.parent.name}_{file.name}"], expected, atol=1e-6)
+    arrays = [Recording(Path(str(number)), *read_audio(file)) for number, file in enumerate(sorted(matrices))]
+    for here, (_, there) in zip(predictions(model, arrays), sorted(found.items()), strict=True):
+        np.testing.assert_array_equal(here.probabilities, there)  # arrays given together are a folder
 
 
 def test_any_rate_channels_and_format(mutual: Finished, tmp_path: Path) -> None:
@@ -430,3 +433,34 @@ def test_recordings_are_what_the_tests_think(tmp_path: Path) -> None:
     root = write_recordings(tmp_path, uneven=True)
     assert len(list(root.rglob("*.wav"))) == 5 * 3 * 3
     assert sorted(path.name for path in (root / "test").iterdir()) == sorted(LABELS)
+
+
+def test_arrays_are_answered_as_files_are(mutual: Finished) -> None:
+    result = load_result(mutual.folder)
+    sounds = [read_audio(file)[0] for file in mutual.test_files]
+    for chosen in ({}, {"client": mutual.trained()[0]}):
+        found = result.predict(sounds, RATE, **chosen)
+        expected = classify(mutual.folder, mutual.test_files, **chosen)
+        for here, there in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(here.probabilities, there.probabilities)
+    assert [str(each.file) for each in found[:2]] == ["array-0", "array-1"]
+    of_one = result.predict(sounds[0][:, 0].astype(np.float64), RATE, client=mutual.trained()[0])
+    np.testing.assert_array_equal(of_one.probabilities, found[0].probabilities)
+    of_tensor = result.predict(torch.from_numpy(sounds[0]), RATE, client=mutual.trained()[0])
+    assert of_tensor.label == found[0].label
+    silent, heard = result.predict([np.full(800, np.nan, np.float32), sounds[0]], RATE)
+    assert "800 samples are NaN" in silent.error
+    assert heard.error == ""
+    with pytest.raises(InputError, match="800 samples are NaN"):
+        result.predict(np.full(800, np.nan, np.float32), RATE)
+    for given, rate, said in [
+        (sounds[0], None, "rate of the recordings is missing"),
+        ((sounds[0] * 2**15).astype(np.int16), RATE, r"not int16 \[2000, 1\]; divide whole numbers"),
+        (np.zeros((3, 2000), np.float32), RATE, r"\[3, 2000\] would be 3 samples of 2000 channels"),
+        (np.zeros((3, 2000, 1), np.float32), RATE, "several are a list"),
+        ([0.1, 0.2], RATE, r"not float64 \[\]"),
+    ]:
+        with pytest.raises(InputError, match=said):
+            result.predict(given, rate)
+    with pytest.raises(InputError, match="model that reads several views"):
+        result.predict(sounds[0], RATE, views={"image": np.zeros((8, 8), np.uint8)})

@@ -1,0 +1,171 @@
+"""The result of a run: its history, figures and page for a notebook are the record's; it is the same when it is loaded again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_run import config, make_run
+from matplotlib.figure import Figure
+from test_progress import Clock, a_round, ended
+
+from raydfl import Result, load_result, run
+from raydfl.core.errors import InputError, RunDirectoryError
+from raydfl.engine.config import Config
+from raydfl.runs.progress import Progress, default_progress
+from raydfl.runs.report import write_report
+
+Tiny = Callable[..., Config]
+
+
+def test_the_history_is_the_record(tmp_path: Path) -> None:
+    rows = make_run(tmp_path / "run", config(rounds=6), clients=3)
+    history = Result(tmp_path / "run", 6, finished=True).history
+    assert history.index.tolist() == [1, 2, 3, 4, 5, 6]
+    assert history.index.name == "round"
+    pooled = [row for row in rows if row.client == "" and row.array is None]
+    table = history.to_dict("index")
+    assert {(number, name) for number, row in table.items() for name, value in row.items() if value == value} == {
+        (row.round, f"{row.split} {row.metric}") for row in pooled
+    }
+    assert all(table[row.round][f"{row.split} {row.metric}"] == row.value for row in pooled)
+    assert history["test plugin/accuracy"].notna().tolist() == [False] * 4 + [True, True]
+    assert history.columns[0] == "test plugin/accuracy"  # as on the page: scores first
+
+
+def test_the_figures_are_the_pages(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", config(rounds=5), clients=3)
+    result = Result(tmp_path / "run", 5, finished=True)
+    figures = result.figures()
+    page = write_report([tmp_path / "run"], tmp_path / "page.html").read_text()
+    assert page.count("<figure") == len(figures) >= 6
+    curve = next(line for line in result.plot().axes[0].lines if line.get_label() == "plugin, test data")
+    np.testing.assert_array_equal(curve.get_ydata(), result.history["test plugin/accuracy"].dropna())
+    shown: Any = figures["bytes sent"]
+    assert isinstance(shown, Figure)
+    assert shown.get_facecolor() == (1, 1, 1, 1)
+    assert shown._repr_png_().startswith(b"\x89PNG")
+    with pytest.raises(InputError, match=r"has no figure 'acuracy'; there are 'accuracy', .*'bytes sent'"):
+        result.plot("acuracy")
+
+
+def test_before_the_first_round(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", done=0)
+    result = Result(tmp_path / "run", 0, finished=False)
+    assert result.history.empty
+    assert result.figures() == {}
+    with pytest.raises(InputError, match="none yet"):
+        result.plot()
+    with pytest.raises(RunDirectoryError, match="no such|no run|is not a run"):
+        load_result(tmp_path / "elsewhere")
+
+
+def test_a_loaded_result_is_what_the_run_returned(tiny: Tiny) -> None:
+    stop = {"run.stop={patience: 1, min_delta: 10}", "run.best={}", "evaluate.every=1", "train.rounds=4"}
+    for name, settings in {"ended": stop, "whole": {"train.rounds=2"}}.items():
+        result = run(tiny(f"run.name={name}", *settings))
+        assert load_result(result.run_dir) == result
+        assert result.status == "finished"
+    assert result.ended == ""
+    stopped = run(tiny("run.name=early", "train.rounds=3"), on_round=lambda report: report.round == 1)
+    assert load_result(stopped.run_dir) == stopped
+    assert (stopped.status, stopped.round) == ("stopped", 1)
+
+
+def test_a_notebook_shows_names_as_text(tmp_path: Path) -> None:
+    result = Result(
+        tmp_path / "<i>", 3, finished=True, scores={"test <b>m</b>/accuracy": 0.25, "test m/accuracy_client_std": 1.0}
+    )
+    page = result._repr_html_()
+    assert "<td>test &lt;b&gt;m&lt;/b&gt;/accuracy</td><td>0.25</td>" in page
+    assert "<i>" not in page
+    assert "client_std" not in page
+    assert page.startswith("<div><b>finished</b> after 3 rounds")
+
+
+class Page(ModuleType):
+    """What stands below a cell, by IPython's interface."""
+
+    def __init__(self) -> None:
+        super().__init__("IPython")
+        self.shown: list[list[dict[str, str]]] = []
+        self.display_module = ModuleType("IPython.display")
+        self.display_module.display = self.display  # type: ignore[attr-defined]
+        self.kernel: object | None = object()
+
+    def get_ipython(self) -> Any:
+        return self
+
+    def display(self, content: dict[str, str], *, raw: bool, display_id: bool) -> Any:
+        assert raw
+        assert display_id
+        states = [content]
+        self.shown.append(states)
+        handle = ModuleType("handle")
+        handle.update = lambda new, raw: states.append(new)  # type: ignore[attr-defined]
+        return handle
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> Page:
+    found = Page()
+    monkeypatch.setitem(sys.modules, "IPython", found)
+    monkeypatch.setitem(sys.modules, "IPython.display", found.display_module)
+    return found
+
+
+def test_a_notebook_gets_one_place_that_is_written_over(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    progress = Progress("auto", clock=clock)
+    assert (progress.mode, progress.live) == ("notebook", True)
+    progress.start(1000, 0, "fedavg <on> fsdd")
+    for index in range(1, 1001):
+        clock.now = index / 64
+        progress.round(a_round(index, scores={"test m/accuracy": 0.75}))
+    progress.message("client [bold]anna[/bold] was slow")
+    progress.finish(ended(Path("runs/x")), 10.0)
+    (states,) = page.shown
+    assert len(states) == 1 + 1000 // 13 + 1  # at the start, after each fifth of a second, at the end
+    assert states[-1]["text/plain"].splitlines()[0] == "fedavg <on> fsdd  round 1000/1000  0 s left"
+    assert '<progress value="1000" max="1000"' in states[-1]["text/html"]
+    assert "fedavg &lt;on&gt; fsdd" in states[-1]["text/html"]
+    assert "loss 0.5000  test m/accuracy 0.750" in states[-1]["text/html"]
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "client [bold]anna[/bold] was slow",
+        "stopped after 7 of 1000 rounds, 10 s: test m/accuracy 0.750",
+    ]
+
+
+def test_steps_in_a_notebook(page: Page) -> None:
+    progress = Progress("notebook", clock=Clock())
+    with progress.steps("features", 30) as advance:
+        advance(12)
+        advance(18)
+    progress.start(2, 0, "run")
+    with progress.steps("more", None) as advance:
+        advance(5)
+    first, second = page.shown
+    assert first[-1]["text/plain"] == "features  30/30"
+    assert [state["text/plain"] for state in second] == ["run  ", "run  \nmore  ", "run  "]
+    assert "<progress style" in second[1]["text/html"]  # of unknown length
+
+
+def test_only_a_kernel_is_a_notebook(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_progress().mode == "notebook"
+    page.kernel = None  # IPython on a terminal
+    assert default_progress().mode == "quiet"
+    assert Progress("auto").mode == "lines"
+    monkeypatch.delitem(sys.modules, "IPython")
+    assert default_progress().mode == "quiet"
+
+
+def test_a_run_in_a_notebook(page: Page, tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(tiny("train.rounds=2"))
+    assert page.shown[-1][-1]["text/plain"].splitlines()[0].endswith("round 2/2  0 s left")
+    assert len(capsys.readouterr().out.splitlines()) <= 4
+    assert result.finished
