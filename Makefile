@@ -1,21 +1,26 @@
 # Every target sets up what it needs: a virtual environment in .venv with the pinned packages of constraints.txt.
 
 # The first of these that is a working Python of a supported version; `make PYTHON=/path/to/python3.11 run` overrides it.
-PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
-	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
+working = $(shell for python in $(1); do \
+	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
 	&& command -v $$python && break; done)
+PYTHON ?= $(call working,python3.11 python3.12 python3.13 python3)
+PYTHON_oldest ?= $(PYTHON)
+PYTHON_newest ?= $(call working,python3.13 python3.12)
 FOR_RUNS := .venv/.installed-for-runs
 INSTALLED := .venv/.installed
 ARGS ?=
 RUNS ?= runs
 
-.PHONY: help run test test-all test-wheel check docs bench-peers gpu-check
+.PHONY: help run test test-all test-versions wheel test-wheel check docs bench-peers gpu-check
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make run       FedAvg and FedMLAC on the built-in spoken corpus (ARGS="key=value ..." changes the configuration)'
 	@echo 'make test      every test that is not slow (ARGS="tests/data -k name" chooses)'
 	@echo 'make test-all  every test'
+	@echo 'make test-versions  laws and a few tests with Ray, with the oldest and the newest packages that raydfl takes'
+	@echo 'make wheel     raydfl as a wheel, in build/wheel'
 	@echo 'make test-wheel  the blocks of README.md and docs/ with an installed wheel, away from the repository'
 	@echo 'make check     style, types, and which room imports which'
 	@echo 'make docs      the documentation as a site, in build/docs; links are checked'
@@ -38,16 +43,33 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	.venv/bin/python -m pytest $(ARGS)
 
-# PyTorch and the like are those of .venv, whose editable raydfl a new environment does not see; -P: nor that of this folder.
-test-wheel: $(INSTALLED)
+wheel: $(FOR_RUNS)
 	rm -rf build/wheel
 	.venv/bin/python -m pip wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
+
+# PyTorch and the like are those of .venv, whose editable raydfl a new environment does not see; -P: nor that of this folder.
+test-wheel: $(INSTALLED) wheel
 	.venv/bin/python -m venv build/wheel/venv
 	.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > build/wheel/packages.pth
 	cp build/wheel/packages.pth build/wheel/venv/lib/python3.*/site-packages
 	build/wheel/venv/bin/python -m pip install --no-deps build/wheel/*.whl
 	build/wheel/venv/bin/python -P -c 'import raydfl, sys; sys.exit(sys.prefix not in raydfl.__file__)'
 	build/wheel/venv/bin/python -P -m pytest tests/docs $(ARGS)
+
+# Each end in an environment of its own, 6 GB; raydfl in it is a copy (-P: not this folder's), built there against its PyTorch.
+test-versions: .venv-versions/oldest/.installed .venv-versions/newest/.installed
+	@set -e; for end in oldest newest; do \
+		python=.venv-versions/$$end/bin/python; \
+		$$python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .; \
+		$$python -P tests/versions/end.py $$end .venv-versions/$$end/log; \
+	done
+
+.venv-versions/%/.installed: tests/versions/%.txt pyproject.toml
+	@test -n "$(PYTHON_$*)" || { echo 'the newest packages need Python 3.12 or 3.13: name it: make PYTHON_newest=/path/to/python3.13 ...' >&2; exit 2; }
+	test -x $(@D)/bin/pip || $(PYTHON_$*) -m venv $(@D)
+	$(@D)/bin/python -m pip install --constraint $< setuptools torch
+	$(@D)/bin/python -m pip install --constraint $< --no-build-isolation '.[speech,dev]'
+	@touch $@
 
 check: $(INSTALLED)
 	.venv/bin/ruff check
@@ -78,7 +100,7 @@ bench-peers: .venv-peers/.installed
 # PyTorch comes first, for raydfl's operators are compiled against it (and left out where there is no C++ compiler).
 $(FOR_RUNS): pyproject.toml constraints.txt setup.py $(wildcard raydfl/core/ops/csrc/*)
 	@test -x .venv/bin/pip || test -n "$(PYTHON)" || { \
-		echo 'raydfl needs Python 3.11 or 3.12: install one, or name it: make PYTHON=/path/to/python3.12 ...' >&2; exit 2; }
+		echo 'raydfl needs Python 3.11, 3.12 or 3.13: install one, or name it: make PYTHON=/path/to/python3.12 ...' >&2; exit 2; }
 	test -x .venv/bin/pip || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --constraint constraints.txt setuptools torch
 	.venv/bin/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[speech]'

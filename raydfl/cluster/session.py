@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import ray
+from ray._private.authentication import authentication_token_setup
 
 from raydfl.cluster.resources import check_resources
 from raydfl.core.errors import ResourcesError, first_line
@@ -56,8 +57,11 @@ def _check_token(address: str) -> None:
 
 def current_token() -> tuple[str, str]:
     """Return the token that Ray would send, empty if nothing, and where it stands or why there is none. The order is Ray's."""
-    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
-        return "", f"RAY_AUTH_MODE={os.environ['RAY_AUTH_MODE']} sends none"
+    mode = os.environ.get("RAY_AUTH_MODE")
+    if mode is None and not hasattr(authentication_token_setup, "maybe_enable_token_auth_if_token_available"):
+        return "", f"Ray {ray.__version__} sends none as long as RAY_AUTH_MODE is not set"
+    if mode is not None and mode.lower() != "token":
+        return "", f"RAY_AUTH_MODE={mode} sends none"
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return token, "RAY_AUTH_TOKEN"
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")

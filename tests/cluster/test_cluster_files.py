@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +26,15 @@ from raydfl.core.errors import ConfigError
 from raydfl.engine.config import Config, load_config
 
 ROOT = Path(__file__).parents[2]
+DOCKERFILE = ROOT / "jobs" / "clusters" / "Dockerfile"
 LAUNCHER = ["cluster.yaml", "jobs/clusters/gcp.yaml"]
 KUBERAY = "jobs/clusters/kuberay.yaml"
+RAYCLUSTER = "jobs/clusters/raycluster.yaml"
 JOBS = [path for path in sorted((ROOT / "jobs").glob("*.yaml")) if "\naxes:" not in path.read_text()]
 Tiny = Callable[..., Config]
 
 
-@pytest.mark.parametrize("name", [*LAUNCHER, KUBERAY])
+@pytest.mark.parametrize("name", [*LAUNCHER, KUBERAY, RAYCLUSTER])
 def test_what_comes_with_raydfl_is_whole_and_the_jobs_fit(name: str) -> None:
     assert len(JOBS) >= 4
     lines = check(ROOT / name, JOBS)
@@ -45,8 +55,77 @@ def test_versions_are_those_that_are_installed() -> None:
     assert pinned[1] == ray.__version__
     for name in LAUNCHER:
         assert "--constraint constraints.txt" in (ROOT / name).read_text()
-    assert f"rayproject/ray:{ray.__version__}-py311" in (ROOT / "jobs/clusters/Dockerfile").read_text()
-    assert (ROOT / KUBERAY).read_text().count(f"ray{ray.__version__}") == 2
+    assert f"\nARG RAY={ray.__version__}\nFROM rayproject/ray:${{RAY}}-py311\n" in DOCKERFILE.read_text()
+    for name in (KUBERAY, RAYCLUSTER):
+        assert (ROOT / name).read_text().count(f"ray{ray.__version__}") == 2
+
+
+def test_a_job_of_kuberay_begins_the_cluster_that_stays() -> None:
+    job, cluster = (yaml.safe_load((ROOT / name).read_text()) for name in (KUBERAY, RAYCLUSTER))
+    assert (job["kind"], cluster["kind"]) == ("RayJob", "RayCluster")
+    assert job["spec"]["rayClusterSpec"] == cluster["spec"]
+
+
+def test_the_image_finds_what_it_copies() -> None:
+    """Oracle: the rules of .dockerignore, the last that fits counts, and the name that pip gives to the wheel."""
+    steps = DOCKERFILE.read_text().replace("\\\n", " ").splitlines()
+    (copied,) = (shlex.split(line)[1:] for line in steps if line.startswith("COPY"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wheel = f"build/wheel/{project['name']}-{project['version']}-cp311-cp311-linux_x86_64.whl"
+    sources = [name for name in copied if not name.startswith("--")][:-1]
+    there = ["constraints.txt", wheel]
+    assert (ROOT / "constraints.txt").is_file()
+    assert [[name for name in there if fnmatch(name, source)] for source in sources] == [[name] for name in there]
+    rules = DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().split()
+    for name in [*there, "docs/index.md", ".git/config", "build/wheel/venv/bin/python"]:
+        fits = [rule for rule in rules if fnmatch(name, rule.removeprefix("!"))]
+        assert fits[-1].startswith("!") == (name in there), name
+    assert f"raydfl:{project['version']}-ray{ray.__version__}" in DOCKERFILE.read_text()
+
+
+def test_an_image_in_place_of_setup_commands_is_a_cluster_file_too(tmp_path: Path) -> None:
+    """What the comment in cluster.yaml says is done to a copy; Ray's own validation and our rules then take it."""
+    (line,) = re.findall(r"^#   (docker: .*)$", (ROOT / "cluster.yaml").read_text(), re.MULTILINE)
+
+    def change(values: Any) -> None:
+        values.update(yaml.safe_load(line), setup_commands=[], head_setup_commands=[])
+        for what in ("head", "worker"):
+            replaced(f"{what}_start_ray_commands", "~/venv/bin/ray", "ray")(values)
+        values["file_mounts"] = {"/home/ray/.ray/auth_token": "~/.ray/auth_token"}
+
+    assert "REPLACE/raydfl:0.1.0-ray" in check(broken("cluster.yaml", tmp_path, change), [])[-1]
+
+
+@pytest.mark.slow
+def test_what_the_image_runs_is_done_in_a_virtual_environment(tmp_path: Path) -> None:
+    """Its RUN steps, with the packages of this environment behind it, so that nothing is fetched; then a run with that."""
+    image, wheels = tmp_path / "image", tmp_path / "build" / "wheel"
+    subprocess.run([sys.executable, "-m", "venv", image], check=True)
+    (site,) = image.glob("lib/python3.*/site-packages")
+    (site / "behind.pth").write_text(sysconfig.get_path("purelib"))
+    source = tmp_path / "source"
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in listed.splitlines():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, "."]
+    subprocess.run(pip, cwd=source, check=True, env=os.environ | {"CXX": "no-compiler"})
+    copied = tmp_path / "copied"
+    copied.mkdir()
+    for file in (ROOT / "constraints.txt", *wheels.glob("raydfl-*.whl")):
+        shutil.copy(file, copied)
+    home = tmp_path / "home"
+    home.mkdir()
+    environment = os.environ | {"PATH": f"{image / 'bin'}:{os.environ['PATH']}", "RAY": ray.__version__}
+    environment |= {"RAYDFL_CACHE": str(tmp_path / "cache"), "PIP_NO_INDEX": "1"}
+    for line in DOCKERFILE.read_text().replace("\\\n", " ").splitlines():
+        if line.startswith("RUN "):
+            command = line.removeprefix("RUN ").replace("/tmp/raydfl", str(copied)).replace("/home/ray", str(home))
+            subprocess.run(["bash", "-euc", command], check=True, cwd=home, env=environment)
+    run = ["raydfl", "run", "jobs/tiny.yaml", "run.name=hello", "train.rounds=1"]
+    done = subprocess.run(run, check=True, cwd=home / "raydfl", env=environment, capture_output=True, text=True)
+    assert "finished after 1 of 1 rounds" in done.stdout
+    assert "operators are not compiled here" in done.stdout
 
 
 def broken(name: str, tmp_path: Path, change: Callable[[Any], Any]) -> Path:

@@ -101,6 +101,14 @@ def test_a_cluster_that_wants_a_token(
     with pytest.raises(ResourcesError, match="it wants a token, and RAY_AUTH_MODE=disabled sends none"):
         check_access(head.address)
     assert head.seen == ["", "Bearer of another cluster", f"Bearer {TOKEN}", "Bearer wrong", f"Bearer {TOKEN}", ""]
+    monkeypatch.delenv("RAY_AUTH_MODE")  # as Ray was before it took a token that is there without being told
+    monkeypatch.delattr(
+        "ray._private.authentication.authentication_token_setup.maybe_enable_token_auth_if_token_available"
+    )
+    with pytest.raises(
+        ResourcesError, match=r"Ray [\d.]+ sends none as long as RAY_AUTH_MODE is not set; .* RAY_AUTH_MODE=token"
+    ):
+        check_access(head.address)
 
 
 def test_other_clusters_and_addresses_are_left_to_ray(cluster: Callable[[grpc.StatusCode | None], Cluster]) -> None:

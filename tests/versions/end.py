@@ -1,0 +1,54 @@
+"""Tests with one end of the versions that raydfl takes, and one line about it: ``make test-versions``.
+
+python -P tests/versions/end.py oldest LOG
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SHOWN = ("ray", "mlflow", "torch", "numpy", "pandas", "pyarrow", "pydantic")
+WITH_RAY = [
+    "tests/laws/test_ray_pool.py::test_killed_client_actors_change_nothing",
+    "tests/laws/test_ray_pool.py::test_law_1_serial_and_1_2_and_4_actors_give_the_same_bits[fedavg]",
+    "tests/cluster/jobs/test_submitted_jobs.py::test_without_the_token_nothing_is_submitted",
+    "tests/cluster/jobs/test_submitted_jobs.py::test_a_job_is_stopped_and_the_same_command_ends_as_if_it_had_not_been",
+    "tests/experiments/search/test_search_run.py::test_a_search_and_its_trials_are_nested_in_mlflow",
+    "tests/experiments/test_trainable.py::test_trials_of_asha_have_the_bits_of_runs_alone",
+    "tests/runs/test_tracking.py::test_a_run_read_back",
+    "tests/runs/test_tracking.py::test_rounds_are_mirrored_once",
+]
+"""The pool, a submitted job, a search and somebody's own Tuner, the tracker."""
+
+
+def tests(log: Path, *arguments: str) -> tuple[int, str]:
+    """Run some tests; the exit code, and pytest's last line."""
+    command = [sys.executable, "-P", "-m", "pytest", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True)
+    with log.open("a", encoding="utf-8") as file:
+        file.write(done.stdout + done.stderr)
+    return done.returncode, (done.stdout.strip().splitlines() or ["nothing printed"])[-1].strip("= ")
+
+
+def main() -> None:
+    """Run the fast laws, then those with Ray, and print the line."""
+    end, log = sys.argv[1], Path(sys.argv[2])
+    log.write_text("", encoding="utf-8")
+    laws = tests(log, "--color=no", "--override-ini=addopts=", "-m", "not slow", "tests/laws")
+    ray = tests(log, "--color=no", "--override-ini=addopts=", *WITH_RAY)
+    packages = ", ".join(f"{name} {version(name)}" for name in SHOWN)
+    print(
+        f"{end}: Python {platform.python_version()}, {packages}; laws: {laws[1]}; with Ray: {ray[1]}; all of it: {log}"
+    )
+    sys.exit(bool(laws[0] or ray[0]))
+
+
+if __name__ == "__main__":
+    main()
