@@ -309,8 +309,9 @@ def _first_line(error: Exception) -> str:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep back what transformers prints while it loads: bars, and a report of names that are accounted for here."""
-    from transformers.utils import logging as said
+    from transformers.utils import logging as transformers_logging
 
+    said: Any = transformers_logging  # it has no types
     log, bars = logging.getLogger("transformers"), said.is_progress_bar_enabled()
     level = log.level
     said.disable_progress_bar()
