@@ -25,7 +25,7 @@ help:
 	@echo 'make check     style, types, and which room imports which'
 	@echo 'make docs      the documentation as a site, in build/docs; links are checked'
 	@echo 'make gpu-check   whether raydfl is right on this GPU, and how fast: one table, ten minutes (docs/gpu.md)'
-	@echo 'make bench-peers  what benchmarks/rounds.py compares with: Flower and pfl-research, in .venv-peers'
+	@echo 'make bench-peers  what benchmarks/rounds.py compares with: Flower, pfl-research and FedJAX, in .venv-peers'
 
 run: QUICKSTART := $(RUNS)/quickstart-$(shell date +%Y%m%d-%H%M%S)
 run: $(FOR_RUNS)
@@ -94,7 +94,7 @@ bench-peers: .venv-peers/.installed
 # In an environment of their own: Flower needs another version of Ray.
 .venv-peers/.installed: benchmarks/peers/constraints.txt
 	test -x .venv-peers/bin/pip || $(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip install --constraint $< 'flwr[simulation]' pfl torch
+	.venv-peers/bin/python -m pip install --constraint $< 'flwr[simulation]' pfl fedjax torch
 	@touch $@
 
 # PyTorch comes first, for raydfl's operators are compiled against it (and left out where there is no C++ compiler).

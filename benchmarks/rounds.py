@@ -1,13 +1,14 @@
-"""Time of a round: raydfl against bare PyTorch loops, Flower and pfl-research, on the same work, interleaved.
+"""Time of a round: raydfl against bare PyTorch loops and other frameworks, on the same work, interleaved.
 
 The work: the Free Spoken Digit Dataset, 60 clients (each speaker's clips dealt to ten), 12 a round, one epoch, batch 16, log-mel
-64 x 101, SGD; FedAvg of CRNN-Base or CRNN-Lite with kernel 5, and FedMLAC with both; and what the peers do not have: FedAvg of
-FedSTAR's network, ResNet-18 and ShuffleNetV2, and, with images of digits beside the clips, ModalityMirror, whose first phase has
-the first four of the timed rounds. Dropout is off so that the models can be compared: all draw the same cohorts and the same
-batches and must come to the same global model.
+64 x 101, SGD; FedAvg of CRNN-Base or CRNN-Lite with kernel 5, and FedMLAC with both. With images of digits in place of the clips,
+FedAvg of a small CNN, dealt to 60 clients too. And what the peers do not have: FedAvg of FedSTAR's network, ResNet-18 and
+ShuffleNetV2, and, with images of digits beside the clips, ModalityMirror, whose first phase has the first four of the timed rounds.
+Dropout is off so that the models can be compared: all draw the same cohorts and the same batches and must come to the same global
+model.
 
     python benchmarks/rounds.py --root PATH/TO/fsdd
-    python benchmarks/rounds.py --root PATH/TO/fsdd --pictures PATH/TO/mnist --works modality_mirror
+    python benchmarks/rounds.py --root PATH/TO/fsdd --pictures PATH/TO/mnist --works cnn modality_mirror
 
 A round of raydfl is timed where a user's driver waits for it: planning, dispatch, object store, aggregation and the commit to the
 disk are in it. The contestants take turns of a few rounds each, so that whatever else the machine does meets all of them; ratios
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from peers.model import ARCHITECTURES
 from peers.turns import Process
 from peers.work import Work
 from torch import Tensor
@@ -48,6 +50,7 @@ WORKS: Mapping[str, Mapping[str, str]] = {
     "crnn_base": {"model": "crnn_base"},
     "crnn_lite": {"model": "crnn_lite"},
     "fedmlac": {"plugin": "crnn_lite", "local": "crnn_base"},
+    "cnn": {"model": "cnn_small"},
     "split_cnn": {"model": "split_cnn"},
     "resnet18": {"model": "resnet18"},
     "shufflenet_v2": {"model": "shufflenet_v2"},
@@ -59,15 +62,24 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "split_cnn": {"dropout": 0.0},
     "resnet18": {},
     "shufflenet_v2": {},
-    "cnn_small": {"view": "image"},
+    "cnn_small": {},
     "fusion": {"dropout": 0.0},
 }
 """Options of an architecture; of all others a kernel of KERNEL and no dropout."""
-OURS, PEER_NAMES = "raydfl, 2 actors", ("Flower", "pfl")
+OURS = "raydfl, 2 actors"
+PEER_COMMANDS: Mapping[str, Sequence[str]] = {
+    "Flower, 2 client slots": ("flower",),
+    "pfl-research, 2 processes": ("pfl_research",),
+    "FedJAX jit": ("fedjax", "--backend", "jit"),
+    "FedJAX pmap, 2 devices": ("fedjax", "--backend", "pmap"),
+}
+"""Module of ``peers`` and its options, by contestant."""
 WARM_UP = 4
 """Rounds at the start of a turn that are not timed."""
 MIRROR, FIRST_ROUNDS = "modality_mirror", WARM_UP + 4
 """A work of two phases, and the rounds of its first."""
+PICTURED = ("cnn", MIRROR)
+"""Works that need images of digits."""
 
 
 class Contestant(Protocol):
@@ -90,6 +102,8 @@ def configuration(data: Mapping[str, object], runs: Path, work: str, actors: int
     """The work as a configuration of raydfl."""
     crnn = {"kernel": KERNEL, "dropout": 0.0}
     models = {name: {"name": kind, **OPTIONS.get(kind, crnn)} for name, kind in WORKS[work].items()}
+    if work == MIRROR:
+        models["image"]["view"] = "image"
     phases = {"phases": {"multimodal": {"rounds": FIRST_ROUNDS}}} if work == MIRROR else {}
     return make_config(
         {
@@ -113,15 +127,24 @@ def configuration(data: Mapping[str, object], runs: Path, work: str, actors: int
     )
 
 
+IMAGES: Mapping[str, object] = {"kind": "image", "size": 28, "mean": 0.1307, "deviation": 0.3081}
+
+
 def fsdd(root: Path, pictures: Path | None = None) -> dict[str, object]:
-    """The data of the work, as raydfl takes them; with images of digits beside them where it is said where these are."""
+    """The clips, as raydfl takes them; with images of digits beside them where it is said where these are."""
     features = {"sample_rate": 8000, "bands": 64, "window_ms": 25, "hop_ms": 10, "seconds": 1.0}
     data = {"name": "fsdd", "root": str(root), "features": features, "partition": {"by": "group", "shards": 10}}
     if pictures is None:
         return data
-    image = {"column": "image", "features": {"kind": "image", "size": 28, "mean": 0.1307, "deviation": 0.3081}}
-    views = {"views": {"image": image}, "missing": {"image": 0.3}}
+    views = {"views": {"image": {"column": "image", "features": IMAGES}}, "missing": {"image": 0.3}}
     return data | {"name": "spoken_and_written", "pictures": str(pictures)} | views
+
+
+def mnist(pictures: Path) -> dict[str, object]:
+    """The images of digits alone; a quarter is left out, as test images, for there need not be files of both."""
+    split = {"test": {"by": "clip", "fraction": 0.25}}
+    partition = {"by": "iid", "clients": 60}
+    return {"name": "mnist", "root": str(pictures), "features": IMAGES, "split": split, "partition": partition}
 
 
 def make_work(config: Config, rounds: int) -> Work:
@@ -183,9 +206,9 @@ def contestants(work: str, data: Mapping[str, object], runs: Path, rounds: int) 
     }
     if work not in (MIRROR, "fedmlac"):
         known["bare loop, 2 processes"] = process("bare loop 3", sys.executable, "bare", "--processes", "2")
-        if PEERS.exists() and work not in OPTIONS:
-            known["Flower, 2 client slots"] = process("Flower", PEERS, "flower")
-            known["pfl-research, 2 processes"] = process("pfl-research", PEERS, "pfl_research")
+        if PEERS.exists() and WORKS[work]["model"] in ARCHITECTURES:
+            for name, (module, *options) in PEER_COMMANDS.items():
+                known[name] = process(name.partition(",")[0], PEERS, module, *options)
     for name, actors, together in (
         ("raydfl, 1 actor", 1, 1),
         ("raydfl, 2 actors", 2, 1),
@@ -263,7 +286,7 @@ def table(results: Mapping[str, tuple[Mapping[str, list[float]], Mapping[str, fl
             cells.append(f"{cell} {differences[name]:7.0e}" if cell else "-")
         lines.append(f"{name:34}" + "".join(f"{cell:>30}" for cell in cells))
     for name in names if OURS in names else ():
-        if name.startswith(PEER_NAMES):
+        if name in PEER_COMMANDS:
             cells = [_ratios(seconds.get(name, []), seconds.get(OURS, [])) or "-" for seconds, _ in results.values()]
             lines.append(f"{name.partition(',')[0] + ' / ' + OURS:34}" + "".join(f"{cell:>30}" for cell in cells))
     milliseconds = [1000 * statistics.median(next(iter(seconds.values()))) for seconds, _ in results.values()]
@@ -283,8 +306,8 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True, help="folder of the Free Spoken Digit Dataset")
     parser.add_argument("--turns", type=int, default=5, help="turns of each contestant")
     parser.add_argument("--rounds", type=int, default=8, help="timed rounds in a turn")
-    parser.add_argument("--pictures", type=Path, help="folder of MNIST's idx files, for ModalityMirror")
-    crnns = [work for work in WORKS if work not in (MIRROR, *OPTIONS)]
+    parser.add_argument("--pictures", type=Path, help=f"folder of MNIST's idx files, for {' and '.join(PICTURED)}")
+    crnns = [work for work in WORKS if work not in (*PICTURED, *OPTIONS)]
     parser.add_argument("--works", nargs="+", default=crnns, choices=list(WORKS))
     parser.add_argument(
         "--contestants",
@@ -293,17 +316,19 @@ def main() -> None:
         help="only those whose name holds one of these, and the first bare loop",
     )
     arguments = parser.parse_args()
-    if MIRROR in arguments.works and not arguments.pictures:
-        parser.error(f"--works {MIRROR} needs --pictures")
+    for work in PICTURED:
+        if work in arguments.works and not arguments.pictures:
+            parser.error(f"--works {work} needs --pictures")
     torch.set_num_threads(1)
     if not PEERS.exists():
-        print("Flower and pfl-research are not installed and left out: make bench-peers")
+        print("Flower, pfl-research and FedJAX are not installed and left out: make bench-peers")
     results: dict[str, tuple[Mapping[str, list[float]], Mapping[str, float]]] = {}
     rounds = WARM_UP + arguments.rounds
     try:
         with tempfile.TemporaryDirectory(prefix="raydfl-benchmark-") as folder:
             for work in arguments.works:
-                data = fsdd(arguments.root.resolve(), arguments.pictures.resolve() if work == MIRROR else None)
+                pictures = arguments.pictures.resolve() if work in PICTURED else None
+                data = mnist(pictures) if work == "cnn" else fsdd(arguments.root.resolve(), pictures)
                 chosen = choose(contestants(work, data, Path(folder), rounds), arguments.contestants)
                 results[work] = measure(chosen, arguments.turns, arguments.rounds)
     finally:  # what was measured before a failure counts

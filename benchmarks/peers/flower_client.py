@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from torch import nn
 
-from peers.model import PlainCRNN
 from peers.work import Work
 
 app = ClientApp()
 
 
 @functools.cache
-def prepared(path: str) -> tuple[Work, PlainCRNN]:
+def prepared(path: str) -> tuple[Work, nn.Module]:
     """The work and a network, once in each worker."""
     torch.set_num_threads(1)
     work = Work.load(Path(path))

@@ -1,4 +1,4 @@
-"""The CRNN as one writes it in PyTorch without raydfl: what the bare loops, Flower and pfl-research train."""
+"""The networks as one writes them in PyTorch without raydfl: what the bare loops and the peers in PyTorch train."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "crnn_tiny": {"filters": [16], "hidden": 32, "bidirectional": False},
     "crnn_lite": {"filters": [32, 32], "hidden": 64, "bidirectional": False},
     "crnn_base": {"filters": [64, 64], "hidden": 128, "bidirectional": True},
+    "cnn_small": {"filters": [8, 16], "kernel": 3, "hidden": 64},
 }
 
 
@@ -40,3 +41,25 @@ class PlainCRNN(nn.Module):
             x = F.max_pool1d(F.relu(convolution(x)), 2)
         x, _ = self.gru(x.transpose(1, 2))
         return x.mean(dim=1)
+
+
+class PlainCNN(nn.Module):
+    """2-d convolutions with ReLU and pooling by 2 x 2, a hidden layer with ReLU, a linear layer."""
+
+    def __init__(
+        self, inputs: tuple[int, int, int], classes: int, filters: list[int], kernel: int, hidden: int
+    ) -> None:
+        super().__init__()
+        channels, rows, columns = inputs
+        counts = [channels, *filters]
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(counts[i], counts[i + 1], kernel, padding=kernel // 2) for i in range(len(filters))
+        )
+        self.hidden = nn.Linear(filters[-1] * (rows >> len(filters)) * (columns >> len(filters)), hidden)
+        self.output = nn.Linear(hidden, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits float32 [batch, classes] for x float32 [batch, channels, rows, columns]."""
+        for convolution in self.convolutions:
+            x = F.max_pool2d(F.relu(convolution(x)), 2)
+        return self.output(F.relu(self.hidden(x.flatten(1))))

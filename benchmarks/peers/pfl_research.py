@@ -16,9 +16,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from peers.model import PlainCRNN
 from peers.turns import serve
 from peers.work import Work
 
@@ -26,13 +25,17 @@ PROCESSES = 2
 _RANK, _ADDRESSES = "PFL_WORKER_RANK", "PFL_WORKER_ADDRESSES"
 
 
-class Trainable(PlainCRNN):
+class Trainable(nn.Module):
     """The network with the two methods that pfl-research asks for."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Mean cross-entropy."""
         self.train()
-        return F.cross_entropy(self(x), y)
+        return F.cross_entropy(self.network(x), y)
 
     def metrics(self, x: Tensor, y: Tensor) -> dict[str, object]:
         """None: nothing is evaluated here."""
@@ -80,7 +83,7 @@ def main() -> None:
     cohort = len(work.cohorts[0])
     if cohort % PROCESSES:
         raise ValueError(f"pfl-research deals clients to processes in turn: {cohort} cannot be dealt to {PROCESSES}")
-    network = work.build(kind=Trainable)
+    network = work.build()
 
     def dataset(participant: tuple[int, int]) -> PyTorchTensorDataset:
         round_index, client = participant
@@ -92,7 +95,7 @@ def main() -> None:
     users = FederatedDataset(dataset, lambda: next(everybody))
     backend = SimulatedBackend(training_data=users, val_data=users, postprocessors=[WeightByDatapoints()])
     model = PyTorchModel(
-        network,
+        Trainable(network),
         local_optimizer_create=torch.optim.SGD,
         central_optimizer=torch.optim.SGD(network.parameters(), lr=1.0),
     )

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from peers.model import ARCHITECTURES, PlainCRNN
+from peers.model import ARCHITECTURES, PlainCNN, PlainCRNN
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Work:
     """Rounds of local training with SGD, one epoch each."""
 
     x: Tensor
-    """float32 [examples, frames, bands], the clients' one after another."""
+    """float32 [examples, frames, bands] or, of images, [examples, channels, rows, columns]; the clients' one after another."""
     y: Tensor
     """int64 [examples]."""
     offsets: list[int]
@@ -53,9 +53,13 @@ class Work:
         """Open a file; the tensors in it are mapped, not read."""
         return cls(**torch.load(path, mmap=True, weights_only=True))
 
-    def build(self, name: str = "model", kind: type[PlainCRNN] = PlainCRNN) -> PlainCRNN:
+    def build(self, name: str = "model") -> nn.Module:
         """The named model with its first weights."""
-        model = kind(self.x.shape[2], self.classes, kernel=self.kernel, **ARCHITECTURES[self.architectures[name]])
+        options, shape = ARCHITECTURES[self.architectures[name]], tuple(self.x.shape[1:])
+        if len(shape) == 3:
+            model: nn.Module = PlainCNN(shape, self.classes, **options)
+        else:
+            model = PlainCRNN(shape[1], self.classes, kernel=self.kernel, **options)
         model.load_state_dict(self.weights[name])
         return model
 

@@ -54,6 +54,8 @@ class Cut:
         for dimension, (kept, size) in enumerate(zip(self._arrays, shape, strict=True)):
             if kept is None:
                 continue
+            if kept.size and kept[0] >= 0 and kept[-1] < size and (kept[1:] > kept[:-1]).all():
+                continue  # ascending, as almost always: told in a few microseconds
             outside = kept[(kept < 0) | (kept >= size)]
             if outside.size:
                 return f"the cut asks for index {outside[0]} of dimension {dimension}, which has {size}"

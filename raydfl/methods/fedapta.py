@@ -263,7 +263,7 @@ class FedAPTA(WithTasks):
                 continue
             tensors[name], weights[name] = value, 1.0 if plain.startswith(CONTROL) else number
             if name in kept and not self.recover:
-                weights[name] = (kept[name] * number).expand_as(value).contiguous()
+                weights[name] = kept[name] * number
             if DRIFT + plain in besides:
                 tensors[DRIFT + name], weights[DRIFT + name] = besides[DRIFT + plain], 1.0
         return dataclasses.replace(update, tensors=tensors, weight=weights)

@@ -12,6 +12,7 @@ from torch import Tensor
 from raydfl.core.errors import RaydflError
 from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import Tensors, Update
+from raydfl.rules._tensor_sum import spread
 from raydfl.rules._weights import flat, number_or_elements
 
 
@@ -82,9 +83,10 @@ def filled(update: Update, current: Tensors) -> Update:
         weight = number_or_elements(update, update.weight, name, own)
         place = vector[layout.columns(name)].reshape(shape)
         if name in update.cuts:
-            there = update.cuts[name].place(shape)
-            elements = np.zeros(shape)
-            place[there], elements[there] = part, weight
+            cut = update.cuts[name]
+            place[cut.place(shape)] = part
+            elements = np.zeros(spread(cut, weight, shape))
+            elements[cut.place(elements.shape)] = weight
             weights[name] = torch.from_numpy(elements)
         else:
             place[...] = part

@@ -11,10 +11,11 @@ from typing import Literal, cast
 import numpy as np
 
 from raydfl.core.errors import RaydflError
-from raydfl.core.ops import ClientVectors, Parts, Weight, sums_are_compiled
+from raydfl.core.ops import ClientVectors, Parts, sums_are_compiled
 from raydfl.core.tensors import Layout
 from raydfl.core.types import Ratio, Tensors, Update
-from raydfl.rules._weights import absent, divided, flat, total_of, weight_of
+from raydfl.rules._tensor_sum import Part, TensorSum
+from raydfl.rules._weights import Weight, absent, divided, flat, number_or_elements, total_of, weight_of
 
 
 @dataclasses.dataclass
@@ -125,9 +126,8 @@ class Group:
         """
         columns, shape = self.layout.columns(name), self.layout.shapes[self.layout.positions[name]]
         weights = [weight_of(self.updates[row], self.updates[row].weight, name, shape) for row in kept]
-        total = np.zeros(columns.stop - columns.start)
-        self._rows.add_to(total, weights, kept, columns.start)
-        return divided(total, total_of(weights), self.current.get(name))
+        total = self._sum(columns, shape, weights, kept)
+        return divided(total.total.reshape(shape), total.counted, self.current.get(name)).reshape(-1)
 
     def means(self, names: Sequence[str], kept: Sequence[int]) -> dict[str, np.ndarray]:
         """Compute :meth:`mean` of several tensors, faster: to the bit where sums are compiled or everybody is kept.
@@ -141,10 +141,12 @@ class Group:
             return {name: self.mean(name, kept) for name in names}
         parts = self.parts(names)
         if sums_are_compiled() or len(kept) == len(self.rows):
-            sums = [np.zeros(stop - start) for start, stop in parts]
-            for total, (start, _) in zip(sums, parts, strict=True):
-                self._rows.add_to(total, weights, kept, start)
-            means = np.concatenate([divided(total, weight, None) for total in sums])
+            sums, begin = np.zeros(sum(stop - start for start, stop in parts)), 0
+            for start, stop in parts:
+                self._rows.add_to(sums[begin : begin + stop - start], weights, kept, start)
+                begin += stop - start
+            sums /= weight
+            means = sums.astype(np.float32)
         else:
             # A power of two changes no digit; with weights below 1 the sum cannot overflow.
             shares = np.ldexp(weights, -math.frexp(weight)[1])
@@ -185,35 +187,48 @@ class Group:
             float32 [elements]; what nobody has any weight for is as the server has it, or 0.
         """
         if self._numbers is not None:
-            return self._average(slice(0, self.layout.size), self._numbers, factors, uniform, towards)
+            size = self.layout.size
+            return self._average(slice(0, size), (size,), self._numbers, factors, uniform, towards)
         vector = np.empty(self.layout.size, np.float32)
         for name, shape in zip(self.layout.names, self.layout.shapes, strict=True):
+            weights = [number_or_elements(update, update.weight, name, shape) for update in self.updates]
             columns = self.layout.columns(name)
-            weights = [weight_of(update, update.weight, name, shape) for update in self.updates]
-            vector[columns] = self._average(columns, weights, factors, uniform, towards)
+            vector[columns] = self._average(columns, shape, weights, factors, uniform, towards).reshape(-1)
         return vector
 
     def _average(
         self,
         columns: slice,
+        shape: tuple[int, ...],
         weights: Sequence[Weight],
         factors: Sequence[float] | np.ndarray,
         uniform: bool,
         towards: np.ndarray | None,
     ) -> np.ndarray:
-        """Compute :meth:`average` of some elements, from all clients' weights for them."""
+        """Compute :meth:`average` of some elements, taken as an array of that shape, from all clients' weights for them."""
         if uniform:
             weights = [np.sign(weight) for weight in weights]
         chosen = [position for position, factor in enumerate(factors) if factor > 0]
-        scaled = [float(factors[position]) * weights[position] for position in chosen]
-        total = np.zeros(columns.stop - columns.start)
-        self._rows.add_to(total, scaled, chosen, columns.start)
-        weight = total_of(scaled)
+        total = self._sum(columns, shape, [float(factors[row]) * weights[row] for row in chosen], chosen)
+        summed, counted = total.total.reshape(shape), total.counted
         if towards is not None:
             everything = total_of(weights)
-            total += (everything - weight) * towards[columns]
-            weight = everything
-        return divided(total, weight, self.server[columns])
+            summed += (everything - counted) * towards[columns].reshape(shape)
+            counted = everything
+        return divided(summed, counted, self.server[columns])
+
+    def _sum(
+        self, columns: slice, shape: tuple[int, ...], weights: Sequence[Weight], chosen: Sequence[int]
+    ) -> TensorSum:
+        """Add up some elements, taken as an array of that shape, of some clients with their weights for them."""
+        total = TensorSum(shape, np.zeros(columns.stop - columns.start))
+        if all(isinstance(weight, float) for weight in weights):
+            self._rows.add_to(total.total, weights, chosen, columns.start)
+            total.counted = total_of(weights)
+        else:
+            rows = (self.rows[row][columns].reshape(shape) for row in chosen)
+            total.add([Part(row, weight, None) for row, weight in zip(rows, weights, strict=True)])
+        return total
 
     def voters(self, fill: float | None = None) -> Voters:
         """Return the clients that have any weight, each with a value for every element.

@@ -8,12 +8,15 @@ from functools import reduce
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from raydfl.core.errors import RaydflError
-from raydfl.core.ops import Weight
 from raydfl.core.tensors import Layout
 from raydfl.core.types import Tensors, Update
+
+Weight = float | np.ndarray
+"""How much the elements of a tensor count: one number, or floats that broadcast to its shape."""
 
 
 def total_of(weights: Sequence[Any], start: Any = 0.0) -> Any:
@@ -29,20 +32,30 @@ def divided(total: np.ndarray, weight: Weight, current: Tensor | np.ndarray | No
         weight: a number, or what broadcasts to that shape.
         current: as many elements, in any shape.
     """
-    if isinstance(weight, float) and weight > 0:
-        return np.asarray(total / weight, np.float32)
-    result = np.zeros(total.shape)
-    if current is not None:
+    counts, result = np.asarray(weight), np.empty(total.shape, np.float32)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        np.divide(total, counts, out=result, dtype=np.float64, casting="same_kind")
+    if not counts.all():
         known = current.detach().cpu().numpy() if isinstance(current, Tensor) else current
-        result[...] = known.reshape(total.shape)
-    np.divide(total, weight, out=result, where=np.asarray(weight) > 0)
-    return result.astype(np.float32)
+        np.copyto(result, 0 if known is None else known.reshape(total.shape), "same_kind", where=counts == 0)
+    return result
 
 
 def number_or_elements(
     update: Update, weight: float | Mapping[str, float | Tensor], name: str, shape: tuple[int, ...]
-) -> float | np.ndarray:
+) -> Weight:
     """Return the weight of one tensor of an update, checked: a number, or float64 that broadcasts to the tensor's ``shape``."""
+    found = weight_of(update, weight, name, shape)
+    return found if isinstance(found, float) else found.astype(np.float64, copy=False)
+
+
+def weight_of(
+    update: Update, weight: float | Mapping[str, float | Tensor], name: str, shape: tuple[int, ...]
+) -> Weight:
+    """Return the weight of one tensor of an update, checked: a number, or an array that broadcasts to the tensor's ``shape``.
+
+    The array is float32 or float64, and has 1 in place of a size over which the given one was only stretched.
+    """
     what = f"client {update.client_id!r}: the weight of its update"
     value: float | Tensor
     if isinstance(weight, Mapping):
@@ -58,8 +71,12 @@ def number_or_elements(
             raise RaydflError(
                 f"{what} has shape {given}, the tensor has {shape}; one number does for all too, and 1 in place of a size"
             )
-        elements: np.ndarray = value.detach().cpu().double().numpy()
-        if not (np.isfinite(elements).all() and (elements >= 0).all()):
+        value = value.detach().cpu()
+        value = value if value.dtype in (torch.float32, torch.float64) else value.double()
+        elements: np.ndarray = value[tuple(slice(1 if step == 0 else None) for step in value.stride())].numpy()
+        if elements.size and not (
+            elements.min() >= 0 and elements.max() < np.inf
+        ):  # also where something is not a number
             raise RaydflError(f"{what} has elements that are negative or not finite; 0 leaves an element out")
         return elements
     try:
@@ -69,14 +86,6 @@ def number_or_elements(
     if not 0 <= number < np.inf:
         raise RaydflError(f"{what} is {number}; it has to be finite and not negative, and 0 leaves the client out")
     return number
-
-
-def weight_of(
-    update: Update, weight: float | Mapping[str, float | Tensor], name: str, shape: tuple[int, ...]
-) -> Weight:
-    """Return the weight of one tensor of an update, checked: a number, or float64 [elements] with one for each."""
-    found = number_or_elements(update, weight, name, shape)
-    return found if isinstance(found, float) else np.broadcast_to(found, shape).reshape(-1)
 
 
 def absent(update: Update, layout: Layout) -> np.ndarray | None:
@@ -89,7 +98,7 @@ def absent(update: Update, layout: Layout) -> np.ndarray | None:
         return None if weight_of(update, update.weight, "", ()) > 0 else np.ones(layout.size, bool)
     mask = np.empty(layout.size, bool)
     for name, shape in zip(layout.names, layout.shapes, strict=True):
-        mask[layout.columns(name)] = np.equal(weight_of(update, update.weight, name, shape), 0)
+        mask[layout.columns(name)].reshape(shape)[...] = np.equal(weight_of(update, update.weight, name, shape), 0)
     return mask if mask.any() else None
 
 

@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import rounds
 import torch
-from digits import spoken_and_written
+from digits import idx, spoken_and_written
 from peers.bare import FedAvg, FedMLAC, ModalityMirror
 from peers.turns import Process
 from peers.work import Work
@@ -34,13 +35,24 @@ def data(feature_cache: Path) -> dict[str, Any]:
     }
 
 
-LOOPS = {"crnn_lite": FedAvg, "fedmlac": FedMLAC, "split_cnn": FedAvg, "modality_mirror": ModalityMirror}
+@pytest.fixture
+def pictures(tmp_path: Path, feature_cache: Path) -> dict[str, Any]:
+    """Noise as images of digits, 22 or 23 to train with for each of fourteen clients."""
+    rng = np.random.default_rng(0)
+    for kind, shape, end in (("images-idx3", (420, 28, 28), 256), ("labels-idx1", (420,), 10)):
+        (tmp_path / f"t10k-{kind}-ubyte").write_bytes(idx(rng.integers(0, end, shape, dtype=np.uint8)))
+    return rounds.mnist(tmp_path) | {"cache": str(feature_cache), "partition": {"by": "iid", "clients": 14}}
+
+
+LOOPS = {"crnn_lite": FedAvg, "fedmlac": FedMLAC, "cnn": FedAvg, "split_cnn": FedAvg, "modality_mirror": ModalityMirror}
 
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_bare_loop_and_raydfl_end_at_one_model(
-    name: str, data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
+    if name == "cnn":
+        data = request.getfixturevalue("pictures")
     if name == rounds.MIRROR:  # a round in each of its phases
         monkeypatch.setattr(rounds, "FIRST_ROUNDS", 1)
         spoken_and_written(tmp_path, takes=30)
@@ -67,11 +79,12 @@ def test_bare_loop_and_raydfl_end_at_one_model(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [("2 processes",), ("Flower", "pfl")])
+@pytest.mark.parametrize("work", ["crnn_lite", "crnn_base", "cnn"])
+@pytest.mark.parametrize("words", [("bare loop, 2 processes",), tuple(rounds.PEER_COMMANDS)], ids=["bare", "peers"])
 def test_contestants_in_other_processes_end_at_the_bare_loops_model(
-    words: tuple[str, ...], data: dict[str, Any], tmp_path: Path
+    words: tuple[str, ...], work: str, data: dict[str, Any], pictures: dict[str, Any], tmp_path: Path
 ) -> None:
-    known = rounds.contestants("crnn_lite", data, tmp_path, rounds.WARM_UP + ROUNDS)
+    known = rounds.contestants(work, pictures if work == "cnn" else data, tmp_path, rounds.WARM_UP + ROUNDS)
     chosen = rounds.choose(known, words)
     if len(chosen) == 1:
         pytest.skip("not installed: make bench-peers")

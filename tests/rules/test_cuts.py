@@ -72,6 +72,14 @@ def test_means_add_slices_at_their_place() -> None:
                 np.testing.assert_array_equal(found[name].numpy(), expected)
 
 
+@pytest.mark.usefixtures("sums")
+def test_a_cut_that_leaves_nothing_changes_nothing() -> None:
+    empty = Update({"net/a.weight": torch.zeros(4, 0, 2)}, 3.0, cuts={"net/a.weight": Cut([None, [], None])})
+    for rest in ([], [Update({"net/a.weight": torch.ones(SHAPES["net/a.weight"])}, 2.0)]):
+        found, expected = (WeightedMean()(iter(each), SERVER).tensors["global"] for each in ([empty, *rest], rest))
+        assert torch.equal(found["net/a.weight"], expected["net/a.weight"])
+
+
 def whole_by_hand(update: Update) -> Update:
     """The same update as a client would send it that knows of no cuts: the server's values, with weight 0 where it has none."""
     tensors, weights = {}, {}

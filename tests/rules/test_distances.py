@@ -38,7 +38,7 @@ def test_several_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = cohort(9, 5000)
     whole = ClientVectors(list(matrix)).pairwise()
     monkeypatch.setattr(rows, "_BLOCK", 9 * 70)
-    monkeypatch.setattr(rows, "_STRIP", 130)
+    monkeypatch.setattr(rows, "STRIP", 130)
     monkeypatch.setattr(rows, "_SORTED", 9 * 33)
     np.testing.assert_allclose(ClientVectors(list(matrix)).pairwise(), whole, rtol=1e-5)
     exact = ((matrix.astype(float) - 1) ** 2).sum(axis=1)

@@ -75,13 +75,6 @@ def test_long_vectors_are_added_to_the_same_bits_at_once_and_in_turns() -> None:
     np.testing.assert_array_equal(in_turns, wanted)
 
 
-def test_a_weight_for_each_element_may_stand_beside_plain_numbers() -> None:
-    sent, each = vectors(3, 50_000), np.random.default_rng(1).uniform(size=50_000)
-    total = np.zeros(50_000)
-    ClientVectors(sent).add_to(total, [2.0, each, 0.0])
-    np.testing.assert_array_equal(total, 2.0 * sent[0].astype(np.float64) + each * sent[1])
-
-
 @pytest.mark.parametrize(("count", "elements"), [(2, 1), (3, 7), (5, 4099), (12, 70_001), (300, 513)])
 @pytest.mark.parametrize("mean", [0.0, 30.0])
 def test_deviations_are_distances_to_the_mean(count: int, elements: int, mean: float) -> None:
@@ -203,6 +196,7 @@ def test_operators_built_from_older_sources_are_left_aside(monkeypatch: pytest.M
 
 
 ROW, TOTAL = torch.zeros(5), torch.zeros(4, dtype=torch.float64)
+KEPT, ONE = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.float64)
 
 
 @needs_compiled
@@ -215,6 +209,20 @@ ROW, TOTAL = torch.zeros(5), torch.zeros(4, dtype=torch.float64)
         (lambda found: found.add_weighted(TOTAL.float(), [ROW], [1.0], 0), "contiguous float64 vector"),
         (lambda found: found.add_weighted(TOTAL, [ROW], [1.0, 2.0], 0), "1 rows need as many weights"),
         (lambda found: found.add_weighted(TOTAL, [ROW], [1.0], -1), "start"),
+        (lambda found: found.add_slices(TOTAL, 3, [ROW], [KEPT], [ONE], [KEPT], [1]), "has no 3 rows"),
+        (lambda found: found.add_slices(TOTAL, 2, [ROW], [KEPT + 2], [ONE], [KEPT], [1]), "row or column 2"),
+        (lambda found: found.add_slices(TOTAL, 2, [ROW], [KEPT], [ONE], [KEPT - 1], [1]), "row or column -1"),
+        (lambda found: found.add_slices(TOTAL, 2, [ROW], [KEPT], [ONE], [KEPT], [1]), "float32 vector of 1 elements"),
+        (
+            lambda found: found.add_slices(TOTAL, 2, [], [KEPT], [TOTAL], [KEPT], [1]),
+            "one float64 weight, or one for each",
+        ),
+        (lambda found: found.add_slices(TOTAL, 2, [], [KEPT], [ONE], [KEPT], [3]), "no columns of 3"),
+        (lambda found: found.add_slices(TOTAL, 2, [], [KEPT], [ONE], [], [1]), "each slice needs"),
+        (lambda found: found.add_elements(TOTAL, ONE, [ROW], [TOTAL]), "cannot be counted in 1"),
+        (lambda found: found.add_elements(TOTAL, TOTAL, [ROW], [ROW, ROW]), "as many weights"),
+        (lambda found: found.add_elements(TOTAL, TOTAL, [ROW], [KEPT]), "float32 or float64"),
+        (lambda found: found.add_elements(TOTAL, TOTAL, [ROW], [ONE]), "at least 4 elements"),
         (lambda found: found.squared_deviations([ROW], [0], [6]), "at least 6 elements"),
         (lambda found: found.squared_deviations([ROW], [0, 1], [6]), "as many starts as stops"),
         (lambda found: found.squared_deviations([ROW], [-1], [2]), "a part"),

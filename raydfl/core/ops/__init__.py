@@ -24,7 +24,8 @@ from raydfl.core.ops.dropout import Dropout, random_state, uniform
 from raydfl.core.ops.gru import GRU, gru
 from raydfl.core.ops.images import Conv2d, conv2d, group_norm, relu_pool
 from raydfl.core.ops.mean import mean_over_time
-from raydfl.core.ops.sums import ClientVectors, Parts, Weight, sums_are_compiled
+from raydfl.core.ops.slices import Slice, add_elements, add_slices
+from raydfl.core.ops.sums import ClientVectors, Parts, sums_are_compiled
 
 __all__ = [
     "GRU",
@@ -33,7 +34,9 @@ __all__ = [
     "Conv2d",
     "Dropout",
     "Parts",
-    "Weight",
+    "Slice",
+    "add_elements",
+    "add_slices",
     "compiled",
     "conv1d",
     "conv2d",

@@ -18,12 +18,10 @@ import torch
 
 from raydfl.core.ops._backend import compiled_for
 
-Weight = float | np.ndarray
-"""How much one client's elements count: one number, or float64 [elements] with one for each."""
 Parts = Sequence[tuple[int, int]]
 """First element, and first beyond, of ranges of a vector."""
 
-_STRIP = 32_768  # elements of one vector worked on at a time: as float64 (256 KiB) they stay in the second-level cache
+STRIP = 32_768  # elements of one vector worked on at a time: as float64 (256 KiB) they stay in the second-level cache
 _SORTED = 2**18  # float32 elements of all vectors sorted at a time (1 MiB): they stay in the second-level cache
 _SAMPLE = 2**17  # differences of one pair of vectors after another, in all, that the choice of a centre may cost
 _BLOCK = 2**22  # float32 elements of all vectors copied at a time (16 MiB): they stay in the third-level cache
@@ -41,7 +39,17 @@ def sums_are_compiled() -> bool:
 @cache
 def _built() -> bool:
     """Return whether the loaded operators have these sums too: those built from older sources do not."""
-    return hasattr(torch.ops.raydfl, "add_weighted")
+    return hasattr(torch.ops.raydfl, "add_slices")
+
+
+def as_tensors(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+    """Return the arrays' memory as tensors, for operators that only read."""
+    if all(array.flags.writeable for array in arrays):
+        return [torch.from_numpy(array) for array in arrays]
+    with warnings.catch_warnings():
+        # What torch says about arrays that are not writeable does not concern them.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
+        return [torch.from_numpy(array) for array in arrays]
 
 
 class ClientVectors:
@@ -53,13 +61,10 @@ class ClientVectors:
         self._tensors: list[torch.Tensor] = []
         self._memory = np.empty(0, np.float32)
         if sums_are_compiled():
-            with warnings.catch_warnings():
-                # The operators only read: what torch says about arrays that are not writeable does not concern them.
-                warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
-                self._tensors = [torch.from_numpy(vector) for vector in vectors]
+            self._tensors = as_tensors(vectors)
 
     def add_to(
-        self, total: np.ndarray, weights: Sequence[Weight], chosen: Sequence[int] | None = None, start: int = 0
+        self, total: np.ndarray, weights: Sequence[float], chosen: Sequence[int] | None = None, start: int = 0
     ) -> None:
         """Add ``weights[0] * vectors[0] + ...`` to ``total`` in float64, one after another.
 
@@ -73,17 +78,17 @@ class ClientVectors:
             start: where in the vectors the elements begin.
         """
         chosen = range(len(self.vectors)) if chosen is None else chosen
-        if self._tensors and not any(isinstance(weight, np.ndarray) for weight in weights):
+        if self._tensors:
             rows = [self._tensors[row] for row in chosen]
             torch.ops.raydfl.add_weighted(torch.from_numpy(total), rows, weights, start)
             return
-        scratch = np.empty(min(_STRIP, len(total)))
-        for begin in range(0, len(total), _STRIP):
-            strip = slice(begin, min(begin + _STRIP, len(total)))
+        scratch = np.empty(min(STRIP, len(total)))
+        for begin in range(0, len(total), STRIP):
+            strip = slice(begin, min(begin + STRIP, len(total)))
             part, sums = scratch[: strip.stop - begin], total[strip]
             for row, weight in zip(chosen, weights, strict=True):
                 part[:] = self.vectors[row][start + begin : start + strip.stop]
-                part *= weight[strip] if isinstance(weight, np.ndarray) else weight
+                part *= weight
                 np.add(sums, part, out=sums)
 
     def squared_deviations(self, parts: Parts) -> np.ndarray:
@@ -134,13 +139,13 @@ class ClientVectors:
     def _squared_distances(self, point: np.ndarray, dtype: type[np.floating]) -> np.ndarray:
         """Compute :meth:`squared_distances` with the differences in the given precision."""
         squares = np.zeros(len(self.vectors))
-        apart = np.empty(min(_STRIP, len(point)), dtype)
+        apart = np.empty(min(STRIP, len(point)), dtype)
         with np.errstate(over="ignore", invalid="ignore"):
-            for begin in range(0, len(point), _STRIP):
-                there = point[begin : begin + _STRIP].astype(dtype, copy=False)
+            for begin in range(0, len(point), STRIP):
+                there = point[begin : begin + STRIP].astype(dtype, copy=False)
                 part = apart[: len(there)]
                 for row, vector in enumerate(self.vectors):
-                    np.subtract(vector[begin : begin + _STRIP], there, out=part)
+                    np.subtract(vector[begin : begin + STRIP], there, out=part)
                     squares[row] += np.dot(part, part)
         return squares
 

@@ -1,4 +1,4 @@
-// Sums over many clients' vectors, each vector read at the speed of memory; what raydfl/rows.py says about them holds here.
+// Sums over many clients' vectors, each vector read at the speed of memory; what raydfl/core/ops/sums.py says about them holds here.
 //
 // Work goes strip by strip: what is summed up stays in the first-level cache while the clients' strips stream past it.
 // Each element is one chain of operations in client order, and products are rounded before they are added (the
@@ -19,7 +19,15 @@
 namespace raydfl {
 namespace {
 
+// Four numbers that the compiler computes with at once; in memory they may lie anywhere.
+typedef double Quad __attribute__((vector_size(32), aligned(8), may_alias));
+#define RAYDFL_QUAD_AT(place) (*reinterpret_cast<const Quad*>(place))
+#define RAYDFL_WIDENED(place) \
+  Quad{static_cast<double>((place)[0]), static_cast<double>((place)[1]), static_cast<double>((place)[2]), \
+       static_cast<double>((place)[3])}
+
 constexpr int64_t kStrip = 4096;            // elements: as float64 they fill a first-level cache of 32 KiB
+constexpr int64_t kHalf = kStrip / 2;        // where there are two totals
 constexpr int64_t kCached = 128 * 1024;     // float32 elements of all clients: half of a second-level cache of 1 MiB
 constexpr int64_t kLanes = 8;               // partial sums of squares of a client
 
@@ -83,6 +91,35 @@ void add_squares(double* __restrict lanes, const float* __restrict row, const do
   std::copy(sums, sums + kLanes, lanes);
 }
 
+// The same for four rows at a time, so that each mean is read once for all of them; each row's sums are those of add_squares.
+// The rows' next elements are asked for on the way: they come from memory while these are computed with.
+RAYDFL_FOR_EACH_CPU
+void add_four_squares(double* lanes, const float* const* rows, const double* mean, int64_t elements, int64_t following) {
+  Quad low[4], high[4];
+  for (int64_t row = 0; row < 4; ++row) {
+    low[row] = RAYDFL_QUAD_AT(lanes + row * kLanes);
+    high[row] = RAYDFL_QUAD_AT(lanes + row * kLanes + 4);
+  }
+  int64_t i = 0;
+  for (; i + kLanes <= elements; i += kLanes) {
+    const Quad mean_low = RAYDFL_QUAD_AT(mean + i), mean_high = RAYDFL_QUAD_AT(mean + i + 4);
+    const bool ask = i % 16 == 0 && i < following;
+    for (int64_t row = 0; row < 4; ++row) {
+      const float* const here = rows[row] + i;
+      if (ask) __builtin_prefetch(here + elements);
+      const Quad from_low = RAYDFL_WIDENED(here) - mean_low, from_high = RAYDFL_WIDENED(here + 4) - mean_high;
+      low[row] += from_low * from_low;
+      high[row] += from_high * from_high;
+    }
+  }
+  for (int64_t row = 0; row < 4; ++row) {
+    double* const own = lanes + row * kLanes;
+    *reinterpret_cast<Quad*>(own) = low[row];
+    *reinterpret_cast<Quad*>(own + 4) = high[row];
+    if (i < elements) add_squares(own, rows[row] + i, mean + i, elements - i);
+  }
+}
+
 // The rows' memory, after a check that all of them hold the elements up to `stop`.
 std::vector<const float*> memory_of(at::TensorList rows, int64_t stop) {
   std::vector<const float*> memory;
@@ -95,10 +132,46 @@ std::vector<const float*> memory_of(at::TensorList rows, int64_t stop) {
   return memory;
 }
 
-void add_weighted(const at::Tensor& total, at::TensorList rows, at::ArrayRef<double> weights, int64_t start) {
-  const int64_t elements = total.numel();
+// Stretches of one row of a total, each a first column and a number of columns; the values have only these columns.
+RAYDFL_FOR_EACH_CPU
+void add_stretches(double* __restrict total, const float* __restrict values, double weight, const int64_t* stretches,
+                   int64_t count) {
+  for (int64_t stretch = 0; stretch < count; ++stretch) {
+    double* const sums = total + stretches[2 * stretch];
+    const int64_t columns = stretches[2 * stretch + 1];
+    for (int64_t i = 0; i < columns; ++i) sums[i] += weight * static_cast<double>(values[i]);
+    values += columns;
+  }
+}
+
+RAYDFL_FOR_EACH_CPU
+void add_to_stretches(double* total, double weight, const int64_t* stretches, int64_t count) {
+  for (int64_t stretch = 0; stretch < count; ++stretch) {
+    double* const sums = total + stretches[2 * stretch];
+    for (int64_t i = 0; i < stretches[2 * stretch + 1]; ++i) sums[i] += weight;
+  }
+}
+
+// total += weight * row and counted += weight, element by element.
+template <typename Weight>
+RAYDFL_FOR_EACH_CPU
+void add_each(double* __restrict total, double* __restrict counted, const float* __restrict row,
+                                  const Weight* __restrict weights, int64_t elements) {
+  for (int64_t i = 0; i < elements; ++i) {
+    const double weight = static_cast<double>(weights[i]);
+    total[i] += weight * static_cast<double>(row[i]);
+    counted[i] += weight;
+  }
+}
+
+void check_total(const at::Tensor& total) {
   TORCH_CHECK(total.scalar_type() == at::kDouble && total.dim() == 1 && total.is_contiguous(),
               "raydfl: the total has to be a contiguous float64 vector");
+}
+
+void add_weighted(const at::Tensor& total, at::TensorList rows, at::ArrayRef<double> weights, int64_t start) {
+  const int64_t elements = total.numel();
+  check_total(total);
   TORCH_CHECK(weights.size() == rows.size(), "raydfl: ", rows.size(), " rows need as many weights, not ", weights.size());
   TORCH_CHECK(start >= 0, "raydfl: the start ", start, " is before the rows' first element");
   std::vector<const float*> strips = memory_of(rows, start + elements);
@@ -110,6 +183,151 @@ void add_weighted(const at::Tensor& total, at::TensorList rows, at::ArrayRef<dou
     for (; row + 4 <= strips.size(); row += 4) add_four(sums + done, &strips[row], &weights[row], now);
     for (; row < strips.size(); ++row) add_one(sums + done, strips[row], weights[row], now);
     for (const float*& strip : strips) strip += now;
+  }
+}
+
+// A client's slice of a total that is a matrix: rows of it that the slice has, and columns.
+struct Slice {
+  struct Row {
+    int64_t there, here;  // in the total and in the values
+    double weight;
+  };
+  const float* values = nullptr;    // [rows of the slice, width]; none: 1 everywhere
+  std::vector<Row> rows;            // ascending in the total, without those of weight 0
+  std::vector<int64_t> stretches;   // pairs: first column of the total and number of columns
+  int64_t width = 0;
+  bool whole = false;               // whether it has all columns
+};
+
+// The numbers in a vector of int64, or none for all from 0 on.
+const int64_t* kept_of(const at::Tensor& kept, int64_t size) {
+  TORCH_CHECK(kept.scalar_type() == at::kLong && kept.dim() == 1 && kept.is_contiguous(),
+              "raydfl: the rows and columns of a slice have to be contiguous vectors of int64");
+  if (kept.numel() == 0) return nullptr;
+  const int64_t* const numbers = kept.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < kept.numel(); ++i)
+    TORCH_CHECK(numbers[i] >= 0 && numbers[i] < size, "raydfl: row or column ", numbers[i],
+                " of a slice is outside of the total's ", size);
+  return numbers;
+}
+
+Slice slice_of(const at::Tensor* values, const at::Tensor& rows, const at::Tensor& weights, const at::Tensor& columns,
+               int64_t height, int64_t width, int64_t unit) {
+  Slice slice;
+  const int64_t* const kept_rows = kept_of(rows, height);
+  const int64_t count = kept_rows ? rows.numel() : height;
+  TORCH_CHECK(weights.scalar_type() == at::kDouble && weights.dim() == 1 && weights.is_contiguous() &&
+                  (weights.numel() == count || weights.numel() == 1),
+              "raydfl: a slice needs one float64 weight, or one for each of its rows");
+  const double* const weight = weights.const_data_ptr<double>();
+  slice.rows.reserve(count);
+  for (int64_t i = 0; i < count; ++i) {
+    const double own = weight[weights.numel() == 1 ? 0 : i];
+    if (own != 0) slice.rows.push_back({kept_rows ? kept_rows[i] : i, i, own});
+  }
+  const auto before = [](const Slice::Row& a, const Slice::Row& b) { return a.there < b.there; };
+  if (!std::is_sorted(slice.rows.begin(), slice.rows.end(), before)) std::sort(slice.rows.begin(), slice.rows.end(), before);
+  TORCH_CHECK(unit > 0 && width % unit == 0, "raydfl: a row of ", width, " elements has no columns of ", unit);
+  if (const int64_t* const kept_columns = kept_of(columns, width / unit)) {
+    for (int64_t i = 0; i < columns.numel(); ++i) {
+      if (i > 0 && kept_columns[i] == kept_columns[i - 1] + 1) {
+        slice.stretches.back() += unit;
+      } else {
+        slice.stretches.push_back(kept_columns[i] * unit);
+        slice.stretches.push_back(unit);
+      }
+    }
+    slice.width = columns.numel() * unit;
+  } else {
+    slice.stretches = {0, width};
+    slice.width = width;
+  }
+  slice.whole = slice.stretches.size() == 2 && slice.width == width;
+  if (values != nullptr) {
+    TORCH_CHECK(values->scalar_type() == at::kFloat && values->dim() == 1 && values->is_contiguous() &&
+                    values->numel() == count * slice.width,
+                "raydfl: the values of a slice have to be a contiguous float32 vector of ", count * slice.width, " elements");
+    slice.values = values->const_data_ptr<float>();
+  }
+  return slice;
+}
+
+// Row by row of the total, so that what is summed up stays in the cache; each element is summed in client order.
+void add_slices(const at::Tensor& total, int64_t height, at::TensorList values, at::TensorList rows, at::TensorList weights,
+                at::TensorList columns, at::IntArrayRef units) {
+  check_total(total);
+  TORCH_CHECK(height > 0 && total.numel() % height == 0, "raydfl: a total of ", total.numel(), " elements has no ", height,
+              " rows");
+  const size_t count = rows.size();
+  TORCH_CHECK(count == weights.size() && count == columns.size() && count == units.size() &&
+                  (values.empty() || count == values.size()),
+              "raydfl: each slice needs rows, weights, columns and a unit, and values if others have some");
+  const int64_t width = total.numel() / height;
+  std::vector<Slice> slices;
+  for (size_t i = 0; i < count; ++i)
+    slices.push_back(
+        slice_of(values.empty() ? nullptr : &values[i], rows[i], weights[i], columns[i], height, width, units[i]));
+  std::vector<size_t> next(count, 0);
+  std::vector<const float*> waiting;  // rows with all columns, which are added four at a time
+  std::vector<double> counted;
+  for (int64_t row = 0; row < height; ++row) {
+    double* const sums = total.data_ptr<double>() + row * width;
+    const auto add_waiting = [&] {
+      size_t i = 0;
+      for (; i + 4 <= waiting.size(); i += 4) add_four(sums, &waiting[i], &counted[i], width);
+      for (; i < waiting.size(); ++i) add_one(sums, waiting[i], counted[i], width);
+      waiting.clear();
+      counted.clear();
+    };
+    for (size_t i = 0; i < count; ++i) {
+      const Slice& slice = slices[i];
+      for (; next[i] < slice.rows.size() && slice.rows[next[i]].there == row; ++next[i]) {
+        const Slice::Row& own = slice.rows[next[i]];
+        const int64_t stretches = static_cast<int64_t>(slice.stretches.size()) / 2;
+        if (slice.values == nullptr) {
+          add_to_stretches(sums, own.weight, slice.stretches.data(), stretches);
+        } else if (slice.whole) {
+          waiting.push_back(slice.values + own.here * width);
+          counted.push_back(own.weight);
+        } else {
+          add_waiting();
+          add_stretches(sums, slice.values + own.here * slice.width, own.weight, slice.stretches.data(), stretches);
+        }
+      }
+    }
+    add_waiting();
+  }
+}
+
+template <typename Weight>
+void add_elements_of(const at::Tensor& total, const at::Tensor& counted, std::vector<const float*> strips,
+                     at::TensorList weights) {
+  std::vector<const Weight*> their;
+  for (const at::Tensor& each : weights) their.push_back(each.const_data_ptr<Weight>());
+  for (int64_t done = 0; done < total.numel(); done += kHalf) {
+    const int64_t now = std::min(kHalf, total.numel() - done);
+    for (size_t row = 0; row < strips.size(); ++row)
+      add_each(total.data_ptr<double>() + done, counted.data_ptr<double>() + done, strips[row] + done, their[row] + done, now);
+  }
+}
+
+void add_elements(const at::Tensor& total, const at::Tensor& counted, at::TensorList rows, at::TensorList weights) {
+  check_total(total);
+  check_total(counted);
+  const int64_t elements = total.numel();
+  TORCH_CHECK(counted.numel() == elements, "raydfl: ", elements, " elements cannot be counted in ", counted.numel());
+  TORCH_CHECK(rows.size() == weights.size(), "raydfl: ", rows.size(), " rows need as many weights, not ", weights.size());
+  if (rows.empty()) return;
+  const at::ScalarType type = weights[0].scalar_type();
+  TORCH_CHECK(type == at::kFloat || type == at::kDouble, "raydfl: the weights have to be float32 or float64");
+  for (const at::Tensor& each : weights)
+    TORCH_CHECK(each.scalar_type() == type && each.dim() == 1 && each.is_contiguous() && each.numel() >= elements,
+                "raydfl: the weights of every row have to be a contiguous vector of at least ", elements,
+                " elements, all of one type");
+  if (type == at::kFloat) {
+    add_elements_of<float>(total, counted, memory_of(rows, elements), weights);
+  } else {
+    add_elements_of<double>(total, counted, memory_of(rows, elements), weights);
   }
 }
 
@@ -131,11 +349,10 @@ at::Tensor squared_deviations(at::TensorList rows, at::IntArrayRef starts, at::I
       add_all(mean.data(), strips.data(), strips.size(), now);
       for (double& value : mean) value /= static_cast<double>(clients);
       const int64_t following = std::min(strip, stops[part] - start - now);
-      for (size_t row = 0; row < strips.size(); ++row) {
-        // These strips are in the cache by now: while they are computed with, memory brings the next ones.
-        for (int64_t i = 0; i < following; i += 16) __builtin_prefetch(strips[row] + now + i, 0, 2);
-        add_squares(&lanes[row * kLanes], strips[row], mean.data(), now);
-      }
+      size_t row = 0;
+      for (; row + 4 <= strips.size(); row += 4)
+        add_four_squares(&lanes[row * kLanes], &strips[row], mean.data(), now, following);
+      for (; row < strips.size(); ++row) add_squares(&lanes[row * kLanes], strips[row], mean.data(), now);
     }
   }
   at::Tensor squares = at::empty({clients}, at::kDouble);
@@ -152,10 +369,16 @@ at::Tensor squared_deviations(at::TensorList rows, at::IntArrayRef starts, at::I
 
 TORCH_LIBRARY_FRAGMENT(raydfl, library) {
   library.def("add_weighted(Tensor(a!) total, Tensor[] rows, float[] weights, int start) -> ()");
+  library.def(
+      "add_slices(Tensor(a!) total, int height, Tensor[] values, Tensor[] rows, Tensor[] weights, Tensor[] columns, "
+      "int[] units) -> ()");
+  library.def("add_elements(Tensor(a!) total, Tensor(b!) counted, Tensor[] rows, Tensor[] weights) -> ()");
   library.def("squared_deviations(Tensor[] rows, int[] starts, int[] stops) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(raydfl, CPU, library) {
   library.impl("add_weighted", raydfl::add_weighted);
+  library.impl("add_slices", raydfl::add_slices);
+  library.impl("add_elements", raydfl::add_elements);
   library.impl("squared_deviations", raydfl::squared_deviations);
 }
