@@ -223,7 +223,7 @@ class Group:
         """Add up some elements, taken as an array of that shape, of some clients with their weights for them."""
         total = TensorSum(shape, np.zeros(columns.stop - columns.start))
         if all(isinstance(weight, float) for weight in weights):
-            self._rows.add_to(total.total, weights, chosen, columns.start)
+            self._rows.add_to(total.total, cast("Sequence[float]", weights), chosen, columns.start)
             total.counted = total_of(weights)
         else:
             rows = (self.rows[row][columns].reshape(shape) for row in chosen)

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 
@@ -58,7 +58,7 @@ class TensorSum:
         for kind, those in itertools.groupby(parts, lambda part: part.kind):
             alike = list(those)
             if kind == "number":
-                weights = [part.weight for part in alike]
+                weights = [cast(float, part.weight) for part in alike]
                 ClientVectors([part.values.reshape(-1) for part in alike]).add_to(self.total, weights)
                 self.counted = total_of(weights, self.counted)
             elif kind == "slice":
@@ -83,8 +83,9 @@ class TensorSum:
 
     def _add_elements(self, parts: Sequence[Part]) -> None:
         """Add whole tensors with a weight for each element."""
-        kind = np.float32 if all(part.weight.dtype == np.float32 for part in parts) else np.float64
-        weights = [part.weight.astype(kind, copy=False).reshape(-1) for part in parts]
+        given = [cast(np.ndarray, part.weight) for part in parts]
+        kind = np.float32 if all(weight.dtype == np.float32 for weight in given) else np.float64
+        weights = [weight.astype(kind, copy=False).reshape(-1) for weight in given]
         counted = self._counted(self.shape).reshape(-1)
         add_elements(self.total, counted, [part.values.reshape(-1) for part in parts], weights)
 
@@ -105,8 +106,8 @@ class TensorSum:
         now = np.asarray(self.counted)
         joint = np.broadcast_shapes(now.shape, tuple(sizes))
         if now.shape != joint:
-            self.counted = np.array(np.broadcast_to(now, joint), order="C")
-        return self.counted
+            self.counted = now = np.array(np.broadcast_to(now, joint), order="C")
+        return now
 
 
 def spread(cut: Cut, weight: Weight, shape: Sequence[int]) -> tuple[int, ...]:

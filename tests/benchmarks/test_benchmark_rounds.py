@@ -89,7 +89,8 @@ def test_contestants_in_other_processes_end_at_the_bare_loops_model(
     if len(chosen) == 1:
         pytest.skip("not installed: make bench-peers")
     seconds, differences = rounds.measure(chosen, turns=1, rounds=ROUNDS)
-    assert max(differences.values()) < 1e-6
+    # FedJAX's sums are XLA's, which rounds in another order than PyTorch.
+    assert all(found < (1e-5 if name.startswith("FedJAX") else 1e-6) for name, found in differences.items())
     assert all(len(times) == 1 and times[0] > 0 for times in seconds.values())
 
 
