@@ -103,7 +103,8 @@ def test_what_the_image_runs_is_done_in_a_virtual_environment(tmp_path: Path) ->
     subprocess.run([sys.executable, "-m", "venv", image], check=True)
     (site,) = image.glob("lib/python3.*/site-packages")
     (site / "behind.pth").write_text(sysconfig.get_path("purelib"))
-    subprocess.run([image / "bin" / "pip", "uninstall", "-q", "-y", "setuptools"], check=True)  # there is another behind it
+    # The environment's own setuptools would hide the one that PyTorch is content with.
+    subprocess.run([image / "bin" / "pip", "uninstall", "-q", "-y", "setuptools"], check=True)
     source = tmp_path / "source"
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in listed.splitlines():
@@ -119,6 +120,7 @@ def test_what_the_image_runs_is_done_in_a_virtual_environment(tmp_path: Path) ->
     home.mkdir()
     environment = os.environ | {"PATH": f"{image / 'bin'}:{os.environ['PATH']}", "RAY": ray.__version__}
     environment |= {"RAYDFL_CACHE": str(tmp_path / "cache"), "PIP_NO_INDEX": "1"}
+    environment.pop("PYTHONPATH", None)  # it is the installed raydfl that is run
     for line in DOCKERFILE.read_text().replace("\\\n", " ").splitlines():
         if line.startswith("RUN "):
             command = line.removeprefix("RUN ").replace("/tmp/raydfl", str(copied)).replace("/home/ray", str(home))
