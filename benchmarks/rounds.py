@@ -206,6 +206,8 @@ def contestants(work: str, data: Mapping[str, object], runs: Path, rounds: int) 
     }
     if work not in (MIRROR, "fedmlac"):
         known["bare loop, 2 processes"] = process("bare loop 3", sys.executable, "bare", "--processes", "2")
+        if work in OPTIONS:  # networks in which rounding grows fast
+            known["bare loop, other last digits"] = process("bare loop 4", sys.executable, "bare", "--rounding")
         if PEERS.exists() and WORKS[work]["model"] in ARCHITECTURES:
             for name, (module, *options) in PEER_COMMANDS.items():
                 known[name] = process(name.partition(",")[0], PEERS, module, *options)

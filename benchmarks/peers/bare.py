@@ -2,9 +2,10 @@
 
 Networks other than CRNNs are raydfl's, computed by PyTorch's own operations.
 
-    PYTHONPATH=benchmarks python -m peers.bare WORK [--threads 2] [--processes 2]
+    PYTHONPATH=benchmarks python -m peers.bare WORK [--threads 2] [--processes 2] [--rounding]
 
-With two processes each trains half of the cohort and the first adds up.
+With two processes each trains half of the cohort and the first adds up. With ``--rounding`` every first weight is another in its
+last digit: how far that leads is how far two exact programs may differ.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from raydfl import ops
 from raydfl.models import find_architecture
 
 State = dict[str, Tensor]
+_ROUNDING = 6e-8
+"""Half of the distance of a float32 from the next, relative to it."""
 
 
 class FedAvg:
@@ -246,6 +249,7 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--processes", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--rounding", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     work = Work.load(arguments.work)
@@ -261,6 +265,11 @@ def main() -> None:
         context.Process(target=help_with, args=(arguments.work, theirs), daemon=True).start()
         theirs.close()
         loop = FedAvg(work, ours)
+    if arguments.rounding:
+        random = torch.Generator().manual_seed(0)
+        for value in loop.weights.values():
+            if value.is_floating_point():
+                value.mul_(1 + _ROUNDING * torch.randn(value.shape, generator=random))
     serve(loop.run, lambda: loop.weights)
 
 
