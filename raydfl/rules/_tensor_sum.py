@@ -19,7 +19,7 @@ _STRIP = 32_768  # elements of a product that are worked on at a time: as float6
 
 @dataclass(frozen=True)
 class Part:
-    """What one client sent of a tensor."""
+    """A client's values of a tensor, as they were sent."""
 
     values: np.ndarray
     """float32, contiguous, of the shape that was sent."""
@@ -30,7 +30,7 @@ class Part:
 
     @property
     def kind(self) -> Literal["number", "slice", "elements", "other"]:
-        """How it is added."""
+        """The way in which it is added."""
         if isinstance(self.weight, float):
             return "slice" if self.cut else "number"
         if math.prod(self.weight.shape[1:]) == 1:
@@ -118,7 +118,7 @@ def spread(cut: Cut, weight: Weight, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class _Place:
-    """Where in the whole tensor a part lies whose weight depends on no dimension but the first."""
+    """A place in the whole tensor, that of a part whose weight depends on no dimension but the first."""
 
     def __init__(self, part: Part, shape: tuple[int, ...]) -> None:
         """See :class:`Part`; ``shape`` is the whole tensor's."""

@@ -60,7 +60,13 @@ def trained(config: Config, name: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("kind", "train", "after"),
-    [("wav2vec2-masked", "head", LAYERS), ("hubert", "1", LAYERS - 1), ("ast", "head", 1), ("whisper", "2", 0)],
+    [
+        ("hubert", "1", LAYERS - 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("wav2vec2-masked", "head", LAYERS), ("ast", "head", 1), ("whisper", "2", 0))
+        ),
+    ],
 )
 def test_computing_the_fixed_layers_once_gives_the_same_run(
     tiny: Tiny, folders: Any, kind: str, train: str, after: int
@@ -98,16 +104,20 @@ def test_a_head_on_pooled_tokens_is_logistic_regression(tiny: Tiny, folders: Any
     assert all(torch.equal(pooled[name], plain[name]) for name in plain), "the same draws and the same steps"
 
 
-def test_what_is_fixed_is_neither_sent_nor_trained_and_predict_and_export_know_it(
-    tiny: Tiny, folders: Any, tmp_path: Path
-) -> None:
-    folder = folders("hubert")
-    config = configured(tiny, folder, None, "models.model.hidden=4", seconds=0.25)
-    run = create(config, Progress("quiet"))
+def test_what_is_fixed_is_not_sent(tiny: Tiny, folders: Any) -> None:
+    run = create(config := configured(tiny, folders("hubert"), None, "models.model.hidden=4"), Progress("quiet"))
     finish_in(run, config)
     head = WIDTH * 4 + 4 + 4 * 3 + 3
     sent = [row["value"] for row in read_rows(run).to_pylist() if row["metric"] == "bytes_up"]
     assert sent == [3 * head * 4]
+
+
+@pytest.mark.slow
+def test_predict_and_export_know_what_is_fixed(tiny: Tiny, folders: Any, tmp_path: Path) -> None:
+    folder = folders("hubert")
+    config = configured(tiny, folder, None, "models.model.hidden=4", seconds=0.25)
+    run = create(config, Progress("quiet"))
+    finish_in(run, config)
     export(run, config)
     wave = (0.3 * np.sin(np.arange(4_000) * 2 * np.pi * 300 / 16_000)).astype(np.float32)
     soundfile.write(tmp_path / "clip.wav", wave, 16_000)

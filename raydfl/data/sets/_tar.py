@@ -1,4 +1,4 @@
-"""What lies where in a tar archive, without reading more than its headers."""
+"""Members of a tar archive and where they lie, without reading more than its headers."""
 
 from __future__ import annotations
 

@@ -158,14 +158,14 @@ def test_an_optimiser_at_the_server_leaves_the_clients_work_as_it_is() -> None:
 
 
 def combined(method: str, *, first: bool) -> list[Any]:
-    """A method with every family and kind of length; in the fast suite with one family of each kind, the first with all."""
+    """A method with every family and kind of length; in the fast suite with the one that asks for most, the first with all."""
     cases = []
     families = [
         family for family in FAMILIES if family != "linear" or not method.lower().startswith(PRUNING)
     ]  # nothing there to prune
     for family in families:
         for lengths in (False, True):
-            slow = not first and (family, lengths) not in (("mlp", False), ("crnn", True))
+            slow = not first and (family, lengths) != ("crnn", True)
             marks = [pytest.mark.slow] if slow else []
             place = f"{method}-{'lengths' if lengths else 'fixed'}-{family}"
             cases.append((family, lengths, place, marks))
