@@ -108,7 +108,7 @@ def main() -> None:
                 for number in range(files):
                     (root / f"shard-{number:05d}{one.suffix}").hardlink_to(one)
                 command = [sys.executable, __file__, "--one", kind, str(root), str(Path(folder) / f"cache-{size:g}")]
-                done = subprocess.run(command, check=True, capture_output=True, text=True)
+                done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
                 found = json.loads(done.stdout.splitlines()[-1])
                 read = files * one.stat().st_size / GB
                 print(
