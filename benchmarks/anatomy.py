@@ -1,4 +1,4 @@
-"""What the processor time of a round is made of, and how much of it is above what this processor could do at best.
+"""What the processor time of a round is made of, and what its products would take at the speed of one large product.
 
     python benchmarks/anatomy.py --root PATH/TO/fsdd [--works crnn_base crnn_lite --rounds 12]
 
@@ -8,8 +8,9 @@ The work is that of rounds.py. Two measurements, each in processes of its own:
   clock, so nothing else may run. What is left of the processor time of as many rounds without it is Python's and raydfl's own.
 - With a server actor and two client actors: the processor time of every process that belongs to them.
 
-Floor: the multiplications and additions of all matrix products and convolutions (counted from their shapes, the gradients' too) at
-the speed of a large product of matrices on one thread here. What else is done, activations above all, has no floor in this table.
+The last column: the multiplications and additions of all matrix products and convolutions (counted from their shapes, with the
+gradients') at the speed of ``torch.mm`` on one thread here. It is no floor: raydfl's kernels may be faster than that product, and
+Winograd's convolution has fewer of them. What else is done, activations above all, is not in it.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def operations(name: str, shapes: list[list[int]]) -> int:
 
 
 def alone(config: Path, rounds: int) -> None:
-    """Print, of rounds in this process, a line for each kind: its name, its ms a round, and its floor in ms."""
+    """Print, of rounds in this process, a line for each kind: name, ms a round, and ms of its products by torch.mm."""
     from raydfl import load_config
 
     torch.set_num_threads(1)
@@ -192,13 +193,17 @@ def main() -> None:
                 files[actors].write_text(to_yaml(config.model_dump(mode="json"), flow=False))
             command = [sys.executable, __file__, "--alone", str(files[0]), "--rounds", str(given.rounds)]
             lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-            rows = [(kind, float(took), float(floor)) for kind, took, floor in (line.split("\t") for line in lines)]
+            rows = [
+                (kind, float(took), float(products)) for kind, took, products in (line.split("\t") for line in lines)
+            ]
             *rows, (_, speed, _) = rows
             whole = sum(took for _, took, _ in rows)
-            print(f"\n| {work}, one process | ms | share | floor, ms |\n|---|---|---|---|")
-            for kind, took, floor in rows:
-                print(f"| {kind} | {took:.0f} | {took / whole:.0%} | {f'{floor:.0f}' if floor else ''} |")
-            print(f"| all | {whole:.0f} | | {sum(floor for *_, floor in rows):.0f}, at {speed / 1e9:.0f} GFLOP/s |")
+            print(f"\n| {work}, one process | ms | share | products at the speed of torch.mm, ms |\n|---|---|---|---|")
+            for kind, took, products in rows:
+                print(f"| {kind} | {took:.0f} | {took / whole:.0%} | {f'{products:.0f}' if products else ''} |")
+            print(
+                f"| all | {whole:.0f} | | {sum(products for *_, products in rows):.0f}, at {speed / 1e9:.0f} GFLOP/s |"
+            )
             print(f"\n| {work}, two client actors | ms |\n|---|---|")
             for name, took in with_ray(files[2], given.rounds).items():
                 print(f"| {name} | {took:.0f} |", flush=True)
