@@ -64,7 +64,7 @@ def write_recordings(
     for name, option in ((audio, "audio"), (rate, "rate"), (label, "label"), (group, "group")):
         if name is not None and name not in columns:
             raise DataError(f"{option}={name}: the dataset has no such column; {nearest(name, columns)}")
-    new = target.with_name(f"{target.name}.new")
+    new = target.with_name(f".{target.name}.raydfl-unfinished")  # a name that nobody else gives
     shutil.rmtree(new, ignore_errors=True)  # left by a process that was killed
     encoded = dataset.map(functools.partial(_encoded, audio=audio, rate=rate))
     options = encoded.context.execution_options

@@ -12,7 +12,6 @@ from typing import Any
 
 import grpc
 import ray
-from ray._private.authentication import authentication_token_setup
 
 from raydfl.cluster.resources import check_resources
 from raydfl.core.errors import ResourcesError, first_line
@@ -55,10 +54,19 @@ def _check_token(address: str) -> None:
             # With TLS, or whatever else: Ray itself knows better.
 
 
+def _sends_unasked() -> bool:
+    """Tell whether this Ray looks for a token where RAY_AUTH_MODE is not set; those before it do not, and have no word for it."""
+    try:
+        from ray._private.authentication import authentication_token_setup as setup
+    except ImportError:  # not a public module: a later Ray may have it elsewhere
+        return True
+    return hasattr(setup, "maybe_enable_token_auth_if_token_available")
+
+
 def current_token() -> tuple[str, str]:
     """Return the token that Ray would send, empty if nothing, and where it stands or why there is none. The order is Ray's."""
     mode = os.environ.get("RAY_AUTH_MODE")
-    if mode is None and not hasattr(authentication_token_setup, "maybe_enable_token_auth_if_token_available"):
+    if mode is None and not _sends_unasked():
         return "", f"Ray {ray.__version__} sends none as long as RAY_AUTH_MODE is not set"
     if mode is not None and mode.lower() != "token":
         return "", f"RAY_AUTH_MODE={mode} sends none"

@@ -25,7 +25,7 @@ Tokens = tuple[Tensor, Tensor | None]
 """Tokens float32 [batch, tokens, width], and how many count: int64 [batch], or ``None``: all."""
 
 _OWN_TOKENS = 2
-"""Of AST, before those of the patches: the class's and that of distillation."""
+"""Tokens of AST before those of the patches: the class's and that of distillation."""
 
 
 class Encoder(nn.Module):

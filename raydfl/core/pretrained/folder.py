@@ -25,7 +25,7 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 _LISTED = 5
 _ATTENTION = "sdpa"
-"""What transformers calls PyTorch's own attention."""
+"""Name of PyTorch's own attention in transformers."""
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ class PretrainedFeatures(Settings):
         """Return how many frames clips take in the cache, 0 where only the encoder knows: int64, of the shape of ``seconds``."""
         if self.after is not None:
             return np.full(seconds.shape, self.frames or 0, np.int64)
-        from raydfl.core.pretrained import EncoderFrontEnd
+        from raydfl.core.pretrained import EncoderFrontEnd  # PyTorch, as below
 
         front_end = EncoderFrontEnd(_read(self.folder), self.samples)
         samples = np.ceil(seconds * self.sample_rate).astype(np.int64)
@@ -140,7 +140,7 @@ class PretrainedFeatures(Settings):
         Raises:
             ConfigError: a file of the folder cannot be read.
         """
-        from raydfl.core.pretrained import encoder_digest
+        from raydfl.core.pretrained import encoder_digest  # PyTorch, as below
 
         try:
             return encoder_digest(self.folder)
@@ -180,7 +180,7 @@ class EncodedWave:
     """
 
     def __init__(self, settings: PretrainedFeatures) -> None:
-        from raydfl.core.pretrained import Encoder, EncoderFrontEnd
+        from raydfl.core.pretrained import Encoder, EncoderFrontEnd  # PyTorch, as above
 
         about = _read(settings.folder)
         self._settings, self._kind = settings, about.kind
@@ -195,7 +195,7 @@ class EncodedWave:
         """
         import torch
 
-        from raydfl.core.pretrained import pooled
+        from raydfl.core.pretrained import pooled  # PyTorch, as above
 
         found = self._front_end(wave)
         if self._encoder is None:

@@ -25,7 +25,7 @@ from raydfl.data.packed import cell_address, span_address
 LISTS = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 """Names of lists of files, which lie beside them."""
 FILE_NAME = "file_name"
-"""What the column with their names is called in such a list."""
+"""Name of the column of such a list that holds their names."""
 _MAGIC = b"ARROW1"
 """The beginning of an Arrow file with a footer."""
 _PLAIN = (pa.types.is_string, pa.types.is_large_string, pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating)
@@ -38,7 +38,7 @@ class Table:
     path: Path
     schema: pa.Schema
     features: Mapping[str, Mapping[str, Any]]
-    """What the library ``datasets`` says of its columns: ``_type``, ``names`` ..."""
+    """Types of its columns as the library ``datasets`` describes them: ``_type``, ``names`` ..."""
 
     @property
     def media(self) -> list[str]:

@@ -12,7 +12,7 @@ from raydfl.data.manifest import shown_name
 from raydfl.data.packed import span_address
 
 _COMPRESSED = {b"\x1f\x8b": "gzip -d", b"BZh": "bzip2 -d", b"\xfd7zXZ": "xz -d", b"\x28\xb5\x2f\xfd": "zstd -d"}
-"""How compressed files begin, and what unpacks them."""
+"""First bytes of compressed files, and the command that unpacks each."""
 _BLOCK = 512
 """Bytes of a header; zeros are the end."""
 

@@ -28,7 +28,7 @@ from raydfl.data.sets._files import absolute
 from raydfl.data.sets._shards import Splits, find_files, finished, is_plain, joined, named, splits_of, table_of
 
 _SAID = ("text", "speaker", "language", "gender")
-"""What a supervision says besides its own fields (``custom``)."""
+"""Fields of a supervision that become columns, besides those of its own (``custom``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
