@@ -2,7 +2,9 @@
 
 ``python benchmarks/cuts.py server`` aggregates 50 updates of a ResNet-18 and prints the peak of the process's memory above what it
 had before, each kind of update in a process of its own: whole ones with a weight for each element (masks, as pruned devices send),
-with a weight for each filter, and cut ones. ``streamed``: one after another, as a mean takes them; ``held``: all at once.
+with a weight for each filter, cut ones, and whole ones with one weight. ``streamed``: one after another, as a mean takes them;
+``held``: all at once. Time is the processor's for all of them held, the median of five after one that is not timed; a read is
+NumPy's sum of all their values.
 
 ``python benchmarks/cuts.py device`` trains each network at several shares of its channels, and with as large a share of its filters
 masked and not left out; the contestants take turns. Memory is counted, not measured: weights, gradients and what the backward pass
@@ -16,7 +18,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from raydfl.models import build_model, narrow
 from raydfl.rules import WeightedMean
 
 CLIENTS = 50
-KINDS = ("mask by element", "mask by filter", "cut")
+KINDS = ("mask by element", "mask by filter", "cut", "one weight")
 NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "crnn_base": (64, (16, 101, 64)),
     "cnn": ((3, 32, 32), (16, 3, 32, 32)),
@@ -80,7 +82,7 @@ def updates(server: Mapping[str, Tensor], kind: str, share: float) -> Iterator[U
                 chosen = [None if last else kept[0], *(None if first else each for each in kept[1:])]
                 cuts[name] = Cut([*chosen, *[None] * (value.ndim - len(chosen))])
                 sent[name] = torch.from_numpy(cuts[name].take(value.numpy()))
-            elif kind != "cut" and value.ndim == 4:
+            elif kind.startswith("mask") and value.ndim == 4:
                 filters = torch.zeros(len(value), 1, 1, 1)
                 filters[torch.from_numpy(kept[0])] = number + 1
                 weights[name] = filters.expand_as(value).contiguous() if kind == "mask by element" else filters
@@ -99,35 +101,41 @@ def peak() -> int:
 
 
 def aggregate(kind: str, share: float, held: bool, report: Any) -> None:
-    """Aggregate in this process, and report the memory, the time of the rule and the bytes of an update."""
+    """Aggregate in this process; report memory, bytes of an update, and, of updates held, time of the rule and of a read."""
     torch.set_num_threads(1)
     server = resnet18()
     sizes: list[int] = []
-    working = 0.0
 
     def counted() -> Iterator[Update]:
-        nonlocal working
         for update in updates(server, kind, share):
             arrays = update.weight.values() if isinstance(update.weight, Mapping) else ()
             own = sum(w.nbytes if isinstance(w, Tensor) else 8 for w in arrays)
             sizes.append(own + 4 * update.tensors.layout.size)  # type: ignore[attr-defined]  # they are flat
-            working -= time.process_time()
             yield update
-            working += time.process_time()
 
     next(iter(updates(server, kind, share)))  # what is allocated once
     before = resident()
     arriving = list(counted()) if held else counted()
-    began = time.process_time()
     WeightedMean()(arriving, {"global": server})
-    seconds = time.process_time() - began if held else -working
-    report.send((peak() - before, seconds / CLIENTS, statistics.mean(sizes)))
+    used = peak() - before
+    again = [seconds(lambda: WeightedMean()(arriving, {"global": server})) for _ in range(5)] if held else [0.0]
+    read = seconds(lambda: [update.tensors.vector.sum() for update in arriving]) if held else 0.0
+    report.send((used, statistics.mean(sizes), statistics.median(again), read))
+
+
+def seconds(do: Callable[[], object]) -> float:
+    """Return the processor time that something takes."""
+    began = time.process_time()
+    do()
+    return time.process_time() - began
 
 
 def server(share: float) -> None:
     """Print the server's table."""
     print(f"{CLIENTS} updates of a ResNet-18, share {share:g}")
-    print("| update | bytes of one | streamed: memory | held: memory | time of one |\n|---|---|---|---|---|")
+    print(
+        "| update | bytes of one | streamed: memory | held: memory | time of all | a read |\n|---|---|---|---|---|---|"
+    )
     for kind in KINDS:
         found = []
         for held in (False, True):
@@ -137,9 +145,9 @@ def server(share: float) -> None:
             there.close()  # so that an end without a report is noticed
             found.append(here.recv())
             process.join()
-        (streamed, _, size), (at_once, seconds, _) = found
+        (streamed, size, *_), (at_once, _, took, read) = found
         print(
-            f"| {kind} | {size / 1e6:.1f} MB | {streamed / 1e9:.2f} GB | {at_once / 1e9:.2f} GB | {seconds * 1000:.0f} ms |"
+            f"| {kind} | {size / 1e6:.1f} MB | {streamed / 1e9:.2f} GB | {at_once / 1e9:.2f} GB | {took:.2f} s | {read:.2f} s |"
         )
 
 

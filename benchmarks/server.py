@@ -35,7 +35,7 @@ from raydfl.core import ops
 from raydfl.core.ops import sums as rows
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import Ratio, State, Update
-from raydfl.engine.orders import Result
+from raydfl.engine.orders import Reply
 from raydfl.engine.storage import record
 from raydfl.engine.storage.private import PrivateIndex
 from raydfl.engine.storage.store import RunStore
@@ -54,7 +54,7 @@ def parts_of(updates: Sequence[Update], folder: Path) -> dict[str, tuple[Callabl
     """Each part of the server's round, and the bytes that it reads or writes."""
     state = State(1, {"global": {name: tensor + 0 for name, tensor in updates[0].tensors.items()}})
     results = [
-        pickled(Result(position, update.client_id, update, measured={"train": {"loss": Ratio(1.0, 10.0)}}))
+        pickled(Reply(position, update.client_id, update, measured={"train": {"loss": Ratio(1.0, 10.0)}}))
         for position, update in enumerate(updates)
     ]
     store = RunStore(folder)

@@ -20,7 +20,7 @@ from raydfl.cluster.resources import ActorKind, actor_kinds, alive_nodes
 from raydfl.cluster.scheduling import Lane, schedule
 from raydfl.core.errors import ResourcesError
 from raydfl.core.tensors import FlatTensors
-from raydfl.engine import SERVER, Order, RaySettings, Result, in_groups, with_spans
+from raydfl.engine import SERVER, Order, RaySettings, Reply, in_groups, with_spans
 from raydfl.engine.storage import PrivateRef
 
 logger = logging.getLogger(__name__)
@@ -266,8 +266,8 @@ class ActorPool:
             slot.limit = self._patience.limit(len(orders))
             slot.due = time.monotonic() + slot.limit
 
-    def results(self, reference: Any) -> list[Result]:
-        """Take the answer to a call, if it is one of this pool's; return the results that it brings.
+    def replies(self, reference: Any) -> list[Reply]:
+        """Take the answer to a call, if it is one of this pool's; return the replies that it brings.
 
         Raises:
             ClientError: a method's code failed.
@@ -281,15 +281,15 @@ class ActorPool:
         slot.work -= _cost(call.orders)
         slot.limit = slot.due = math.inf
         try:
-            results = ray.get(reference)
+            replies = ray.get(reference)
         except LOST as error:
             return self._lost(call, error)
         except RayTaskError as error:
             raise task_cause(error) from error
-        self._learn(call, results)
-        return with_spans(results, self._numbers[call.key], call.sent, time.perf_counter(), self._again)
+        self._learn(call, replies)
+        return with_spans(replies, self._numbers[call.key], call.sent, time.perf_counter(), self._again)
 
-    def _lost(self, call: _Call, error: Exception) -> list[Result]:
+    def _lost(self, call: _Call, error: Exception) -> list[Reply]:
         """Let the orders of a lost call wait. One lost too often is tried alone, and then its client is left out.
 
         Raises:
@@ -301,7 +301,7 @@ class ActorPool:
         if self._replace_gone(call.slot.node):
             self._waiting += in_groups(call.orders)  # it left with its node: no client's doing
             return []
-        left_out: list[Result] = []
+        left_out: list[Reply] = []
         for group in in_groups(call.orders):
             self._losses.update(order.position for order in group)
             first, times = group[0], self._losses[group[0].position]
@@ -318,13 +318,13 @@ class ActorPool:
                 left_out += leave_out(group, self._waiting, reason, self._again[first.position] - 1)
         return left_out
 
-    def end_silent(self, done: Collection[Any]) -> list[Result]:
+    def end_silent(self, done: Collection[Any]) -> list[Reply]:
         """End the actors whose answers are overdue, and put new ones in their places; return who is left out for it.
 
         Args:
             done: references whose answers have come.
         """
-        left_out: list[Result] = []
+        left_out: list[Reply] = []
         for reference, call in list(self._calls.items()):
             slot = call.slot
             if slot.due > time.monotonic() or reference in done:
@@ -338,11 +338,11 @@ class ActorPool:
             left_out += leave_out(call.orders, self._waiting, reason)
         return left_out
 
-    def _learn(self, call: _Call, results: Sequence[Result]) -> None:
+    def _learn(self, call: _Call, replies: Sequence[Reply]) -> None:
         """Foresee from what a call took when the actor will be free."""
         slot, training, cost = call.slot, call.orders[0].measure is None, _cost(call.orders)
         if cost > 0:
-            pace = sum(result.seconds for result in results) / cost
+            pace = sum(reply.seconds for reply in replies) / cost
             before = self._pace.get((slot.kind, training), pace)
             self._pace[slot.kind, training] = 0.7 * before + 0.3 * pace
         slot.free_at = time.monotonic() + slot.work * self._pace_of(slot.kind, training)

@@ -18,7 +18,7 @@ from raydfl.cluster.resources import ActorKind
 from raydfl.cluster.sites import SHARE, SentToSite, resource
 from raydfl.core.errors import RaydflError
 from raydfl.core.tensors import FlatTensors
-from raydfl.engine import Config, Order, Result, Worker
+from raydfl.engine import Config, Order, Reply, Worker
 from raydfl.engine.storage import PrivateRef, PrivateStore
 
 
@@ -45,7 +45,7 @@ def choose_device(gpus: float) -> str:
 class ClientActor:
     """A long-lived process that serves many clients; it owns none of them.
 
-    It has two threads, of which one computes at a time: while one trains a client, the other hands over the last result or fetches
+    It has two threads, of which one computes at a time: while one trains a client, the other hands over the last reply or fetches
     what the next client needs.
     """
 
@@ -87,7 +87,7 @@ class ClientActor:
         """Return the id of the actor's process."""
         return os.getpid()
 
-    def carry_out(self, orders: list[Order], keys: list[str], *tensors: FlatTensors) -> list[Result]:
+    def carry_out(self, orders: list[Order], keys: list[str], *tensors: FlatTensors) -> list[Reply]:
         """Do Worker.carry_out. Updates are returned, never references to them: they outlive this actor.
 
         Args:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
 from raydfl.core.errors import RaydflError
-from raydfl.engine import Config, Order, Result
+from raydfl.engine import Config, Order, Reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class StragglerPolicy:
 
 
 LOST = (RayActorError, OutOfMemoryError, ObjectLostError)
-"""Exceptions of a lost actor, process, node or result. OutOfMemoryError is no RayActorError."""
+"""Exceptions of a lost actor, process, node or reply. OutOfMemoryError is no RayActorError."""
 
 
 def task_cause(error: RayTaskError) -> BaseException:
@@ -57,10 +57,10 @@ def why_ended(error: BaseException) -> str:
     return lines[-1 if getattr(error, "actor_init_failed", False) else 0]
 
 
-def leave_out(group: list[Order], waiting: list[list[Order]], reason: str, retried: int = 0) -> list[Result]:
+def leave_out(group: list[Order], waiting: list[list[Order]], reason: str, retried: int = 0) -> list[Reply]:
     """Leave a client out; of several that were trained together let each wait by itself first: it may be another's doing."""
     if len(group) > 1:
         waiting.extend([dataclasses.replace(order, group=-1)] for order in group)
         return []
     order = group[0]
-    return [Result(order.position, order.task.client_id, rejected=reason, private=order.private, retried=retried)]
+    return [Reply(order.position, order.task.client_id, rejected=reason, private=order.private, retried=retried)]

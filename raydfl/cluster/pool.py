@@ -20,7 +20,7 @@ from raydfl.cluster.sites import open_worker
 from raydfl.core.errors import ResourcesError
 from raydfl.core.tensors import FlatTensors
 from raydfl.data import Population
-from raydfl.engine import Config, Order, Pool, RaySettings, Result, SerialPool, Worker, keys_of
+from raydfl.engine import Config, Order, Pool, RaySettings, Reply, SerialPool, Worker, keys_of
 from raydfl.engine.storage import PrivateRef, PrivateStore
 
 _LOOK = 5.0
@@ -89,8 +89,8 @@ class SitePools(Generic[OnePool]):
 class _SerialSites(SitePools[SerialPool]):
     """Sites in this process, one after another."""
 
-    def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Result]:
-        """Carry out the orders of one site after another, each when its results are asked for."""
+    def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
+        """Carry out the orders of one site after another, each when its replies are asked for."""
         parts = self._parted(orders).items()
         return itertools.chain.from_iterable(self._pools[site].run(own, broadcast) for site, own in parts)
 
@@ -220,10 +220,10 @@ class RayPool(SitePools[ActorPool]):
         """Return the number of client actors that are there; 0: each client has one."""
         return 0 if self._settings.actors == "per_client" else sum(pool.places() for pool in self._pools.values())
 
-    def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Result]:
-        """Hand out the first orders and return; the results come in order of completion.
+    def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
+        """Hand out the first orders and return; the replies come in order of completion.
 
-        Raises, when results are asked for:
+        Raises, when replies are asked for:
             ClientError: a method's code failed.
             ResourcesError: an order's actor was lost more often than ``ray.retries``, or no actor can be started any more.
         """
@@ -231,9 +231,9 @@ class RayPool(SitePools[ActorPool]):
         parts = self._parted(orders)
         for site, pool in self._pools.items():
             pool.begin(parts.get(site, []), references)
-        return self._results()
+        return self._replies()
 
-    def _results(self) -> Iterator[Result]:
+    def _replies(self) -> Iterator[Reply]:
         pools = self._pools.values()
         while any(pool.busy for pool in pools):
             for pool in pools:
@@ -246,4 +246,4 @@ class RayPool(SitePools[ActorPool]):
                 if overdue:
                     yield from pool.end_silent(done)
                 for reference in done:
-                    yield from pool.results(reference)
+                    yield from pool.replies(reference)

@@ -8,7 +8,7 @@ from raydfl.engine.autotune import remembered
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config, load_config, make_config
 from raydfl.engine.federation import Federation
-from raydfl.engine.orders import SERVER, Order, Result, in_groups, keys_of
+from raydfl.engine.orders import SERVER, Order, Reply, in_groups, keys_of
 from raydfl.engine.overrides import apply_overrides, apply_values
 from raydfl.engine.phases import Phases
 from raydfl.engine.pool import Pool, SerialPool
@@ -34,7 +34,7 @@ __all__ = [
     "Phases",
     "Pool",
     "RaySettings",
-    "Result",
+    "Reply",
     "RoundReport",
     "SerialPool",
     "TrackSettings",

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from raydfl.core.metrics import pool as pool_metrics
 from raydfl.core.types import Metrics, Ratio, Tensors, Update
-from raydfl.engine.orders import Order, Result
+from raydfl.engine.orders import Order, Reply
 from raydfl.engine.storage import record
 from raydfl.engine.storage.private import PrivateRef
-from raydfl.engine.telemetry import TIMELINE, ResultTimer, RoundReport, RoundRows
+from raydfl.engine.telemetry import TIMELINE, ReplyTimer, RoundReport, RoundRows
 from raydfl.engine.validation import UpdateChecker, left_out, shown_reason
 
 BY_KIND = ("clients", "bytes_down", "bytes_up")
@@ -18,12 +18,12 @@ BY_KIND = ("clients", "bytes_down", "bytes_up")
 
 
 class Arrivals:
-    """The results of a round's training: their updates, and what else came with them.
+    """The replies of a round's training: their updates, and what else came with them.
 
     Args:
         orders: of the round.
-        results: of the pool, in order of completion.
-        report: is told of each result.
+        replies: of the pool, in order of completion.
+        report: is told of each reply.
         on_error: ``"stop"`` or ``"drop"``: what becomes of a client whose update does not fit.
         kind_of: says by its id which kind a client is of, where bytes are told by kind; ``None``: they are not.
     """
@@ -31,7 +31,7 @@ class Arrivals:
     def __init__(
         self,
         orders: Sequence[Order],
-        results: Iterator[Result],
+        replies: Iterator[Reply],
         report: RoundReport,
         on_error: str,
         kind_of: Callable[[str], str] | None = None,
@@ -43,10 +43,10 @@ class Arrivals:
         self.seconds = 0.0
         """For which the server was kept waiting."""
         self._orders = orders
-        self._results = results
-        self._early: dict[int, Result] = {}
-        """Results that have come and not been passed on, by position."""
-        self._timer = ResultTimer()
+        self._replies = replies
+        self._early: dict[int, Reply] = {}
+        """Replies that have come and not been passed on, by position."""
+        self._timer = ReplyTimer()
         self._report = report
         self._on_error = on_error
         self._kind_of = kind_of
@@ -66,62 +66,62 @@ class Arrivals:
         # The first three updates decide what all have to agree in, so they are there before one of them is passed on.
         first: list[tuple[Update, Metrics]] = []
         for order in self._orders:
-            result = self._result_of(order)
-            first += [(update, update.metrics) for update in result.updates]
+            reply = self._reply_to(order)
+            first += [(update, update.metrics) for update in reply.updates]
             if len(first) >= 3:
                 break
         checker = UpdateChecker(tensors, may_send, first[:3])
         first.clear()
         for order in self._orders:
-            result = self._result_of(order)
+            reply = self._reply_to(order)
             del self._early[order.position]
-            if self._counts(result, checker):
-                yield from result.updates
+            if self._counts(reply, checker):
+                yield from reply.updates
 
-    def _result_of(self, order: Order) -> Result:
-        """Wait for the result of an order; others that come meanwhile are kept."""
+    def _reply_to(self, order: Order) -> Reply:
+        """Wait for the reply to an order; others that come meanwhile are kept."""
         while order.position not in self._early:
             asked = time.perf_counter()
             try:
-                result = next(self._results, None)
+                reply = next(self._replies, None)
             finally:
                 self.seconds += time.perf_counter() - asked
-            if result is None:
-                raise AssertionError(f"the pool returned no result of order {order.position}")
-            self._timer.note(result)
-            self._early[result.position] = result
+            if reply is None:
+                raise AssertionError(f"the pool returned no reply to order {order.position}")
+            self._timer.note(reply)
+            self._early[reply.position] = reply
         return self._early[order.position]
 
-    def _counts(self, result: Result, checker: UpdateChecker) -> bool:
-        """Take note of a result; return whether its update counts."""
-        report, client = self._report, result.client_id
+    def _counts(self, reply: Reply, checker: UpdateChecker) -> bool:
+        """Take note of a reply; return whether its update counts."""
+        report, client = self._report, reply.client_id
         report.clients += 1
-        report.bytes_down += result.bytes_down
-        report.bytes_up += result.bytes_up
+        report.bytes_down += reply.bytes_down
+        report.bytes_up += reply.bytes_up
         if self._kind_of is not None:
             found = self._by_kind.setdefault(self._kind_of(client), [0, 0, 0])
-            for place, more in enumerate((1, result.bytes_down, result.bytes_up)):
+            for place, more in enumerate((1, reply.bytes_down, reply.bytes_up)):
                 found[place] += more
-        report.looped_because = report.looped_because or result.looped_because
-        self._fit_seconds += result.seconds
-        self._vectorised += result.together > 1
-        reason = result.rejected
-        if result.update is not None:
-            misfit = next(filter(None, (checker.misfit(update, update.metrics) for update in result.updates)), "")
+        report.looped_because = report.looped_because or reply.looped_because
+        self._fit_seconds += reply.seconds
+        self._vectorised += reply.together > 1
+        reason = reply.rejected
+        if reply.update is not None:
+            misfit = next(filter(None, (checker.misfit(update, update.metrics) for update in reply.updates)), "")
             reason = left_out(report.round, client, misfit, self._on_error) if misfit else ""
-        if result.update is None or reason:
+        if reply.update is None or reason:
             report.rejected[client] = shown_reason(reason)
             return False
-        if result.private is not None and result.private != self._orders[result.position].private:
-            self.moved[client] = result.private
-        self.largest[client] = result.largest
-        if result.cut is not None:
-            report.cut[client] = result.cut
-        self._trained[client] = result.measured["train"]
+        if reply.private is not None and reply.private != self._orders[reply.position].private:
+            self.moved[client] = reply.private
+        self.largest[client] = reply.largest
+        if reply.cut is not None:
+            report.cut[client] = reply.cut
+        self._trained[client] = reply.measured["train"]
         return True
 
     def record(self, rows: RoundRows, together: bool, deadline: bool) -> None:
-        """Record what the clients' training gave; every result must have come.
+        """Record what the clients' training gave; every reply must have come.
 
         Args:
             rows: of the round.

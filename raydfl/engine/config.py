@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import platform
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -19,23 +18,21 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from raydfl.attacks import Attack
 from raydfl.core.errors import ConfigError, nearest
-from raydfl.core.files import content_digest
-from raydfl.core.options import check_keys, explain, path_options, plain
-from raydfl.core.pretrained import encoder_digest
-from raydfl.core.remote import is_uri
+from raydfl.core.options import check_keys, explain, plain
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import parse_yaml
 from raydfl.data import KNOWN, LABELLED, UNLABELLED, DataSettings, ProfileSettings
-from raydfl.data.features import AnyFeatures, PretrainedFeatures, needs_waves
+from raydfl.data.features import needs_waves
 from raydfl.engine.assembly import ModelChoice, Parts, assemble, split_view, text_of
 from raydfl.engine.digest import deciding, hashed, method_options, without_neutral
+from raydfl.engine.named_files import check_encoder, check_same_files, named_files
 from raydfl.engine.overrides import apply_overrides
 from raydfl.engine.paths import absolute
 from raydfl.engine.phases import Phases
 from raydfl.engine.selection import Selection, check_begins, check_measured, server_validates
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
 from raydfl.methods import Method
-from raydfl.models import INIT_FROM, Pretrained, check_model, find_architecture, model_paths
+from raydfl.models import INIT_FROM, check_model
 from raydfl.objectives import Objective
 from raydfl.training import PhaseSettings, TrainSettings, check_device
 
@@ -207,7 +204,7 @@ class Config(Settings):
                     frames = None
                 if frames is not None and cut is not None:
                     frames = min(frames, cut)
-                _check_encoder(architecture, own, seen.features, f"models.{name}")
+                check_encoder(architecture, own, seen.features, f"models.{name}")
                 check_model(architecture, own, seen.pipeline.shape(seen.features.bands), frames, f"models.{name}")
         for name in data.views:
             if name not in read:
@@ -237,15 +234,8 @@ class Config(Settings):
         Raises:
             ConfigError: naming the first; in a process that got the configuration from another one, on another node it may be.
         """
-        came_with = self.__dict__.get(_FILES)
-        now = self.files() if came_with else {}
-        for place, (path, content) in (came_with or {}).items():
-            if now.get(place, (path, ""))[1] != content:
-                what = "holds something else than" if place in now else "is not there as"
-                raise ConfigError(
-                    f"{place}: {path} on {platform.node()} {what} where the run was started; put the same content under that "
-                    f"path on every node"
-                )
+        if self.__dict__.get(_FILES):
+            check_same_files(self.__dict__[_FILES], self.files())
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy with some groups replaced by checked ones."""
@@ -260,48 +250,8 @@ class Config(Settings):
         return self.parts.method.objective.labels != "any"
 
     def files(self) -> dict[str, tuple[str, str]]:
-        """Return the files that options name, and folders of encoders: by the option's place, path and digest of the content.
-
-        Options of method, rule, objective, models and attack. What data and features name is not among them, but for the folder
-        of an encoder: the population and the features that come of it are kept with the run.
-        """
-        method, rule, attack = self.parts.method, self.parts.rule, self.parts.attack
-        named = {f"method.{key}": getattr(method, key) for key in path_options(type(method))}
-        objective = method.objective
-        named |= {f"objective.{key}": getattr(objective, key) for key in path_options(type(objective))}
-        if attack is not None:
-            named |= {f"attack.{key}": getattr(attack, key) for key in path_options(type(attack))}
-        if isinstance(method.rule, dict):
-            named |= {f"method.rule.{key}": getattr(rule, key) for key in path_options(type(rule))}
-        for name, choices in self.parts.models.items():
-            for number, (architecture, options) in enumerate(choices):
-                place = f"models.{name}" if len(choices) == 1 else f"models.{name}.{number}"
-                for key in model_paths(architecture, place):
-                    named[f"{place}.{key}"] = options.get(key)
-                named[f"{place}.{INIT_FROM}.file"] = options.get(INIT_FROM, {}).get("file")
-        found = {
-            place: (str(path), content_digest(Path(path)))
-            for place, path in named.items()
-            if isinstance(path, str | Path) and not is_uri(path) and Path(path).is_file()
-        }
-        folders = {place: folder for place, folder in self._encoders().items() if folder.is_dir()}
-        return found | {place: (str(folder), encoder_digest(folder)) for place, folder in folders.items()}
-
-    def _encoders(self) -> dict[str, Path]:
-        """Return the folders of pretrained encoders by the options' places."""
-        found: dict[str, Path] = {}
-        for name, choices in self.parts.models.items():
-            for number, (architecture, options) in enumerate(choices):
-                place = f"models.{name}" if len(choices) == 1 else f"models.{name}.{number}"
-                if issubclass(find_architecture(architecture, place)[0], Pretrained) and options.get("folder"):
-                    found[f"{place}.folder"] = Path(options["folder"])
-        for part, data in self.data.each.items():
-            place = f"data.parts.{part}" if part else "data"
-            seen = {place: data.features} | {f"{place}.views.{n}": view.features for n, view in data.views.items()}
-            for where, features in seen.items():
-                if isinstance(features, PretrainedFeatures):
-                    found[f"{where}.features.folder"] = features.folder
-        return found
+        """Return the files that options name, and folders of encoders: by the option's place, path and digest of the content."""
+        return named_files(self.parts, self.data)
 
     def digest(self) -> str:
         """Identify what decides the numbers of a run: two configurations with equal digests give the same bits.
@@ -390,28 +340,6 @@ def _check_choices(
     for key in keys if known else ():
         if key not in values:
             raise ConfigError(f"{where}.choices: no client is dealt {column} {key!r}; {nearest(key, values)}")
-
-
-def _check_encoder(architecture: str, options: Mapping[str, Any], features: AnyFeatures, where: str) -> None:
-    """Refuse a pretrained encoder and features that are not of one folder, or do not meet after the same layer."""
-    if not issubclass(find_architecture(architecture, where)[0], Pretrained) or not options.get("folder"):
-        return
-    folder, after = Path(options["folder"]), options.get("after")
-    group = f"{{kind: pretrained, folder: {folder}, after: {'null' if after is None else after}}}"
-    if not isinstance(features, PretrainedFeatures):
-        raise ConfigError(
-            f"{where}: {architecture} reads what the encoder's own front end makes, and the features are of the kind "
-            f"{features.kind}; set data.features='{group}'"
-        )
-    if features.folder != folder:
-        raise ConfigError(
-            f"{where}.folder is {folder}, and the features come from that in {features.folder}; give one folder"
-        )
-    if features.after != after:
-        raise ConfigError(
-            f"{where}.after is {after}, and the features are those after {features.after} (null: the front end's); set both to one "
-            f"number of layers"
-        )
 
 
 def make_config(values: Any, where: str = "configuration") -> Config:

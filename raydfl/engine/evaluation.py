@@ -17,7 +17,7 @@ from raydfl.core.metrics import summarise
 from raydfl.core.types import Metrics, ModelSpec, Ratio, State, Task, Tensors
 from raydfl.data import Shard
 from raydfl.engine.clients import Clients
-from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Result, check_server_tasks
+from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Reply, check_server_tasks
 from raydfl.engine.settings import EvaluateSettings
 from raydfl.engine.storage import record
 from raydfl.engine.validation import Kinds, kinds_of, left_out, shown_reason
@@ -151,47 +151,47 @@ class Evaluation:
 
 
 def pooled(
-    round_index: int, orders: Sequence[Order], results: Sequence[Result], on_error: str
+    round_index: int, orders: Sequence[Order], replies: Sequence[Reply], on_error: str
 ) -> tuple[list[record.MetricRow], dict[str, str]]:
     """Return what was measured, of each client and pooled, and why clients could not be measured, by client id.
 
     Args:
         round_index: whose state was measured.
         orders: of the evaluation.
-        results: of all of them, by position.
+        replies: of all of them, by position.
         on_error: ``"stop"`` or ``"drop"``: what becomes of a client whose metrics do not fit those of the others.
 
     Raises:
         ClientError: what was measured on the server's data does not fit together, or a client's metrics, where none is left out.
     """
-    at_clients = [result for result in results if result.client_id != SERVER]
+    at_clients = [reply for reply in replies if reply.client_id != SERVER]
     server: dict[str, dict[tuple[str, str, float], list[Metrics]]] = {}
     """By split, then by prefix, part and how much it counts there."""
     kinds = Kinds()
-    for result in results:
-        if result.client_id != SERVER:
+    for reply in replies:
+        if reply.client_id != SERVER:
             continue
-        order = orders[result.position]
+        order = orders[reply.position]
         prefix = _prefix(order)
-        misfit = kinds.misfit(_kinds(result, prefix))
+        misfit = kinds.misfit(_kinds(reply, prefix))
         if misfit:
             raise ClientError(f"round {round_index}, the evaluation on the server's data: {misfit}")
         whose = prefix, order.part, float(order.task.options.get("parts", {}).get(order.part, 0))
-        for split, metrics in result.measured.items():
+        for split, metrics in reply.measured.items():
             server.setdefault(split, {}).setdefault(whose, []).append(metrics)
     clients: dict[str, dict[str, Metrics]] = {}
     unmeasured: dict[str, str] = {}
-    prefixes = {result.client_id: _prefix(orders[result.position]) for result in at_clients}
-    kinds = Kinds([_kinds(result, prefixes[result.client_id]) for result in at_clients if result.measured][:3])
-    for result in at_clients:
-        prefix = prefixes[result.client_id]
-        misfit = kinds.misfit(_kinds(result, prefix))
-        if misfit or result.rejected:
-            reason = result.rejected or left_out(round_index, result.client_id, misfit, on_error)
-            unmeasured[result.client_id] = shown_reason(reason)
+    prefixes = {reply.client_id: _prefix(orders[reply.position]) for reply in at_clients}
+    kinds = Kinds([_kinds(reply, prefixes[reply.client_id]) for reply in at_clients if reply.measured][:3])
+    for reply in at_clients:
+        prefix = prefixes[reply.client_id]
+        misfit = kinds.misfit(_kinds(reply, prefix))
+        if misfit or reply.rejected:
+            reason = reply.rejected or left_out(round_index, reply.client_id, misfit, on_error)
+            unmeasured[reply.client_id] = shown_reason(reason)
             continue
-        for split, metrics in result.measured.items():
-            clients.setdefault(split, {})[result.client_id] = {prefix + name: v for name, v in metrics.items()}
+        for split, metrics in reply.measured.items():
+            clients.setdefault(split, {})[reply.client_id] = {prefix + name: v for name, v in metrics.items()}
     rows: list[record.MetricRow] = []
     for split, measured in server.items():
         means: dict[str, _PartMean] = {}
@@ -236,10 +236,10 @@ class _PartMean:
         return found
 
 
-def _kinds(result: Result, prefix: str = "") -> dict[str, str]:
+def _kinds(reply: Reply, prefix: str = "") -> dict[str, str]:
     """Return what kind each of an evaluation's metrics is of."""
     kinds: dict[str, str] = {}
-    for split, metrics in result.measured.items():
+    for split, metrics in reply.measured.items():
         kinds |= kinds_of(metrics, f"{split} {prefix}")
     return kinds
 

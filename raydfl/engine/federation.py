@@ -19,7 +19,7 @@ from raydfl.engine.arrivals import Arrivals
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.evaluation import Evaluation, Variants, pooled
-from raydfl.engine.orders import SERVER, Measurement, Order, Result, check_tasks, grouped, in_order, keys_of
+from raydfl.engine.orders import SERVER, Measurement, Order, Reply, check_tasks, grouped, in_order, keys_of
 from raydfl.engine.parts import join_states
 from raydfl.engine.phases import Phases
 from raydfl.engine.pool import Pool
@@ -308,8 +308,8 @@ class Federation:
         """Return the phase of the round after so many completed ones, where it may be another one than is configured."""
         return None if self._phases == self._configured_phases else self._phases.at(round_index)
 
-    def _carry_out(self, orders: Sequence[Order]) -> Iterator[Result]:
-        """Have the pool begin with orders; the results come in order of completion."""
+    def _carry_out(self, orders: Sequence[Order]) -> Iterator[Reply]:
+        """Have the pool begin with orders; the replies come in order of completion."""
         return self.pool.run(orders, self.broadcast(keys_of(orders)))
 
     def broadcast(self, keys: set[str]) -> dict[str, FlatTensors]:
@@ -331,7 +331,7 @@ class Federation:
         )
         state, metrics = self.method.aggregate(self.state, updates, rng)
         for _ in updates:
-            pass  # a rule need not look at every update, but every client's result counts
+            pass  # a rule need not look at every update, but every client's reply counts
         return dataclasses.replace(as_stored(state), phase=self.state.phase), metrics
 
     def _evaluate(self, report: RoundReport, rows: RoundRows, cohort: Sequence[str]) -> None:
@@ -347,8 +347,8 @@ class Federation:
         stage = self._stage(round_index - 1)
         orders = [dataclasses.replace(order, stage=stage) for order in self._evaluation.orders(self.state, cohort)]
         # All at once: they are metrics and no tensors.
-        results = in_order(self._carry_out(orders), len(orders)) if orders else []
-        found, unmeasured = pooled(round_index, orders, results, settings.on_error)
+        replies = in_order(self._carry_out(orders), len(orders)) if orders else []
+        found, unmeasured = pooled(round_index, orders, replies, settings.on_error)
         at_clients = sum(order.task.client_id != SERVER for order in orders)
         check_failed(round_index, unmeasured, at_clients, settings.max_failed)
         return found, unmeasured

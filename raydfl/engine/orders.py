@@ -1,4 +1,4 @@
-"""Orders to workers and their results: values that travel between processes."""
+"""Orders to workers and their replies: values that travel between processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Order:
     """A task with what a worker needs to carry it out."""
 
     position: int
-    """Place in the round: results are consumed in this order, whatever the order of arrival."""
+    """Place in the round: replies are consumed in this order, whatever the order of arrival."""
     task: Task
     round_index: int
     cost: float
@@ -64,7 +64,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class Reply:
     """A worker's answer to an order: all that leaves a client."""
 
     position: int
@@ -242,9 +242,9 @@ class Span:
     """When the server had the call's answer; it looks for answers while it has nothing to aggregate."""
 
 
-def in_order(results: Iterable[Result], count: int) -> list[Result]:
-    """Return all results by rising position; there must be ``count``."""
-    found = sorted(results, key=lambda result: result.position)
+def in_order(replies: Iterable[Reply], count: int) -> list[Reply]:
+    """Return all replies by rising position; there must be ``count``."""
+    found = sorted(replies, key=lambda reply: reply.position)
     if len(found) != count:
-        raise AssertionError(f"the pool returned {len(found)} of {count} results")
+        raise AssertionError(f"the pool returned {len(found)} of {count} replies")
     return found

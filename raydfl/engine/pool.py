@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from raydfl.core.tensors import FlatTensors
-from raydfl.engine.orders import Order, Result, in_groups
+from raydfl.engine.orders import Order, Reply, in_groups
 from raydfl.engine.storage.private import PrivateRef
 from raydfl.engine.telemetry import with_spans
 from raydfl.engine.worker import Worker
@@ -16,8 +16,8 @@ from raydfl.engine.worker import Worker
 class Pool(Protocol):
     """A pool of workers, which carries out clients' work."""
 
-    def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Result]:
-        """Yield the results of all orders, in order of completion. Work may begin before the first is asked for."""
+    def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
+        """Yield the replies to all orders, in order of completion. Work may begin before the first is asked for."""
         ...
 
     def places(self) -> int:
@@ -51,12 +51,12 @@ class SerialPool:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
-    def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Result]:
-        """Carry out one group of orders after another, each when its results are asked for."""
+    def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
+        """Carry out one group of orders after another, each when its replies are asked for."""
         for group in in_groups(orders):
             begun = time.perf_counter()
-            results = self._worker.carry_out(group, broadcast, begun)
-            yield from with_spans(results, 0, begun, time.perf_counter())
+            replies = self._worker.carry_out(group, broadcast, begun)
+            yield from with_spans(replies, 0, begun, time.perf_counter())
 
     def places(self) -> int:
         """Return 1: this process."""

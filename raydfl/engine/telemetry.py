@@ -1,6 +1,6 @@
 """The time of a round, by part, and the same as metrics of Ray.
 
-All times are differences of one process's clock, and travel with results that are sent anyway: an actor says how long after the
+All times are differences of one process's clock, and travel with replies that are sent anyway: an actor says how long after the
 arrival of a call a client's work began and how long it took, the server knows when it sent the call and when it had the answer.
 What is left between the two is transfer. So clocks of two nodes are never compared, and no time is negative.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from raydfl.core.types import Metrics, Ratio
-from raydfl.engine.orders import Result, Span
+from raydfl.engine.orders import Reply, Span
 from raydfl.engine.storage import record
 
 
@@ -106,30 +106,30 @@ WALL = ("plan", "clients", "aggregate", "evaluate", "commit_wait")
 
 
 def with_spans(
-    results: Sequence[Result], actor: int, sent: float, answered: float, retried: Mapping[int, int] | None = None
-) -> list[Result]:
-    """Return the results of one call with what the pool knows about them.
+    replies: Sequence[Reply], actor: int, sent: float, answered: float, retried: Mapping[int, int] | None = None
+) -> list[Reply]:
+    """Return the replies of one call with what the pool knows about them.
 
     Args:
-        results: with ``waited`` and ``seconds`` as the actor measured them.
+        replies: with ``waited`` and ``seconds`` as the actor measured them.
         actor: who did it.
         sent: when the call went out, on the server's clock.
         answered: when the answer was there, on the same clock.
         retried: times that orders were given to another actor, by position.
     """
-    inside = max((result.waited + result.seconds for result in results), default=0.0)
+    inside = max((reply.waited + reply.seconds for reply in replies), default=0.0)
     arrived = sent + max(0.0, answered - sent - inside) / 2
     found = []
-    for result in results:
-        begin = min(arrived + result.waited, answered)
-        end = min(begin + result.seconds, answered)
+    for reply in replies:
+        begin = min(arrived + reply.waited, answered)
+        end = min(begin + reply.seconds, answered)
         span = Span(actor, sent, begin, end, answered)
-        found.append(dataclasses.replace(result, span=span, retried=(retried or {}).get(result.position, 0)))
+        found.append(dataclasses.replace(reply, span=span, retried=(retried or {}).get(reply.position, 0)))
     return found
 
 
-class ResultTimer:
-    """The times in the results of a pool's run; :meth:`note` receives each result as it comes."""
+class ReplyTimer:
+    """The times in the replies of a pool's run; :meth:`note` receives each reply as it comes."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, Span]] = []
@@ -139,13 +139,13 @@ class ResultTimer:
         self.retried: dict[str, int] = {}
         """Times that a client's work was given to another actor, by client id."""
 
-    def note(self, result: Result) -> None:
-        """Take note of a result."""
-        if result.span is not None:
-            self.spans.append((result.client_id, result.span))
-        self.queued += result.waited
-        if result.retried:
-            self.retried[result.client_id] = result.retried
+    def note(self, reply: Reply) -> None:
+        """Take note of a reply."""
+        if reply.span is not None:
+            self.spans.append((reply.client_id, reply.span))
+        self.queued += reply.waited
+        if reply.retried:
+            self.retried[reply.client_id] = reply.retried
 
     def work(self, actors: int) -> dict[str, Ratio]:
         """Compute how the actors spent the time from the first order sent to the last answer, in seconds of actors.

@@ -35,7 +35,7 @@ from raydfl.data import ClientData, Examples, Population
 from raydfl.engine.autotune import best_width, remembered
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
-from raydfl.engine.orders import SERVER, SERVER_VALIDATION, TRIGGERED, Measurement, Order, Result, in_groups
+from raydfl.engine.orders import SERVER, SERVER_VALIDATION, TRIGGERED, Measurement, Order, Reply, in_groups
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
 from raydfl.engine.validation import check_form, check_weights, checked_metrics, reason_of
 from raydfl.methods import Method
@@ -218,7 +218,7 @@ class Worker:
 
     def carry_out(
         self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors], arrived: float | None = None
-    ) -> list[Result]:
+    ) -> list[Reply]:
         """Train or evaluate some clients: those of a group together, groups one after another.
 
         Args:
@@ -232,7 +232,7 @@ class Worker:
         if torch.get_num_threads() != self.config.ray.threads:
             torch.set_num_threads(self.config.ray.threads)  # it holds for one thread of the process only
         since = time.perf_counter() if arrived is None else arrived
-        return [result for group in in_groups(orders) for result in self._carry_out_group(group, broadcast, since)]
+        return [reply for group in in_groups(orders) for reply in self._carry_out_group(group, broadcast, since)]
 
     def read_ahead(self, orders: Sequence[Order]) -> None:
         """Have what these orders need fetched from the disk, while this worker still works on others."""
@@ -245,21 +245,21 @@ class Worker:
 
     def _carry_out_group(
         self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors], arrived: float
-    ) -> list[Result]:
+    ) -> list[Reply]:
         started = time.perf_counter()
         work = [functools.partial(self._carry_out, order, broadcast, place) for place, order in enumerate(orders)]
-        results = []
+        replies = []
         for outcome in run_in_lockstep(work) if len(work) > 1 else [work[0]()]:
             if isinstance(outcome, Exception):
                 raise outcome
-            results.append(outcome)
+            replies.append(outcome)
         seconds = (time.perf_counter() - started) / len(orders)
         return [
-            dataclasses.replace(result, seconds=seconds, waited=started - arrived + number * seconds)
-            for number, result in enumerate(results)
+            dataclasses.replace(reply, seconds=seconds, waited=started - arrived + number * seconds)
+            for number, reply in enumerate(replies)
         ]
 
-    def _carry_out(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Result:
+    def _carry_out(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Reply:
         do = self._train if order.measure is None else self._evaluate
         try:
             return do(order, broadcast, place)
@@ -282,10 +282,10 @@ class Worker:
         """Return whether a failure of this order leaves its client out; failures on the server's data always stop the run."""
         return self.config.run.on_error == "drop" and order.task.client_id != SERVER
 
-    def _left_out(self, order: Order, broadcast: Mapping[str, FlatTensors], reason: str) -> Result:
-        """Return the result of a client that is left out: its private state stays. The reason is made one line, for the record."""
+    def _left_out(self, order: Order, broadcast: Mapping[str, FlatTensors], reason: str) -> Reply:
+        """Return the reply of a client that is left out: its private state stays. The reason is made one line, for the record."""
         sent = _bytes(order, broadcast, self._lacks(order))
-        return Result(
+        return Reply(
             order.position,
             order.task.client_id,
             rejected=reason_of(reason),
@@ -415,7 +415,7 @@ class Worker:
             built = self._built[key] = Replica(models, fixed_tensors(models, self.method.fixed))
         return built
 
-    def _train(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Result:
+    def _train(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Reply:
         step = self.prepare(order, broadcast, place)
         bytes_down = _bytes(order, broadcast, self._lacks(order))
         step.clock.start()
@@ -446,7 +446,7 @@ class Worker:
             dataclasses.replace(update, tensors=flat, client_id=step.client.id, metrics=metrics)
             for update, flat, metrics in zip(updates, sent, measured, strict=True)
         ]
-        result = Result(
+        reply = Reply(
             order.position,
             step.client.id,
             private=order.private,
@@ -460,14 +460,14 @@ class Worker:
         if not all(map(math.isfinite, extremes)):
             bad = [name for flat in sent for name, tensor in flat.items() if not bool(torch.isfinite(tensor).all())]
             return dataclasses.replace(
-                result, rejected=f"not finite: {', '.join(bad[:3])}{' ...' if len(bad) > 3 else ''}"
+                reply, rejected=f"not finite: {', '.join(bad[:3])}{' ...' if len(bad) > 3 else ''}"
             )
         with _malformed(order):
             for update, flat in zip(updates, sent, strict=True):
                 check_weights(update, flat.layout)
         weights = [w for update in updates if isinstance(update.weight, Mapping) for w in update.weight.values()]
         return dataclasses.replace(
-            result,
+            reply,
             update=updates[0],
             further=tuple(updates[1:]),
             largest=max(map(abs, extremes)),
@@ -484,7 +484,7 @@ class Worker:
         kept.update({KEPT_MOMENTS + n: t for n, t in step.moments.items()})
         return self.private.append(order.round_index + 1, kept) if kept else None
 
-    def _evaluate(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Result:
+    def _evaluate(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Reply:
         step = self.prepare(order, broadcast, place)
         models = step.models
         measured: dict[str, Metrics] = {}
@@ -502,7 +502,7 @@ class Worker:
                     metrics = attack_success(metrics, self.attack.target_class(self.population.classes))
                 measured[measurement.split] = metrics
         bytes_down = _bytes(order, broadcast, self._lacks(order))
-        return Result(order.position, step.client.id, private=order.private, measured=measured, bytes_down=bytes_down)
+        return Reply(order.position, step.client.id, private=order.private, measured=measured, bytes_down=bytes_down)
 
     def _examples(self, step: Step, measurement: Measurement, part: str) -> Examples:
         if measurement.split == "validation":

@@ -19,7 +19,7 @@ from raydfl.core.types import ModelSpec, Ratio
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
 from raydfl.engine.federation import Federation
-from raydfl.engine.orders import Order, Result, in_groups
+from raydfl.engine.orders import Order, Reply, in_groups
 from raydfl.engine.pool import SerialPool
 from raydfl.engine.storage import record
 from raydfl.engine.storage.folder import final_state
@@ -84,13 +84,13 @@ def test_attack_changes_the_result_and_without_attackers_nothing(tiny: Tiny, nam
 class ShuffledPool(SerialPool):
     """Works and delivers in a random order."""
 
-    def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Result]:
+    def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
         chance = random.Random(3)
         groups = in_groups(orders)
         chance.shuffle(groups)
-        results = [result for group in groups for result in self._worker.carry_out(group, broadcast)]
-        chance.shuffle(results)
-        yield from results
+        replies = [reply for group in groups for reply in self._worker.carry_out(group, broadcast)]
+        chance.shuffle(replies)
+        yield from replies
 
 
 VARIANTS = ("min_max", "gaussian_noise", "backdoor", "free_rider")

@@ -15,7 +15,7 @@ from raydfl.cluster import pool as ray_pool
 from raydfl.cluster.pool import RayPool
 from raydfl.cluster.resources import ActorKind
 from raydfl.core.types import Task
-from raydfl.engine.orders import Order, Result
+from raydfl.engine.orders import Order, Reply
 from raydfl.engine.settings import RaySettings
 
 START = 2.0
@@ -71,8 +71,8 @@ class Actor:
         begin = max(self.idle_at, self._cluster.now)
         self.idle_at = begin + pace * sum(order.cost for order in orders)
         self.done += [order.position for order in orders]
-        results = [Result(o.position, o.task.client_id, seconds=pace * o.cost) for o in orders]
-        self._open.append(Reference(self.idle_at, results))
+        replies = [Reply(o.position, o.task.client_id, seconds=pace * o.cost) for o in orders]
+        self._open.append(Reference(self.idle_at, replies))
         return self._open[-1]
 
     def end(self, now: float) -> None:

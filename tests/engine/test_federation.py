@@ -24,7 +24,7 @@ from raydfl.data.population import Population, shards
 from raydfl.engine.arrivals import Arrivals
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
-from raydfl.engine.orders import Order, Result, in_order
+from raydfl.engine.orders import Order, Reply, in_order
 from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
@@ -106,41 +106,41 @@ def test_superseded_private_state_does_not_pile_up(tiny: Tiny, monkeypatch: pyte
 
 
 def test_results_come_in_order_and_none_may_be_missing() -> None:
-    results = [Result(position, str(position)) for position in (2, 0, 3, 1)]
-    assert [r.position for r in in_order(iter(results), 4)] == [0, 1, 2, 3]
-    with pytest.raises(AssertionError, match="2 of 4 results"):
-        in_order(iter(results[1::2]), 4)
+    replies = [Reply(position, str(position)) for position in (2, 0, 3, 1)]
+    assert [r.position for r in in_order(iter(replies), 4)] == [0, 1, 2, 3]
+    with pytest.raises(AssertionError, match="2 of 4 replies"):
+        in_order(iter(replies[1::2]), 4)
 
 
-def arriving(results: Iterable[Result], orders: int) -> Arrivals:
+def arriving(replies: Iterable[Reply], orders: int) -> Arrivals:
     placed = [Order(position, Task(str(position)), 0, 1.0) for position in range(orders)]
-    return Arrivals(placed, iter(results), RoundReport(1), "stop")
+    return Arrivals(placed, iter(replies), RoundReport(1), "stop")
 
 
-def trained(position: int, **more: Any) -> Result:
+def trained(position: int, **more: Any) -> Reply:
     update = Update({"w": torch.zeros(1)}, 1.0, client_id=str(position))
-    return Result(position, str(position), update, measured={"train": {}}, **more)
+    return Reply(position, str(position), update, measured={"train": {}}, **more)
 
 
 STATE = {"global": {"w": torch.zeros(1)}}
 
 
 def test_updates_come_in_client_order_and_none_may_be_missing() -> None:
-    results = [trained(position) for position in (4, 0, 3, 5, 1)]
-    results.insert(2, Result(2, "2", rejected="error: none"))
-    arrivals = arriving(results, 6)
+    replies = [trained(position) for position in (4, 0, 3, 5, 1)]
+    replies.insert(2, Reply(2, "2", rejected="error: none"))
+    arrivals = arriving(replies, 6)
     updates = arrivals.updates(STATE, lambda *_: False)
     assert [update.client_id for update in updates] == ["0", "1", "3", "4", "5"]
     assert arrivals._report.rejected == {"2": "error: none"}
-    with pytest.raises(AssertionError, match="no result of order 2"):
-        list(arriving([r for r in results if r.position != 2], 6).updates(STATE, lambda *_: False))
+    with pytest.raises(AssertionError, match="no reply to order 2"):
+        list(arriving([r for r in replies if r.position != 2], 6).updates(STATE, lambda *_: False))
 
 
 def test_what_is_waited_for_is_measured_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     now = SimpleNamespace(seconds=0.0)
     monkeypatch.setattr("raydfl.engine.arrivals.time", SimpleNamespace(perf_counter=lambda: now.seconds))
 
-    def slow() -> Iterator[Result]:
+    def slow() -> Iterator[Reply]:
         for position in range(5):
             now.seconds += 2.0
             yield trained(position)

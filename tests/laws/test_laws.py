@@ -22,7 +22,7 @@ from raydfl.engine import worker
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.federation import Federation
-from raydfl.engine.orders import Order, Result, in_groups
+from raydfl.engine.orders import Order, Reply, in_groups
 from raydfl.engine.pool import SerialPool
 from raydfl.engine.storage import record
 from raydfl.engine.storage.folder import final_state
@@ -79,7 +79,7 @@ def every_method() -> list[Any]:
 
 
 class WatchedPool(SerialPool):
-    """Delivers results in a random order, and keeps every byte that goes out and comes back."""
+    """Delivers replies in a random order, and keeps every byte that goes out and comes back."""
 
     def __init__(self, worker: Worker, seed: int) -> None:
         super().__init__(worker)
@@ -89,14 +89,14 @@ class WatchedPool(SerialPool):
     def _note(self, value: object) -> None:
         self.bytes.append(pickle.dumps(value, protocol=5))
 
-    def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Result]:
+    def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
         shuffled = in_groups(orders)
         self.random.shuffle(shuffled)
-        results = [result for group in shuffled for result in self._worker.carry_out(group, broadcast)]
-        self.random.shuffle(results)
-        for value in (orders, broadcast, results):
+        replies = [reply for group in shuffled for reply in self._worker.carry_out(group, broadcast)]
+        self.random.shuffle(replies)
+        for value in (orders, broadcast, replies):
             self._note(value)
-        yield from results
+        yield from replies
 
     def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
         return {}
@@ -231,7 +231,7 @@ def test_law_2_dying_anywhere_in_a_round_leaves_it_undone(
                 orders: Sequence[Order],
                 broadcast: Mapping[str, FlatTensors],
                 arrived: float | None = None,
-            ) -> list[Result]:
+            ) -> list[Reply]:
                 calls["train"] += 1
                 if calls["train"] == 2:
                     raise Dead
@@ -442,13 +442,13 @@ def test_a_replayed_update_is_the_one_that_was_sent(tiny: Tiny, method: str, com
     sent: dict[tuple[int, str], np.ndarray] = {}
 
     class Recording(SerialPool):
-        def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Result]:
-            for result in super().run(orders, broadcast):
-                if result.update is not None:
-                    sent[orders[0].round_index + 1, result.client_id] = FlatTensors.of(
-                        result.update.tensors
+        def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
+            for reply in super().run(orders, broadcast):
+                if reply.update is not None:
+                    sent[orders[0].round_index + 1, reply.client_id] = FlatTensors.of(
+                        reply.update.tensors
                     ).vector.copy()
-                yield result
+                yield reply
 
     federation = Federation(config, worker.population, RunStore(run_dir, keep=9), Recording(worker))
     while federation.state.round_index < 4:
