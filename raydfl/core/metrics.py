@@ -7,8 +7,9 @@ what was pooled.
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -260,7 +261,7 @@ def reduced(metrics: Metrics) -> dict[str, Metric]:
     return {**kept, **summarise({name: value for name, value in metrics.items() if isinstance(value, Scores)})}
 
 
-def ranking_metrics(scores: Scores) -> dict[str, Ratio]:
+def ranking_metrics(scores: Scores, only: Collection[str] | None = None) -> dict[str, Ratio]:
     """Return what scikit-learn's functions say of scores, each a ratio that counts the clips.
 
     Of values [clips]: ``auc``; ``pauc``, up to a false positive rate of 0.1, standardised (McClish); ``eer``, where the
@@ -268,7 +269,7 @@ def ranking_metrics(scores: Scores) -> dict[str, Ratio]:
     threshold ``f1``, that at it; and with groups ``dcase``, see :func:`dcase_score`. Of values [clips, classes]: ``map`` and
     ``auc``, the mean over the classes of average precision and AUC; and with a threshold ``macro_f1``. Classes of which all or
     no clips are true are left out of the mean. Where nothing can be said, because all clips or none are true, the count is 0;
-    with a value that is not finite the score is NaN.
+    with a value that is not finite the score is NaN. ``only``: these and no others, each of which takes milliseconds.
     """
     from sklearn import metrics as sklearn_metrics  # a second that most runs need not spend
 
@@ -280,28 +281,24 @@ def ranking_metrics(scores: Scores) -> dict[str, Ratio]:
     names = ["map", "auc"] if several else ["auc", "pauc", "eer", "oracle_f1"]
     names += [] if scores.threshold is None else ["macro_f1" if several else "f1"]
     names += [] if scores.groups is None else ["dcase"]
+    names = [name for name in names if only is None or name in only]
     if not some or not np.isfinite(values).all():
         return {name: Ratio(float("nan") if some else 0.0, clips if some else 0) for name in names}
-    found: dict[str, float] = {}
-    if several:
-        found["map"] = sklearn_metrics.average_precision_score(truth[:, some], values[:, some], average="macro")
-        found["auc"] = sklearn_metrics.roc_auc_score(truth[:, some], values[:, some], average="macro")
-        if scores.threshold is not None:
-            guess = values[:, some] >= scores.threshold
-            found["macro_f1"] = sklearn_metrics.f1_score(truth[:, some], guess, average="macro", zero_division=0)
-    else:
-        found["auc"] = sklearn_metrics.roc_auc_score(truth, values)
-        found["pauc"] = sklearn_metrics.roc_auc_score(truth, values, max_fpr=MAX_FALSE_POSITIVES)
-        found["eer"] = _equal_error_rate(*sklearn_metrics.roc_curve(truth, values, drop_intermediate=False)[:2])
-        precision, recall, _ = sklearn_metrics.precision_recall_curve(truth, values)
-        found["oracle_f1"] = float((2 * precision * recall / np.maximum(precision + recall, 1e-300)).max())
-        if scores.threshold is not None:
-            found["f1"] = sklearn_metrics.f1_score(truth, values >= scores.threshold, zero_division=0)
-    ratios = {name: Ratio(float(value) * clips, clips) for name, value in found.items()}
-    if scores.groups is not None:
-        value = dcase_score(values, truth, scores.groups)
-        ratios["dcase"] = Ratio(0.0, 0) if np.isnan(value) else Ratio(value * clips, clips)
-    return ratios
+    threshold, groups = scores.threshold, scores.groups
+    chosen, ranked = (truth[:, some], values[:, some]) if several else (truth, values)
+    known: dict[str, Callable[[], float]] = {
+        "map": lambda: sklearn_metrics.average_precision_score(chosen, ranked, average="macro"),
+        "auc": lambda: sklearn_metrics.roc_auc_score(chosen, ranked, average="macro"),
+        "macro_f1": lambda: sklearn_metrics.f1_score(chosen, ranked >= threshold, average="macro", zero_division=0),
+        "pauc": lambda: sklearn_metrics.roc_auc_score(chosen, ranked, max_fpr=MAX_FALSE_POSITIVES),
+        "eer": lambda: _equal_error_rate(*sklearn_metrics.roc_curve(chosen, ranked, drop_intermediate=False)[:2]),
+        "oracle_f1": lambda: _largest_f1(*sklearn_metrics.precision_recall_curve(chosen, ranked)[:2]),
+        "f1": lambda: sklearn_metrics.f1_score(chosen, ranked >= threshold, zero_division=0),
+        "dcase": lambda: math.nan if groups is None else dcase_score(values, truth, groups),
+    }
+    found = {name: float(known[name]()) for name in names}
+    nothing = Ratio(0.0, 0)  # no machine has clips of both kinds
+    return {name: nothing if np.isnan(value) else Ratio(value * clips, clips) for name, value in found.items()}
 
 
 def dcase_score(values: NDArray[np.float64], truth: NDArray[np.bool_], groups: NDArray[np.int64]) -> float:
@@ -347,6 +344,11 @@ def _equal_error_rate(false_positives: NDArray[np.float64], true_positives: NDAr
     stop = int(np.argmax(above >= 0))
     share = -above[stop - 1] / (above[stop] - above[stop - 1])
     return float(false_positives[stop - 1] + share * (false_positives[stop] - false_positives[stop - 1]))
+
+
+def _largest_f1(precision: NDArray[np.float64], recall: NDArray[np.float64]) -> float:
+    """Return the largest F1 on a precision-recall curve."""
+    return float((2 * precision * recall / np.maximum(precision + recall, 1e-300)).max())
 
 
 def _from_confusion(confusion: NDArray[Any]) -> tuple[Ratio, Ratio]:

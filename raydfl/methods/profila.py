@@ -54,8 +54,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
-from raydfl.core.metrics import pool, reduced
-from raydfl.core.types import Batch, Client, Metrics, ModelSpec, Ratio, State, Update
+from raydfl.core.metrics import pool, ranking_metrics
+from raydfl.core.types import Batch, Client, Metrics, ModelSpec, Ratio, Scores, State, Update
 from raydfl.methods._layers import check_prefixes
 from raydfl.methods._method import Counted, Method
 from raydfl.methods._spool import Spool
@@ -341,8 +341,9 @@ class ProFiLA(Method):
         examples = step.data.test if self.steer == "test" else step.data.validation
         if not self.steers or not len(examples):
             return None
-        found = reduced(self.objective.evaluate(step, "model", examples, step.training.batch_size))
-        auc = found.get("auc")
+        found = self.objective.evaluate(step, "model", examples, step.training.batch_size)
+        scores = found.get("scores")
+        auc = ranking_metrics(scores, only=["auc"])["auc"] if isinstance(scores, Scores) else found.get("auc")
         return auc.value if isinstance(auc, Ratio) and auc.count and math.isfinite(auc.value) else None
 
     def _rate(self, step: Step) -> float | None:

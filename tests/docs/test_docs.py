@@ -163,7 +163,7 @@ def _commands(text: str) -> list[list[str]]:
 
 
 def _needs_no_shell(command: Sequence[str]) -> bool:
-    if command[0] in ("python", "mkdir", "cp"):
+    if command[0] in ("python", "mkdir", "cp", "cat"):
         return not any(character in word for word in command for character in "*$<>|&;")
     return command[0] == "raydfl" and not _SHELL & set(command)
 
