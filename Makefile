@@ -68,7 +68,7 @@ test-versions: .venv-versions/oldest/.installed .venv-versions/newest/.installed
 	@test -n "$(PYTHON_$*)" || { echo 'the newest packages need Python 3.12 or 3.13: name it: make PYTHON_newest=/path/to/python3.13 ...' >&2; exit 2; }
 	test -x $(@D)/bin/pip || $(PYTHON_$*) -m venv $(@D)
 	$(@D)/bin/python -m pip install --constraint $< setuptools torch
-	$(@D)/bin/python -m pip install --constraint $< --no-build-isolation '.[speech,dev]'
+	$(@D)/bin/python -m pip install --constraint $< --no-build-isolation '.[speech,test]'
 	@touch $@
 
 check: $(INSTALLED)

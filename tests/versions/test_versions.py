@@ -26,7 +26,7 @@ OF_USERS = [
     *(
         line
         for name, lines in PROJECT["optional-dependencies"].items()
-        if name not in ("dev", "wandb")
+        if name not in ("dev", "test", "wandb")
         for line in lines
     ),
 ]
