@@ -2,8 +2,9 @@
 
 The work: the Free Spoken Digit Dataset, 60 clients (each speaker's clips dealt to ten), 12 a round, one epoch, batch 16, log-mel
 64 x 101, SGD; FedAvg of CRNN-Base or CRNN-Lite with kernel 5, and FedMLAC with both. With images of digits in place of the clips,
-FedAvg of a small CNN, dealt to 60 clients too. And what the peers do not have: FedAvg of FedSTAR's network, ResNet-18 and
-ShuffleNetV2, and, with images of digits beside the clips, ModalityMirror, whose first phase has the first four of the timed rounds.
+FedAvg of a small CNN, dealt to 60 clients too. And what the peers do not have: FedAvg of FedSTAR's network, ResNet-18,
+ShuffleNetV2 and, on 9 frames of 128 bands, Fed-ProFiLA's network; and, with images of digits beside the clips, ModalityMirror,
+whose first phase has the first four of the timed rounds.
 Dropout is off so that the models can be compared: all draw the same cohorts and the same batches and must come to the same global
 model.
 
@@ -26,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from peers.model import ARCHITECTURES
@@ -54,6 +55,7 @@ WORKS: Mapping[str, Mapping[str, str]] = {
     "split_cnn": {"model": "split_cnn"},
     "resnet18": {"model": "resnet18"},
     "shufflenet_v2": {"model": "shufflenet_v2"},
+    "film_cnn": {"model": "film_cnn"},
     "modality_mirror": {"audio": "crnn_lite", "image": "cnn_small", "fusion": "fusion"},
 }
 """Architectures by model name."""
@@ -62,10 +64,13 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "split_cnn": {"dropout": 0.0},
     "resnet18": {},
     "shufflenet_v2": {},
+    "film_cnn": {"dropout": 0.0},
     "cnn_small": {},
     "fusion": {"dropout": 0.0},
 }
 """Options of an architecture; of all others a kernel of KERNEL and no dropout."""
+SHAPES: Mapping[str, Mapping[str, Any]] = {"film_cnn": {"bands": 128, "seconds": 0.08}}
+"""What is other about the clips: 9 frames of 128 bands."""
 OURS = "raydfl, 2 actors"
 PEER_COMMANDS: Mapping[str, Sequence[str]] = {
     "Flower, 2 client slots": ("flower",),
@@ -130,9 +135,9 @@ def configuration(data: Mapping[str, object], runs: Path, work: str, actors: int
 IMAGES: Mapping[str, object] = {"kind": "image", "size": 28, "mean": 0.1307, "deviation": 0.3081}
 
 
-def fsdd(root: Path, pictures: Path | None = None) -> dict[str, object]:
+def fsdd(root: Path, pictures: Path | None = None, bands: int = 64, seconds: float = 1.0) -> dict[str, object]:
     """The clips, as raydfl takes them; with images of digits beside them where it is said where these are."""
-    features = {"sample_rate": 8000, "bands": 64, "window_ms": 25, "hop_ms": 10, "seconds": 1.0}
+    features = {"sample_rate": 8000, "bands": bands, "window_ms": 25, "hop_ms": 10, "seconds": seconds}
     data = {"name": "fsdd", "root": str(root), "features": features, "partition": {"by": "group", "shards": 10}}
     if pictures is None:
         return data
@@ -179,7 +184,8 @@ def make_work(config: Config, rounds: int) -> Work:
         orders=orders,
         architectures={spec.name: spec.architecture for spec in widest.models},
         weights={
-            name: {key: value.clone() for key, value in model.state_dict().items()} for name, model in built.items()
+            name: {key: value.clone() for key, value in model.state_dict().items() if value.is_floating_point()}
+            for name, model in built.items()
         },
         classes=len(population.classes),
         kernel=KERNEL,
@@ -330,7 +336,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="raydfl-benchmark-") as folder:
             for work in arguments.works:
                 pictures = arguments.pictures.resolve() if work in PICTURED else None
-                data = mnist(pictures) if work == "cnn" else fsdd(arguments.root.resolve(), pictures)
+                data = (
+                    mnist(pictures)
+                    if work == "cnn"
+                    else fsdd(arguments.root.resolve(), pictures, **SHAPES.get(work, {}))
+                )
                 chosen = choose(contestants(work, data, Path(folder), rounds), arguments.contestants)
                 results[work] = measure(chosen, arguments.turns, arguments.rounds)
     finally:  # what was measured before a failure counts
