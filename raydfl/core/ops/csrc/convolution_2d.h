@@ -86,7 +86,8 @@ void window_tiles(long count, Window window, const float* const* from, const flo
 }
 
 // The product of all windows and the matrix in "packed" (panels of [window.size(), PANEL]), to "outputs" columns.
-void correlate(Grid grid, Window window, const float* packed, long outputs, const float* bias) {
+void correlate(const Grid& positions, Window window, const float* packed, long outputs, const float* bias) {
+  Grid grid = positions;
   grid.merge();
   const float* from[AT_ONCE];
   float* to[AT_ONCE];
@@ -112,38 +113,122 @@ void correlate(Grid grid, Window window, const float* packed, long outputs, cons
   }
 }
 
+constexpr int TALL = 8;  // rows of a product that are computed together where the result has one vector of columns
+
+// A tile of positions side by side: the numbers of their windows lie "offsets" from where they begin.
+template <int ROWS, int HALVES>
+INLINE void row_tile(const float* from, long from_column, const long* offsets, long depth, const float* b, float* to,
+                     long to_column, long columns, const float* bias) {
+  Floats sums[ROWS][HALVES];
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+    for (int h = 0; h < HALVES; ++h) sums[r][h] = bias ? load(bias + h * LANES) : Floats{};
+  for (long k = 0; k < depth; ++k, b += PANEL) {
+    Floats right[HALVES];
+#pragma GCC unroll 2
+    for (int h = 0; h < HALVES; ++h) right[h] = load(b + h * LANES);
+    const float* a = from + offsets[k];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+      const Floats factor = all(a[r * from_column]);
+#pragma GCC unroll 2
+      for (int h = 0; h < HALVES; ++h) sums[r][h] += factor * right[h];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r, to += to_column) {
+    if (columns >= HALVES * LANES) {
+#pragma GCC unroll 2
+      for (int h = 0; h < HALVES; ++h) store(to + h * LANES, sums[r][h]);
+    } else {
+      float line[PANEL];
+#pragma GCC unroll 2
+      for (int h = 0; h < HALVES; ++h) store(line + h * LANES, sums[r][h]);
+      for (long j = 0; j < columns; ++j) to[j] = line[j];
+    }
+  }
+}
+
+template <int HALVES>
+void row_tiles(long count, const float* from, long from_column, const long* offsets, long depth, const float* b, float* to,
+               long to_column, long columns, const float* bias) {
+  constexpr long most = HALVES == 1 ? TALL : TILE;
+  const long tiles = (count + most - 1) / most, height = count / tiles, higher = count % tiles;
+  for (long index = 0; index < tiles; ++index) {
+    const long rows = height + (index < higher);
+    switch (rows) {
+      case 8: row_tile<HALVES == 1 ? 8 : 1, HALVES>(from, from_column, offsets, depth, b, to, to_column, columns, bias); break;
+      case 7: row_tile<HALVES == 1 ? 7 : 1, HALVES>(from, from_column, offsets, depth, b, to, to_column, columns, bias); break;
+      case 6: row_tile<6, HALVES>(from, from_column, offsets, depth, b, to, to_column, columns, bias); break;
+      case 5: row_tile<5, HALVES>(from, from_column, offsets, depth, b, to, to_column, columns, bias); break;
+      case 4: row_tile<4, HALVES>(from, from_column, offsets, depth, b, to, to_column, columns, bias); break;
+      case 3: row_tile<3, HALVES>(from, from_column, offsets, depth, b, to, to_column, columns, bias); break;
+      case 2: row_tile<2, HALVES>(from, from_column, offsets, depth, b, to, to_column, columns, bias); break;
+      default: row_tile<1, HALVES>(from, from_column, offsets, depth, b, to, to_column, columns, bias);
+    }
+    from += rows * from_column, to += rows * to_column;
+  }
+}
+
+// Where a window's numbers lie, from its first.
+const long* offsets_of(Window window) {
+  long* offsets = reinterpret_cast<long*>(scratch(3, window.size() * sizeof(long) / sizeof(float)));
+  for (long i = 0, n = 0; i < window.runs; ++i)
+    for (long k = 0; k < window.run; ++k) offsets[n++] = i * window.apart + k;
+  return offsets;
+}
+
+// As correlate, row by row: for windows of short runs, and for results of few columns.
+void correlate_rows(const Grid& grid, Window window, const float* packed, long outputs, const float* bias) {
+  const long* offsets = offsets_of(window);
+  const long depth = window.size();
+  for (long item = 0; item < grid.items; ++item)
+    for (long row = 0; row < grid.rows; ++row) {
+      const float* from = grid.from + item * grid.from_item + row * grid.from_row;
+      float* to = grid.to + item * grid.to_item + row * grid.to_row;
+      for (long o = 0; o < outputs; o += PANEL)
+        (outputs - o > LANES ? row_tiles<2> : row_tiles<1>)(grid.columns, from, grid.from_column, offsets, depth,
+                                                            packed + o * depth, to + o, grid.to_column, outputs - o,
+                                                            bias ? bias + o : nullptr);
+    }
+}
+
 // Positions side by side: where their windows begin, and their gradients.
 struct Line {
   const float *from, *to;
   long count;
 };
 
-// sums[r, j] = (to begin with) or += the sum over positions of window [r] * gradient [j], for ROWS numbers of the window and HALVES
-// times LANES outputs. The gradients b of all positions lie one after another.
+// sums[r, j] = (to begin with) or += the sum over positions of window [r] * gradient [j], for ROWS numbers of the window, which lie
+// "offsets" from where it begins, and HALVES times LANES outputs. The gradients b of all positions lie one after another.
 template <int ROWS, int HALVES>
-INLINE void gradient_tile(const Line* lines, long count, long offset, long from_column, const float* b, float* to, long width,
-                          bool begin) {
+INLINE void gradient_tile(const Line* lines, long count, const long* offsets, long from_column, const float* b, float* to,
+                          long width, bool begin) {
   Floats sums[ROWS][HALVES];
-#pragma GCC unroll 6
+  long places[ROWS];
+#pragma GCC unroll 9
+  for (int r = 0; r < ROWS; ++r) places[r] = offsets[r];
+#pragma GCC unroll 9
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
     for (int h = 0; h < HALVES; ++h) sums[r][h] = Floats{};
   for (long line = 0; line < count; ++line) {
-    const float* a = lines[line].from + offset;
+    const float* a = lines[line].from;
 #pragma GCC unroll 2
     for (long p = lines[line].count; p > 0; --p, a += from_column, b += PANEL) {
       Floats right[HALVES];
 #pragma GCC unroll 2
       for (int h = 0; h < HALVES; ++h) right[h] = load(b + h * LANES);
-#pragma GCC unroll 6
+#pragma GCC unroll 9
       for (int r = 0; r < ROWS; ++r) {
-        const Floats factor = all(a[r]);
+        const Floats factor = all(a[places[r]]);
 #pragma GCC unroll 2
         for (int h = 0; h < HALVES; ++h) sums[r][h] += factor * right[h];
       }
     }
   }
-#pragma GCC unroll 6
+#pragma GCC unroll 9
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
     for (int h = 0; h < HALVES; ++h) {
@@ -153,54 +238,61 @@ INLINE void gradient_tile(const Line* lines, long count, long offset, long from_
 }
 
 template <int HALVES>
-void gradient_tiles(const Line* lines, long count, Window window, long from_column, const float* b, float* to, long width,
-                    bool begin) {
-  const long tiles = (window.run + TILE - 1) / TILE, height = window.run / tiles, higher = window.run % tiles;
-  for (long i = 0; i < window.runs; ++i) {
-    long offset = i * window.apart;
-    for (long index = 0; index < tiles; ++index) {
-      const long rows = height + (index < higher);
-      switch (rows) {
-        case 6: gradient_tile<6, HALVES>(lines, count, offset, from_column, b, to, width, begin); break;
-        case 5: gradient_tile<5, HALVES>(lines, count, offset, from_column, b, to, width, begin); break;
-        case 4: gradient_tile<4, HALVES>(lines, count, offset, from_column, b, to, width, begin); break;
-        case 3: gradient_tile<3, HALVES>(lines, count, offset, from_column, b, to, width, begin); break;
-        case 2: gradient_tile<2, HALVES>(lines, count, offset, from_column, b, to, width, begin); break;
-        default: gradient_tile<1, HALVES>(lines, count, offset, from_column, b, to, width, begin);
-      }
-      offset += rows, to += rows * width;
+void gradient_tiles(const Line* lines, long count, const long* offsets, long depth, long from_column, const float* b, float* to,
+                    long width, bool begin) {
+  constexpr long most = HALVES == 1 ? TALL + 1 : TILE;
+  const long tiles = (depth + most - 1) / most, height = depth / tiles, higher = depth % tiles;
+  for (long index = 0; index < tiles; ++index) {
+    const long rows = height + (index < higher);
+    switch (rows) {
+      case 9: gradient_tile<HALVES == 1 ? 9 : 1, HALVES>(lines, count, offsets, from_column, b, to, width, begin); break;
+      case 8: gradient_tile<HALVES == 1 ? 8 : 1, HALVES>(lines, count, offsets, from_column, b, to, width, begin); break;
+      case 7: gradient_tile<HALVES == 1 ? 7 : 1, HALVES>(lines, count, offsets, from_column, b, to, width, begin); break;
+      case 6: gradient_tile<6, HALVES>(lines, count, offsets, from_column, b, to, width, begin); break;
+      case 5: gradient_tile<5, HALVES>(lines, count, offsets, from_column, b, to, width, begin); break;
+      case 4: gradient_tile<4, HALVES>(lines, count, offsets, from_column, b, to, width, begin); break;
+      case 3: gradient_tile<3, HALVES>(lines, count, offsets, from_column, b, to, width, begin); break;
+      case 2: gradient_tile<2, HALVES>(lines, count, offsets, from_column, b, to, width, begin); break;
+      default: gradient_tile<1, HALVES>(lines, count, offsets, from_column, b, to, width, begin);
     }
+    offsets += rows, to += rows * width;
   }
 }
 
-// The gradients of one panel of outputs, one after another, missing outputs 0; adds their sum to bias_sums.
+// The gradients of HALVES times LANES outputs, one position after another, missing outputs 0; adds their sum to bias_sums.
+template <int HALVES>
 void pack_gradients(const Line* lines, long count, long to_column, long output, long outputs, float* packed, float* bias_sums) {
-  const long width = least(PANEL, outputs - output);
-  Floats left{}, right{};
+  const long width = least(HALVES * LANES, outputs - output);
+  Floats sums[HALVES];
+#pragma GCC unroll 2
+  for (int h = 0; h < HALVES; ++h) sums[h] = Floats{};
   for (long line = 0; line < count; ++line) {
     const float* from = lines[line].to + output;
     for (long p = lines[line].count; p > 0; --p, from += to_column, packed += PANEL) {
-      if (width == PANEL) {
-        store(packed, load(from));
-        store(packed + LANES, load(from + LANES));
-      } else {
-        clear(packed, PANEL);
+      if (width < HALVES * LANES) {
+        clear(packed, HALVES * LANES);
         for (long j = 0; j < width; ++j) packed[j] = from[j];
       }
-      left += load(packed);
-      right += load(packed + LANES);
+#pragma GCC unroll 2
+      for (int h = 0; h < HALVES; ++h) {
+        const Floats gradient = load((width < HALVES * LANES ? packed : from) + h * LANES);
+        store(packed + h * LANES, gradient);
+        sums[h] += gradient;
+      }
     }
   }
-  store(bias_sums + output, load(bias_sums + output) + left);
-  store(bias_sums + output + LANES, load(bias_sums + output + LANES) + right);
+  bias_sums += output;
+#pragma GCC unroll 2
+  for (int h = 0; h < HALVES; ++h) store(bias_sums + h * LANES, load(bias_sums + h * LANES) + sums[h]);
 }
 
 // sums [window.size(), width] = (to begin with) or += the windows, transposed, times the gradients at grid.to; bias_sums += these.
 void correlate_backward(Grid grid, Window window, long outputs, float* sums, long width, bool begin, float* bias_sums) {
   grid.merge();
   Line lines[AT_ONCE];
+  const long* offsets = offsets_of(window);
+  const long rows = grid.items * grid.rows, depth = window.size();
   float* packed = scratch(4, AT_ONCE * PANEL);
-  const long rows = grid.items * grid.rows;
   for (long row = 0, column = 0; row < rows; begin = false) {
     long count = 0, positions = 0;
     while (row < rows && positions < AT_ONCE) {
@@ -210,45 +302,44 @@ void correlate_backward(Grid grid, Window window, long outputs, float* sums, lon
       positions += length, column += length;
       if (column == grid.columns) column = 0, ++row;
     }
-    for (long o = 0; o < outputs; o += PANEL) {
-      pack_gradients(lines, count, grid.to_column, o, outputs, packed, bias_sums);
-      if (outputs - o > LANES)
-        gradient_tiles<2>(lines, count, window, grid.from_column, packed, sums + o, width, begin);
-      else
-        gradient_tiles<1>(lines, count, window, grid.from_column, packed, sums + o, width, begin);
-    }
+    for (long o = 0; o < outputs; o += PANEL)
+      if (outputs - o > LANES) {
+        pack_gradients<2>(lines, count, grid.to_column, o, outputs, packed, bias_sums);
+        gradient_tiles<2>(lines, count, offsets, depth, grid.from_column, packed, sums + o, width, begin);
+      } else {
+        pack_gradients<1>(lines, count, grid.to_column, o, outputs, packed, bias_sums);
+        gradient_tiles<1>(lines, count, offsets, depth, grid.from_column, packed, sums + o, width, begin);
+      }
   }
 }
 
 // An image [rows, columns, channels] with zeros around it.
 void surround(float* to, const float* from, long rows, long columns, long channels, long top, long left, long bottom, long right) {
   const long row = (left + columns + right) * channels;
-  clear(to, top * row);
-  to += top * row;
-  for (long r = 0; r < rows; ++r, to += row, from += columns * channels) {
-    clear(to, left * channels);
-    copy(to + left * channels, from, columns * channels);
-    clear(to + (left + columns) * channels, right * channels);
+  const long line = columns * channels;
+  clear(to, top * row + left * channels);
+  to += top * row + left * channels;
+  for (long r = 1; r < rows; ++r, to += row, from += line) {
+    copy(to, from, line);
+    for (long i = line; i < row; ++i) to[i] = 0.0f;  // on the right, and on the left of the next row
   }
-  clear(to, bottom * row);
+  copy(to, from, line);
+  clear(to + line, right * channels + bottom * row);
 }
 
 // How the windows of a convolution are found in memory, for some items at a time.
 struct Source {
   const Convolution2d& s;
-  bool copied, gathered;  // with few inputs whole windows are copied, for a run of 1 to 3 numbers makes no tile
+  bool copied;
   long rows, columns;     // with zeros around
   Window window;
 
   explicit Source(const Convolution2d& shape)
       : s(shape),
         copied(s.top || s.left || s.bottom || s.right),
-        gathered(s.kernel_rows > 1 && s.kernel_columns * s.inputs < TILE),
         rows(s.rows + s.top + s.bottom),
         columns(s.columns + s.left + s.right),
-        window{s.kernel_rows, s.kernel_columns * s.inputs, columns * s.inputs} {
-    if (gathered) window = {1, window.size(), 0};
-  }
+        window{s.kernel_rows, s.kernel_columns * s.inputs, columns * s.inputs} {}
 
   long item() const { return rows * columns * s.inputs; }
   long at_once() const {
@@ -265,32 +356,17 @@ struct Source {
         surround(padded + i * item(), x, s.rows, s.columns, s.inputs, s.top, s.left, s.bottom, s.right);
       x = padded;
     }
-    Grid grid{items,
-              s.out_rows(),
-              s.out_columns(),
-              x,
-              item(),
-              s.row_stride * columns * s.inputs,
-              s.column_stride * s.inputs,
-              nullptr,
-              s.out_rows() * s.out_columns() * s.outputs,
-              s.out_columns() * s.outputs,
-              s.outputs};
-    if (!gathered) return grid;
-    float* windows = scratch(3, at_once() * s.out_rows() * s.out_columns() * window.size());
-    grid.from = windows;
-    const long run = s.kernel_columns * s.inputs;
-    for (long i = 0; i < items; ++i)
-      for (long r = 0; r < grid.rows; ++r)
-        for (long c = 0; c < grid.columns; ++c) {
-          const float* from = x + i * grid.from_item + r * grid.from_row + c * grid.from_column;
-          for (long k = 0; k < s.kernel_rows; ++k, windows += run)
-            for (long j = 0; j < run; ++j) windows[j] = from[k * columns * s.inputs + j];
-        }
-    grid.from_column = window.size();
-    grid.from_row = grid.columns * grid.from_column;
-    grid.from_item = grid.rows * grid.from_row;
-    return grid;
+    return {items,
+            s.out_rows(),
+            s.out_columns(),
+            x,
+            item(),
+            s.row_stride * columns * s.inputs,
+            s.column_stride * s.inputs,
+            nullptr,
+            s.out_rows() * s.out_columns() * s.outputs,
+            s.out_columns() * s.outputs,
+            s.outputs};
   }
 };
 
@@ -348,7 +424,8 @@ void convolve_2d(const Convolution2d& s, const float* x, const float* weight, co
   for (long first = 0, step = source.at_once(); first < s.batch; first += step) {
     Grid grid = source.grid(x, first, least(step, s.batch - first));
     grid.to = y + first * grid.to_item;
-    correlate(grid, source.window, packed, s.outputs, wide_bias);
+    const bool by_rows = source.window.run < TILE || s.outputs <= LANES;
+    (by_rows ? correlate_rows : correlate)(grid, source.window, packed, s.outputs, wide_bias);
   }
 }
 
@@ -412,7 +489,8 @@ void gradient_of_inputs(const Convolution2d& s, const float* dy, const float* we
                         item_in,
                         s.row_stride * s.columns * s.inputs,
                         s.column_stride * s.inputs};
-        correlate(grid, {r.taps, c.taps * s.outputs, row}, next, s.inputs, nullptr);
+        const Window window{r.taps, c.taps * s.outputs, row};
+        (s.inputs <= LANES ? correlate_rows : correlate)(grid, window, next, s.inputs, nullptr);
         next += r.taps * c.taps * panel;
       }
   }

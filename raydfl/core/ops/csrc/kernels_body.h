@@ -13,6 +13,7 @@ constexpr int TILE = 6;           // rows of a product that are computed togethe
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Naturals __attribute__((vector_size(4 * LANES)));
+typedef uint64_t LongNaturals __attribute__((vector_size(4 * LANES)));
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 typedef uint8_t AllBytes __attribute__((vector_size(4 * LANES)));
 typedef float LooseFloats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -55,6 +56,19 @@ INLINE Bytes narrowed(Integers numbers) {
   Bytes result;
   __builtin_memcpy(&result, &lowest, LANES);
   return result;
+}
+
+// The other way: LANES bytes as numbers.
+INLINE Integers widened(const uint8_t* from) {
+#if RAYDFL_LANES == 8  // the compiler converts these one by one
+  uint64_t bytes;
+  __builtin_memcpy(&bytes, from, sizeof bytes);
+  const AllBytes twice = reinterpret_cast<AllBytes>(LongNaturals{} + bytes);
+  return reinterpret_cast<Integers>(SHUFFLED(AllBytes, twice, twice, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3,  //
+                                             20, 20, 20, 20, 21, 21, 21, 21, 22, 22, 22, 22, 23, 23, 23, 23)) & 255;
+#else
+  return __builtin_convertvector(Bytes(*reinterpret_cast<const LooseBytes*>(from)), Integers);
+#endif
 }
 
 INLINE void copy(float* to, const float* from, long count) { __builtin_memcpy(to, from, sizeof(float) * count); }
@@ -311,7 +325,7 @@ void unpool_item(const Convolution& shape, const float* dy, const uint8_t* codes
     long o = 0;
     for (; o + LANES <= shape.outputs; o += LANES) {
       const Floats value = load(dy + o);
-      const Integers code = __builtin_convertvector(Bytes(*reinterpret_cast<const LooseBytes*>(codes + o)), Integers);
+      const Integers code = widened(codes + o);
       Floats sum = load(bias_sums + o);
       for (int32_t j = 0; j < shape.pool; ++j) {
         const Floats here = reinterpret_cast<Floats>(reinterpret_cast<Integers>(value) & (code == j));

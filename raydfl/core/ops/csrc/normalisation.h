@@ -15,7 +15,36 @@ struct ChannelSums {
   void begin() {
     for (long c = 0; c < channels; ++c) first[c] = second[c] = 0.0;
   }
-  void begin_line() { clear(line, 2 * channels); }
+  // One row's sums of x - origin and of its squares, or, given a gradient, of that and of its products with x - origin.
+  template <bool SQUARES>
+  void take_line(const float* x, const float* origin, const float* gradient, long positions) {
+    long c = 0;
+    for (; c + PANEL <= channels; c += PANEL) take<SQUARES, 2>(x, origin, gradient, positions, c);
+    for (; c + LANES <= channels; c += LANES) take<SQUARES, 1>(x, origin, gradient, positions, c);
+    for (; c < channels; ++c) {
+      line[c] = other[c] = 0.0f;
+      for (long p = c; p < positions * channels; p += channels) {
+        const float apart = x[p] - origin[c], value = SQUARES ? apart : gradient[p];
+        line[c] += value;
+        other[c] += value * apart;
+      }
+    }
+  }
+  template <bool SQUARES, int HALVES>
+  INLINE void take(const float* x, const float* origin, const float* gradient, long positions, long c) {
+    Floats sums[HALVES], products[HALVES], from[HALVES];
+#pragma GCC unroll 2
+    for (int h = 0; h < HALVES; ++h) sums[h] = products[h] = Floats{}, from[h] = load(origin + c + h * LANES);
+    for (long p = c; p < positions * channels; p += channels)
+#pragma GCC unroll 2
+      for (int h = 0; h < HALVES; ++h) {
+        const Floats apart = load(x + p + h * LANES) - from[h], value = SQUARES ? apart : load(gradient + p + h * LANES);
+        sums[h] += value;
+        products[h] += value * apart;
+      }
+#pragma GCC unroll 2
+    for (int h = 0; h < HALVES; ++h) store(line + c + h * LANES, sums[h]), store(other + c + h * LANES, products[h]);
+  }
   void end_line() {
     for (long c = 0; c < channels; ++c) first[c] += line[c], second[c] += other[c];
   }
@@ -32,14 +61,7 @@ void moments_of(const Normalisation& s, const float* x, long rows, float* means,
   for (long c = 0; c < s.channels; ++c) origin[c] /= static_cast<float>(s.columns);
   sums.begin();
   for (long r = 0; r < rows; ++r) {
-    sums.begin_line();
-    for (const float *from = x + r * row, *end = from + row; from < end; from += s.channels)
-#pragma GCC ivdep
-      for (long c = 0; c < s.channels; ++c) {
-        const float value = from[c] - origin[c];
-        sums.line[c] += value;
-        sums.other[c] += value * value;
-      }
+    sums.take_line<true>(x + r * row, origin, nullptr, s.columns);
     sums.end_line();
   }
   const double count = positions ? static_cast<double>(positions) : 1.0;
@@ -68,6 +90,51 @@ void line_of(const Normalisation& s, const float* means, const float* scales, co
   }
 }
 
+// The maximum of ReLU of "high" x "wide" positions of a pool, of LANES channels, and which of its positions that is.
+INLINE void maximum(const float* from, long row, long channels, long high, long wide, long pool, Floats scale, Floats shift,
+                    Floats* y, Integers* codes) {
+  Floats best{};
+  Integers code = Integers{} + NOWHERE;
+#pragma GCC unroll 2
+  for (long i = 0; i < high; ++i)
+#pragma GCC unroll 2
+    for (long j = 0; j < wide; ++j) {
+      const Floats value = load(from + i * row + j * channels) * scale + shift;
+      const Integers better = (value > best) | (value != value);  // a NaN is kept: whoever trains must see it
+      best = better ? value : best;
+      code = better ? Integers{} + static_cast<int32_t>(i * pool + j) : code;
+    }
+  *y = best, *codes = code;
+}
+
+// One row of pools, of which "high" rows count.
+void pool_row(const Normalisation& s, const float* x, long high, const float* scale, const float* shift, float* y, long width,
+              uint8_t* codes) {
+  const long row = s.columns * s.channels, whole = s.channels / LANES * LANES;
+  for (long left = s.columns; left > (s.ceil ? 0 : s.pool - 1); left -= s.pool) {
+    const long wide = least(s.pool, left);
+    for (long k = 0; k < whole; k += LANES) {
+      Floats best;
+      Integers code;
+      if (s.pool == 2 && high == 2 && wide == 2)
+        maximum(x + k, row, s.channels, 2, 2, 2, load(scale + k), load(shift + k), &best, &code);
+      else
+        maximum(x + k, row, s.channels, high, wide, s.pool, load(scale + k), load(shift + k), &best, &code);
+      store(y + k, best);
+      *reinterpret_cast<LooseBytes*>(codes + k) = narrowed(code);
+    }
+    for (long k = whole; k < s.channels; ++k) {
+      y[k] = 0.0f, codes[k] = NOWHERE;
+      for (long i = 0; i < high; ++i)
+        for (long j = 0; j < wide; ++j) {
+          const float value = x[i * row + j * s.channels + k] * scale[k] + shift[k];
+          if (value > y[k] || value != value) y[k] = value, codes[k] = static_cast<uint8_t>(i * s.pool + j);
+        }
+    }
+    x += s.pool * s.channels, y += width, codes += width;
+  }
+}
+
 void normalise(const Normalisation& s, const float* x, const float* weight, const float* bias, const int64_t* lengths, float* y,
                long width, uint8_t* codes, float* means, float* scales) {
   const long row = s.columns * s.channels, out_rows = s.out_rows(), out_columns = s.out_columns();
@@ -86,41 +153,43 @@ void normalise(const Normalisation& s, const float* x, const float* weight, cons
       for (long p = rows * s.columns; p < s.rows * s.columns; ++p, y += width) clear(y, s.channels);
       continue;
     }
-    int32_t* code = reinterpret_cast<int32_t*>(scratch(5, s.channels));
-    for (long r = 0; r < out_rows; ++r)
-      for (long c = 0; c < out_columns; ++c, y += width, codes += width) {
-        clear(y, s.channels);
-#pragma GCC ivdep
-        for (long k = 0; k < s.channels; ++k) code[k] = NOWHERE;
-        for (int32_t i = 0; i < s.pool && r * s.pool + i < rows; ++i)
-          for (int32_t j = 0; j < s.pool && c * s.pool + j < s.columns; ++j) {
-            const float* from = x + ((r * s.pool + i) * s.columns + c * s.pool + j) * s.channels;
-            const int32_t here = i * static_cast<int32_t>(s.pool) + j;
-#pragma GCC ivdep
-            for (long k = 0; k < s.channels; ++k) {
-              const float value = from[k] * scale[k] + shift[k];
-              const bool better = value > y[k] || value != value;  // a NaN is kept: whoever trains must see it
-              y[k] = better ? value : y[k];
-              code[k] = better ? here : code[k];
-            }
-          }
-#pragma GCC ivdep
-        for (long k = 0; k < s.channels; ++k) codes[k] = static_cast<uint8_t>(code[k]);
-      }
+    for (long r = 0; r < out_rows; ++r, y += out_columns * width, codes += out_columns * width) {
+      const long high = rows - r * s.pool;
+      pool_row(s, x + r * s.pool * row, high < 0 ? 0 : least(high, s.pool), scale, shift, y, width, codes);
+    }
   }
 }
 
-// One row of the gradient before pooling, from all of an item's after it.
-void unpool_row(const Normalisation& s, long r, const float* dy, long width, const uint8_t* codes, float* to) {
-  const long pooled = r / s.pool, columns = s.out_columns();
-  if (pooled >= s.out_rows()) return clear(to, s.columns * s.channels);  // no pool saw it
-  for (long column = 0; column < s.columns; ++column, to += s.channels) {
-    const long c = column / s.pool, place = (pooled * columns + c) * width;
-    if (c >= columns) return clear(to, (s.columns - column) * s.channels);
-    const uint8_t here = static_cast<uint8_t>(r % s.pool * s.pool + column % s.pool);
-#pragma GCC ivdep
-    for (long k = 0; k < s.channels; ++k) to[k] = codes[place + k] == here ? dy[place + k] : 0.0f;
+// The gradient before pooling, of LANES channels of "high" x "wide" positions of a pool.
+INLINE void spread(Floats dy, Integers code, float* to, long row, long channels, long high, long wide, long pool) {
+#pragma GCC unroll 2
+  for (long i = 0; i < high; ++i)
+#pragma GCC unroll 2
+    for (long j = 0; j < wide; ++j)
+      store(to + i * row + j * channels,
+            reinterpret_cast<Floats>(reinterpret_cast<Integers>(dy) & (code == static_cast<int32_t>(i * pool + j))));
+}
+
+// "high" rows of the gradient before pooling, from the row of pools that saw them.
+void unpool_row(const Normalisation& s, const float* dy, long width, const uint8_t* codes, long high, float* to) {
+  const long row = s.columns * s.channels, whole = s.channels / LANES * LANES;
+  long left = s.columns;
+  for (; left > (s.ceil ? 0 : s.pool - 1); left -= s.pool) {
+    const long wide = least(s.pool, left);
+    for (long k = 0; k < whole; k += LANES) {
+      const Integers code = widened(codes + k);
+      if (s.pool == 2 && high == 2 && wide == 2)
+        spread(load(dy + k), code, to + k, row, s.channels, 2, 2, 2);
+      else
+        spread(load(dy + k), code, to + k, row, s.channels, high, wide, s.pool);
+    }
+    for (long i = 0; i < high; ++i)
+      for (long j = 0; j < wide; ++j)
+        for (long k = whole; k < s.channels; ++k)
+          to[i * row + j * s.channels + k] = codes[k] == i * s.pool + j ? dy[k] : 0.0f;
+    to += wide * s.channels, dy += width, codes += width;
   }
+  for (long i = 0; i < high && left > 0; ++i) clear(to + i * row, left * s.channels);  // no pool saw these
 }
 
 // One row of the gradient before ReLU.
@@ -140,7 +209,7 @@ void normalise_backward(const Normalisation& s, const float* dy, long width, con
                         const float* weight, const float* bias, const int64_t* lengths, const float* means, const float* scales,
                         float* dx, float* dweight, float* dbias) {
   const long row = s.columns * s.channels, out_rows = s.out_rows(), out_columns = s.out_columns();
-  const long each = s.groups ? s.channels / s.groups : 1;
+  const long each = s.groups ? s.channels / s.groups : 1, line = out_columns * width;
   clear(dweight, s.groups ? s.channels : 0);
   clear(dbias, s.groups ? s.channels : 0);
   for (long item = 0; item < s.batch; ++item, x += s.rows * row, dx += s.rows * row) {
@@ -154,20 +223,18 @@ void normalise_backward(const Normalisation& s, const float* dy, long width, con
     for (long r = 0; r < s.rows; ++r) {
       float* to = dx + r * row;
       const float* from = x + r * row;
-      if (s.pool)
-        unpool_row(s, r, dy, width, codes, to);
+      if (s.pool && r >= out_rows * s.pool)
+        clear(to, row);  // no pool saw it
+      else if (s.pool && r % s.pool == 0)
+        unpool_row(s, dy + r / s.pool * line, width, codes + r / s.pool * line, least(s.pool, s.rows - r), to);
+      else if (s.pool)
+        ;  // with the row before
       else if (r < rows)
         gradient_row(s, dy + r * s.columns * width, width, from, scale, shift, to);
       else
         clear(to, row);
       if (!s.groups || r >= rows) continue;
-      sums.begin_line();
-      for (long p = 0; p < row; p += s.channels)
-#pragma GCC ivdep
-        for (long k = 0; k < s.channels; ++k) {
-          sums.line[k] += to[p + k];
-          sums.other[k] += to[p + k] * (from[p + k] - mean[k]);
-        }
+      sums.take_line<false>(from, mean, to, s.columns);
       sums.end_line();
     }
     dy += out_rows * out_columns * width;
