@@ -58,11 +58,11 @@ test-wheel: $(INSTALLED) wheel
 
 # Each end in an environment of its own, 6 GB; raydfl in it is a copy (-P: not this folder's), built there against its PyTorch.
 test-versions: .venv-versions/oldest/.installed .venv-versions/newest/.installed
-	@set -e; for end in oldest newest; do \
+	@wrong=0; for end in oldest newest; do \
 		python=.venv-versions/$$end/bin/python; \
-		$$python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .; \
-		$$python -P tests/versions/end.py $$end .venv-versions/$$end/log; \
-	done
+		$$python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall . && \
+		$$python -P tests/versions/end.py $$end .venv-versions/$$end/log || wrong=1; \
+	done; exit $$wrong
 
 .venv-versions/%/.installed: tests/versions/%.txt pyproject.toml
 	@test -n "$(PYTHON_$*)" || { echo 'the newest packages need Python 3.12 or 3.13: name it: make PYTHON_newest=/path/to/python3.13 ...' >&2; exit 2; }

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
+import platform
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +20,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from raydfl.attacks import Attack
 from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.ops import compiled
 from raydfl.core.options import check_keys, explain, plain
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import parse_yaml
@@ -38,6 +41,11 @@ from raydfl.training import PhaseSettings, TrainSettings, check_device
 
 _FILES = "_files_at_start"
 """Where a configuration that travels holds what :meth:`Config.files` was in the process that it comes from."""
+
+
+_OPERATORS = "_operators_at_start"
+"""Likewise: whether the compiled operators were there."""
+_log = logging.getLogger(__name__)
 
 
 class Config(Settings):
@@ -226,6 +234,7 @@ class Config(Settings):
         state = super().__getstate__()
         state["__dict__"] = {key: value for key, value in state["__dict__"].items() if key != "parts"}
         state["__dict__"].setdefault(_FILES, self.files() if "parts" in self.__dict__ else {})
+        state["__dict__"].setdefault(_OPERATORS, compiled())
         return state
 
     def check_files(self) -> None:
@@ -236,6 +245,18 @@ class Config(Settings):
         """
         if self.__dict__.get(_FILES):
             check_same_files(self.__dict__[_FILES], self.files())
+
+    def check_operators(self) -> None:
+        """Warn where training on a CPU gives other last digits here than where this configuration comes from."""
+        here = compiled()
+        if self.__dict__.get(_OPERATORS, here) != here:
+            _log.warning(
+                "raydfl on %s has %s compiled operators, unlike where the run was started (%s here): the last digits of the models "
+                "depend on which worker trains a client; install the same raydfl on every node",
+                platform.node(),
+                "its" if here else "no",
+                Path(__file__).parents[1],
+            )
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy with some groups replaced by checked ones."""

@@ -14,13 +14,18 @@ import pytest
 
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError
+from raydfl.core.ops import compiled
 from raydfl.engine.config import Config
+from raydfl.engine.storage.private import PrivateStore
+from raydfl.engine.worker import Worker
 from raydfl.methods.fedavg import FedAvg
 from raydfl.methods.fedprox import FedProx
 from raydfl.models import _build
 from raydfl.models.crnn import CRNN
 from raydfl.rules import UniformMean, WeightedMean
 from raydfl.runs._run import resume, run
+from raydfl.runs.folder import create
+from raydfl.runs.progress import Progress
 
 Tiny = Callable[..., Config]
 EVERYTHING = ["method.rule=uniform_mean", "attack=sign_flip"]
@@ -94,6 +99,21 @@ def test_a_process_loads_users_files_by_itself(tiny: Tiny, tmp_path: Path) -> No
     )
     command = [sys.executable, "-c", program, str(tmp_path / "sent")]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "Mine\n"
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_operators_that_only_some_workers_have_are_said(
+    tiny: Tiny, tmp_path: Path, there: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They compute other last digits than PyTorch's, so law 1 would not hold between such workers."""
+    config = tiny("train.rounds=1")
+    with monkeypatch.context() as at_the_driver:
+        at_the_driver.setattr("raydfl.engine.config.compiled", lambda: there)
+        sent = pickle.loads(pickle.dumps(config))
+    run_dir = create(sent, Progress("quiet"))
+    Worker(run_dir, sent, PrivateStore(run_dir / "private"), "cpu")
+    said = [record.getMessage() for record in caplog.records if "last digits" in record.getMessage()]
+    assert bool(said) == (there != compiled())
 
 
 @pytest.mark.parametrize("own", ["method.name={}:Mine", "models.model={}:Net"])

@@ -29,9 +29,18 @@ WITH_RAY = [
 
 def tests(log: Path, *arguments: str) -> tuple[int, str]:
     """Run some tests; the exit code, and pytest's last line."""
-    command = [sys.executable, "-P", "-m", "pytest", *arguments]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pytest",
+        f"--rootdir={ROOT}",
+        f"--config-file={ROOT / 'pyproject.toml'}",
+        *arguments,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True)
+    # Away from the repository: Ray's workers import from the driver's folder first, and would have raydfl without its operators.
+    done = subprocess.run(command, check=False, cwd=log.parent, env=environment, capture_output=True, text=True)
     with log.open("a", encoding="utf-8") as file:
         file.write(done.stdout + done.stderr)
     return done.returncode, (done.stdout.strip().splitlines() or ["nothing printed"])[-1].strip("= ")
@@ -39,10 +48,10 @@ def tests(log: Path, *arguments: str) -> tuple[int, str]:
 
 def main() -> None:
     """Run the fast laws, then those with Ray, and print the line."""
-    end, log = sys.argv[1], Path(sys.argv[2])
+    end, log = sys.argv[1], Path(sys.argv[2]).resolve()
     log.write_text("", encoding="utf-8")
-    laws = tests(log, "--color=no", "--override-ini=addopts=", "-m", "not slow", "tests/laws")
-    ray = tests(log, "--color=no", "--override-ini=addopts=", *WITH_RAY)
+    laws = tests(log, "--color=no", "--override-ini=addopts=", "-m", "not slow", str(ROOT / "tests" / "laws"))
+    ray = tests(log, "--color=no", "--override-ini=addopts=", *(f"{ROOT}/{test}" for test in WITH_RAY))
     packages = ", ".join(f"{name} {version(name)}" for name in SHOWN)
     print(
         f"{end}: Python {platform.python_version()}, {packages}; laws: {laws[1]}; with Ray: {ray[1]}; all of it: {log}"
