@@ -22,6 +22,20 @@ struct Grid {
   }
 };
 
+// HALVES vectors, or the first "columns" numbers of them where the result has no more.
+template <int HALVES>
+INLINE void store_some(float* to, const Floats* sums, long columns) {
+  if (columns >= HALVES * LANES) {
+#pragma GCC unroll 2
+    for (int h = 0; h < HALVES; ++h) store(to + h * LANES, sums[h]);
+  } else {
+    float line[PANEL];
+#pragma GCC unroll 2
+    for (int h = 0; h < HALVES; ++h) store(line + h * LANES, sums[h]);
+    for (long j = 0; j < columns; ++j) to[j] = line[j];
+  }
+}
+
 constexpr long AT_ONCE = 192;  // positions that are computed with one panel before the next
 
 // A tile whose rows lie anywhere: to[r] = bias + sum over k of window r [k] * b[k], for HALVES times LANES columns.
@@ -53,18 +67,7 @@ INLINE void window_tile(Window window, const float* const* from, const float* b,
     for (int r = 0; r < ROWS; ++r) a[r] += window.apart;
   }
 #pragma GCC unroll 6
-  for (int r = 0; r < ROWS; ++r) {
-    float* c = to[r] + column;
-    if (columns >= HALVES * LANES) {
-#pragma GCC unroll 2
-      for (int h = 0; h < HALVES; ++h) store(c + h * LANES, sums[r][h]);
-    } else {
-      float line[PANEL];
-#pragma GCC unroll 2
-      for (int h = 0; h < HALVES; ++h) store(line + h * LANES, sums[r][h]);
-      for (long j = 0; j < columns; ++j) c[j] = line[j];
-    }
-  }
+  for (int r = 0; r < ROWS; ++r) store_some<HALVES>(to[r] + column, sums[r], columns);
 }
 
 template <int HALVES>
@@ -137,17 +140,7 @@ INLINE void row_tile(const float* from, long from_column, const long* offsets, l
     }
   }
 #pragma GCC unroll 8
-  for (int r = 0; r < ROWS; ++r, to += to_column) {
-    if (columns >= HALVES * LANES) {
-#pragma GCC unroll 2
-      for (int h = 0; h < HALVES; ++h) store(to + h * LANES, sums[r][h]);
-    } else {
-      float line[PANEL];
-#pragma GCC unroll 2
-      for (int h = 0; h < HALVES; ++h) store(line + h * LANES, sums[r][h]);
-      for (long j = 0; j < columns; ++j) to[j] = line[j];
-    }
-  }
+  for (int r = 0; r < ROWS; ++r, to += to_column) store_some<HALVES>(to, sums[r], columns);
 }
 
 template <int HALVES>
