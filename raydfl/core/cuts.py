@@ -6,6 +6,7 @@ came from. A :class:`Cut` says which part: the indices that are kept in each dim
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -97,8 +98,8 @@ def _stretch(kept: np.ndarray | None) -> slice | np.ndarray:
 
 def cut_size(layout: Layout, cuts: Cuts) -> int:
     """Return how many elements are left of tensors; cuts of others are not looked at."""
-    sizes = zip(layout.names, layout.shapes, strict=True)
-    return sum(int(np.prod(cuts[name].shape(shape) if name in cuts else shape)) for name, shape in sizes)
+    of_those = ((layout.shapes[layout.positions[name]], cut) for name, cut in cuts.items() if name in layout.positions)
+    return layout.size - sum(math.prod(shape) - math.prod(cut.shape(shape)) for shape, cut in of_those)
 
 
 def cut_tensors(tensors: FlatTensors, cuts: Cuts, whose: str) -> FlatTensors:
