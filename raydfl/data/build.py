@@ -26,7 +26,8 @@ from raydfl.data.names import Names
 from raydfl.data.parts import join
 from raydfl.data.poisoning import Poisoner, alterations_for, noise_of_some, poison
 from raydfl.data.pools import HIDDEN_LABEL, NO_LABEL, UNLABELLED
-from raydfl.data.population import CLEAN, NOISY, PRESENCE, Population, table_prefix
+from raydfl.data.population import CLEAN, NOISY, Population
+from raydfl.data.population_file import PRESENCE, table_prefix
 from raydfl.data.presence import clients_without, owners, without_view
 from raydfl.data.profile import profile_arrays
 from raydfl.data.segment import segments

@@ -57,6 +57,11 @@ class Names(OnDemand[str]):
             return cls(text, ends, np.arange(len(ends), dtype=np.int32))
         return cls(text, ends, pc.sort_indices(column).to_numpy().astype(np.int32))
 
+    @classmethod
+    def among(cls, arrays: Mapping[str, np.ndarray], kind: str) -> Names:
+        """Return the names of a kind that are among further arrays, as ``KIND/text``, ``KIND/ends`` and ``KIND/order``."""
+        return cls(*(arrays[f"{kind}/{argument}"] for argument in ("text", "ends", "order")))
+
     def repeated(self) -> str | None:
         """Return a string that is there more than once; ``None``: all are distinct."""
         strings = pa.LargeStringArray.from_buffers(

@@ -10,7 +10,8 @@ from raydfl.cluster.pool import RayPool
 from raydfl.cluster.sites import SiteReport, join
 from raydfl.core.errors import ResourcesError
 from raydfl.core.types import Task
-from raydfl.data.population import Population, Shard
+from raydfl.data.population import Population
+from raydfl.data.shards import Shard
 from raydfl.engine.orders import SERVER, Measurement, Order
 from raydfl.engine.settings import RaySettings
 

@@ -312,7 +312,7 @@ def test_a_disk_that_fills_up(made: Make, tmp_path: Path, monkeypatch: pytest.Mo
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("raydfl.data.population.write_arrays", full)
+    monkeypatch.setattr("raydfl.data.population_file.write_arrays", full)
     monkeypatch.setattr(files_module, "free_bytes", lambda folder: 17)
     with pytest.raises(ResourcesError, match=r"has 17 bytes free and the files of the population need about [\d,]+"):
         population.save(tmp_path / "population")

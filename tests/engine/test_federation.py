@@ -20,7 +20,8 @@ import raydfl.engine.storage.committer
 from raydfl.core import registry
 from raydfl.core.errors import ClientError, ConfigError
 from raydfl.core.types import Task, Update
-from raydfl.data.population import Population, shards
+from raydfl.data.population import Population
+from raydfl.data.shards import shards
 from raydfl.engine.arrivals import Arrivals
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config

@@ -160,7 +160,7 @@ def test_sets_of_classes_at_sites_are_numbered_alike_and_measured_where_they_are
     tiny: Silos, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: scikit-learn's score of each site's test clips by itself, weighted by clips; no clip's own score leaves."""
-    monkeypatch.setattr("raydfl.data.population._SHARD", 3)  # of several shards of a site the score would be another
+    monkeypatch.setattr("raydfl.data.shards._SHARD", 3)  # of several shards of a site the score would be another
     chords = {"north": ["low", "high|middle", "|"], "south": ["middle|low", "high", "low"]}
     sites = {name: {"folder": str(tmp_path / name), "chords": labels} for name, labels in chords.items()}
     config = tiny(
