@@ -41,14 +41,17 @@ def scraped(run: str) -> dict[str, float]:
 
 
 def until_shown(run: str, rounds: int) -> dict[str, float]:
-    """Metrics are collected every 10 s or so."""
+    """Metrics are collected every 10 s or so, one after another: all are there when they have not changed for 3 s."""
     deadline = time.monotonic() + 60
-    while True:
-        found = scraped(run)
-        if found.get("round{method=fedavg}") == rounds:
-            return found
+    found: dict[str, float] = {}
+    since = time.monotonic()
+    while time.monotonic() < since + 3 or found.get("round{method=fedavg}") != rounds:
         assert time.monotonic() < deadline, f"only {found} after 60 s"
         time.sleep(1)
+        before, found = found, scraped(run)
+        if found != before:
+            since = time.monotonic()
+    return found
 
 
 def test_a_nodes_metrics_are_the_records_sums(ray_session: None, tiny: Tiny) -> None:
