@@ -23,7 +23,6 @@ from raydfl.core import registry
 from raydfl.core.errors import ConfigError
 from raydfl.core.yaml import to_yaml
 from raydfl.data import Examples
-from raydfl.data import population as population_module
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
 from raydfl.experiments.metric import MetricSettings, for_objective
@@ -144,7 +143,7 @@ def test_only_methods_that_need_class_probabilities_refuse() -> None:
 
 
 def test_an_anomaly_detector_is_measured_as_scikit_learn_does(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(population_module, "_SHARD", 5)  # several shards, which must not matter
+    monkeypatch.setattr("raydfl.data.shards._SHARD", 5)  # several shards, which must not matter
     config = tiny(
         *SETTINGS["reconstruct"],
         LOUDNESS,
