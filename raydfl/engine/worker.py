@@ -481,9 +481,7 @@ class Worker:
 
     def _keep(self, order: Order, step: Step) -> PrivateRef | None:
         """Write what stays with the client: private tensors of its models, the method's state, and the optimiser's moments."""
-        shares_all = type(self.method).shared is Method.shared
-        state = {} if shares_all else step.floating_state()
-        kept = {KEPT_MODEL + n: t for n, t in state.items() if not self.method.shared(n)}
+        kept = {KEPT_MODEL + n: t for n, t in step.floating_state().items() if not self.method.shared(n)}
         kept.update({KEPT_STATE + n: t for n, t in step.state.items()})
         kept.update({KEPT_MOMENTS + n: t for n, t in step.moments.items()})
         return self.private.append(order.round_index + 1, kept) if kept else None
