@@ -17,9 +17,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import operator
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from operator import getitem
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -51,7 +51,7 @@ _MOST = 500
 """Kinds of fits that are remembered for a network, and shapes of batches for each kind. (A tape of CRNN-Base takes 20 KB.)"""
 
 _HIDDEN = ("client", "data", "rng", "round_index", "training", "clock", "moments", "cuts")  # no pure loss reads them
-
+_SAME_BITS: Any = {"rtol": 0, "atol": 0, "equal_nan": True, "msg": "it does not give the same bits again"}
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -59,18 +59,14 @@ class TapeError(Exception):
     """A computation that is not the same operations for all values of its tensors, or uses tensors that were not named."""
 
 
+@dataclasses.dataclass(eq=False, frozen=True, slots=True)
 class Tape:
-    """A recorded computation: a graph with a placeholder for each input, compiled."""
+    """A recorded computation."""
 
-    def __init__(self, graph: Graph, inputs: Mapping[Hashable, Tensor]) -> None:
-        self.inputs = {name: form(tensor) for name, tensor in inputs.items()}
-        """The inputs of :attr:`run`: the names in its arguments' order, and each one's form."""
-        # Not a GraphModule, which keeps the graph, many times as large as the function.
-        source = graph.python_code("_")
-        names = dict(source.globals)
-        exec(compile(source.src, "<tape>", "exec"), names)  # noqa: S102 - what PyTorch wrote of its own operations
-        self.run: Callable[..., tuple[Tensor | None, ...]] = functools.partial(names["forward"], None)
-        """The outputs for inputs of those forms; to be called without gradients."""
+    inputs: Mapping[Hashable, Hashable]
+    """The inputs of ``run``: the names in its arguments' order, and each one's form."""
+    run: Callable[..., tuple[Tensor | None, ...]]
+    """Gives the outputs for inputs of those forms; to be called without gradients."""
 
 
 def form(tensor: Tensor) -> Hashable:
@@ -95,7 +91,7 @@ def record(computation: Callable[[], Sequence[Tensor | None]], known: Mapping[in
     del outputs
     if recorder.still_used():
         raise TapeError(
-            "it keeps what it computed, in a list or elsewhere; let it report a sum and a count (docs/objectives.md)"
+            "it keeps what it computed, in a list or so; let it report sums and counts (docs/objectives.md)"
         )
     return tape
 
@@ -108,8 +104,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._nodes: dict[int, tuple[Node, Tensor]] = {}
         """The node of every tensor that was seen, and the tensor: it is kept, so that no other gets its id."""
         self._inputs: dict[Hashable, Tensor] = {}
-        self._begin = self._graph.call_function(tuple)
-        """The node that inputs stand before; taken out at the end."""
+        self._begin = self._graph.call_function(tuple)  # the node that inputs stand before; taken out at the end
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -140,10 +135,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if id(tensor) not in self._known:
             shape = list(tensor.shape)
             raise TapeError(f"it uses a tensor {shape} that is neither its models' nor its step's nor computed of them")
-        name = self._known[id(tensor)]
         with self._graph.inserting_before(self._begin):
             node = self._graph.placeholder(f"input_{len(self._inputs)}")
-        self._inputs[name] = tensor
+        self._inputs[self._known[id(tensor)]] = tensor
         self._keep(tensor, node)
         return node
 
@@ -154,7 +148,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif isinstance(found, (list, tuple)):
             for place, item in enumerate(found):
                 if item is not None:
-                    self._keep(item, self._graph.call_function(operator.getitem, (node, place)))
+                    self._keep(item, self._graph.call_function(getitem, (node, place)))
         elif found is not None:
             raise TapeError("it looks at the value of a tensor")
 
@@ -177,7 +171,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 taken.add(tensor.untyped_storage().data_ptr())
         self._graph.erase_node(self._begin)
         self._graph.output(tuple(nodes))
-        return Tape(self._graph, self._inputs)
+        source = self._graph.python_code("_")  # a GraphModule would keep the graph, many times as large as this
+        names = dict(source.globals)
+        exec(compile(source.src, "<tape>", "exec"), names)  # noqa: S102 - what PyTorch wrote of its own operations
+        return Tape({name: form(t) for name, t in self._inputs.items()}, functools.partial(names["forward"], None))
 
 
 def _indexed_by_positions(function: Any, args: Sequence[Any]) -> bool:
@@ -187,9 +184,7 @@ def _indexed_by_positions(function: Any, args: Sequence[Any]) -> bool:
 
 
 Compute = Callable[[int, Batch], tuple[Tensor, dict[str, Tensor]]]
-"""The value of a loss, detached, and its reports, by the number of the fit's step and its batch.
-
-It sets gradients, which were all ``None``."""
+"""The value of a loss, detached, and its reports, by the number of a step and its batch; sets gradients that were ``None``."""
 
 
 def recorded(step: Step, losses: Sequence[Loss], parameters: Sequence[Tensor], seed: Tensor, code: Compute) -> Compute:
@@ -262,11 +257,9 @@ class _Player:
     def compute(self, number: int, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """See Compute."""
         key = (number % len(self.losses), *[(n, t.shape, t.stride()) for n, t in batch.tensors().items()])
-        recording = self.recordings.get(key)
-        if recording is None:
-            if len(self.recordings) >= _MOST:
-                return self.code(number, batch)
-            recording = self.recordings[key] = Recording()
+        if key not in self.recordings and len(self.recordings) >= _MOST:
+            return self.code(number, batch)
+        recording = self.recordings.setdefault(key, Recording())
         if recording.tape is not None:
             if recording not in self.inputs:
                 self.inputs[recording] = self._find(recording.tape)
@@ -293,8 +286,8 @@ class _Player:
             tape = self._taped(number, batch)
             self._put_back(before)
             played = self._play(tape, self._find(tape) or (), number, batch)
-            if not _equal((*played, *self._values()), (value, *reports.values(), *gradients, *after)):
-                raise TapeError("it does not give the same bits again")
+            expected = [value, *reports.values(), *gradients, *after]
+            torch.testing.assert_close([*played, *self._values()], expected, **_SAME_BITS)
             recording.tape, recording.reports = tape, tuple(reports)
         except Exception as error:  # noqa: BLE001 - the loss goes on as it is, without a tape
             name = getattr(self.losses[number % len(self.losses)], "__qualname__", "the loss")
@@ -314,19 +307,15 @@ class _Player:
         def computation() -> list[Tensor | None]:
             with step_randomness(seed), computing_in(step.training.precision, step.device):
                 value, reports = computed(self.losses[number % len(self.losses)], shown, batch)
-            return [
-                value.detach(),
-                *reports.values(),
-                *torch.autograd.grad(value, list(self.parameters), allow_unused=True),
-            ]
+            gradients = torch.autograd.grad(value, list(self.parameters), allow_unused=True)
+            return [value.detach(), *reports.values(), *gradients]
 
         return record(computation, known)
 
     def _find(self, tape: Tape) -> list[Tensor | str] | None:
         """Return this client's inputs of a tape, and the names of those that come with each step; ``None`` if one does not fit."""
         holders: Any = {"model": self.tensors, "state": self.step.state, "received": self.step.received}
-        names: list[Any] = [*tape.inputs]
-        found = [name if isinstance(name, str) else functools.reduce(operator.getitem, name, holders) for name in names]
+        found = [n if isinstance(n, str) else functools.reduce(getitem, cast(Any, n), holders) for n in tape.inputs]
         forms = [None if isinstance(own, str) else form(own) for own in found]
         return found if all(a is None or a == b for a, b in zip(forms, tape.inputs.values(), strict=True)) else None
 
@@ -359,11 +348,3 @@ class _Player:
         for tensor, value in zip(live, values, strict=False):
             tensor.copy_(value)
         set_generator_states(values[len(live) :])
-
-
-def _equal(one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> bool:
-    """Return whether all values are equal, NaN to NaN."""
-    return len(one) == len(other) and all(
-        a is b if a is None or b is None else torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
-        for a, b in zip(one, other, strict=True)
-    )
