@@ -62,6 +62,16 @@ class Order:
     stage: str | None = None
     """The method's phase whose training settings hold; ``None``: the one that the configuration has at this round."""
 
+    @property
+    def subject(self) -> str:
+        """The client that it is about, in words."""
+        return f"client {self.task.client_id!r}" if self.task.client_id else "the evaluation on the server's data"
+
+    @property
+    def round_number(self) -> int:
+        """The round as it is printed: what is measured is the state after a round."""
+        return self.round_index + (self.measure is None)
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:

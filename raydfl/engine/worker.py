@@ -22,22 +22,22 @@ import torch
 from torch import Tensor, nn
 
 from raydfl.attacks import Attack
-from raydfl.core import part_names, seeds
-from raydfl.core.cuts import cut_size, cut_tensors
+from raydfl.core import seeds
 from raydfl.core.errors import ClientError, RaydflError
 from raydfl.core.files import default_cache
 from raydfl.core.memory import keep_freed_memory
 from raydfl.core.metrics import attack_success, reduced
-from raydfl.core.tensors import FlatTensors, Layout, OwnTensors
-from raydfl.core.types import Client, Metrics, ModelSpec, Update
+from raydfl.core.tensors import FlatTensors, OwnTensors
+from raydfl.core.types import Client, Metrics, ModelSpec
 from raydfl.core.users_code import place_of
 from raydfl.data import ClientData, Examples, Population
 from raydfl.engine.autotune import best_width, remembered
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
+from raydfl.engine.messages import by_servers_names, received, received_bytes, sent_updates
 from raydfl.engine.orders import SERVER, SERVER_VALIDATION, TRIGGERED, Measurement, Order, Reply, in_groups
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
-from raydfl.engine.validation import check_form, check_weights, checked_metrics, reason_of
+from raydfl.engine.validation import check_weights, checked_metrics, reason_of
 from raydfl.methods import Method
 from raydfl.models import start_from_file
 from raydfl.training import Clock, DeadlineExceededError, Replica, Step, TrainSettings, check_device, fixed_tensors
@@ -63,85 +63,7 @@ def _malformed(order: Order) -> Iterator[None]:
     try:
         yield
     except RaydflError as error:
-        raise ClientError(f"round {_round_of(order)}, {error}") from None
-
-
-def _subject(order: Order) -> str:
-    """Name the client that an order is about, for a message."""
-    return f"client {order.task.client_id!r}" if order.task.client_id else "the evaluation on the server's data"
-
-
-def _round_of(order: Order) -> int:
-    """Return the round of an order, as printed; what is measured is the state after a round."""
-    return order.round_index + (order.measure is None)
-
-
-def _received(order: Order, broadcast: Mapping[str, FlatTensors], lacks: frozenset[str]) -> dict[str, FlatTensors]:
-    """Return what the order's client gets of the server's tensors: of those that parts have of their own, its part's; some cut.
-
-    Args:
-        lacks: models of the method that the client does not have.
-    """
-    whole = _of_part(order, broadcast, lacks)
-    cuts, whose = order.task.cuts, _subject(order)
-    return {key: cut_tensors(tensors, cuts, whose) for key, tensors in whole.items()} if cuts else whole
-
-
-def _of_part(order: Order, broadcast: Mapping[str, FlatTensors], lacks: frozenset[str]) -> dict[str, FlatTensors]:
-    return {key: _without_models(part_names.received(broadcast[key], order.part), lacks) for key in order.task.receive}
-
-
-def _without_models(tensors: FlatTensors, models: frozenset[str]) -> FlatTensors:
-    """Return tensors but those of some models."""
-    names = [name for name in tensors if name.partition("/")[0] not in models] if models else ()
-    return tensors if not models or len(names) == len(tensors) else FlatTensors.of({n: tensors[n] for n in names})
-
-
-def _bytes(order: Order, broadcast: Mapping[str, FlatTensors], lacks: frozenset[str]) -> int:
-    """Return the bytes that the order's client gets of the server's tensors, without the entries that it has already."""
-    total = 0
-    for key in order.task.receive:
-        if key in order.task.has:
-            continue
-        layout = part_names.received(broadcast[key], order.part).layout
-        if lacks:
-            shapes = zip(layout.names, layout.shapes, strict=True)
-            layout = Layout.of_shapes({name: shape for name, shape in shapes if name.partition("/")[0] not in lacks})
-        total += cut_size(layout, order.task.cuts)
-    return 4 * total
-
-
-def _one_by_one(found: Update, who: str) -> list[Update]:
-    """Return what a method's ``local`` returned as a list of updates, each to another key.
-
-    Raises:
-        RaydflError: it is something else, or two updates are to one key.
-    """
-    check_form(found, who)
-    updates = [dataclasses.replace(found, further=()), *found.further]
-    for update in found.further:
-        check_form(update, who)
-        if update.further:
-            raise RaydflError(f"{who}: a further update has further ones itself; put all of them beside the first")
-    keys = [update.key for update in updates]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise RaydflError(f"{who}: local() returned two updates to the key {key!r}; join their tensors in one")
-    return updates
-
-
-def _by_servers_names(update: Update, part: str, broadcast: Mapping[str, FlatTensors]) -> Update:
-    """Return an update of a part's client with its tensors and their weights under the names that the server has for them."""
-    if not part:
-        return update
-    known = broadcast.get(update.key, ())
-    weight = update.weight
-    return dataclasses.replace(
-        update,
-        tensors=part_names.marked(update.tensors, part, known),
-        weight=part_names.marked(weight, part, known) if isinstance(weight, Mapping) else weight,
-        cuts=part_names.marked(update.cuts, part, known),
-    )
+        raise ClientError(f"round {order.round_number}, {error}") from None
 
 
 def seed_torch(seed: int, device: torch.device) -> None:
@@ -286,7 +208,7 @@ class Worker:
 
     def _left_out(self, order: Order, broadcast: Mapping[str, FlatTensors], reason: str) -> Reply:
         """Return the reply of a client that is left out: its private state stays. The reason is made one line, for the record."""
-        sent = _bytes(order, broadcast, self._lacks(order))
+        sent = received_bytes(order, broadcast, self._lacks(order))
         return Reply(
             order.position,
             order.task.client_id,
@@ -331,8 +253,8 @@ class Worker:
 
     def _describe(self, order: Order, error: Exception) -> str:
         task = order.task
-        round_ = _round_of(order)
-        text = f"{_subject(order)} failed in round {round_}, phase {task.phase!r}: {_named(error)}"
+        round_ = order.round_number
+        text = f"{order.subject} failed in round {round_}, phase {task.phase!r}: {_named(error)}"
         if isinstance(error, torch.OutOfMemoryError):
             text += "; lower train.batch_size, evaluate.batch_size or train.together, or give actors more of a GPU (ray.gpus)"
         if task.client_id and order.measure is None:
@@ -353,11 +275,11 @@ class Worker:
         client, data = self._who(order)
         purpose = task.phase if order.measure is None else f"evaluate/{task.phase}"
         seed_torch(seeds.seed_for(self.config.run.seed, order.round_index, client.id, f"torch/{purpose}"), self.device)
-        sent = _received(order, broadcast, self._lacks(order))
+        sent = received(order, broadcast, self._lacks(order))
         kept = self.private.read(order.private) if order.private is not None else {}
         built = self._build(client.models, place)
         built.start(
-            sent, _without(KEPT_MODEL, kept), self.method.shared, f"{_subject(order)}, round {_round_of(order)}"
+            sent, _without(KEPT_MODEL, kept), self.method.shared, f"{order.subject}, round {order.round_number}"
         )
         return Step(
             client=client,
@@ -419,15 +341,15 @@ class Worker:
 
     def _train(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Reply:
         step = self.prepare(order, broadcast, place)
-        bytes_down = _bytes(order, broadcast, self._lacks(order))
+        bytes_down = received_bytes(order, broadcast, self._lacks(order))
         step.clock.start()
         attack = self.attack if order.attacking else None
         if attack is not None and type(attack).local is not Attack.local:
             step.recordings = None  # it may train with a loss of its own
         found = self.method.local(step) if attack is None else attack.local(self.method, step)
         with _malformed(order):
-            updates = _one_by_one(found, _subject(order))
-            measured = [reduced(checked_metrics(update.metrics, _subject(order))) for update in updates]
+            updates = sent_updates(found, order.subject)
+            measured = [reduced(checked_metrics(update.metrics, order.subject)) for update in updates]
         names = [name for update in updates for name in update.tensors]
         hidden = [name for name in names if not self.method.shared(name)]
         if hidden:
@@ -442,7 +364,7 @@ class Worker:
                 f"do not train: {', '.join(still[:5])}; leave them out of step.update(tensors=...), or let the method's fixed() "
                 f"say that they are not fixed"
             )
-        updates = [_by_servers_names(update, order.part, broadcast) for update in updates]
+        updates = [by_servers_names(update, order.part, broadcast) for update in updates]
         sent = [FlatTensors.of(update.tensors) for update in updates]
         updates = [
             dataclasses.replace(update, tensors=flat, client_id=step.client.id, metrics=metrics)
@@ -496,14 +418,14 @@ class Worker:
             if len(examples) and step.models:
                 found = self.method.evaluate(step, examples, self.config.evaluate.batch_size)
                 with _malformed(order):
-                    metrics = checked_metrics(found, _subject(order))
+                    metrics = checked_metrics(found, order.subject)
                 at_site = measurement.shard is not None and measurement.shard.site
                 if order.task.client_id != SERVER or at_site:  # single clips' scores stay where the clips are
                     metrics = reduced(metrics)
                 if measurement.split == TRIGGERED and self.attack is not None:
                     metrics = attack_success(metrics, self.attack.target_class(self.population.classes))
                 measured[measurement.split] = metrics
-        bytes_down = _bytes(order, broadcast, self._lacks(order))
+        bytes_down = received_bytes(order, broadcast, self._lacks(order))
         return Reply(order.position, step.client.id, private=order.private, measured=measured, bytes_down=bytes_down)
 
     def _examples(self, step: Step, measurement: Measurement, part: str) -> Examples:
