@@ -3,8 +3,8 @@
 The work: the Free Spoken Digit Dataset, 60 clients (each speaker's clips dealt to ten), 12 a round, one epoch, batch 16, log-mel
 64 x 101, SGD; FedAvg of CRNN-Base or CRNN-Lite with kernel 5, and FedMLAC with both. With images of digits in place of the clips,
 FedAvg of a small CNN, dealt to 60 clients too. And what the peers do not have: FedAvg of FedSTAR's network, ResNet-18,
-ShuffleNetV2 and, on 9 frames of 128 bands, Fed-ProFiLA's network; and, with images of digits beside the clips, ModalityMirror,
-whose first phase has the first four of the timed rounds.
+ShuffleNetV2 and, on 9 frames of 128 bands, Fed-ProFiLA's network; methods that cut the second and third of these; and, with images
+of digits beside the clips, ModalityMirror, whose first phase has the first four of the timed rounds.
 Dropout is off so that the models can be compared: all draw the same cohorts and the same batches and must come to the same global
 model.
 
@@ -83,6 +83,12 @@ WARM_UP = 4
 """Rounds at the start of a turn that are not timed."""
 MIRROR, FIRST_ROUNDS = "modality_mirror", WARM_UP + 4
 """A work of two phases, and the rounds of its first."""
+CUT: Mapping[str, Mapping[str, object]] = {
+    "FedRolex, half of the channels": {"name": "fedrolex", "share": 0.5},
+    "FedAPTA, 0.4 pruned": {"name": "fedapta", "ratio": 0.4},
+}
+"""Methods whose clients train parts of a network, for CUT_WORKS; they are compared with the bare loop of the whole network."""
+CUT_WORKS = ("resnet18", "shufflenet_v2")
 PICTURED = ("cnn", MIRROR)
 """Works that need images of digits."""
 
@@ -103,8 +109,16 @@ class Contestant(Protocol):
         ...
 
 
-def configuration(data: Mapping[str, object], runs: Path, work: str, actors: int, together: int = 1) -> Config:
-    """The work as a configuration of raydfl."""
+def configuration(
+    data: Mapping[str, object],
+    runs: Path,
+    work: str,
+    actors: int,
+    together: int = 1,
+    method: Mapping[str, object] | None = None,
+) -> Config:
+    """The work as a configuration of raydfl; with another method than its own where one is given."""
+    method = method or {"name": work if work in (MIRROR, "fedmlac") else "fedavg"}
     crnn = {"kernel": KERNEL, "dropout": 0.0}
     models = {name: {"name": kind, **OPTIONS.get(kind, crnn)} for name, kind in WORKS[work].items()}
     if work == MIRROR:
@@ -112,7 +126,7 @@ def configuration(data: Mapping[str, object], runs: Path, work: str, actors: int
     phases = {"phases": {"multimodal": {"rounds": FIRST_ROUNDS}}} if work == MIRROR else {}
     return make_config(
         {
-            "method": {"name": work if work in (MIRROR, "fedmlac") else "fedavg"},
+            "method": dict(method),
             "models": models,
             "data": dict(data),
             "train": {
@@ -126,7 +140,7 @@ def configuration(data: Mapping[str, object], runs: Path, work: str, actors: int
             },
             "evaluate": {"every": 10**6, "server": False, "clients": "none"},
             "ray": {"actors": actors, "cpus": 0.25},
-            "run": {"dir": str(runs), "name": f"{work}-{actors}-{together}"},
+            "run": {"dir": str(runs), "name": f"{work}-{method['name']}-{actors}-{together}"},
             "track": {"mlflow": False},
         }
     )
@@ -217,12 +231,13 @@ def contestants(work: str, data: Mapping[str, object], runs: Path, rounds: int) 
         if PEERS.exists() and WORKS[work]["model"] in ARCHITECTURES:
             for name, (module, *options) in PEER_COMMANDS.items():
                 known[name] = process(name.partition(",")[0], PEERS, module, *options)
-    for name, actors, together in (
-        ("raydfl, 1 actor", 1, 1),
-        ("raydfl, 2 actors", 2, 1),
-        ("raydfl, 2 actors, 6 together", 2, 6),
+    for name, actors, together, method in (
+        ("raydfl, 1 actor", 1, 1, None),
+        ("raydfl, 2 actors", 2, 1, None),
+        ("raydfl, 2 actors, 6 together", 2, 6, None),
+        *((name, 2, 1, method) for name, method in CUT.items() if work in CUT_WORKS),
     ):
-        config = configuration(data, runs, work, actors, together)
+        config = configuration(data, runs, work, actors, together, method)
         file = runs / f"{config.run.name}.yaml"
         file.write_text(to_yaml(config.model_dump(mode="json"), flow=False))
         known[name] = ours(name, file, runs / f"{config.run.name}.log")
@@ -252,7 +267,7 @@ def measure(
 
     Returns:
         Seconds of a round in each turn, and the largest difference of the global model to the first contestant's after a turn's
-        first rounds (later, training makes any rounding grow); by name.
+        first rounds (later, training makes any rounding grow), but of a method that trains another one; by name.
     """
     seconds: dict[str, list[float]] = {name: [] for name in starts}
     models: dict[str, Mapping[str, Tensor]] = {}
@@ -261,7 +276,7 @@ def measure(
             contestant = starts[name]()
             try:
                 contestant.run(WARM_UP)
-                if name not in models:
+                if name not in models and name not in CUT:
                     models[name] = contestant.weights()
                 started = time.perf_counter()
                 contestant.run(rounds)
@@ -291,7 +306,8 @@ def table(results: Mapping[str, tuple[Mapping[str, list[float]], Mapping[str, fl
         cells = []
         for seconds, differences in results.values():
             cell = _ratios(seconds.get(name, []), next(iter(seconds.values())))
-            cells.append(f"{cell} {differences[name]:7.0e}" if cell else "-")
+            difference = f"{differences[name]:7.0e}" if name in differences else f"{'':7}"
+            cells.append(f"{cell} {difference}" if cell else "-")
         lines.append(f"{name:34}" + "".join(f"{cell:>30}" for cell in cells))
     for name in names if OURS in names else ():
         if name in PEER_COMMANDS:

@@ -69,8 +69,8 @@ from raydfl.training import Step, TrainSettings, fit
 DRIFT, CONTROL = "drift/", "control/"
 """Beginnings of the names of h and g."""
 
-_ANCHOR, _LINEAR, _PULL, _OFFSET = "anchor/", "linear/", "pull", "offset"
-"""Places of w_ref - h_i, s_i g - g_i, a_i and <w_ref, s_i g - g_i> for the loss."""
+_ANCHOR, _LINEAR, _PULL, _OFFSET = "anchor", "linear", "pull", "offset"
+"""Places of M_i (w_ref - h_i), s_i g - g_i, a_i and <M_i h_i, s_i g - g_i> for the loss; of all parameters in one vector."""
 
 _PRUNED, _CLIENTS, _MEAN = "pruned", "clients", "mean_examples"
 
@@ -170,12 +170,10 @@ class FedAPTA(WithTasks):
             value = super().loss(step, batch)
         if self.drift != "full":
             return value
-        for name, parameter in step.parameters().items():
-            kept, away = pruned.get(name, parameter), parameter - step.state[_ANCHOR + name]
-            if name in pruned:
-                away = away * step.state[MASK + name]
-            value = value + step.state[_PULL] / 2 * away.square().sum() + (kept * step.state[_LINEAR + name]).sum()
-        return value - step.state[_OFFSET]
+        kept = _joined(pruned.get(name, parameter) for name, parameter in step.parameters().items())
+        away = kept - step.state[_ANCHOR]
+        slope = torch.addcmul(step.state[_LINEAR], away, step.state[_PULL] / 2)
+        return value + torch.dot(away, slope) - step.state[_OFFSET]
 
     def local(self, step: Step) -> Update:
         """Prune, train, and send what is kept with the masks."""
@@ -200,17 +198,14 @@ class FedAPTA(WithTasks):
         """Put into ``step.state`` what the loss needs of h_i, g_i and g."""
         scale = self._scale(step)
         step.state[_PULL] = torch.tensor(self.alpha * scale, device=step.device)
-        offset = torch.zeros((), device=step.device)
-        for name in step.parameters():
-            reference = step.reference(name)
-            nothing = torch.zeros_like(reference)
-            step.state[_ANCHOR + name] = reference - step.state.get(DRIFT + name, nothing)
-            step.state[_LINEAR + name] = scale * step.reference(CONTROL + name) - step.state.get(
-                CONTROL + name, nothing
-            )
-            kept = reference * step.state.get(MASK + name, 1.0)
-            offset = offset + (kept * step.state[_LINEAR + name]).sum()
-        step.state[_OFFSET] = offset
+        references = {name: step.reference(name) for name in step.parameters()}
+        nothing = {name: torch.zeros_like(reference) for name, reference in references.items()}
+        mask = _joined(step.state.get(MASK + name, torch.ones_like(r)).expand_as(r) for name, r in references.items())
+        drift = _joined(step.state.get(DRIFT + name, none) for name, none in nothing.items())
+        step.state[_ANCHOR] = mask * (_joined(references.values()) - drift)
+        own = _joined(step.state.get(CONTROL + name, none) for name, none in nothing.items())
+        step.state[_LINEAR] = scale * _joined(step.reference(CONTROL + name) for name in references) - own
+        step.state[_OFFSET] = (mask * drift * step.state[_LINEAR]).sum()
 
     def _scale(self, step: Step) -> float:
         """s_i."""
@@ -235,8 +230,7 @@ class FedAPTA(WithTasks):
                 change = -self._scale(step) * step.reference(CONTROL + name) - moved / pace
                 step.state[CONTROL + name] = before + change
                 sent[CONTROL + name] = change / self._scale(step)
-                del step.state[_ANCHOR + name], step.state[_LINEAR + name]
-        for name in (_PULL, _OFFSET):
+        for name in (_ANCHOR, _LINEAR, _PULL, _OFFSET):
             step.state.pop(name, None)
         return sent
 
@@ -253,7 +247,7 @@ class FedAPTA(WithTasks):
         besides = {plain_name(name): value for name, value in update.tensors.items() if name.startswith((MASK, DRIFT))}
         if not besides:
             return update
-        number, kept = cast(float, update.weight), kept_by(update, layer_of)
+        number, kept = cast(float, update.weight), {} if self.recover else kept_by(update, layer_of)
         whole = recovered(update, state.tensors[update.key], layer_of).tensors
         tensors: dict[str, Tensor] = {}
         weights: dict[str, float | Tensor] = {}
@@ -262,7 +256,7 @@ class FedAPTA(WithTasks):
             if plain.startswith(DRIFT):
                 continue
             tensors[name], weights[name] = value, 1.0 if plain.startswith(CONTROL) else number
-            if name in kept and not self.recover:
+            if name in kept:
                 weights[name] = kept[name] * number
             if DRIFT + plain in besides:
                 tensors[DRIFT + name], weights[DRIFT + name] = besides[DRIFT + plain], 1.0
@@ -291,6 +285,11 @@ class FedAPTA(WithTasks):
             return int(state.extra[beside(_CLIENTS, name)])
         book, part = Membership.of(state), name.partition("@")[2]
         return sum(own == key and part in ("", of) for own, of in zip(book.keys, book.parts, strict=True))
+
+
+def _joined(tensors: Iterable[Tensor]) -> Tensor:
+    """Return tensors in one vector."""
+    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def _counted(updates: Iterable[Update], senders: dict[str, Counter[str]]) -> Iterator[Update]:
