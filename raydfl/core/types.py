@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch.nn.functional as F
 from torch import Tensor
 
 from raydfl.core.cuts import Cuts
@@ -232,6 +233,12 @@ class Batch:
         if self.weight is None:
             return values.mean()
         return (values * self.weight).sum() / self.weight.sum().clamp_min(1.0)
+
+    def cross_entropy(self, logits: Tensor) -> Tensor:
+        """Return the mean cross-entropy of logits ([batch, classes] -> scalar) with the labels, padding left out."""
+        if self.weight is None:
+            return F.cross_entropy(logits, self.y)  # three operations fewer than with a mean of its own
+        return self.mean(F.cross_entropy(logits, self.y, reduction="none"))
 
 
 @dataclass(frozen=True, slots=True)

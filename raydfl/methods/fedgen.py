@@ -124,7 +124,7 @@ class FedGen(Method):
         """Return cross-entropy plus what is learnt from generated features."""
         network = cast(Any, step.models["model"])
         logits = network.output(network.embed(*batch.input_of(network)))
-        value = batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
+        value = batch.cross_entropy(logits)
         alpha, beta = step.state[_WEIGHTS].unbind()
         if self.alpha:
             labels = _drawn(step.reference(COUNTS) > 0, self.generated)

@@ -35,7 +35,6 @@ from typing import Annotated, Any, ClassVar, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
@@ -102,7 +101,7 @@ class FedKAD(Method):
         """Cross-entropy plus the distance to the class means that are known."""
         network = cast(Any, step.models["model"])
         features = network.embed(*batch.input_of(network))
-        value = batch.mean(F.cross_entropy(network.output(features), batch.y, reduction="none"))
+        value = batch.cross_entropy(network.output(features))
         if self.lam == 0:
             return value
         known = (step.reference(COUNTS) > 0).to(features.dtype)

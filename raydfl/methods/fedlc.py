@@ -23,7 +23,6 @@ from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
@@ -62,7 +61,7 @@ class FedLC(Method):
         if self.tau:
             logits = logits - step.state[_SHIFT]
         if self.denominator == "all":
-            return batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
+            return batch.cross_entropy(logits)
         own = batch.y.unsqueeze(1)
         others = logits.scatter(1, own, -torch.inf).logsumexp(dim=1)
         return batch.mean(others - logits.gather(1, own).squeeze(1))

@@ -125,18 +125,18 @@ class FedMLAC(WithTasks):
 
     def _labels_only(self, step: Step, batch: Batch) -> Tensor:
         """Equation 6: cross-entropy of the local model."""
-        return batch.mean(F.cross_entropy(step.forward("local", batch), batch.y, reduction="none"))
+        return batch.cross_entropy(step.forward("local", batch))
 
     def _local_loss(self, local: Tensor, plugin: Tensor, batch: Batch) -> Tensor:
         """Equation 8 from both models' logits [batch, classes]."""
-        cross_entropy = batch.mean(F.cross_entropy(local, batch.y, reduction="none"))
+        cross_entropy = batch.cross_entropy(local)
         if not self.mutual or self.alpha == 1:
             return cross_entropy
         return self.alpha * cross_entropy + (1 - self.alpha) * self._divergence(plugin, local, batch)
 
     def _plugin_loss(self, local: Tensor, plugin: Tensor, batch: Batch) -> Tensor:
         """Equation 9 from both models' logits, with the optional cross-entropy term."""
-        cross_entropy = batch.mean(F.cross_entropy(plugin, batch.y, reduction="none"))
+        cross_entropy = batch.cross_entropy(plugin)
         if not self.mutual:
             return cross_entropy
         divergence = self._divergence(local, plugin, batch)

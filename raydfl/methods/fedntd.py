@@ -41,7 +41,7 @@ class FedNTD(Method):
     def loss(self, step: Step, batch: Batch) -> Tensor:
         """Return cross-entropy plus the distillation."""
         logits = step.forward("model", batch)
-        value = batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
+        value = batch.cross_entropy(logits)
         if self.beta == 0:
             return value
         with step.teacher("model", next(iter(step.received.values()))):

@@ -27,7 +27,6 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
@@ -76,7 +75,7 @@ class FedRolex(CuttingMethod):
         if not self._masks:
             return super().loss(step, batch)
         logits = step.forward("model", batch) * step.state[_HELD]
-        return batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
+        return batch.cross_entropy(logits)
 
     def local(self, step: Step) -> Update:
         """Train; send of the last layer what belongs to the client's classes."""

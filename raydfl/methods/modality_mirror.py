@@ -125,7 +125,7 @@ class ModalityMirror(MultiFL):
         if self.kd_weight == 0:
             return self.alone(step, student, batch)
         logits = step.forward(student, batch)
-        value = batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
+        value = batch.cross_entropy(logits)
         with teaching(step, step.received[TEACHER]):
             teacher = fused(step.models, batch)
         t = self.temperature

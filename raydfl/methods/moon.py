@@ -67,7 +67,7 @@ class Moon(Method):
         network = cast(Any, step.models["model"])
         z = _representation(network, batch)
         logits = network.output.classify(z) if isinstance(network.output, _Projected) else network.output(z)
-        value = batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
+        value = batch.cross_entropy(logits)
         if self.mu == 0:
             return value
         previous = {name: step.state[_PREVIOUS + name] for name in step.floating_state("model")}

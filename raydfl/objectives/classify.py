@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
-import torch.nn.functional as F
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
@@ -49,7 +48,7 @@ class Classify(Objective):
     def loss(self, step: Step, name: str, batch: Batch) -> Tensor:
         """Mean cross-entropy."""
         logits = step.forward(name, batch)
-        return batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
+        return batch.cross_entropy(logits)
 
     def answer(self, outputs: Tensor) -> Tensor:
         """Probabilities: the softmax."""

@@ -76,7 +76,7 @@ class Pixels:
         mean, deviation = (
             torch.tensor(values, device=x.device)[:, None, None] for values in (self.mean, self.deviation)
         )
-        return (x - mean) / deviation
+        return x.sub_(mean).div_(deviation)
 
 
 @dataclass(frozen=True)
