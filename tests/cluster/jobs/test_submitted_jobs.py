@@ -192,7 +192,8 @@ def test_features_are_prepared_by_the_cluster_and_a_stopped_job_goes_on(
 def test_a_sweep_runs_side_by_side_is_stopped_and_goes_on(
     tiny: Tiny, head: Head, package: Path, tmp_path: Path
 ) -> None:
-    config = tiny("train.rounds=12", "method.seconds=0.2", "run.name=null", method=SLOW)
+    # So many rounds that none of the runs ends while the command that stops them starts.
+    config = tiny("train.rounds=40", "method.seconds=0.2", "run.name=null", method=SLOW)
     write(config, package / "jobs" / "base.yaml")
     folder = tmp_path / "sweep"
     (package / "jobs" / "grid.yaml").write_text(
@@ -214,10 +215,10 @@ def test_a_sweep_runs_side_by_side_is_stopped_and_goes_on(
     again = head.job("submit", *PATIENCE, *command, folder=package)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "going on after round" in again.stdout
-    assert {rounds_of(path.parent) for path in folder.glob("*/run.json")} == {12}
+    assert {rounds_of(path.parent) for path in folder.glob("*/run.json")} == {40}
     assert len((folder / "grid.csv").read_text().splitlines()) > 2
     run_dir = next(folder.glob("*0.2*seed=2*"))
     undisturbed = tiny(
-        "train.rounds=12", "method.seconds=0", "run.name=near", "run.seed=2", "train.optimiser.lr=0.2", method=SLOW
+        "train.rounds=40", "method.seconds=0", "run.name=near", "run.seed=2", "train.optimiser.lr=0.2", method=SLOW
     )
     same(finish(undisturbed), truth(run_dir))
