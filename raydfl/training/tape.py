@@ -91,7 +91,7 @@ def record(computation: Callable[[], Sequence[Tensor | None]], known: Mapping[in
     del outputs
     if recorder.still_used():
         raise TapeError(
-            "it keeps what it computed, in a list or so; let it report sums and counts (docs/objectives.md)"
+            "it keeps what it computed (in a list, say); let it report sums and counts (docs/objectives.md)"
         )
     return tape
 
