@@ -7,6 +7,7 @@ working = $(shell for python in $(1); do \
 PYTHON ?= $(call working,python3.11 python3.12 python3.13 python3)
 PYTHON_oldest ?= $(PYTHON)
 PYTHON_newest ?= $(call working,python3.13 python3.12)
+PYTHON_blazefl ?= $(call working,python3.13t python3.13 python3.12)
 FOR_RUNS := .venv/.installed-for-runs
 INSTALLED := .venv/.installed
 ARGS ?=
@@ -25,7 +26,7 @@ help:
 	@echo 'make check     style, types, and which room imports which'
 	@echo 'make docs      the documentation as a site, in build/docs; links are checked'
 	@echo 'make gpu-check   whether raydfl is right on this GPU, and how fast: one table, ten minutes (docs/gpu.md)'
-	@echo 'make bench-peers  what benchmarks/rounds.py compares with: Flower, pfl-research and FedJAX, in .venv-peers'
+	@echo 'make bench-peers  what benchmarks/rounds.py compares with: Flower, pfl-research, FedJAX; BlazeFL too if Python 3.12 or newer is there'
 
 run: QUICKSTART := $(RUNS)/quickstart-$(shell date +%Y%m%d-%H%M%S)
 run: $(FOR_RUNS)
@@ -89,12 +90,18 @@ docs: .venv-docs/.installed
 gpu-check: $(INSTALLED)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/gpu_check.py $(ARGS)
 
-bench-peers: .venv-peers/.installed
+# BlazeFL needs Python 3.12 or newer; for its threads, one that is free-threaded: make PYTHON_blazefl=/path/to/python3.13t ...
+bench-peers: .venv-peers/.installed $(if $(PYTHON_blazefl),.venv-blazefl/.installed)
 
 # In an environment of their own: Flower needs another version of Ray.
 .venv-peers/.installed: benchmarks/peers/constraints.txt
 	test -x .venv-peers/bin/pip || $(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --constraint $< 'flwr[simulation]' pfl fedjax torch
+	@touch $@
+
+.venv-blazefl/.installed: benchmarks/peers/constraints-blazefl.txt
+	test -x .venv-blazefl/bin/pip || $(PYTHON_blazefl) -m venv .venv-blazefl
+	.venv-blazefl/bin/python -m pip install --constraint $< 'blazefl[contrib,reproducibility]' torch
 	@touch $@
 
 # PyTorch comes first, for raydfl's operators are compiled against it (and left out where there is no C++ compiler).

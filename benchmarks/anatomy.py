@@ -1,12 +1,14 @@
 """What the processor time of a round is made of, and what its products would take at the speed of one large product.
 
     python benchmarks/anatomy.py --root PATH/TO/fsdd [--works crnn_base crnn_lite --rounds 12]
+    python benchmarks/anatomy.py --root PATH/TO/fsdd --pictures PATH/TO/mnist --works cnn
 
 The work is that of rounds.py. Two measurements, each in processes of its own:
 
 - In one process, without Ray: rounds under PyTorch's profiler, whose self times of operators are added up by kind; these are by the
   clock, so nothing else may run. What is left of the processor time of as many rounds without it is Python's and raydfl's own.
-- With a server actor and two client actors: the processor time of every process that belongs to them.
+- With a server actor and two client actors: the processor time of every process that belongs to them; and by the clock, from the
+  run's own record, what a round waits for (means over rounds).
 
 The last column: the multiplications and additions of all matrix products and convolutions (counted from their shapes, with the
 gradients') at the speed of ``torch.mm`` on one thread here. It is no floor: raydfl's kernels may be faster than that product, and
@@ -25,13 +27,16 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from processes import Mark
-from rounds import KERNEL, WARM_UP, WORKS, configuration, fsdd
+from rounds import KERNEL, WARM_UP, configuration, fsdd, mnist
 from torch.profiler import ProfilerActivity, profile
 
 from raydfl.cluster.server import Server
 from raydfl.core.yaml import to_yaml
+from raydfl.engine.storage import record
+from raydfl.engine.telemetry import TIMELINE
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
 
@@ -40,6 +45,8 @@ KINDS: Mapping[str, Callable[[str], bool]] = {
         name.removeprefix("aten::") in ("mm", "addmm", "bmm", "baddbmm", "addmv", "dot")
     ),
     "convolution, ReLU and pooling in time": lambda name: name.startswith(("raydfl::conv_", "raydfl_conv")),
+    "convolution of images": lambda name: name.startswith("raydfl::conv2d_"),
+    "normalisation, ReLU and pooling of images": lambda name: name.startswith("raydfl::norm_"),
     "GRU, its products and gates": lambda name: name.startswith("raydfl::gru_"),
     "optimiser": lambda name: "_foreach" in name or name.startswith(("Optimizer", "aten::_fused")),
     "other operators": lambda name: name.startswith(("aten::", "raydfl::")),
@@ -51,8 +58,11 @@ PRODUCTS = (
     "aten::bmm",
     "raydfl::conv_forward",
     "raydfl::conv_backward",
+    "raydfl::conv2d_backward",
     "raydfl::gru_backward",
 )
+CLIPS = ("crnn_base", "crnn_lite", "fedmlac")
+"""Works on clips of the usual shape."""
 REST = "Python: the loop over batches and clients, plan, aggregation, record, commit"
 
 
@@ -73,9 +83,16 @@ def peak() -> float:
 
 
 def operations(name: str, shapes: list[list[int]]) -> int:
-    """Return the multiplications and additions of a call; 0 of what is no product. All of a GRU counts with its backward."""
+    """Return the multiplications and additions of a call; 0 of what is no product.
+
+    All of a GRU and of a convolution of images counts with its backward; that of an input with one channel has no gradient for it.
+    """
     if name not in PRODUCTS:
         return 0
+    if name == "raydfl::conv2d_backward":
+        dy, _, weight = shapes[:3]
+        once = 2 * dy[0] * dy[2] * dy[3] * int(torch.Size(weight).numel())
+        return once * (2 if weight[1] == 1 else 3)
     if name == "raydfl::gru_backward":
         hidden, (batch, frames, inputs) = shapes[1][-1], shapes[3]
         return 3 * 2 * batch * frames * 3 * hidden * (inputs + hidden)
@@ -122,6 +139,34 @@ def alone(config: Path, rounds: int) -> None:
     for kind in [*KINDS, REST]:
         print(kind, 1000 * took[kind] / rounds, 1000 * counted[kind] / speed / rounds, sep="\t", flush=True)
     print("peak", speed, 0, sep="\t", flush=True)
+
+
+def clock(run: Path) -> dict[str, float]:
+    """Return what the recorded rounds of a run with actors waited for: ms a round, by what it was."""
+    found: dict[str, list[float]] = defaultdict(list)
+    rows = [row for row in record.read_rows(run).to_pylist() if row["round"] > WARM_UP]
+    times = {(row["round"], row["metric"]): row["value"] for row in rows if row["metric"].startswith("seconds/")}
+    for row in rows:
+        if row["metric"] != TIMELINE:
+            continue
+        plan, clients, aggregate, whole = (
+            times[row["round"], f"seconds/{part}"] for part in ("plan", "clients", "aggregate", "round")
+        )
+        spans = np.reshape(row["array"], row["shape"])
+        ends = sorted(spans[spans[:, 1] == actor, 3].max() for actor in set(spans[:, 1]))
+        begins = sorted(spans[spans[:, 1] == actor, 2].min() for actor in set(spans[:, 1]))
+        for what, seconds in {
+            "plan, weights into the object store, orders sent": plan,
+            "until both actors have begun": begins[-1] - plan,
+            "both actors work": ends[0] - begins[-1],
+            "one has nothing left, the other works": ends[-1] - ends[0],
+            "until its answer is there": plan + clients - ends[-1],
+            "aggregation": aggregate,
+            "record, and what lies between rounds": whole - plan - clients - aggregate,
+            "all": whole,
+        }.items():
+            found[what].append(1000 * seconds)
+    return {what: float(np.mean(each)) for what, each in found.items()}
 
 
 def with_ray(config: Path, rounds: int) -> dict[str, float]:
@@ -174,7 +219,8 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, help="folder of the Free Spoken Digit Dataset")
-    parser.add_argument("--works", nargs="+", default=["crnn_base", "crnn_lite"], choices=list(WORKS))
+    parser.add_argument("--pictures", type=Path, help="folder of MNIST's idx files, for cnn")
+    parser.add_argument("--works", nargs="+", default=["crnn_base", "crnn_lite"], choices=[*CLIPS, "cnn"])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--alone", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -183,12 +229,15 @@ def main() -> None:
         return
     if not given.root:
         parser.error("--root is missing: the folder of the Free Spoken Digit Dataset")
+    if "cnn" in given.works and not given.pictures:
+        parser.error("--works cnn needs --pictures: the folder of MNIST's idx files")
     print(f"Kernel {KERNEL}; ms of the processor a round; {given.rounds} rounds.")
     with tempfile.TemporaryDirectory(prefix="raydfl-anatomy-") as folder:
         for work in given.works:
             files = {}
+            data = mnist(given.pictures.resolve()) if work == "cnn" else fsdd(given.root.resolve())
             for actors in (0, 2):
-                config = configuration(fsdd(given.root.resolve()), Path(folder), work, actors)
+                config = configuration(data, Path(folder), work, actors)
                 files[actors] = Path(folder) / f"{config.run.name}.yaml"
                 files[actors].write_text(to_yaml(config.model_dump(mode="json"), flow=False))
             command = [sys.executable, __file__, "--alone", str(files[0]), "--rounds", str(given.rounds)]
@@ -207,6 +256,9 @@ def main() -> None:
             print(f"\n| {work}, two client actors | ms |\n|---|---|")
             for name, took in with_ray(files[2], given.rounds).items():
                 print(f"| {name} | {took:.0f} |", flush=True)
+            print(f"\n| {work}, two client actors, by the clock | ms |\n|---|---|")
+            for name, took in clock(Path(folder) / config.run.name).items():
+                print(f"| {name} | {took:.1f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,8 @@ from raydfl.engine.worker import build_models
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
 
-PEERS = Path(__file__).parents[1] / ".venv-peers" / "bin" / "python"
+PEERS, BLAZEFL = (Path(__file__).parents[1] / folder / "bin" / "python" for folder in (".venv-peers", ".venv-blazefl"))
+"""Pythons of the peers; BlazeFL needs a newer one than the others can have, and for its threads one without a global lock."""
 WORKS: Mapping[str, Mapping[str, str]] = {
     "crnn_base": {"model": "crnn_base"},
     "crnn_lite": {"model": "crnn_lite"},
@@ -72,13 +73,15 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
 SHAPES: Mapping[str, Mapping[str, Any]] = {"film_cnn": {"bands": 128, "seconds": 0.08}}
 """What is other about the clips: 9 frames of 128 bands."""
 OURS = "raydfl, 2 actors"
-PEER_COMMANDS: Mapping[str, Sequence[str]] = {
-    "Flower, 2 client slots": ("flower",),
-    "pfl-research, 2 processes": ("pfl_research",),
-    "FedJAX jit": ("fedjax", "--backend", "jit"),
-    "FedJAX pmap, 2 devices": ("fedjax", "--backend", "pmap"),
+PEER_COMMANDS: Mapping[str, tuple[Path, Sequence[str]]] = {
+    "Flower, 2 client slots": (PEERS, ("flower",)),
+    "pfl-research, 2 processes": (PEERS, ("pfl_research",)),
+    "FedJAX jit": (PEERS, ("fedjax", "--backend", "jit")),
+    "FedJAX pmap, 2 devices": (PEERS, ("fedjax", "--backend", "pmap")),
+    "BlazeFL threads": (BLAZEFL, ("blazefl", "--pool", "threads")),
+    "BlazeFL processes": (BLAZEFL, ("blazefl", "--pool", "processes")),
 }
-"""Module of ``peers`` and its options, by contestant."""
+"""Python, module of ``peers`` and its options, by contestant."""
 WARM_UP = 4
 """Rounds at the start of a turn that are not timed."""
 MIRROR, FIRST_ROUNDS = "modality_mirror", WARM_UP + 4
@@ -228,9 +231,10 @@ def contestants(work: str, data: Mapping[str, object], runs: Path, rounds: int) 
         known["bare loop, 2 processes"] = process("bare loop 3", sys.executable, "bare", "--processes", "2")
         if work in OPTIONS:  # networks in which rounding grows fast
             known["bare loop, other last digits"] = process("bare loop 4", sys.executable, "bare", "--rounding")
-        if PEERS.exists() and WORKS[work]["model"] in ARCHITECTURES:
-            for name, (module, *options) in PEER_COMMANDS.items():
-                known[name] = process(name.partition(",")[0], PEERS, module, *options)
+        if WORKS[work]["model"] in ARCHITECTURES:
+            for name, (python, (module, *options)) in PEER_COMMANDS.items():
+                if python.exists():
+                    known[name] = process(name.partition(",")[0], python, module, *options)
     for name, actors, together, method in (
         ("raydfl, 1 actor", 1, 1, None),
         ("raydfl, 2 actors", 2, 1, None),
@@ -344,8 +348,9 @@ def main() -> None:
         if work in arguments.works and not arguments.pictures:
             parser.error(f"--works {work} needs --pictures")
     torch.set_num_threads(1)
-    if not PEERS.exists():
-        print("Flower, pfl-research and FedJAX are not installed and left out: make bench-peers")
+    missing = [name.partition(",")[0] for name, (python, _) in PEER_COMMANDS.items() if not python.exists()]
+    if missing:
+        print(f"not installed and left out: {'; '.join(missing)}: make bench-peers")
     results: dict[str, tuple[Mapping[str, list[float]], Mapping[str, float]]] = {}
     rounds = WARM_UP + arguments.rounds
     try:

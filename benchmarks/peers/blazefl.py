@@ -1,0 +1,165 @@
+"""The work in BlazeFL's simulation: its trainer on two threads or two processes, and its FedAvg server's aggregation.
+
+    PYTHONPATH=benchmarks .venv-blazefl/bin/python -m peers.blazefl WORK --pool threads
+
+Its own FedAvg also goes through a DataLoader, example by example, and in processes keeps random states in files; that is left out
+here, as it is for the other peers. Threads need a free-threaded Python: with the usual one they wait for each other.
+
+It obeys turns (peers/turns.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported; threads that come later have it too
+
+import threading
+from queue import LifoQueue
+
+import torch
+import torch.nn.functional as F
+from blazefl.contrib.fedavg import FedAvgBaseServerHandler
+from blazefl.core import (
+    IPCMode,
+    ProcessPoolClientTrainer,
+    SHMHandle,
+    ThreadPoolClientTrainer,
+    deserialize_model,
+    serialize_model,
+)
+from torch import Tensor, nn
+
+from peers.turns import serve
+from peers.work import Work
+
+PARALLEL = 2
+
+
+@dataclass
+class Down:
+    """What the server sends."""
+
+    model: Tensor
+    round_index: int
+
+
+@dataclass
+class Up:
+    """What a client sends; from a process its model comes by shared memory."""
+
+    client: int
+    model: Tensor | SHMHandle
+    examples: int
+
+
+@functools.cache
+def opened(path: str) -> tuple[Work, LifoQueue[nn.Module]]:
+    """The work, and a network for each thread, or for a process that is forked."""
+    work, networks = Work.load(path), LifoQueue[nn.Module]()
+    for _ in range(PARALLEL):
+        networks.put(work.build())
+    return work, networks
+
+
+def train(path: str, client: int, down: Down) -> Up:
+    """One client's epoch."""
+    work, networks = opened(path)
+    network = networks.get()
+    deserialize_model(network, down.model)
+    x, y = work.data(client)
+    optimiser = torch.optim.SGD(network.parameters(), lr=work.lr)
+    for batch in work.order(down.round_index, client).split(work.batch_size):
+        optimiser.zero_grad()
+        F.cross_entropy(network(x[batch]), y[batch]).backward()
+        optimiser.step()
+    up = Up(client, serialize_model(network), len(y))
+    networks.put(network)
+    return up
+
+
+class Threads(ThreadPoolClientTrainer[Up, Down]):
+    """BlazeFL's pool of threads."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.cache = path, []
+        self.num_parallels, self.device, self.device_count = PARALLEL, "cpu", 0
+        self.stop_event = threading.Event()
+
+    def worker(self, cid: int, device: str, payload: Down, stop_event: threading.Event) -> Up:
+        """Train a client."""
+        return train(self.path, cid, payload)
+
+    def uplink_package(self) -> list[Up]:
+        """What the clients sent since this was last asked."""
+        found, self.cache = self.cache, []
+        return found
+
+
+class Processes(ProcessPoolClientTrainer[Up, Down, str]):
+    """BlazeFL's pool of processes, which it starts anew in each round."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.cache = path, []
+        self.num_parallels, self.device, self.device_count = PARALLEL, "cpu", 0
+        self.ipc_mode = IPCMode.SHARED_MEMORY
+        self.stop_event = torch.multiprocessing.Manager().Event()
+        self._model = serialize_model(opened(path)[0].build())
+
+    def get_client_config(self, cid: int) -> Any:
+        """What a client's process has to know of the client."""
+        return self.path, cid
+
+    def prepare_uplink_package_buffer(self) -> Up:
+        """Room for what a client sends."""
+        return Up(-1, self._model.clone(), 0)
+
+    @staticmethod
+    def worker(
+        config: Any, payload: Any, device: str, stop_event: threading.Event, *, shm_buffer: Up | None = None
+    ) -> Any:
+        """Train a client."""
+        up = train(*config, payload)
+        assert shm_buffer is not None  # noqa: S101
+        shm_buffer.model.copy_(up.model)
+        return Up(up.client, SHMHandle(), up.examples)
+
+    def uplink_package(self) -> list[Up]:
+        """What the clients sent since this was last asked."""
+        found, self.cache = self.cache, []
+        return found
+
+
+POOLS: dict[str, Callable[[str], Threads | Processes]] = {"threads": Threads, "processes": Processes}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work")
+    parser.add_argument("--pool", choices=sorted(POOLS), required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    work, _ = opened(arguments.work)
+    network, trainer = work.build(), POOLS[arguments.pool](arguments.work)
+    done = 0
+
+    def run(rounds: int) -> None:
+        nonlocal done
+        for _ in range(rounds):
+            trainer.local_process(Down(serialize_model(network), done), work.cohorts[done])
+            sent = trainer.uplink_package()
+            model = FedAvgBaseServerHandler.aggregate([up.model for up in sent], [up.examples for up in sent])
+            deserialize_model(network, model)
+            done += 1
+
+    serve(run, network.state_dict)
+
+
+if __name__ == "__main__":
+    main()
