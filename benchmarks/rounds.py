@@ -350,7 +350,9 @@ def main() -> None:
     torch.set_num_threads(1)
     missing = [name.partition(",")[0] for name, (python, _) in PEER_COMMANDS.items() if not python.exists()]
     if missing:
-        print(f"not installed and left out: {'; '.join(missing)}: make bench-peers")
+        print(
+            f"not installed and left out: {'; '.join(missing)}: make bench-peers (BlazeFL needs Python 3.12: README.md)"
+        )
     results: dict[str, tuple[Mapping[str, list[float]], Mapping[str, float]]] = {}
     rounds = WARM_UP + arguments.rounds
     try:

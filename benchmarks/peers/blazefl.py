@@ -71,16 +71,17 @@ def train(path: str, client: int, down: Down) -> Up:
     """One client's epoch."""
     work, networks = opened(path)
     network = networks.get()
-    deserialize_model(network, down.model)
-    x, y = work.data(client)
-    optimiser = torch.optim.SGD(network.parameters(), lr=work.lr)
-    for batch in work.order(down.round_index, client).split(work.batch_size):
-        optimiser.zero_grad()
-        F.cross_entropy(network(x[batch]), y[batch]).backward()
-        optimiser.step()
-    up = Up(client, serialize_model(network), len(y))
-    networks.put(network)
-    return up
+    try:
+        deserialize_model(network, down.model)
+        x, y = work.data(client)
+        optimiser = torch.optim.SGD(network.parameters(), lr=work.lr)
+        for batch in work.order(down.round_index, client).split(work.batch_size):
+            optimiser.zero_grad()
+            F.cross_entropy(network(x[batch]), y[batch]).backward()
+            optimiser.step()
+        return Up(client, serialize_model(network), len(y))
+    finally:
+        networks.put(network)  # also after a failure: the next client must not wait for it
 
 
 class Threads(ThreadPoolClientTrainer[Up, Down]):
@@ -94,11 +95,6 @@ class Threads(ThreadPoolClientTrainer[Up, Down]):
     def worker(self, cid: int, device: str, payload: Down, stop_event: threading.Event) -> Up:
         """Train a client."""
         return train(self.path, cid, payload)
-
-    def uplink_package(self) -> list[Up]:
-        """What the clients sent since this was last asked."""
-        found, self.cache = self.cache, []
-        return found
 
 
 class Processes(ProcessPoolClientTrainer[Up, Down, str]):
@@ -129,11 +125,6 @@ class Processes(ProcessPoolClientTrainer[Up, Down, str]):
         shm_buffer.model.copy_(up.model)
         return Up(up.client, SHMHandle(), up.examples)
 
-    def uplink_package(self) -> list[Up]:
-        """What the clients sent since this was last asked."""
-        found, self.cache = self.cache, []
-        return found
-
 
 POOLS: dict[str, Callable[[str], Threads | Processes]] = {"threads": Threads, "processes": Processes}
 
@@ -153,7 +144,7 @@ def main() -> None:
         nonlocal done
         for _ in range(rounds):
             trainer.local_process(Down(serialize_model(network), done), work.cohorts[done])
-            sent = trainer.uplink_package()
+            sent, trainer.cache = trainer.cache, []
             model = FedAvgBaseServerHandler.aggregate([up.model for up in sent], [up.examples for up in sent])
             deserialize_model(network, model)
             done += 1
