@@ -27,6 +27,7 @@ from raydfl.cluster.nodes import NodeWatch
 from raydfl.cluster.pool import RayPool, pool_here
 from raydfl.cluster.resources import wanted_kinds
 from raydfl.core.errors import ResourcesError
+from raydfl.core.memory import keep_freed_memory
 from raydfl.data import Population
 from raydfl.engine import Config, Federation, Pool, RoundReport
 from raydfl.engine.storage import RunStore, mirror_of, stored_about
@@ -161,6 +162,7 @@ class ServerActor:
             import torch
 
             hide_gpus()
+            keep_freed_memory()
             torch.set_num_threads(self._config.ray.threads)
             sys.setswitchinterval(5e-4)  # the thread that commits shall not keep clients waiting
             # A method of the user's own is called by its class alone: tags are seen by whoever reaches the node's metrics.

@@ -380,7 +380,7 @@ class Worker:
             cut=step.clock.steps if step.clock.cut else None,
         )
         # A NaN is both.
-        extremes = [float(of(initial=0)) for flat in sent for of in (flat.vector.min, flat.vector.max)]
+        extremes = [float(value) for flat in sent if flat.vector.size for value in torch.aminmax(flat.whole)]
         if not all(map(math.isfinite, extremes)):
             bad = [name for flat in sent for name, tensor in flat.items() if not bool(torch.isfinite(tensor).all())]
             return dataclasses.replace(
@@ -394,7 +394,7 @@ class Worker:
             reply,
             update=updates[0],
             further=tuple(updates[1:]),
-            largest=max(map(abs, extremes)),
+            largest=max(map(abs, extremes), default=0.0),
             measured={"train": {name: value for metrics in measured for name, value in metrics.items()}},
             private=self._keep(order, step),
             bytes_up=sum(flat.vector.nbytes for flat in sent)

@@ -12,7 +12,7 @@ import numpy as np
 from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import Update
 
-LARGEST = 256 * 2**20
+LARGEST = 2 * 2**30
 """Bytes of updates that are kept in memory; more go into a temporary file, which is gone when the process ends."""
 
 
@@ -48,5 +48,5 @@ class Spool:
             if layout is None or self._file is None:
                 yield update
             else:
-                vector = np.frombuffer(bytearray(self._file.read(4 * layout.size)), np.float32)
+                vector = np.fromfile(self._file, np.float32, layout.size)
                 yield dataclasses.replace(update, tensors=FlatTensors(layout, vector))

@@ -46,6 +46,7 @@ from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.part_names import beside, plain_name
+from raydfl.core.tensors import Layout
 from raydfl.core.types import Batch, Client, Metrics, State, Task, Tensors, Update
 from raydfl.methods._pruning import (
     MASK,
@@ -196,16 +197,19 @@ class FedAPTA(WithTasks):
 
     def _put_terms(self, step: Step) -> None:
         """Put into ``step.state`` what the loss needs of h_i, g_i and g."""
-        scale = self._scale(step)
+        scale, zero, one = self._scale(step), torch.zeros((), device=step.device), torch.ones((), device=step.device)
+        layout = Layout.of(step.parameters())
+        anchors, linears = torch.empty(layout.size, device=step.device), torch.empty(layout.size, device=step.device)
+        offset = zero.clone()
+        for name, anchor, linear in zip(
+            layout.names, layout.views(anchors).values(), layout.views(linears).values(), strict=True
+        ):
+            mask, drift = step.state.get(MASK + name, one), step.state.get(DRIFT + name, zero)
+            torch.sub(step.reference(name), drift, out=anchor).mul_(mask)
+            torch.mul(step.reference(CONTROL + name), scale, out=linear).sub_(step.state.get(CONTROL + name, zero))
+            offset += (mask * drift * linear).sum()
+        step.state[_ANCHOR], step.state[_LINEAR], step.state[_OFFSET] = anchors, linears, offset
         step.state[_PULL] = torch.tensor(self.alpha * scale, device=step.device)
-        references = {name: step.reference(name) for name in step.parameters()}
-        nothing = {name: torch.zeros_like(reference) for name, reference in references.items()}
-        mask = _joined(step.state.get(MASK + name, torch.ones_like(r)).expand_as(r) for name, r in references.items())
-        drift = _joined(step.state.get(DRIFT + name, none) for name, none in nothing.items())
-        step.state[_ANCHOR] = mask * (_joined(references.values()) - drift)
-        own = _joined(step.state.get(CONTROL + name, none) for name, none in nothing.items())
-        step.state[_LINEAR] = scale * _joined(step.reference(CONTROL + name) for name in references) - own
-        step.state[_OFFSET] = (mask * drift * step.state[_LINEAR]).sum()
 
     def _scale(self, step: Step) -> float:
         """s_i."""
@@ -213,26 +217,29 @@ class FedAPTA(WithTasks):
 
     def _drifts(self, step: Step, trained: Tensors, masks: Tensors) -> dict[str, Tensor]:
         """Renew h_i and g_i; return what of them is sent: h_i, and (g_i - its former value) / s_i."""
-        sent: dict[str, Tensor] = {}
-        settings, training = step.training.optimiser, step.training
-        for name in step.parameters():
-            reference = step.reference(name)
-            moved = trained[name] - reference
-            if name in masks:
-                moved = moved * masks[name]
-            nothing = torch.zeros_like(reference)
-            step.state[DRIFT + name] = sent[DRIFT + name] = step.state.get(DRIFT + name, nothing) + moved
-            if self.drift == "full":
-                steps = training.local_epochs * math.ceil(float(step.options[_MEAN]) / training.batch_size)
-                rate = settings.models.get("model", settings.lr)
-                before = step.state.get(CONTROL + name, nothing)
-                pace = rate * effective_steps(steps, settings.momentum)
-                change = -self._scale(step) * step.reference(CONTROL + name) - moved / pace
-                step.state[CONTROL + name] = before + change
-                sent[CONTROL + name] = change / self._scale(step)
         for name in (_ANCHOR, _LINEAR, _PULL, _OFFSET):
             step.state.pop(name, None)
+        zero, sent = torch.zeros((), device=step.device), dict[str, Tensor]()
+        for name in step.parameters():
+            moved = trained[name] - step.reference(name)
+            if name in masks:
+                moved *= masks[name]
+            step.state[DRIFT + name] = sent[DRIFT + name] = moved + step.state.get(DRIFT + name, zero)
+            if self.drift == "full":
+                # Now moved becomes the change of g_i, over s_i.
+                moved /= -self._pace(step) * self._scale(step)
+                moved -= step.reference(CONTROL + name)
+                sent[CONTROL + name] = moved
+                step.state[CONTROL + name] = torch.add(
+                    step.state.get(CONTROL + name, zero), moved, alpha=self._scale(step)
+                )
         return sent
+
+    def _pace(self, step: Step) -> float:
+        """Return lr E ceil(mean(n) / B), with momentum lr times the effective number of steps."""
+        settings, training = step.training.optimiser, step.training
+        steps = training.local_epochs * math.ceil(float(step.options[_MEAN]) / training.batch_size)
+        return settings.models.get("model", settings.lr) * effective_steps(steps, settings.momentum)
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Put back what the clients pruned (equation 3), then see :class:`WithTasks`."""
