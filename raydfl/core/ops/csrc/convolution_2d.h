@@ -197,7 +197,7 @@ struct Line {
 // "offsets" from where it begins, and HALVES times LANES outputs. The gradients b of all positions lie one after another.
 template <int ROWS, int HALVES>
 INLINE void gradient_tile(const Line* lines, long count, const long* offsets, long from_column, const float* b, float* to,
-                          long width, bool begin) {
+                          bool begin) {
   Floats sums[ROWS][HALVES];
   long places[ROWS];
 #pragma GCC unroll 9
@@ -225,30 +225,55 @@ INLINE void gradient_tile(const Line* lines, long count, const long* offsets, lo
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
     for (int h = 0; h < HALVES; ++h) {
-      float* place = to + r * width + h * LANES;  // sums of parts, which keep more digits than one long sum
+      float* place = to + r * PANEL + h * LANES;  // sums of parts, which keep more digits than one long sum
       store(place, begin ? sums[r][h] : load(place) + sums[r][h]);
     }
 }
 
+// Numbers of windows, for each tile of them those of all positions in turn: where gradient_tiles reads them if they are packed.
+void pack_windows(const Line* lines, long count, const long* offsets, long depth, long from_column, float* packed) {
+  const long tiles = (depth + TILE - 1) / TILE, height = depth / tiles, higher = depth % tiles;
+  for (long index = 0; index < tiles; ++index) {
+    const long rows = height + (index < higher);
+    const bool whole = rows == TILE && offsets[rows - 1] == offsets[0] + rows - 1;
+    for (long line = 0; line < count; ++line) {
+      const float* from = lines[line].from;
+      for (long p = lines[line].count; p > 0; --p, from += from_column, packed += rows)
+        if (whole)
+          copy(packed, from + offsets[0], TILE);
+        else
+          for (long r = 0; r < rows; ++r) packed[r] = from[offsets[r]];
+    }
+    offsets += rows;
+  }
+}
+
+constexpr long SIDE_BY_SIDE[TILE] = {0, 1, 2, 3, 4, 5};
+
+// The windows are where the lines say or, if packed is not null, there, of so many positions.
 template <int HALVES>
-void gradient_tiles(const Line* lines, long count, const long* offsets, long depth, long from_column, const float* b, float* to,
-                    long width, bool begin) {
-  constexpr long most = HALVES == 1 ? TALL + 1 : TILE;
+void gradient_tiles(const Line* lines, long count, const long* offsets, long depth, long from_column, const float* packed,
+                    long positions, const float* b, float* to, bool begin) {
+  const long most = HALVES == 1 && !packed ? TALL + 1 : TILE;
   const long tiles = (depth + most - 1) / most, height = depth / tiles, higher = depth % tiles;
   for (long index = 0; index < tiles; ++index) {
     const long rows = height + (index < higher);
+    const Line line{packed, nullptr, positions};
+    if (packed) lines = &line, count = 1, from_column = rows;
+    const long* places = packed ? SIDE_BY_SIDE : offsets;
     switch (rows) {
-      case 9: gradient_tile<HALVES == 1 ? 9 : 1, HALVES>(lines, count, offsets, from_column, b, to, width, begin); break;
-      case 8: gradient_tile<HALVES == 1 ? 8 : 1, HALVES>(lines, count, offsets, from_column, b, to, width, begin); break;
-      case 7: gradient_tile<HALVES == 1 ? 7 : 1, HALVES>(lines, count, offsets, from_column, b, to, width, begin); break;
-      case 6: gradient_tile<6, HALVES>(lines, count, offsets, from_column, b, to, width, begin); break;
-      case 5: gradient_tile<5, HALVES>(lines, count, offsets, from_column, b, to, width, begin); break;
-      case 4: gradient_tile<4, HALVES>(lines, count, offsets, from_column, b, to, width, begin); break;
-      case 3: gradient_tile<3, HALVES>(lines, count, offsets, from_column, b, to, width, begin); break;
-      case 2: gradient_tile<2, HALVES>(lines, count, offsets, from_column, b, to, width, begin); break;
-      default: gradient_tile<1, HALVES>(lines, count, offsets, from_column, b, to, width, begin);
+      case 9: gradient_tile<HALVES == 1 ? 9 : 1, HALVES>(lines, count, places, from_column, b, to, begin); break;
+      case 8: gradient_tile<HALVES == 1 ? 8 : 1, HALVES>(lines, count, places, from_column, b, to, begin); break;
+      case 7: gradient_tile<HALVES == 1 ? 7 : 1, HALVES>(lines, count, places, from_column, b, to, begin); break;
+      case 6: gradient_tile<6, HALVES>(lines, count, places, from_column, b, to, begin); break;
+      case 5: gradient_tile<5, HALVES>(lines, count, places, from_column, b, to, begin); break;
+      case 4: gradient_tile<4, HALVES>(lines, count, places, from_column, b, to, begin); break;
+      case 3: gradient_tile<3, HALVES>(lines, count, places, from_column, b, to, begin); break;
+      case 2: gradient_tile<2, HALVES>(lines, count, places, from_column, b, to, begin); break;
+      default: gradient_tile<1, HALVES>(lines, count, places, from_column, b, to, begin);
     }
-    offsets += rows, to += rows * width;
+    offsets += rows, to += rows * PANEL;
+    if (packed) packed += rows * positions;
   }
 }
 
@@ -279,13 +304,21 @@ void pack_gradients(const Line* lines, long count, long to_column, long output, 
   for (int h = 0; h < HALVES; ++h) store(bias_sums + h * LANES, load(bias_sums + h * LANES) + sums[h]);
 }
 
-// sums [window.size(), width] = (to begin with) or += the windows, transposed, times the gradients at grid.to; bias_sums += these.
-void correlate_backward(Grid grid, Window window, long outputs, float* sums, long width, bool begin, float* bias_sums) {
+// When windows are packed for their gradient: numbers from one position to the next, and outputs, at least; and how many of each
+// window's numbers are packed together. Every panel of outputs reads the windows again, and far apart they share few sets of the
+// caches; packing takes time, too, which fewer panels did not win back.
+constexpr long FAR = 64, MANY = 128, PACKED = 16 * TILE;
+
+// Panels [window.size(), PANEL] of sums = (to begin with) or += the windows, transposed, times the gradients at grid.to; bias_sums
+// += these.
+void correlate_backward(Grid grid, Window window, long outputs, float* sums, bool begin, float* bias_sums) {
   grid.merge();
   Line lines[AT_ONCE];
   const long* offsets = offsets_of(window);
   const long rows = grid.items * grid.rows, depth = window.size();
-  float* packed = scratch(4, AT_ONCE * PANEL);
+  const bool far = grid.from_column >= FAR && outputs >= MANY;
+  const long block = far ? PACKED : depth;
+  float *packed = scratch(4, AT_ONCE * rounded_up(outputs)), *windows = far ? scratch(0, AT_ONCE * block) : nullptr;
   for (long row = 0, column = 0; row < rows; begin = false) {
     long count = 0, positions = 0;
     while (row < rows && positions < AT_ONCE) {
@@ -296,13 +329,16 @@ void correlate_backward(Grid grid, Window window, long outputs, float* sums, lon
       if (column == grid.columns) column = 0, ++row;
     }
     for (long o = 0; o < outputs; o += PANEL)
-      if (outputs - o > LANES) {
-        pack_gradients<2>(lines, count, grid.to_column, o, outputs, packed, bias_sums);
-        gradient_tiles<2>(lines, count, offsets, depth, grid.from_column, packed, sums + o, width, begin);
-      } else {
-        pack_gradients<1>(lines, count, grid.to_column, o, outputs, packed, bias_sums);
-        gradient_tiles<1>(lines, count, offsets, depth, grid.from_column, packed, sums + o, width, begin);
-      }
+      (outputs - o > LANES ? pack_gradients<2> : pack_gradients<1>)(lines, count, grid.to_column, o, outputs,
+                                                                    packed + o * positions, bias_sums);
+    for (long first = 0; first < depth; first += block) {
+      const long size = least(block, depth - first);
+      if (far) pack_windows(lines, count, offsets + first, size, grid.from_column, windows);
+      for (long o = 0; o < outputs; o += PANEL)
+        (outputs - o > LANES ? gradient_tiles<2> : gradient_tiles<1>)(
+            lines, count, offsets + first, size, grid.from_column, windows, positions, packed + o * positions,
+            sums + o * depth + first * PANEL, begin);
+    }
   }
 }
 
@@ -499,13 +535,13 @@ void convolve_2d_backward(const Convolution2d& s, const float* dy, const float* 
   for (long first = 0, step = source.at_once(); first < s.batch; first += step) {
     Grid grid = source.grid(x, first, least(step, s.batch - first));
     grid.to = const_cast<float*>(dy) + first * grid.to_item;  // which is only read
-    correlate_backward(grid, source.window, s.outputs, sums, width, first == 0, bias_sums);
+    correlate_backward(grid, source.window, s.outputs, sums, first == 0, bias_sums);
   }
   for (long first = 0; first < s.outputs; first += PANEL)
     for (long c = 0; c < s.inputs; ++c)
       for (long k = 0; k < taps; ++k)
         for (long o = first; o < least(first + PANEL, s.outputs); ++o)
-          dweight[(o * s.inputs + c) * taps + k] = sums[(k * s.inputs + c) * width + o];
+          dweight[(o * s.inputs + c) * taps + k] = sums[first * depth + (k * s.inputs + c) * PANEL + o - first];
   copy(dbias, bias_sums, s.outputs);
   if (dx) gradient_of_inputs(s, dy, weight, dx);
 }
