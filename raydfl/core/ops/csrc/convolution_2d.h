@@ -412,6 +412,25 @@ void pack_outputs(const Convolution2d& s, const float* weight, float* packed) {
   }
 }
 
+// The other way: what pack_outputs makes of a weight to that weight. In it taps lie side by side: rows of some inputs are put in its
+// order, and then transposed.
+void unpack_outputs(const Convolution2d& s, const float* packed, float* weight) {
+  const long taps = s.kernel_rows * s.kernel_columns, depth = taps * s.inputs;
+  float* rows = scratch(0, LANES * taps * PANEL);
+  for (long first = 0; first < s.outputs; first += PANEL, packed += depth * PANEL)
+    for (long c = 0; c < s.inputs; c += LANES) {
+      const long inputs = least(s.inputs - c, LANES), count = inputs * taps, width = least(s.outputs - first, PANEL);
+      for (long k = 0; k < taps; ++k)
+        for (long n = 0; n < inputs; ++n) copy(rows + (n * taps + k) * PANEL, packed + (k * s.inputs + c + n) * PANEL, PANEL);
+      float* to = weight + first * depth + c * taps;
+      const long whole = count / LANES * LANES, blocks = width / LANES * LANES;
+      for (long o = 0; o < blocks; o += LANES)
+        for (long i = 0; i < whole; i += LANES) transpose(to + o * depth + i, depth, rows + i * PANEL + o, PANEL);
+      for (long o = 0; o < width; ++o)
+        for (long i = o < blocks ? whole : 0; i < count; ++i) to[o * depth + i] = rows[i * PANEL + o];
+    }
+}
+
 // The taps of a kernel that one phase of a stride meets, from the last to the first: place = tap - stride * n.
 struct Phase {
   long first, taps, before;  // the last tap; their number; zeros before the first position
@@ -528,7 +547,7 @@ void gradient_of_inputs(const Convolution2d& s, const float* dy, const float* we
 void convolve_2d_backward(const Convolution2d& s, const float* dy, const float* x, const float* weight, float* dx, float* dweight,
                           float* dbias) {
   const Source source(s);
-  const long width = rounded_up(s.outputs), depth = source.window.size(), taps = depth / s.inputs;
+  const long width = rounded_up(s.outputs), depth = source.window.size();
   float *sums = scratch(1, depth * width), *bias_sums = scratch(5, width);
   if (!s.batch) clear(sums, depth * width);
   clear(bias_sums, width);
@@ -537,11 +556,7 @@ void convolve_2d_backward(const Convolution2d& s, const float* dy, const float* 
     grid.to = const_cast<float*>(dy) + first * grid.to_item;  // which is only read
     correlate_backward(grid, source.window, s.outputs, sums, first == 0, bias_sums);
   }
-  for (long first = 0; first < s.outputs; first += PANEL)
-    for (long c = 0; c < s.inputs; ++c)
-      for (long k = 0; k < taps; ++k)
-        for (long o = first; o < least(first + PANEL, s.outputs); ++o)
-          dweight[(o * s.inputs + c) * taps + k] = sums[first * depth + (k * s.inputs + c) * PANEL + o - first];
+  unpack_outputs(s, sums, dweight);
   copy(dbias, bias_sums, s.outputs);
   if (dx) gradient_of_inputs(s, dy, weight, dx);
 }

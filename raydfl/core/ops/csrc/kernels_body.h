@@ -157,8 +157,8 @@ void multiply(long rows, long columns, long depth, const float* a, long lda, Pan
   }
 }
 
-// A square of LANES x LANES, its rows "row" apart, as columns of a panel.
-INLINE void transpose(float* to, const float* from, long row) {
+// A square of LANES x LANES, its rows "row" apart, as columns of one whose rows are "to_row" apart.
+INLINE void transpose(float* to, long to_row, const float* from, long row) {
   Floats now[LANES], next[LANES];
 #pragma GCC unroll 8
   for (int i = 0; i < LANES; ++i) now[i] = load(from + i * row);
@@ -170,7 +170,7 @@ INLINE void transpose(float* to, const float* from, long row) {
     for (int i = 0; i < LANES; ++i) now[i] = next[i];
   }
 #pragma GCC unroll 8
-  for (int i = 0; i < LANES; ++i) store(to + i * PANEL, now[i]);
+  for (int i = 0; i < LANES; ++i) store(to + i * to_row, now[i]);
 }
 
 // Panels, "apart" from each other, of matrix [rows, columns] with element (k, j) at from[k * row + j * column], of which one is 1;
@@ -185,7 +185,7 @@ void pack_apart(float* to, long apart, const float* from, long rows, long column
     }
     const long whole = rows / LANES * LANES, blocks = width / LANES * LANES;
     for (long j = 0; j < blocks; j += LANES)
-      for (long k = 0; k < whole; k += LANES) transpose(to + k * PANEL + j, from + (first + j) * column + k, column);
+      for (long k = 0; k < whole; k += LANES) transpose(to + k * PANEL + j, PANEL, from + (first + j) * column + k, column);
     for (long j = 0; j < width; ++j)
       for (long k = j < blocks ? whole : 0; k < rows; ++k) to[k * PANEL + j] = from[(first + j) * column + k];
   }
