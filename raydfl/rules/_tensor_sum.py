@@ -101,10 +101,12 @@ class TensorSum:
         counted = self._counted(spread(cut, weight, self.shape))
         counted[cut.place(counted.shape)] += weight
 
-    def _counted(self, sizes: Sequence[int]) -> np.ndarray:
+    def _counted(self, sizes: tuple[int, ...]) -> np.ndarray:
         """Return what was counted, as an array to add to that has at least these sizes; each is 1 or the tensor's."""
         now = np.asarray(self.counted)
-        joint = np.broadcast_shapes(now.shape, tuple(sizes))
+        if now.shape == sizes:
+            return now
+        joint = np.broadcast_shapes(now.shape, sizes)
         if now.shape != joint:
             self.counted = now = np.array(np.broadcast_to(now, joint), order="C")
         return now
@@ -140,6 +142,8 @@ def _columns(kept: Sequence[Sequence[int] | np.ndarray | None], shape: Sequence[
     """Return what a cut leaves of some dimensions, taken as one: int64; ``None``: there are none."""
     if not kept:
         return None
+    if len(kept) == 1 and kept[0] is not None:
+        return np.asarray(kept[0], np.int64)
     index = np.zeros(1, np.int64)
     for own, size in zip(kept, shape, strict=True):
         index = (index[:, None] * size + (np.arange(size) if own is None else np.asarray(own, np.int64))).reshape(-1)

@@ -19,7 +19,11 @@ from raydfl.rules._rule import Aggregate, Rule, over_current
 from raydfl.rules._tensor_sum import Part, TensorSum
 from raydfl.rules._weights import check_shapes, divided, total_of, weight_of
 
-_TOGETHER = 4  # updates that a running mean adds at once: each then costs little more than reading it
+_TOGETHER = (
+    4  # whole updates, or as many elements of cut ones, that a running mean adds at once: each then costs little
+)
+# more than reading it
+_MOST = 64  # updates that it adds at once, however small they are
 
 
 class _RunningMean:
@@ -34,6 +38,8 @@ class _RunningMean:
         self._plain: list[tuple[np.ndarray, float]] = []  # updates with that layout and one weight for all
         self._parts: dict[str, list[Part]] = {}  # of updates of any other form, by tensor
         self._waiting = 0  # updates in one of the two
+        self._elements = 0  # of those
+        self._size = 0  # elements of the largest whole update
 
     def add(self, update: Update, weight: float | Mapping[str, float | Tensor]) -> None:
         """Add one update, counted with ``weight`` in place of its own."""
@@ -46,13 +52,14 @@ class _RunningMean:
             self._plain.append((sent.vector, cast(float, weight_of(update, weight, "", ()))))
         else:
             self._take_apart(update, sent, weight)
-        self._waiting += 1
-        if self._waiting == _TOGETHER:
+        self._waiting, self._elements = self._waiting + 1, self._elements + sent.layout.size
+        if self._waiting == _MOST or self._elements >= _TOGETHER * self._size:
             self._add_waiting()
 
     def _take_apart(self, update: Update, sent: FlatTensors, weight: float | Mapping[str, float | Tensor]) -> None:
         whole = whole_layout(update, sent.layout, self._shapes)
         check_shapes(update, whole, self._shapes)
+        self._size = max(self._size, whole.size)
         if self._layout is None:
             self._layout, self._flat = whole, np.zeros(whole.size)
             self._sums = {
@@ -74,7 +81,7 @@ class _RunningMean:
             ClientVectors([vector for vector, _ in self._plain]).add_to(self._flat, weights)
             for name in self._layout.names:
                 self._sums[name].counted = total_of(weights, self._sums[name].counted)
-        self._plain, self._parts, self._waiting = [], {}, 0
+        self._plain, self._parts, self._waiting, self._elements = [], {}, 0, 0
 
     def result(self) -> dict[str, Tensor]:
         """Return the mean by name, each tensor in memory of its own."""
@@ -89,7 +96,8 @@ class _RunningMean:
 class WeightedMean(Rule):
     """The mean weighted by ``Update.weight`` (the number of examples, as a rule), summed in float64.
 
-    It keeps one sum for each parameter and at most four updates: its memory does not grow with the cohort.
+    It keeps one sum for each parameter and at most four updates, or as many elements of cut ones: its memory does not grow with
+    the cohort.
     """
 
     def __call__(

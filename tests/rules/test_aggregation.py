@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
+from raydfl.core.cuts import Cut
 from raydfl.core.errors import ConfigError, RaydflError
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import Update
@@ -147,17 +148,21 @@ def test_means_are_summed_in_float64() -> None:
     assert WeightedMean()(updates, {}).tensors["global"]["x"].item() == np.float32((2**24 + 64) / 65)
 
 
-def test_the_mean_holds_four_updates_at_a_time() -> None:
+@pytest.mark.parametrize(("sent", "most"), [(640, 4), (160, 16), (1, 64)])
+def test_the_mean_holds_four_updates_at_a_time_or_as_many_elements_of_cut_ones(sent: int, most: int) -> None:
     alive: list[weakref.ref[np.ndarray]] = []
+    seen = []
 
     def stream() -> Iterator[Update]:
-        for index in range(20):
-            assert sum(reference() is not None for reference in alive) <= 4
-            flat = FlatTensors.of({"x": torch.full((10,), float(index))})
+        for index in range(200):
+            flat = FlatTensors.of({"x": torch.full((sent,), float(index))})
             alive.append(weakref.ref(flat.vector))
-            yield Update(flat, 1.0)
+            seen.append(sum(reference() is not None for reference in alive))
+            yield Update(flat, 1.0, cuts={"x": Cut([np.arange(sent)])} if sent < 640 else {})
 
-    assert WeightedMean()(stream(), {}).tensors["global"]["x"].tolist() == [9.5] * 10
+    found = WeightedMean()(stream(), {"global": {"x": torch.zeros(640)}}).tensors["global"]["x"]
+    assert found.tolist() == [99.5] * sent + [0.0] * (640 - sent)
+    assert max(seen) == most
 
 
 def test_partial_models_average_over_those_who_sent_a_name() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,19 @@ def test_means_add_slices_at_their_place() -> None:
             found = rule(iter(updates), SERVER).tensors["global"]
             for name, expected in one_by_one(updates, uniform=uniform).items():
                 np.testing.assert_array_equal(found[name].numpy(), expected)
+
+
+@pytest.mark.usefixtures("sums")
+@pytest.mark.parametrize("kept", [range(40), range(10, 60), [*range(30), *range(50, 80)], range(0, 80, 3)])
+def test_stretches_of_columns_of_any_length_are_added_and_counted(kept: Sequence[int]) -> None:
+    rng, cut = np.random.default_rng(0), Cut([[1, 2], list(kept), None])
+    sent = [rng.normal(size=(2, len(kept), 2)).astype(np.float32) for _ in range(3)]
+    updates = [Update({"w": torch.from_numpy(v)}, 1.0 + i, cuts={"w": cut}) for i, v in enumerate(sent)]
+    server = torch.full((3, 80, 2), 7.0)
+    expected = server.clone()
+    mean = sum((1.0 + i) * v.astype(np.float64) for i, v in enumerate(sent)) / 6
+    expected.numpy()[np.ix_([1, 2], list(kept))] = mean
+    assert torch.equal(WeightedMean()(iter(updates), {"global": {"w": server}}).tensors["global"]["w"], expected)
 
 
 @pytest.mark.usefixtures("sums")

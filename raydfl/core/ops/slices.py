@@ -16,6 +16,7 @@ import torch
 from raydfl.core.ops.sums import STRIP, as_tensors, sums_are_compiled
 
 _ALL = np.zeros(0, np.int64)
+_FEW = 2048  # elements of a total to which NumPy has added a slice before the compiled operator has its arguments
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def add_slices(total: np.ndarray, height: int, slices: Sequence[Slice]) -> None:
         height: rows of the matrix, 1 or more.
         slices: all with values, or all without.
     """
-    if sums_are_compiled():
+    if len(total) > _FEW and sums_are_compiled():
         of = [[each.values for each in slices if each.values is not None]]
         of.append([_ALL if each.rows is None else each.rows for each in slices])
         of.append([each.weights for each in slices])
@@ -52,13 +53,17 @@ def add_slices(total: np.ndarray, height: int, slices: Sequence[Slice]) -> None:
     matrix = total.reshape(height, -1)
     for each in slices:
         rows = np.arange(height) if each.rows is None else each.rows
-        groups = np.arange(matrix.shape[1] // each.unit) if each.columns is None else each.columns
-        columns = (groups[:, None] * each.unit + np.arange(each.unit)).reshape(-1)
-        values = None if each.values is None else each.values.reshape(len(rows), len(columns))
-        weights = np.broadcast_to(each.weights, len(rows))[:, None]
-        for begin in range(0, len(rows), step := max(1, STRIP // len(columns))):
+        columns = slice(None) if each.columns is None else each.columns
+        if each.columns is not None and each.unit > 1:
+            columns = (each.columns[:, None] * each.unit + np.arange(each.unit)).reshape(-1)
+        values = None if each.values is None else each.values.reshape(len(rows), -1)
+        weights = each.weights[:, None]
+        step = max(1, STRIP // matrix.shape[1])
+        for begin in range(0, len(rows), step):
             part = slice(begin, begin + step)
-            products = weights[part] if values is None else values[part].astype(np.float64) * weights[part]
+            products = weights if len(weights) == 1 else weights[part]
+            if values is not None:
+                products = values[part].astype(np.float64) * products  # faster than a product of two types
             if each.columns is None:
                 matrix[rows[part]] += products
             else:

@@ -152,6 +152,11 @@ void add_to_stretches(double* total, double weight, const int64_t* stretches, in
   }
 }
 
+// The same for single columns: the ends of stretches of one or two come too often.
+void add_to_columns(double* total, double weight, const int64_t* columns, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) total[columns[i]] += weight;
+}
+
 // total += weight * row and counted += weight, element by element.
 template <typename Weight>
 RAYDFL_FOR_EACH_CPU
@@ -195,6 +200,7 @@ struct Slice {
   const float* values = nullptr;    // [rows of the slice, width]; none: 1 everywhere
   std::vector<Row> rows;            // ascending in the total, without those of weight 0
   std::vector<int64_t> stretches;   // pairs: first column of the total and number of columns
+  std::vector<int64_t> columns;     // of the total, in place of short stretches where there are no values
   int64_t width = 0;
   bool whole = false;               // whether it has all columns
 };
@@ -238,6 +244,11 @@ Slice slice_of(const at::Tensor* values, const at::Tensor& rows, const at::Tenso
       }
     }
     slice.width = columns.numel() * unit;
+    if (values == nullptr && slice.width < 4 * static_cast<int64_t>(slice.stretches.size())) {
+      for (size_t pair = 0; pair < slice.stretches.size(); pair += 2)
+        for (int64_t i = 0; i < slice.stretches[pair + 1]; ++i) slice.columns.push_back(slice.stretches[pair] + i);
+      slice.stretches.clear();
+    }
   } else {
     slice.stretches = {0, width};
     slice.width = width;
@@ -286,6 +297,7 @@ void add_slices(const at::Tensor& total, int64_t height, at::TensorList values, 
         const int64_t stretches = static_cast<int64_t>(slice.stretches.size()) / 2;
         if (slice.values == nullptr) {
           add_to_stretches(sums, own.weight, slice.stretches.data(), stretches);
+          add_to_columns(sums, own.weight, slice.columns.data(), static_cast<int64_t>(slice.columns.size()));
         } else if (slice.whole) {
           waiting.push_back(slice.values + own.here * width);
           counted.push_back(own.weight);
