@@ -126,6 +126,8 @@ def run_block(
         elif block.language == "yaml":
             make_config(_over_tiny(parse_yaml(block.text, block.name)), block.name)
         elif block.language == "python":
+            if "import ray.data" in block.text:  # which would join a Ray of another test, that ends in the midst of it
+                monkeypatch.setenv("RAY_ADDRESS", "local")
             _run_python(block, folder)
         else:
             commands = _commands(block.text)
