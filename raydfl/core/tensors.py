@@ -194,7 +194,7 @@ def flatten(tensors: Mapping[str, Tensor]) -> tuple[Layout, np.ndarray]:
     if isinstance(tensors, FlatTensors):
         return tensors.layout, tensors.vector
     layout = Layout.of(tensors)
-    block = _block(list(tensors.values()), layout.size)
+    block = _block(list(tensors.values()), layout)
     if block is not None:
         return layout, block.numpy().copy()
     for name, tensor in tensors.items():
@@ -219,21 +219,23 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().to(device, torch.float32).flatten() for tensor in tensors])
 
 
-def _block(tensors: Sequence[Tensor], size: int) -> Tensor | None:
+def _block(tensors: Sequence[Tensor], layout: Layout) -> Tensor | None:
     """Return the memory in which float32 tensors lie one after another on the CPU as one tensor; ``None`` if they do not."""
     if not tensors or any(t.dtype is not torch.float32 or t.device.type != "cpu" for t in tensors):
         return None
-    address, storage = tensors[0].data_ptr(), tensors[0].untyped_storage().data_ptr()
-    for tensor in tensors:
+    first, last = tensors[0], tensors[-1]
+    address = first.data_ptr()
+    for tensor, offset in zip(tensors, layout.offsets, strict=False):
         if (
-            tensor.data_ptr() != address
-            or tensor.layout is not torch.strided
+            tensor.layout is not torch.strided
+            or tensor.data_ptr() != address + 4 * offset
             or not tensor.is_contiguous()
-            or tensor.untyped_storage().data_ptr() != storage
         ):
             return None
-        address += 4 * tensor.numel()
-    return tensors[0].detach().as_strided((size,), (1,))
+    # What lies between two tensors of one memory is of it too.
+    if first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
+        return None
+    return first.detach().as_strided((layout.size,), (1,))
 
 
 def _as_tensor(vector: np.ndarray | Tensor) -> Tensor:

@@ -120,9 +120,7 @@ class Examples:
         starts, counts = self.window(index, drawn)
         longest = self.length if self.length is not None else int(counts.max(initial=1))
         if self.pipeline.plain:
-            stored = np.empty((len(counts), longest, self.store.bands), np.float32)
-            self.copy(starts, counts, stored)
-            x = torch.from_numpy(stored).to(device)
+            x = torch.from_numpy(self._stored(starts, counts, longest)).to(device)
         else:
             x = self._transformed(starts, counts, longest, device, drawn)
         lengths = None
@@ -142,14 +140,24 @@ class Examples:
             present={name: torch.from_numpy(v.counts[index] > 0).to(device) for name, v in self.views.items()},
         )
 
+    def _stored(self, starts: np.ndarray, counts: np.ndarray, longest: int) -> np.ndarray:
+        """Return frames as they are stored: float32 [n, longest, bands]."""
+        shape = len(counts), longest, self.store.bands
+        if (
+            len(counts) and self.store.frames.dtype == np.float32 and (counts == longest).all()
+        ):  # NumPy copies all in one call
+            return self.store.windows(longest)[starts].reshape(shape)
+        stored = np.empty(shape, np.float32)
+        self.copy(starts, counts, stored)
+        return stored
+
     def _transformed(
         self, starts: np.ndarray, counts: np.ndarray, longest: int, device: torch.device | str, drawn: Drawn | None
     ) -> Tensor:
         """Return x of a batch by way of the pipeline; frames that are padding in all examples need not go it."""
         sounding = self.sounding(starts, counts)
         frames = longest if self.pipeline.pixels is not None else int(sounding.max(initial=1))
-        stored = np.empty((len(counts), frames, self.store.bands), np.float32)
-        self.copy(starts, np.minimum(counts, frames), stored)
+        stored = self._stored(starts, np.minimum(counts, frames), frames)
         random = None if drawn is None else {name: torch.from_numpy(a).to(device) for name, a in drawn.items()}
         x = self.pipeline.apply(torch.from_numpy(stored).to(device), torch.from_numpy(sounding).to(device), random)
         return torch.nn.functional.pad(x, (0, 0, 0, longest - frames)) if frames < longest else x

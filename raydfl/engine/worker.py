@@ -29,7 +29,7 @@ from raydfl.core.memory import keep_freed_memory
 from raydfl.core.metrics import attack_success, reduced
 from raydfl.core.tensors import FlatTensors, OwnTensors
 from raydfl.core.types import Client, Metrics, ModelSpec
-from raydfl.core.users_code import place_of
+from raydfl.core.users_code import is_users, place_of
 from raydfl.data import ClientData, Examples, Population
 from raydfl.engine.autotune import best_width, remembered
 from raydfl.engine.clients import Clients
@@ -135,6 +135,9 @@ class Worker:
         self._held.use(config.data)
         keep_freed_memory()
         self.attack = config.parts.attack
+        at_clients = (self.method, self.method.objective, *([] if self.attack is None else [self.attack]))
+        self._users_code = any(is_users(type(part).__module__) for part in at_clients)
+        """Whether code of a user's works with clients' networks, beside that of the networks themselves."""
         self._built: dict[tuple[tuple[ModelSpec, ...], int], Replica] = {}
         self._phases = config.phases
         self._training: dict[str, TrainSettings] = {}
@@ -298,6 +301,7 @@ class Worker:
             cuts=task.cuts,
             shared=self.method.shared,
             fixed=built.fixed,
+            networks=built.networks,
             recordings=built.recordings if type(self.method).pure and type(self.method.objective).pure else None,
             clock=Clock()
             if order.measure is not None
@@ -336,7 +340,8 @@ class Worker:
             models = build_models(self.method, specs, self.config.run.seed)
             for model in models.values():
                 model.to(self.device)
-            built = self._built[key] = Replica(models, fixed_tensors(models, self.method.fixed))
+            fixed = fixed_tensors(models, self.method.fixed)
+            built = self._built[key] = Replica(models, fixed, self._users_code)
         return built
 
     def _train(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Reply:

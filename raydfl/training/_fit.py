@@ -45,7 +45,7 @@ def _trainable(step: Step, models: tuple[str, ...]) -> dict[str, dict[str, Tenso
     """Return by model the parameters that train, by flat name."""
     _check_fixed(step, models)
     return {
-        name: {f"{name}/{key}": p for key, p in step.models[name].named_parameters() if p.requires_grad}
+        name: {key: p for key, p in step.named_parameters(name).items() if p.requires_grad}
         for name in models or tuple(step.models)
     }
 
@@ -288,11 +288,13 @@ class _Fit:
             if clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(trained, clip_norm)
 
-        begin_training(step.models.items(), step.fixed)
+        if step.fixed or step.known is None or not all(layer.training for layer in step.known.layers):
+            begin_training(step.models.items(), step.fixed)
         seed_of_fit = fit_seed(step)
         seed = torch.tensor(seed_of_fit).to(step.device)
 
         def by_code(number: int, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+            optimiser.forget_gradients()
             with step_randomness(seed_of_step(seed, number)), computing_in(precision, step.device):
                 value, reports = computed(losses[number % len(losses)], step, batch)
             (value if scale is None else value * scale.scale).backward()  # type: ignore[no-untyped-call]
@@ -309,7 +311,6 @@ class _Fit:
                 step.clock.cut = True
                 break
             for _ in losses:
-                optimiser.forget_gradients()
                 value, reports = compute(len(values), batch)
                 for name, report in reports.items():
                     sums[name] = sums[name] + report if name in sums else report.double()

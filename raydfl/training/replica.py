@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.tensors import FlatTensors, Layout
+from raydfl.training.networks import Networks
 
 _Fates = Callable[[str], bool | None]
 """True where a tensor of that flat name is shared, False where it is private; ``None``: it is fixed."""
@@ -25,12 +26,15 @@ class Replica:
     operations as there are stretches of it, instead of several for each tensor, and what it sends by one (``flatten``).
     """
 
-    def __init__(self, models: dict[str, nn.Module], fixed: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, models: dict[str, nn.Module], fixed: frozenset[str] = frozenset(), users_code: bool = True
+    ) -> None:
         """Take over freshly built networks, which lie on their device.
 
         Args:
             models: by name.
             fixed: flat names of tensors that stay as they are built.
+            users_code: whether a user's code works with them, and may put other parts in the place of theirs.
         """
         self.models = models
         self.fixed = fixed
@@ -47,13 +51,15 @@ class Replica:
         others = [tensor for tensor in tensors if id(tensor) not in loaded and 0 not in tensor.stride()]
         self._others = [(tensor, tensor.detach().clone()) for tensor in others]
         """Tensors that are neither received nor kept (counters, tables), and their initial values."""
+        self.networks = None if users_code else Networks.of(models, fixed)
+        """What they are made of, if no user's code can change it."""
         self.recordings: dict[Hashable, dict[Hashable, Any]] = {}
         """Recordings of losses over these networks (tape.py)."""
 
     @property
     def whole(self) -> bool:
         """False when somebody's code has left in these networks what :meth:`start` does not put back: they are to be built anew."""
-        return self._parts.unchanged
+        return self.networks is not None or self._parts.unchanged
 
     @torch.no_grad()
     def start(
@@ -85,8 +91,8 @@ class Replica:
                 leaf.requires_grad_(trainable)
             if leaf.grad is not None:
                 leaf.grad = None
-        for model in self.models.values():
-            if not all(module.training for module in model.modules()):
+        if not all(layer.training for layer in self._parts.layers):
+            for model in self.models.values():
                 model.train()
 
     def _fates(self, shared: Callable[[str], bool]) -> _Fates:
@@ -148,13 +154,13 @@ class _Parts:
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         self.tensors: list[Tensor] = []
         """All of the networks', those that are plain attributes too."""
-        self._layers = [layer for model in models.values() for layer in _layers(model)]
+        self.layers = [layer for model in models.values() for layer in _layers(model)]
         self._holders: list[Any] = []
         """Dicts, lists and sets in which the parts are."""
         self._known: dict[int, object] = {}
         """Everything that was found by its id, which no other object can get as long as this one is kept."""
         self._look_into(models)
-        for layer in self._layers:
+        for layer in self.layers:
             self._look_into(vars(layer))
         self._filled = [holder for holder in self._holders if holder]
         self._strided = [tensor for tensor in self.tensors if tensor.layout is torch.strided]
@@ -176,7 +182,7 @@ class _Parts:
 
     def _now(self) -> object:
         return (
-            [*map(type, self._layers)],
+            [*map(type, self.layers)],
             [*map(len, self._holders)],
             [_content(holder) for holder in self._filled],
             [*map(Tensor.data_ptr, self._strided)],

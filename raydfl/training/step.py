@@ -16,6 +16,7 @@ from raydfl.core.metrics import OF_FIT
 from raydfl.core.types import Batch, Client, Metrics, Tensors, Update
 from raydfl.data import ClientData
 from raydfl.training.clock import Clock
+from raydfl.training.networks import Networks
 from raydfl.training.replica import check_shape
 from raydfl.training.settings import TrainSettings
 from raydfl.training.substitute import computing_with, evaluating
@@ -56,8 +57,15 @@ class Step:
     """Set by ``fit``: why this client's last training could not be batched with others' where that was tried."""
     recordings: dict[Hashable, dict[Hashable, Any]] | None = None
     """Recordings of losses over these networks (tape.py); ``None``: losses run by their code in every step."""
+    networks: Networks | None = None
+    """What the networks are made of, where that is known without looking; ask :attr:`known`."""
     clock: Clock = field(default_factory=Clock)
     """The time that this client has trained; ``fit`` stops at its deadline."""
+
+    @property
+    def known(self) -> Networks | None:
+        """Return what these models are made of; ``None``: a user's code can change it, or has put others in their place."""
+        return self.networks if self.networks is not None and self.networks.models == self.models else None
 
     def forward(self, model: str, batch: Batch, tensors: Tensors | None = None) -> Tensor:
         """Return logits float32 [batch, classes] of the named model, whatever train.precision it computes in.
@@ -97,17 +105,26 @@ class Step:
     def parameters(self, *models: str) -> dict[str, Tensor]:
         """Return the named models' parameters (all by default) but fixed ones: ``"model/layer.weight"`` -> the live tensor."""
         return {
-            f"{name}/{key}": parameter
+            key: parameter
             for name in (models or self.models)
-            for key, parameter in self.models[name].named_parameters()
-            if f"{name}/{key}" not in self.fixed
+            for key, parameter in self.named_parameters(name).items()
+            if key not in self.fixed
         }
+
+    def named_parameters(self, model: str) -> Mapping[str, Tensor]:
+        """Return one model's parameters by flat name, fixed ones too: the live tensors."""
+        if self.known is not None:
+            return self.known.parameters[model]
+        return {f"{model}/{key}": parameter for key, parameter in self.models[model].named_parameters()}
 
     def floating_state(self, *models: str) -> dict[str, Tensor]:
         """Return the parameters and floating buffers of the named models (all by default), detached views of the live tensors.
 
         Integer buffers (counters) and fixed tensors are neither sent nor kept, and are not among them.
         """
+        known = self.known
+        if known is not None:
+            return {k: v.detach() for name in (models or self.models) for k, v in known.floating[name].items()}
         return {
             f"{name}/{key}": value
             for name in (models or self.models)
@@ -181,7 +198,11 @@ def computed(loss: Loss, step: Step, batch: Batch) -> tuple[Tensor, dict[str, Te
     Raises:
         ValueError: a report has a name that ``fit`` uses itself, or is not a sum and a count.
     """
-    found = loss(step, batch)
+    known, step.networks = step.networks, None  # in its networks' place a loss may compute with other tensors
+    try:
+        found = loss(step, batch)
+    finally:
+        step.networks = known
     if not isinstance(found, tuple):
         return found, {}
     value, reported = found

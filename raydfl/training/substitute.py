@@ -40,16 +40,18 @@ def computing_with(model: str, network: nn.Module, tensors: Mapping[str, Tensor]
         raise ConfigError(
             f"step.forward({model!r}, tensors=...): none of the tensors is of this model; their names begin with {model + '/'!r}"
         )
-    recurrent = [layer for layer in network.modules() if isinstance(layer, nn.RNNBase)]
+    recurrent = [(layer, [*layer._flat_weights]) for layer in network.modules() if isinstance(layer, nn.RNNBase)]
     try:
         for holder, key, own in places:
             holder[key] = others.get(id(own), own)
-        _flatten(recurrent)
+        for layer, _ in recurrent:
+            _flatten(layer)
         yield
     finally:
         for holder, key, own in places:
             holder[key] = own
-        _flatten(recurrent)
+        for layer, before in recurrent:  # not those of now: in a stack of clients (together/stack.py) these are others
+            layer._flat_weights[:] = before
 
 
 @contextlib.contextmanager
@@ -65,8 +67,7 @@ def evaluating(network: nn.Module) -> Iterator[None]:
             layer.training = True
 
 
-def _flatten(layers: list[nn.RNNBase]) -> None:
-    """Let PyTorch's recurrent layers, which hold their parameters in a list besides, compute with those that they have now."""
-    for layer in layers:
-        for number, name in enumerate(layer._flat_weights_names):
-            layer._flat_weights[number] = getattr(layer, name)
+def _flatten(layer: nn.RNNBase) -> None:
+    """Let one of PyTorch's recurrent layers, which hold their parameters in a list besides, compute with those that it has now."""
+    for number, name in enumerate(layer._flat_weights_names):
+        layer._flat_weights[number] = getattr(layer, name)

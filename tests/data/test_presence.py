@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,14 +99,14 @@ def test_measuring_a_network_reads_no_other_view(tiny: Tiny, folder: Path, monke
     config = federation(tiny, folder, "unifl", "data.missing={video: 1.0}", "evaluate.every=1")
     server = start(config)
     read: list[int] = []
-    copy = Examples.copy
+    stored = Examples._stored
 
-    def watched(self: Examples, *arguments: object) -> None:
+    def watched(self: Examples, *arguments: Any) -> np.ndarray:
         read.append(self.stream)
-        copy(self, *arguments)  # type: ignore[arg-type]
+        return stored(self, *arguments)
 
     federation_ = server._federation
-    monkeypatch.setattr(Examples, "copy", watched)
+    monkeypatch.setattr(Examples, "_stored", watched)
     orders = [o for o in federation_._evaluation.server_orders(federation_.state) if o.task.receive == ("global",)]
     list(federation_.pool.run(orders, federation_.broadcast({"global"})))
     assert set(read) == {0}

@@ -35,6 +35,7 @@ from raydfl.runs._replay import replay
 from raydfl.runs._run import resume, run
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
+from raydfl.training import Replica
 
 Tiny = Callable[..., Config]
 
@@ -136,21 +137,32 @@ def test_law_1_a_client_leaves_nothing_in_a_network(tiny: Tiny, how: str, togeth
     same(undisturbed, finish(tiny("run.name=untidy", *settings, f"method.how={how}", method=f"{EXTRA}:Untidy")))
 
 
+@pytest.mark.parametrize("together", [1, 2])
 @pytest.mark.parametrize("method", every_method())
-def test_a_network_is_built_once_for_all_clients(tiny: Tiny, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no client's code has changed is not built again."""
-    made: list[object] = []
-    real = worker.Replica
-    monkeypatch.setattr(worker, "Replica", lambda models, fixed: made.append(models) or real(models, fixed))
-    config = tiny("train.cohort=1.0", "data.speakers=3", method=method)
+def test_a_network_is_built_once_for_all_clients(
+    tiny: Tiny, method: str, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What no client's code has changed is not built again; and raydfl's own code, of which that is believed, changes nothing."""
+    made: list[Replica] = []
+
+    def make(*arguments: Any) -> Replica:
+        made.append(Replica(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(worker, "Replica", make)
+    config = tiny("train.cohort=1.0", "data.speakers=3", f"train.together={together}", method=method)
     server = start(config)
     kinds = len(Clients(Population.load(Path(config.run.dir) / "tiny" / "population"), config).variants())
     server.round()
     first = len(made)
-    assert kinds <= first <= kinds + 1  # and once for the server's own evaluation
+    assert kinds <= first <= kinds * together + 1  # and once for the server's own evaluation
     server.round()
     next_phase = len(type(config.parts.method).phases) > 1  # in which the server may measure other models
     assert len(made) <= first + next_phase
+    users = "extra_methods" in method
+    for replica in made:
+        assert (replica.networks is None) == users
+        assert replica._parts.unchanged
     server.close()
 
 

@@ -127,6 +127,12 @@ class FeatureStore:
                 if count:  # 0 would mean: to the end of the file
                     os.posix_fadvise(file.fileno(), begin + start * row, count * row, os.POSIX_FADV_WILLNEED)
 
+    def windows(self, count: int) -> np.ndarray:
+        """Return every run of ``count`` frames as a row: [all frames - count + 1, count * bands], a view."""
+        row, item = self.frames.strides
+        shape = len(self.frames) - count + 1, count * self.bands
+        return np.ndarray(shape, self.frames.dtype, self.frames, strides=(row, item))
+
     def __reduce__(self) -> tuple[Any, ...]:
         return open_store, (self.folder,)  # a pickle of the arrays themselves would be a copy of everything
 

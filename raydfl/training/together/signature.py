@@ -17,9 +17,15 @@ import torch
 from torch import nn
 
 from raydfl.core.settings import Settings
+from raydfl.core.users_code import is_users
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _UNCHANGING = (type, types.ModuleType, types.BuiltinFunctionType, enum.Enum, torch.dtype, torch.device)
+
+
+_KINDS: dict[tuple[int, int], tuple[Any, Hashable]] = {}
+"""What :func:`kind` found of methods' losses, by the ids of function and method, with what has these ids."""
+_MOST = 100
 
 
 def identity(value: Any) -> Hashable:
@@ -35,7 +41,15 @@ def kind(loss: Callable[..., Any]) -> Hashable:
 
     Of other captured objects it holds the type only, so it outlives them, and what was found out about a loss is remembered.
     """
-    return _looks(loss, _sort, {})
+    if not isinstance(loss, types.MethodType) or is_users(type(loss.__self__).__module__):
+        return _looks(loss, _sort, {})
+    # raydfl's own methods are frozen: to look at all their fields for each client would take longer than a step.
+    place = id(loss.__func__), id(loss.__self__)
+    if place not in _KINDS:
+        if len(_KINDS) >= _MOST:
+            _KINDS.clear()
+        _KINDS[place] = loss, _looks(loss, _sort, {})
+    return _KINDS[place][1]
 
 
 def _sort(value: Any) -> Hashable:

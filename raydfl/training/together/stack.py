@@ -161,6 +161,7 @@ class StackedClients:
             received=cast(Any, received),
             state=cast(Any, TensorHandle(None, [s.state for s in self.steps], self._given, self._wanted)),
             models={name: first.models[name] for name in self.names},
+            networks=None,
         )
 
     def keep(self, clients: int) -> None:
