@@ -146,7 +146,8 @@ class Examples:
         if (
             len(counts) and self.store.frames.dtype == np.float32 and (counts == longest).all()
         ):  # NumPy copies all in one call
-            return self.store.windows(longest)[starts].reshape(shape)
+            found: np.ndarray = self.store.windows(longest)[starts].reshape(shape)
+            return found
         stored = np.empty(shape, np.float32)
         self.copy(starts, counts, stored)
         return stored

@@ -16,7 +16,7 @@ from raydfl.core.users_code import is_users
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Networks:
-    """The parts of networks that only raydfl's code can reach, which changes values and modes, and leaves all parts in their place."""
+    """The parts of networks with which only raydfl's code works: it changes values and modes, and leaves each part in its place."""
 
     models: Mapping[str, nn.Module]
     """By name."""

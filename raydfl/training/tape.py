@@ -179,10 +179,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def bound(operator: re.Match[str]) -> str:
             name = operator.group().replace(".", "_")
-            names[name] = functools.reduce(getattr, operator.groups(), torch.ops)._op  # type: ignore[attr-defined]
+            names[name] = functools.reduce(getattr, operator.groups(), torch.ops)._op
             return name
 
-        # Looking for "torch.ops.aten.mm.default", and its Python method around the operator, take 0.8 us of each operation's 2 to 6.
+        # To look for torch.ops.aten.mm.default, and its Python method around the operator, take 0.8 us of an operation's 2 to 6.
         code = _OPERATOR.sub(bound, source.src)
         exec(compile(code, "<tape>", "exec"), names)  # noqa: S102 - what PyTorch wrote of its own operations
         return Tape({name: form(t) for name, t in self._inputs.items()}, functools.partial(names["forward"], None))
@@ -213,8 +213,11 @@ def recorded(step: Step, losses: Sequence[Loss], parameters: Sequence[Tensor], s
     known = step.known
     layers, tensors = layers_and_tensors(step.models) if known is None else (known.layers, known.tensors)
     own = (*tensors, *step.state.values())
-    hooked = any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters)
-    if known is None and (hooked or not all(map(_declared, layers))) or sum(map(Tensor.numel, own)) > LARGEST:
+    if known is None:
+        hooked = any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters)
+        if hooked or not all(map(_declared, layers)):
+            return code
+    if sum(map(Tensor.numel, own)) > LARGEST:
         return code
     device, first = step.device.type, dict[int, int]()
     kind = (
@@ -305,7 +308,7 @@ class _Player:
             expected = [value, *reports.values(), *gradients, *after]
             torch.testing.assert_close([*played, *self._values()], expected, **_SAME_BITS)
             recording.tape, recording.reports = tape, tuple(reports)
-            if self.step.known and all(isinstance(name, str) or name[0] == "model" for name in tape.inputs):
+            if self.step.known and all(isinstance(name, str) or cast(Any, name)[0] == "model" for name in tape.inputs):
                 recording.inputs = inputs
         except Exception as error:  # noqa: BLE001 - the loss goes on as it is, without a tape
             name = getattr(self.losses[number % len(self.losses)], "__qualname__", "the loss")
