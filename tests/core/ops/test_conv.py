@@ -43,6 +43,8 @@ SHAPES = [
     (3, 31, 16, 16, 3, 0, None),
     (2, 17, 32, 40, 5, 4, 3),
     (1, 6, 16, 16, 3, 1, 4),
+    (1, 8, 16, 16, 3, 1, 5),
+    (11, 24, 24, 32, 5, 2, 2),
     (2, 40, 16, 17, 5, 0, 1),
     (2, 101, 64, 64, 5, 2, 2),
 ]
@@ -79,6 +81,24 @@ def test_float32_is_near_float64(kernel: int, channels: int) -> None:
     found, exact = ops.conv1d(*leaves, padding, pool=None), reference(*wide, padding, None, None)
     for one, other in zip([found, *gradients(found, leaves)], [exact, *gradients(exact, wide)], strict=True):
         assert float(((one - other).norm() / other.norm()).detach()) < 1e-6
+
+
+@pytest.mark.parametrize("kernel", [3, 5])
+def test_the_same_bits_in_any_company(implementation: str, kernel: int) -> None:
+    if implementation == "torch":
+        pytest.skip("PyTorch does not promise it")
+    x, weight, bias = noise(11, 30, 24), noise(32, 24, kernel, seed=1), noise(32, seed=2)
+    lengths, dy = torch.arange(11) * 3, noise(11, 15, 32, seed=3)
+
+    def both(items: slice) -> tuple[Tensor, Tensor]:
+        frames = x[items].clone().requires_grad_()
+        y = ops.conv1d(frames, weight, bias, kernel // 2, pool=2, lengths=lengths[items])
+        return y, torch.autograd.grad(y, frames, dy[items])[0]
+
+    together = both(slice(0, 11))
+    for item in range(11):
+        for one, other in zip(together, both(slice(item, item + 1)), strict=True):
+            assert torch.equal(one[item : item + 1], other)
 
 
 def test_gradcheck() -> None:

@@ -1,177 +1,280 @@
-// Convolutions with 3 or 5 taps by Toom and Cook's interpolation, as Winograd's F(4, 3) and F(2, 5): a part of kernels_body.h.
+// Convolutions with 3 or 5 taps by Toom and Cook's interpolation, as Winograd's F(6, 3) and F(4, 5): a part of kernels_body.h.
 //
-// A window of 6 frames d gives 7 - taps outputs. As polynomials in time, outputs, weights and window are known by their values at
-// the six points 0, 1, -1, 2, -2 and infinity, where a convolution is a product for each point:
+// A window of 8 frames d gives 9 - taps outputs. As polynomials in time, outputs, weights and window are known by their values at
+// the eight points 0, 1, -1, 2, -2, 1/2, -1/2 and infinity, where a convolution is a product for each point:
 //
 //   y = A' [(G w) . (B' d)],     and with the same three matrices     dw = G' [(A dy) . (B' d)],    dx = B [(A dy) . (G w)]
 //
-// so that 6 products take the place of 10 (5 taps) or 12 (3 taps). "Values" are those at the points: [point, window, channel].
-// Rounding is about twice that of the plain sums.
+// so that 8 products take the place of 20 (5 taps) or 18 (3 taps). "Values" are those at the points: [point, window, channel].
+// A and G tell what a polynomial is at the points; the divisors of interpolation stand in G, so that B' has short fractions.
+// Rounding is two to four times that of the plain sums, and in dw four to six times. Ten points would take 5/6 of these products
+// for 5 taps, and round eight times as much.
 
-constexpr int POINTS = 6;
+constexpr int POINTS = 8;
+constexpr long ROWS_AT_ONCE = 48;  // windows that are multiplied together, at least: few make low tiles, and dweight's sums
+                                   // are read and written again for them
 
 // Whether the products saved are worth the way to the points and back.
 bool fits_points(const Convolution& shape) {
   return (shape.taps == 3 || shape.taps == 5) && shape.inputs % LANES == 0 && shape.inputs >= 16 && shape.outputs >= 16 &&
-         shape.convolved() >= POINTS;
+         shape.convolved() >= POINTS && shape.pooled() > 0;
 }
+
+// What a polynomial is at the points; at 1/2 and -1/2 times 2^(COUNT - 1), so that it is multiplied by whole numbers there too.
+template <int COUNT>
+INLINE void at_points(Floats values[POINTS], const Floats* coefficients) {
+  Floats even[3] = {coefficients[0], coefficients[0], coefficients[0] * float(1 << (COUNT - 1))};
+  Floats odd[3] = {coefficients[1], coefficients[1] * 2.0f, coefficients[1] * float(1 << (COUNT - 2))};
+#pragma GCC unroll 6
+  for (int j = 2; j < COUNT; ++j) {
+    Floats* sums = j % 2 ? odd : even;
+    sums[0] += coefficients[j];
+    sums[1] += coefficients[j] * float(1 << j);
+    sums[2] += coefficients[j] * float(1 << (COUNT - 1 - j));
+  }
+  values[0] = coefficients[0];
+#pragma GCC unroll 3
+  for (int i = 0; i < 3; ++i) values[2 * i + 1] = even[i] + odd[i], values[2 * i + 2] = even[i] - odd[i];
+  values[POINTS - 1] = coefficients[COUNT - 1];
+}
+
+// The same matrix, transposed.
+template <int COUNT>
+INLINE void from_points(Floats* coefficients, const Floats values[POINTS]) {
+  Floats sums[2][3];
+#pragma GCC unroll 3
+  for (int i = 0; i < 3; ++i) {
+    sums[0][i] = values[2 * i + 1] + values[2 * i + 2];
+    sums[1][i] = values[2 * i + 1] - values[2 * i + 2];
+  }
+#pragma GCC unroll 6
+  for (int j = 0; j < COUNT; ++j) {
+    const Floats* of = sums[j % 2];
+    coefficients[j] = of[0] + of[1] * float(1 << j) + of[2] * float(1 << (COUNT - 1 - j));
+  }
+  coefficients[0] += values[0];
+  coefficients[COUNT - 1] += values[POINTS - 1];
+}
+
+constexpr float FACTORS[POINTS] = {1, -2.0f / 9, -2.0f / 9, 1.0f / 360, 1.0f / 360, 1.0f / 180, 1.0f / 180, 1};  // of G
 
 // B' d of one window for all channels; point i at to + i * apart.
-INLINE void frames_at_points(float* to, long apart, const float* d, long channels) {
-  for (long c = 0; c < channels; c += LANES, d += LANES, to += LANES) {
-    const Floats d0 = load(d), d1 = load(d + channels), d2 = load(d + 2 * channels), d3 = load(d + 3 * channels),
-                 d4 = load(d + 4 * channels), d5 = load(d + 5 * channels);
-    const Floats even = d4 - 4.0f * d2, odd = d3 - 4.0f * d1, near = d4 - d2, far = 2.0f * (d3 - d1);
-    store(to, 4.0f * d0 - 5.0f * d2 + d4);
+INLINE void frames_at_points(float* to, long apart, const float* frames, long channels) {
+  for (long c = 0; c < channels; c += LANES, frames += LANES, to += LANES) {
+    Floats d[POINTS];
+#pragma GCC unroll 8
+    for (int t = 0; t < POINTS; ++t) d[t] = load(frames + t * channels);
+    const Floats even = d[2] - 4.25f * d[4] + d[6], odd = d[1] - 4.25f * d[3] + d[5];
+    const Floats two_even = d[2] - 5.0f * d[4] + 4.0f * d[6], two_odd = d[1] - 5.0f * d[3] + 4.0f * d[5];
+    const Floats half_even = 4.0f * d[2] - 5.0f * d[4] + d[6], half_odd = 4.0f * d[1] - 5.0f * d[3] + d[5];
+    store(to, d[0] - d[6] + 5.25f * (d[4] - d[2]));
     store(to + apart, even + odd);
     store(to + 2 * apart, even - odd);
-    store(to + 3 * apart, near + far);
-    store(to + 4 * apart, near - far);
-    store(to + 5 * apart, 4.0f * d1 - 5.0f * d3 + d5);
+    store(to + 3 * apart, two_even + 2.0f * two_odd);
+    store(to + 4 * apart, two_even - 2.0f * two_odd);
+    store(to + 5 * apart, half_even + 0.5f * half_odd);
+    store(to + 6 * apart, half_even - 0.5f * half_odd);
+    store(to + 7 * apart, d[7] - d[1] + 5.25f * (d[3] - d[5]));
   }
 }
 
-// B z: what the values of one window are of its frames, added to dx.
+// B z: what the values of one window are of its frames. The first SHARED have a part from the window before, too: it is added to.
+template <int SHARED>
 INLINE void add_frames(float* dx, const float* values, long apart, long channels) {
   for (long c = 0; c < channels; c += LANES, dx += LANES, values += LANES) {
-    const Floats z0 = load(values), z1 = load(values + apart), z2 = load(values + 2 * apart), z3 = load(values + 3 * apart),
-                 z4 = load(values + 4 * apart), z5 = load(values + 5 * apart);
-    const Floats sum = z1 + z2, difference = z1 - z2, far_sum = z3 + z4, far_difference = 2.0f * (z3 - z4);
-    store(dx, load(dx) + 4.0f * z0);
-    store(dx + channels, load(dx + channels) + 4.0f * (z5 - difference) - far_difference);
-    store(dx + 2 * channels, load(dx + 2 * channels) - 5.0f * z0 - 4.0f * sum - far_sum);
-    store(dx + 3 * channels, load(dx + 3 * channels) + difference + far_difference - 5.0f * z5);
-    store(dx + 4 * channels, load(dx + 4 * channels) + z0 + sum + far_sum);
-    store(dx + 5 * channels, load(dx + 5 * channels) + z5);
+    Floats z[POINTS];
+#pragma GCC unroll 8
+    for (int i = 0; i < POINTS; ++i) z[i] = load(values + i * apart);
+    const Floats even = z[1] + z[2], odd = z[1] - z[2], two_even = z[3] + z[4], two_odd = 2.0f * (z[3] - z[4]);
+    const Floats half_even = z[5] + z[6], half_odd = 0.5f * (z[5] - z[6]);
+    Floats d[POINTS] = {z[0],
+                        odd + two_odd + 4.0f * half_odd - z[7],
+                        even + two_even + 4.0f * half_even - 5.25f * z[0],
+                        5.25f * z[7] - 4.25f * odd - 5.0f * (two_odd + half_odd),
+                        5.25f * z[0] - 4.25f * even - 5.0f * (two_even + half_even),
+                        odd + 4.0f * two_odd + half_odd - 5.25f * z[7],
+                        even + 4.0f * two_even + half_even - z[0],
+                        z[7]};
+#pragma GCC unroll 8
+    for (int t = 0; t < POINTS; ++t) store(dx + t * channels, t < SHARED ? load(dx + t * channels) + d[t] : d[t]);
   }
 }
 
-// A' m + bias: the outputs of one window.
-template <int TAPS>
-INLINE void outputs_of(float* y, const float* values, long apart, const float* bias, long channels) {
-  for (long c = 0; c < channels; c += LANES, y += LANES, values += LANES, bias += LANES) {
-    const Floats m1 = load(values + apart), m2 = load(values + 2 * apart), m3 = load(values + 3 * apart),
-                 m4 = load(values + 4 * apart), m5 = load(values + 5 * apart), b = load(bias);
-    const Floats sum = m1 + m2, difference = m1 - m2, far_sum = m3 + m4, far_difference = m3 - m4;
-    store(y, load(values) + sum + far_sum + b);
-    if (TAPS == 5) {
-      store(y + channels, difference + 2.0f * far_difference + m5 + b);
-    } else {
-      store(y + channels, difference + 2.0f * far_difference + b);
-      store(y + 2 * channels, sum + 4.0f * far_sum + b);
-      store(y + 3 * channels, difference + 8.0f * far_difference + m5 + b);
+// A' m + bias: the outputs of so many windows.
+template <int EACH>
+void outputs_of(long windows, float* y, const float* values, long apart, const float* bias, long channels) {
+  for (; windows > 0; --windows, y += (EACH - 1) * channels) {
+    for (long c = 0; c < channels; c += LANES, y += LANES, values += LANES) {
+      Floats m[POINTS], outputs[EACH];
+#pragma GCC unroll 8
+      for (int i = 0; i < POINTS; ++i) m[i] = load(values + i * apart);
+      from_points<EACH>(outputs, m);
+#pragma GCC unroll 6
+      for (int t = 0; t < EACH; ++t) store(y + t * channels, outputs[t] + load(bias + c));
     }
   }
 }
 
-// A dy of one window.
-template <int TAPS>
-INLINE void outputs_at_points(float* to, long apart, const float* dy, long channels) {
-  for (long c = 0; c < channels; c += LANES, dy += LANES, to += LANES) {
-    const Floats y0 = load(dy), y1 = load(dy + channels);
-    Floats even = y0, odd = y1, far_even = y0, far_odd = 2.0f * y1, last = y1;
-    if (TAPS == 3) {
-      const Floats y2 = load(dy + 2 * channels), y3 = load(dy + 3 * channels);
-      even += y2, odd += y3, far_even += 4.0f * y2, far_odd += 8.0f * y3, last = y3;
+// A dy of so many windows.
+template <int EACH>
+void outputs_at_points(long windows, float* to, long apart, const float* dy, long channels) {
+  for (; windows > 0; --windows, dy += (EACH - 1) * channels) {
+    for (long c = 0; c < channels; c += LANES, dy += LANES, to += LANES) {
+      Floats values[POINTS], outputs[EACH];
+#pragma GCC unroll 6
+      for (int t = 0; t < EACH; ++t) outputs[t] = load(dy + t * channels);
+      at_points<EACH>(values, outputs);
+#pragma GCC unroll 8
+      for (int i = 0; i < POINTS; ++i) store(to + i * apart, values[i]);
     }
-    store(to, y0);
-    store(to + apart, even + odd);
-    store(to + 2 * apart, even - odd);
-    store(to + 3 * apart, far_even + far_odd);
-    store(to + 4 * apart, far_even - far_odd);
-    store(to + 5 * apart, last);
   }
 }
 
-// G w of one pair of channels.
-template <int TAPS>
-INLINE void weight_at_points(float to[POINTS], const float* w) {
-  float even = w[0] + w[2], odd = w[1], far_even = w[0] + 4.0f * w[2], far_odd = 2.0f * w[1];
-  if (TAPS == 5) even += w[4], odd += w[3], far_even += 16.0f * w[4], far_odd += 8.0f * w[3];
-  to[0] = 0.25f * w[0];
-  to[1] = (even + odd) * (-1.0f / 6);
-  to[2] = (even - odd) * (-1.0f / 6);
-  to[3] = (far_even + far_odd) * (1.0f / 24);
-  to[4] = (far_even - far_odd) * (1.0f / 24);
-  to[5] = w[TAPS - 1];
-}
-
-// G' v of one pair of channels; point i at values[i * apart].
-template <int TAPS>
-INLINE void weight_of(float* w, const float* values, long apart) {
-  const float one = values[apart] * (-1.0f / 6), minus_one = values[2 * apart] * (-1.0f / 6);
-  const float two = values[3 * apart] * (1.0f / 24), minus_two = values[4 * apart] * (1.0f / 24);
-  const float sum = one + minus_one, difference = one - minus_one, far_sum = two + minus_two, far_difference = two - minus_two;
-  w[0] = 0.25f * values[0] + sum + far_sum;
-  w[1] = difference + 2.0f * far_difference;
-  w[2] = sum + 4.0f * far_sum;
-  if (TAPS == 5) {
-    w[3] = difference + 8.0f * far_difference;
-    w[4] = sum + 16.0f * far_sum;
-  }
-  w[TAPS - 1] += values[5 * apart];
-}
-
-// The weights at all points as right factors [depth, columns] of products: with inputs as columns if TRANSPOSED, else outputs.
+// G w: weights at all points as right factors [depth, columns] of products, with inputs as columns if TRANSPOSED, else outputs.
 template <int TAPS, bool TRANSPOSED>
-void pack_at_points(float* to, Panels panels[POINTS], const Convolution& shape, const float* weight) {
-  const long depth = TRANSPOSED ? shape.outputs : shape.inputs, columns = TRANSPOSED ? shape.inputs : shape.outputs;
-  const long size = packed_size(depth, columns);
+void pack_at_points(Panels panels[POINTS], const Convolution& shape, const float* weight) {
+  const long inputs = shape.inputs, width = rounded_up(shape.outputs);
+  const long depth = TRANSPOSED ? width : inputs, columns = TRANSPOSED ? inputs : width, size = packed_size(depth, columns);
+  float* to = scratch(0, POINTS * size);
   for (int i = 0; i < POINTS; ++i) panels[i] = {to + i * size, depth * PANEL, PANEL};
   if (columns % PANEL) clear(to, POINTS * size);
-  for (long o = 0; o < shape.outputs; ++o) {
-    for (long c = 0; c < shape.inputs; ++c, weight += TAPS) {
-      float values[POINTS];
-      weight_at_points<TAPS>(values, weight);
-      const long k = TRANSPOSED ? o : c, column = TRANSPOSED ? c : o;
-      float* place = to + (column / PANEL * depth + k) * PANEL + column % PANEL;
-      for (int i = 0; i < POINTS; ++i) place[i * size] = values[i];
+  float* taps = scratch(1, inputs * TAPS * width);
+  pack(taps, weight, inputs * TAPS, shape.outputs, 1, inputs * TAPS);
+  float block[POINTS * LANES * LANES];  // [point, input, output]
+  for (long o = 0; o < width; o += LANES) {
+    const float* from = taps + o / PANEL * inputs * TAPS * PANEL + o % PANEL;
+    for (long c = 0; c < inputs; ++c, from += TAPS * PANEL) {
+      Floats w[TAPS], values[POINTS];
+#pragma GCC unroll 5
+      for (int k = 0; k < TAPS; ++k) w[k] = load(from + k * PANEL);
+      at_points<TAPS>(values, w);
+      float* place = TRANSPOSED ? block + c % LANES * LANES : to + (o / PANEL * depth + c) * PANEL + o % PANEL;
+#pragma GCC unroll 8
+      for (int i = 0; i < POINTS; ++i) store(place + i * (TRANSPOSED ? LANES * LANES : size), FACTORS[i] * values[i]);
+      if (!TRANSPOSED || (c + 1) % LANES) continue;
+      const long first = c + 1 - LANES;
+      for (int i = 0; i < POINTS; ++i)
+        transpose(to + i * size + (first / PANEL * depth + o) * PANEL + first % PANEL, PANEL, block + i * LANES * LANES, LANES);
     }
   }
 }
 
-// Sizes of one item's work.
+// G' v: dweight of its values at the points, [point, input, output] with outputs padded to "width".
+template <int TAPS>
+void weight_of(const Convolution& shape, float* dweight, const float* values, long width) {
+  const long depth = shape.inputs * TAPS;
+  float* rows = scratch(0, depth * LANES);
+  for (long o = 0; o < shape.outputs; o += LANES, values += LANES, dweight += LANES * depth) {
+    for (long c = 0; c < shape.inputs; ++c) {
+      Floats v[POINTS], w[TAPS];
+#pragma GCC unroll 8
+      for (int i = 0; i < POINTS; ++i) v[i] = FACTORS[i] * load(values + (i * shape.inputs + c) * width);
+      from_points<TAPS>(w, v);
+#pragma GCC unroll 5
+      for (int k = 0; k < TAPS; ++k) store(rows + (c * TAPS + k) * LANES, w[k]);
+    }
+    if (o + LANES <= shape.outputs) {
+      for (long k = 0; k < depth; k += LANES) transpose(dweight + k, depth, rows + k * LANES, LANES);
+    } else {
+      for (long j = 0; o + j < shape.outputs; ++j)
+        for (long k = 0; k < depth; ++k) dweight[j * depth + k] = rows[k * LANES + j];
+    }
+  }
+}
+
+// Sizes of the work on one item, and how many are worked on at once. A window's result is the same in any company.
 template <int TAPS>
 struct Windows {
-  static constexpr long EACH = POINTS + 1 - TAPS;  // outputs of a window
-  long count, rows, frames;                        // windows; their outputs; frames that they and the padding reach over
+  static constexpr int EACH = POINTS + 1 - TAPS;  // outputs of a window
+  long count, rows, items;                        // windows; their outputs; items at once
 
   explicit Windows(const Convolution& shape) {
     const long outputs = shape.pool ? shape.pooled() * shape.pool : shape.convolved();
     count = (outputs + EACH - 1) / EACH;
     rows = count * EACH;
-    const long all = shape.frames + 2 * shape.padding, reached = rows + TAPS - 1;
-    frames = all > reached ? all : reached;
+    items = least(shape.batch, count < ROWS_AT_ONCE ? (ROWS_AT_ONCE + count - 1) / count : 1);
   }
+
+  // Numbers from one point's values to the next: no power of two, or all points' would fall into few sets of the cache.
+  long apart(long channels) const { return items * count * channels + PANEL; }
 };
+
+// Whether the window from frame "first" on lies within the frames that count.
+INLINE bool lies_within(long first, long counting) { return first >= 0 && first + POINTS <= counting; }
+
+// That window, where it lies or, with zeros for frames that are missing, in "line".
+INLINE const float* window_of(const float* x, long first, long counting, long channels, float* line) {
+  if (lies_within(first, counting)) return x + first * channels;
+  for (long t = 0; t < POINTS; ++t) {
+    if (first + t >= 0 && first + t < counting)
+      copy(line + t * channels, x + (first + t) * channels, channels);
+    else
+      clear(line + t * channels, channels);
+  }
+  return line;
+}
+
+// B' d of all windows of one item.
+template <int TAPS>
+void item_at_points(float* to, long apart, const Convolution& shape, const Windows<TAPS>& windows, const float* x, long counting,
+                    float* line) {
+  long first = -shape.padding;
+  for (long w = 0; w < windows.count; ++w, first += Windows<TAPS>::EACH, to += shape.inputs)
+    frames_at_points(to, apart, window_of(x, first, counting, shape.inputs, line), shape.inputs);
+}
+
+// The other way: dx of one item is the sum of what its windows' values are of it.
+template <int TAPS>
+void item_from_points(float* dx, const float* values, long apart, const Convolution& shape, const Windows<TAPS>& windows,
+                      long counting, float* line) {
+  constexpr int SHARED = TAPS - 1;  // frames that a window has in common with the next
+  const long inputs = shape.inputs;
+  long first = -shape.padding;
+  clear(dx, least(SHARED, shape.frames) * inputs);  // to which the first window adds
+  for (long w = 0; w < windows.count; ++w, first += Windows<TAPS>::EACH, values += inputs) {
+    if (lies_within(first, counting)) {
+      add_frames<SHARED>(dx + first * inputs, values, apart, inputs);
+      continue;
+    }
+    window_of(dx, first, counting, inputs, line);
+    add_frames<SHARED>(line, values, apart, inputs);
+    for (long t = 0; t < POINTS; ++t)
+      if (first + t >= 0 && first + t < counting) copy(dx + (first + t) * inputs, line + t * inputs, inputs);
+  }
+  const long reached = least(first + SHARED, counting);
+  clear(dx + reached * inputs, (shape.frames - reached) * inputs);
+}
 
 template <int TAPS>
 void convolve_at_points(const Convolution& shape, const float* x, const float* weight, const float* bias, const int64_t* lengths,
                         float* y, uint8_t* codes) {
   const Windows<TAPS> windows(shape);
-  const long inputs = shape.inputs, width = rounded_up(shape.outputs), given = (shape.frames + 2 * shape.padding) * inputs;
+  const long inputs = shape.inputs, width = rounded_up(shape.outputs);
+  const long in_apart = windows.apart(inputs), out_apart = windows.apart(width);
   Panels panels[POINTS];
-  pack_at_points<TAPS, false>(scratch(0, POINTS * packed_size(inputs, shape.outputs)), panels, shape, weight);
-  float* frames = scratch(1, POINTS * windows.count * inputs);
-  float* products = scratch(2, POINTS * windows.count * width);
+  pack_at_points<TAPS, false>(panels, shape, weight);
+  float* frames = scratch(1, POINTS * in_apart);
+  float* products = scratch(2, POINTS * out_apart);
   float* convolved = scratch(3, windows.rows * width);
-  float* padded = scratch(4, windows.frames * inputs);
+  float* line = scratch(4, POINTS * inputs);
   float* wide_bias = scratch(5, width);
   clear(wide_bias, width);
   copy(wide_bias, bias, shape.outputs);
-  clear(padded + given, windows.frames * inputs - given);
-  for (long item = 0; item < shape.batch; ++item) {
-    pad(padded, x + item * shape.frames * inputs, shape, counting(lengths, item, shape.frames));
-    for (long w = 0; w < windows.count; ++w)
-      frames_at_points(frames + w * inputs, windows.count * inputs, padded + w * windows.EACH * inputs, inputs);
+  for (long first = 0; first < shape.batch; first += windows.items) {
+    const long items = least(windows.items, shape.batch - first);
+    for (long item = 0; item < items; ++item, x += shape.frames * inputs)
+      item_at_points(frames + item * windows.count * inputs, in_apart, shape, windows, x,
+                     counting(lengths, first + item, shape.frames), line);
     for (int i = 0; i < POINTS; ++i)
-      multiply<false>(windows.count, width, inputs, frames + i * windows.count * inputs, inputs, panels[i],
-                      products + i * windows.count * width, width, Start::ZERO);
-    for (long w = 0; w < windows.count; ++w)
-      outputs_of<TAPS>(convolved + w * windows.EACH * width, products + w * width, windows.count * width, wide_bias, width);
-    pool_item(shape, convolved, width, y, codes);
-    y += shape.pooled() * shape.outputs;
-    if (shape.pool) codes += shape.pooled() * shape.outputs;
+      multiply<false>(items * windows.count, width, inputs, frames + i * in_apart, inputs, panels[i], products + i * out_apart,
+                      width, Start::ZERO);
+    for (long item = 0; item < items; ++item) {
+      outputs_of<Windows<TAPS>::EACH>(windows.count, convolved, products + item * windows.count * width, out_apart, wide_bias,
+                                      width);
+      pool_item(shape, convolved, width, y, codes);
+      y += shape.pooled() * shape.outputs;
+      if (shape.pool) codes += shape.pooled() * shape.outputs;
+    }
   }
 }
 
@@ -179,44 +282,39 @@ template <int TAPS>
 void convolve_backward_at_points(const Convolution& shape, const float* dy, const uint8_t* codes, const float* x,
                                  const float* weight, const int64_t* lengths, float* dx, float* dweight, float* dbias) {
   const Windows<TAPS> windows(shape);
-  const long inputs = shape.inputs, width = rounded_up(shape.outputs), given = (shape.frames + 2 * shape.padding) * inputs;
-  const long products_size = inputs * width;
+  const long inputs = shape.inputs, width = rounded_up(shape.outputs), products_size = inputs * width;
+  const long in_apart = windows.apart(inputs), out_apart = windows.apart(width);
   Panels panels[POINTS];
-  if (dx) pack_at_points<TAPS, true>(scratch(0, POINTS * packed_size(shape.outputs, inputs)), panels, shape, weight);
-  float* frames = scratch(1, POINTS * windows.count * inputs);   // of x, and then of dx
-  float* outputs = scratch(2, POINTS * windows.count * width);   // of dy
-  float* spread = scratch(3, windows.rows * width);              // dy before pooling
-  float* padded = scratch(4, windows.frames * inputs);           // x, and then dx
-  float* sums = scratch(5, POINTS * products_size + width);      // of dweight, and dbias
+  if (dx) pack_at_points<TAPS, true>(panels, shape, weight);
+  float* frames = scratch(1, POINTS * in_apart);     // of x, and then of dx
+  float* outputs = scratch(2, POINTS * out_apart);   // of dy
+  float* spread = scratch(3, windows.rows * width);  // dy before pooling
+  float* line = scratch(4, POINTS * inputs);
+  float* sums = scratch(5, POINTS * products_size + width);  // of dweight, and dbias
   float* bias_sums = sums + POINTS * products_size;
   clear(sums, POINTS * products_size + width);
   clear(spread, windows.rows * width);
-  for (long item = 0; item < shape.batch; ++item) {
-    const long count = counting(lengths, item, shape.frames);
-    pad(padded, x + item * shape.frames * inputs, shape, count);
-    clear(padded + given, windows.frames * inputs - given);
-    unpool_item(shape, dy, codes, width, spread, bias_sums);
-    dy += shape.pooled() * shape.outputs;
-    if (shape.pool) codes += shape.pooled() * shape.outputs;
-    for (long w = 0; w < windows.count; ++w) {
-      frames_at_points(frames + w * inputs, windows.count * inputs, padded + w * windows.EACH * inputs, inputs);
-      outputs_at_points<TAPS>(outputs + w * width, windows.count * width, spread + w * windows.EACH * width, width);
+  for (long first = 0; first < shape.batch; first += windows.items) {
+    const long items = least(windows.items, shape.batch - first);
+    for (long item = 0; item < items; ++item, x += shape.frames * inputs) {
+      unpool_item(shape, dy, codes, width, spread, bias_sums);
+      dy += shape.pooled() * shape.outputs;
+      if (shape.pool) codes += shape.pooled() * shape.outputs;
+      outputs_at_points<Windows<TAPS>::EACH>(windows.count, outputs + item * windows.count * width, out_apart, spread, width);
+      item_at_points(frames + item * windows.count * inputs, in_apart, shape, windows, x,
+                     counting(lengths, first + item, shape.frames), line);
     }
     for (int i = 0; i < POINTS; ++i)
-      multiply<true>(inputs, width, windows.count, frames + i * windows.count * inputs, inputs,
-                     {outputs + i * windows.count * width, PANEL, width}, sums + i * products_size, width, Start::SUM);
+      multiply<true>(inputs, width, items * windows.count, frames + i * in_apart, inputs, {outputs + i * out_apart, PANEL, width},
+                     sums + i * products_size, width, Start::SUM);
     if (!dx) continue;
     for (int i = 0; i < POINTS; ++i)
-      multiply<false>(windows.count, inputs, shape.outputs, outputs + i * windows.count * width, width, panels[i],
-                      frames + i * windows.count * inputs, inputs, Start::ZERO);
-    clear(padded, windows.frames * inputs);
-    for (long w = 0; w < windows.count; ++w)
-      add_frames(padded + w * windows.EACH * inputs, frames + w * inputs, windows.count * inputs, inputs);
-    copy(dx, padded + shape.padding * inputs, count * inputs);
-    clear(dx + count * inputs, (shape.frames - count) * inputs);
-    dx += shape.frames * inputs;
+      multiply<false>(items * windows.count, inputs, shape.outputs, outputs + i * out_apart, width, panels[i],
+                      frames + i * in_apart, inputs, Start::ZERO);
+    for (long item = 0; item < items; ++item, dx += shape.frames * inputs)
+      item_from_points(dx, frames + item * windows.count * inputs, in_apart, shape, windows,
+                       counting(lengths, first + item, shape.frames), line);
   }
-  for (long o = 0; o < shape.outputs; ++o)
-    for (long c = 0; c < inputs; ++c, dweight += TAPS) weight_of<TAPS>(dweight, sums + c * width + o, products_size);
+  weight_of<TAPS>(shape, dweight, sums, width);
   copy(dbias, bias_sums, shape.outputs);
 }

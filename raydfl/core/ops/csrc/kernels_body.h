@@ -282,62 +282,66 @@ INLINE long counting(const int64_t* lengths, long item, long frames) {
   return lengths[item] < 0 ? 0 : least(lengths[item], frames);
 }
 
-// ReLU and the maximum of each pool of one item's rows, which lie "width" apart; without pooling the rows as they are.
-void pool_item(const Convolution& shape, const float* convolved, long width, float* y, uint8_t* codes) {
-  const long pooled = shape.pooled();
-  if (!shape.pool) {
-    for (long t = 0; t < pooled; ++t) copy(y + t * shape.outputs, convolved + t * width, shape.outputs);
-    return;
-  }
-  for (long t = 0; t < pooled; ++t, y += shape.outputs, codes += shape.outputs) {
-    for (long o = 0; o < shape.outputs; o += LANES) {
+// ReLU and the maximum of each pool of one item's rows, which lie "width" apart. POOL is shape.pool, or 0 if that is any number.
+template <long POOL>
+void pool_rows(const Convolution& shape, const float* convolved, long width, float* y, uint8_t* codes) {
+  const long pooled = shape.pooled(), outputs = shape.outputs, pool = POOL ? POOL : shape.pool;
+  for (long t = 0; t < pooled; ++t, y += outputs, codes += outputs, convolved += pool * width) {
+    for (long o = 0; o < outputs; o += LANES) {
       Floats best{};
       Integers code = Integers{} + NOWHERE;
-      const float* from = convolved + t * shape.pool * width + o;
-      for (int32_t j = 0; j < shape.pool; ++j, from += width) {
-        const Floats value = load(from);
+      for (int32_t j = 0; j < pool; ++j) {
+        const Floats value = load(convolved + j * width + o);
         const Integers better = (value > best) | (value != value);  // a NaN is kept: whoever trains must see it
         best = better ? value : best;
         code = better ? Integers{} + j : code;
       }
       const Bytes narrow = narrowed(code);
-      if (o + LANES <= shape.outputs) {
+      if (o + LANES <= outputs) {
         store(y + o, best);
         *reinterpret_cast<LooseBytes*>(codes + o) = narrow;
       } else {
-        for (long j = 0; o + j < shape.outputs; ++j) y[o + j] = best[j], codes[o + j] = narrow[j];
+        for (long j = 0; o + j < outputs; ++j) y[o + j] = best[j], codes[o + j] = narrow[j];
       }
     }
   }
 }
 
+// The same, and without pooling the rows as they are.
+void pool_item(const Convolution& shape, const float* convolved, long width, float* y, uint8_t* codes) {
+  if (shape.pool) return (shape.pool == 2 ? pool_rows<2> : pool_rows<0>)(shape, convolved, width, y, codes);
+  for (long t = 0; t < shape.pooled(); ++t) copy(y + t * shape.outputs, convolved + t * width, shape.outputs);
+}
+
 // The other way: dy of one item to the rows that it comes from, and its sum added to bias_sums. The rows' padding stays as it is.
-void unpool_item(const Convolution& shape, const float* dy, const uint8_t* codes, long width, float* to, float* bias_sums) {
-  const long pooled = shape.pooled();
-  if (!shape.pool) {
-    for (long t = 0; t < pooled; ++t, dy += shape.outputs, to += width) {
-      copy(to, dy, shape.outputs);
-      add(bias_sums, dy, shape.outputs);
-    }
-    return;
-  }
-  for (long t = 0; t < pooled; ++t, dy += shape.outputs, codes += shape.outputs, to += shape.pool * width) {
+template <long POOL>
+void unpool_rows(const Convolution& shape, const float* dy, const uint8_t* codes, long width, float* to, float* bias_sums) {
+  const long pooled = shape.pooled(), outputs = shape.outputs, pool = POOL ? POOL : shape.pool;
+  for (long t = 0; t < pooled; ++t, dy += outputs, codes += outputs, to += pool * width) {
     long o = 0;
-    for (; o + LANES <= shape.outputs; o += LANES) {
+    for (; o + LANES <= outputs; o += LANES) {
       const Floats value = load(dy + o);
       const Integers code = widened(codes + o);
       Floats sum = load(bias_sums + o);
-      for (int32_t j = 0; j < shape.pool; ++j) {
+      for (int32_t j = 0; j < pool; ++j) {
         const Floats here = reinterpret_cast<Floats>(reinterpret_cast<Integers>(value) & (code == j));
         store(to + j * width + o, here);
         sum += here;
       }
       store(bias_sums + o, sum);
     }
-    for (; o < shape.outputs; ++o) {
-      for (long j = 0; j < shape.pool; ++j) to[j * width + o] = codes[o] == j ? dy[o] : 0.0f;
+    for (; o < outputs; ++o) {
+      for (long j = 0; j < pool; ++j) to[j * width + o] = codes[o] == j ? dy[o] : 0.0f;
       if (codes[o] != NOWHERE) bias_sums[o] += dy[o];
     }
+  }
+}
+
+void unpool_item(const Convolution& shape, const float* dy, const uint8_t* codes, long width, float* to, float* bias_sums) {
+  if (shape.pool) return (shape.pool == 2 ? unpool_rows<2> : unpool_rows<0>)(shape, dy, codes, width, to, bias_sums);
+  for (long t = 0; t < shape.pooled(); ++t, dy += shape.outputs, to += width) {
+    copy(to, dy, shape.outputs);
+    add(bias_sums, dy, shape.outputs);
   }
 }
 
