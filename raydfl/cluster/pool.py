@@ -37,6 +37,8 @@ class SitePools(Generic[OnePool]):
         population: of a federation over sites; ``None``: there are none.
     """
 
+    apart = False
+
     def __init__(self, pools: Mapping[str, OnePool], population: Population | None = None) -> None:
         self._pools: Mapping[str, OnePool] = pools
         self._population = population
@@ -125,6 +127,8 @@ class RayPool(SitePools[ActorPool]):
     All actors are asked for at once, so that a cluster that grows sees what is wanted; each gets work from when it is there, in the
     middle of a round too.
     """
+
+    apart = True
 
     def __init__(
         self,

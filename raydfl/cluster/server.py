@@ -119,7 +119,7 @@ class Server:
         while True:
             try:
                 with self._sound() as federation:
-                    reports.append(federation.round())
+                    reports.append(federation.round(ahead=True))
             except Exception:
                 if not reports:
                     raise

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -33,6 +35,19 @@ from raydfl.engine.storage.store import RunStore, as_stored
 from raydfl.engine.telemetry import RoundReport, RoundRows
 from raydfl.engine.validation import check_failed, check_overflow
 from raydfl.engine.worker import build_models
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A round that the clients work on."""
+
+    round_index: int
+    """Rounds completed before it."""
+    orders: list[Order]
+    replies: Iterator[Reply]
+    started: float
+    planned: float
+    """When its planning began and when its orders were sent (time.perf_counter)."""
 
 
 class Federation:
@@ -64,6 +79,8 @@ class Federation:
         self._rows: list[record.MetricRow] = []
         """Measurements of the rounds since the last commit."""
         self._marked = time.perf_counter()
+        self._ahead: _Begun | None = None
+        """The next round, where the clients work on it already."""
         commit, self.warnings = store.open_latest()
         self._selection = config.selection
         """The evaluated rounds so far, as they are compared."""
@@ -184,8 +201,12 @@ class Federation:
         orders = self.plan()
         return self.pool.width(orders, self.broadcast(keys_of(orders)))
 
-    def round(self) -> RoundReport:
+    def round(self, ahead: bool = False) -> RoundReport:
         """Do one round: train a cohort, aggregate, evaluate if it is time, commit if it is time.
+
+        Args:
+            ahead: have clients begin with the next round, if there is one, before this one is recorded and reported. Who then asks
+                for no further round has them work for nothing.
 
         Raises:
             ClientError: a method's code failed, or too many updates were rejected; nothing of the round counts.
@@ -194,10 +215,15 @@ class Federation:
         report = RoundReport(self.state.round_index + 1)
         rows = RoundRows(report.round)
         try:
-            moved = self._round(report, rows)
+            begun = self._begin()
+            note = self._round(report, rows, begun)
             went_back = self._next_phase(report)
+            if ahead and not went_back and not report.stopped:
+                self._begin_ahead()
+            moved = note()
         except BaseException:
             self.state, self._private, self._phases, self._selection = before
+            self._ahead = None
             raise
         self._rows += rows
         self._committer.note_moved(before[1], moved)
@@ -213,51 +239,75 @@ class Federation:
         """Return which further views a client has: ``video+depth``; ``none`` where it has the first alone."""
         return "+".join(self.clients.by_id(client).profile["views"]) or "none"
 
-    def _round(self, report: RoundReport, rows: RoundRows) -> dict[int, PrivateRef]:
-        """Do all of a round but its commit; return the new places of clients' private state."""
-        config, started = self.config, time.perf_counter()
+    def _begin(self) -> _Begun:
+        """Return the next round with its orders sent: where that was done ahead, as it was."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.round_index == self.state.round_index:
+            return ahead
+        started = time.perf_counter()
         orders = self.plan()
+        replies = self._carry_out(orders)
+        return _Begun(self.state.round_index, orders, replies, started, time.perf_counter())
+
+    def _begin_ahead(self) -> None:
+        """Have clients begin with the next round, if they can do so while this process does something else.
+
+        Not where they have a deadline, for nobody looks at it until the round is asked for; nor where private state is to be moved.
+        """
+        train, moving = self.config.train, self._committer.worth_moving(self._private) is not None
+        if not self.pool.apart or self.state.round_index >= train.rounds or moving:
+            return
+        if train.in_phase(self.state.phase).deadline is None:
+            with contextlib.suppress(Exception):  # whatever is wrong, the next round will say it
+                self._ahead = self._begin()
+
+    def _round(self, report: RoundReport, rows: RoundRows, begun: _Begun) -> Callable[[], dict[int, PrivateRef]]:
+        """Do all of a round but its record and its commit; return what records it, and gives the new places of private state."""
+        config, orders = self.config, begun.orders
         views = any(data.views for data in config.data.each.values())
         kind_of = self._views_of if views else None
-        arrivals = Arrivals(orders, self._carry_out(orders), report, config.run.on_error, kind_of)
-        planned = time.perf_counter()
+        arrivals = Arrivals(orders, begun.replies, report, config.run.on_error, kind_of)
+        resumed = time.perf_counter()
         # Only now: what the last round left to write need not keep the clients waiting.
         self._committer.begin()
 
         attackers = [order.task.client_id for order in orders if order.attacking]
         state, metrics = self._aggregate(orders, arrivals, attackers)
-        arrivals.record(rows, self.store.together > 1, config.train.deadline is not None)
-        if self._attackers.attack is not None:
-            rows.add({"attackers": Ratio(len(attackers), 1)})
-            for client in attackers:
-                rows.add({"attacker": Ratio(1, 1)}, client)
         aggregated = time.perf_counter()
         check_failed(report.round, report.rejected, len(orders), config.run.max_failed, self.store.folder)
         check_overflow(report.round, state.tensors, self.state.tensors, arrivals.largest, attackers)
         moved = {self.clients.index_of(client): ref for client, ref in arrivals.moved.items()}
         self._private = self._private.changed(moved)
         self.state = dataclasses.replace(state, round_index=report.round)
-        rows.add(metrics)
-        if state.phase:
-            rows.add({"phase": Ratio(self._phases.number(state.phase), 1)})
-            report.phase = state.phase
-
+        report.phase = state.phase
+        measured = RoundRows(report.round)
         if report.round % config.evaluate.every == 0 or report.round == config.train.rounds:
-            self._evaluate(report, rows, [order.task.client_id for order in orders])
-            self._compare(report, rows)
-        evaluated = time.perf_counter()
-
+            self._evaluate(report, measured, [order.task.client_id for order in orders])
+            self._compare(report, measured)
         report.seconds.update(
-            train_and_aggregate=aggregated - started,
-            plan=planned - started,
-            clients=arrivals.seconds,
-            aggregate=aggregated - planned - arrivals.seconds,
-            evaluate=evaluated - aggregated,
+            train_and_aggregate=aggregated - begun.started,
+            plan=begun.planned - begun.started,
+            clients=resumed - begun.planned + arrivals.seconds,
+            aggregate=aggregated - resumed - arrivals.seconds,
+            evaluate=time.perf_counter() - aggregated,
         )
-        arrivals.record_work(rows, self.pool.places(), started, self.clients.index_of)
-        self._note_durations(report)
-        rows.add({f"seconds/{what}": Ratio(seconds, 1) for what, seconds in report.seconds.items()})
-        return moved
+
+        def note() -> dict[int, PrivateRef]:
+            arrivals.record(rows, self.store.together > 1, config.train.deadline is not None)
+            if self._attackers.attack is not None:
+                rows.add({"attackers": Ratio(len(attackers), 1)})
+                for client in attackers:
+                    rows.add({"attacker": Ratio(1, 1)}, client)
+            rows.add(metrics)
+            if state.phase:
+                rows.add({"phase": Ratio(self._phases.number(state.phase), 1)})
+            rows.extend(measured)
+            arrivals.record_work(rows, self.pool.places(), begun.started, self.clients.index_of)
+            self._note_durations(report)
+            rows.add({f"seconds/{what}": Ratio(seconds, 1) for what, seconds in report.seconds.items()})
+            return moved
+
+        return note
 
     def plan(self) -> list[Order]:
         """Return the orders of the next round: the same whenever they are asked for."""
@@ -407,7 +457,8 @@ class Federation:
 
     def _note_durations(self, report: RoundReport) -> None:
         """Tell the round's wall-clock seconds as a whole. A commit can only be told with the round after it."""
-        now, committer = time.perf_counter(), self._committer
+        committer = self._committer
+        now = time.perf_counter() if self._ahead is None else self._ahead.started
         report.seconds.update(round=now - self._marked, commit=committer.seconds, commit_wait=committer.waited)
         self._marked, committer.waited = now, 0.0
 
@@ -421,7 +472,7 @@ class Federation:
 
     def _compact(self) -> None:
         """Keep the private segments below about twice what counts."""
-        sparse = self._committer.worth_moving(self._private)
+        sparse = None if self._ahead is not None else self._committer.worth_moving(self._private)
         if sparse is not None:
             moved = self.pool.compact(self.state.round_index, sparse)
             self._committer.note_moved(self._private, moved)

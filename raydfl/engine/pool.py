@@ -16,6 +16,9 @@ from raydfl.engine.worker import Worker
 class Pool(Protocol):
     """A pool of workers, which carries out clients' work."""
 
+    apart: bool
+    """Whether it works while its caller does something else."""
+
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
         """Yield the replies to all orders, in order of completion. Work may begin before the first is asked for."""
         ...
@@ -47,6 +50,8 @@ class Pool(Protocol):
 
 class SerialPool:
     """Everything in this process, in the order given: for tests, debuggers and small work."""
+
+    apart = False
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
