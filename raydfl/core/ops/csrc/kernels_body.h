@@ -89,25 +89,38 @@ struct Panels {
 // What to do with a product: write it (start: null), or add it to a bias that is the same in each row (stride 0), or to a matrix.
 enum class Start { ZERO, BIAS, SUM };
 
-// c[r, j] = start + sum over k of a(r, k) * b[k, j] for ROWS rows and one panel; a(r, k) is a[r * lda + k], or a[k * lda + r] if
-// TRANSPOSED.
-template <int ROWS, bool TRANSPOSED>
+// How a product's left factor lies in memory: a(r, k) is a[r * lda + k] if LEFT is false, a[k * lda + r] if it is true. In panels
+// lda apart, as a right factor does, it is a[k / PANEL * lda + r * PANEL + k % PANEL]; the depth is then a multiple of PANEL.
+constexpr int IN_PANELS = 2;
+
+// One step of a tile: ROWS factors, "apart" from each other, times a row of the right factor.
+template <int ROWS>
+INLINE void add_products(Floats (&sums)[ROWS][2], const float* a, long apart, const float* b) {
+  const Floats left = load(b), right = load(b + LANES);
+#pragma GCC unroll 6
+  for (int r = 0; r < ROWS; ++r) {
+    const Floats factor = all(a[r * apart]);
+    sums[r][0] += factor * left;
+    sums[r][1] += factor * right;
+  }
+}
+
+// c[r, j] = start + sum over k of a(r, k) * b[k, j] for ROWS rows and one panel.
+template <int ROWS, int LEFT>
 INLINE void tile(long depth, const float* a, long lda, const float* b, long ldb, float* c, long ldc, long columns, Start start,
                  const float* bias) {
   Floats sums[ROWS][2];
   const bool whole = columns == PANEL;
 #pragma GCC unroll 6
   for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = Floats{};
-#pragma GCC unroll 4
-  for (long k = 0; k < depth; ++k, b += ldb) {
-    const Floats left = load(b), right = load(b + LANES);
-#pragma GCC unroll 6
-    for (int r = 0; r < ROWS; ++r) {
-      const Floats factor = all(TRANSPOSED ? a[r] : a[r * lda]);
-      sums[r][0] += factor * left;
-      sums[r][1] += factor * right;
+  if (LEFT == IN_PANELS) {
+    for (; depth > 0; depth -= PANEL, a += lda) {
+#pragma GCC unroll 16
+      for (int k = 0; k < PANEL; ++k, b += ldb) add_products(sums, a + k, PANEL, b);
     }
-    a += TRANSPOSED ? lda : 1;
+  } else {
+#pragma GCC unroll 4
+    for (long k = 0; k < depth; ++k, b += ldb, a += LEFT ? lda : 1) add_products(sums, a, LEFT ? 1 : lda, b);
   }
   float line[PANEL];
 #pragma GCC unroll 6
@@ -128,30 +141,31 @@ INLINE void tile(long depth, const float* a, long lda, const float* b, long ldb,
   }
 }
 
-template <bool TRANSPOSED>
+template <int LEFT>
 void tile_of(long rows, long depth, const float* a, long lda, const float* b, long ldb, float* c, long ldc, long columns,
              Start start, const float* bias) {
   switch (rows) {
-    case 6: return tile<6, TRANSPOSED>(depth, a, lda, b, ldb, c, ldc, columns, start, bias);
-    case 5: return tile<5, TRANSPOSED>(depth, a, lda, b, ldb, c, ldc, columns, start, bias);
-    case 4: return tile<4, TRANSPOSED>(depth, a, lda, b, ldb, c, ldc, columns, start, bias);
-    case 3: return tile<3, TRANSPOSED>(depth, a, lda, b, ldb, c, ldc, columns, start, bias);
-    case 2: return tile<2, TRANSPOSED>(depth, a, lda, b, ldb, c, ldc, columns, start, bias);
-    default: return tile<1, TRANSPOSED>(depth, a, lda, b, ldb, c, ldc, columns, start, bias);
+    case 6: return tile<6, LEFT>(depth, a, lda, b, ldb, c, ldc, columns, start, bias);
+    case 5: return tile<5, LEFT>(depth, a, lda, b, ldb, c, ldc, columns, start, bias);
+    case 4: return tile<4, LEFT>(depth, a, lda, b, ldb, c, ldc, columns, start, bias);
+    case 3: return tile<3, LEFT>(depth, a, lda, b, ldb, c, ldc, columns, start, bias);
+    case 2: return tile<2, LEFT>(depth, a, lda, b, ldb, c, ldc, columns, start, bias);
+    default: return tile<1, LEFT>(depth, a, lda, b, ldb, c, ldc, columns, start, bias);
   }
 }
 
 // c [rows, columns] = start + a b, the rows of c ldc apart.
-template <bool TRANSPOSED>
+template <int LEFT>
 void multiply(long rows, long columns, long depth, const float* a, long lda, Panels b, float* c, long ldc, Start start,
               const float* bias = nullptr) {
   if (rows == 0) return;
   const long tiles = (rows + TILE - 1) / TILE, height = rows / tiles, higher = rows % tiles;
+  const long apart = LEFT == IN_PANELS ? PANEL : LEFT ? 1 : lda;
   for (long panel = 0, column = 0; column < columns; ++panel, column += PANEL) {
     for (long index = 0, first = 0; index < tiles; ++index) {  // tiles of nearly equal height: a tile of one row is slow
       const long count = height + (index < higher);
-      tile_of<TRANSPOSED>(count, depth, a + first * (TRANSPOSED ? 1 : lda), lda, b.data + panel * b.apart, b.row,
-                          c + first * ldc + column, ldc, least(columns - column, PANEL), start, bias ? bias + column : bias);
+      tile_of<LEFT>(count, depth, a + first * apart, lda, b.data + panel * b.apart, b.row, c + first * ldc + column, ldc,
+                    least(columns - column, PANEL), start, bias ? bias + column : bias);
       first += count;
     }
   }
@@ -173,6 +187,15 @@ INLINE void transpose(float* to, long to_row, const float* from, long row) {
   for (int i = 0; i < LANES; ++i) store(to + i * to_row, now[i]);
 }
 
+// Matrix [rows, columns], its rows "row" apart, as [columns, rows].
+void turn(float* to, long to_row, const float* from, long row, long rows, long columns) {
+  const long whole = columns / LANES * LANES, blocks = rows / LANES * LANES;
+  for (long j = 0; j < blocks; j += LANES)
+    for (long k = 0; k < whole; k += LANES) transpose(to + k * to_row + j, to_row, from + j * row + k, row);
+  for (long j = 0; j < rows; ++j)
+    for (long k = j < blocks ? whole : 0; k < columns; ++k) to[k * to_row + j] = from[j * row + k];
+}
+
 // Panels, "apart" from each other, of matrix [rows, columns] with element (k, j) at from[k * row + j * column], of which one is 1;
 // missing columns are 0.
 void pack_apart(float* to, long apart, const float* from, long rows, long columns, long row, long column) {
@@ -180,14 +203,11 @@ void pack_apart(float* to, long apart, const float* from, long rows, long column
     const long width = least(columns - first, PANEL);
     if (width < PANEL) clear(to, rows * PANEL);
     if (column == 1) {
-      for (long k = 0; k < rows; ++k) copy(to + k * PANEL, from + k * row + first, width);
+      for (long k = 0; k < rows; ++k)  // a count that the compiler knows is two moves, another one a call
+        width == PANEL ? copy(to + k * PANEL, from + k * row + first, PANEL) : copy(to + k * PANEL, from + k * row + first, width);
       continue;
     }
-    const long whole = rows / LANES * LANES, blocks = width / LANES * LANES;
-    for (long j = 0; j < blocks; j += LANES)
-      for (long k = 0; k < whole; k += LANES) transpose(to + k * PANEL + j, PANEL, from + (first + j) * column + k, column);
-    for (long j = 0; j < width; ++j)
-      for (long k = j < blocks ? whole : 0; k < rows; ++k) to[k * PANEL + j] = from[(first + j) * column + k];
+    turn(to, PANEL, from + first * column, column, width, rows);
   }
 }
 
@@ -494,95 +514,161 @@ void recur(const Recurrence& shape, const float* x, const Direction* directions,
                     gates + d * shape.frames * shape.batch * 4 * rounded_up(shape.hidden));
 }
 
-// Gradients of (s, r, z, n before their functions) for one item and step: the first three go to the state before, the last three to
-// the input. carry is dL/dh after the step, then what of it goes straight to the state before.
-void gate_row_backward(long padded, const float* gates, const float* before, const float* dy, float* carry, float* to) {
-  for (long u = 0; u < padded; u += LANES) {
-    const Floats r = load(gates + u), z = load(gates + padded + u), n = load(gates + 2 * padded + u);
-    const Floats s = load(gates + 3 * padded + u);
-    const Floats dh = load(dy + u) + load(carry + u);
-    const Floats dn = dh * (1.0f - z) * (1.0f - n * n);
-    store(to + u, dn * r);
-    store(to + padded + u, dn * s * r * (1.0f - r));
-    store(to + 2 * padded + u, dh * (load(before + u) - n) * z * (1.0f - z));
-    store(to + 3 * padded + u, dn);
-    store(carry + u, dh * z);
+// Gradients of (s, r, z, n before their functions) for one item and step, in panels "apart" from each other: the first three go to
+// the state before, the last three to the input. carry is dL/dh after the step, then what of it goes straight to the state before.
+void gate_row_backward(long padded, const float* gates, const float* before, const float* dy, float* carry, float* to, long apart) {
+  const long gate = padded / PANEL * apart;
+  for (long first = 0; first < padded; first += PANEL, to += apart) {
+    // Of the item after the next, which lies before: the processor does not foresee reads from so many places at once.
+    for (int g = -8; g < -4; ++g) __builtin_prefetch(gates + g * padded + first);
+    for (long u = first; u < first + PANEL; u += LANES) {
+      const Floats r = load(gates + u), z = load(gates + padded + u), n = load(gates + 2 * padded + u);
+      const Floats s = load(gates + 3 * padded + u);
+      const Floats dh = load(dy + u) + load(carry + u);
+      const Floats dn = dh * (1.0f - z) * (1.0f - n * n);
+      float* place = to + u - first;
+      store(place, dn * r);
+      store(place + gate, dn * s * r * (1.0f - r));
+      store(place + 2 * gate, dh * (load(before + u) - n) * z * (1.0f - z));
+      store(place + 3 * gate, dn);
+      store(carry + u, dh * z);
+    }
   }
+}
+
+// Columns of a matrix come in tiles of nearly equal width, of which this is the next one's, where so many are left for so many.
+INLINE long next_width(long columns, long tiles) { return (columns + tiles - 1) / tiles; }
+INLINE long tiles_of(long columns) { return (columns + TILE - 1) / TILE; }
+
+template <int WIDTH>
+INLINE void pack_tile(float* to, const float* x, long row, long rows) {
+  for (long r = 0; r < rows; ++r) copy(to + r * WIDTH, x + r * row, WIDTH);
+}
+
+// Rows of x, "row" apart, as rows from "begin" on of a matrix of "depth" rows in tiles: it is read as a product's left factor.
+void pack_tiles(float* to, long depth, long begin, const float* x, long row, long rows, long columns) {
+  for (long tiles = tiles_of(columns); tiles > 0; --tiles) {
+    const long width = next_width(columns, tiles);
+    float* place = to + begin * width;
+    switch (width) {
+      case 6: pack_tile<6>(place, x, row, rows); break;
+      case 5: pack_tile<5>(place, x, row, rows); break;
+      case 4: pack_tile<4>(place, x, row, rows); break;
+      case 3: pack_tile<3>(place, x, row, rows); break;
+      case 2: pack_tile<2>(place, x, row, rows); break;
+      default: pack_tile<1>(place, x, row, rows);
+    }
+    to += depth * width;
+    x += width;
+    columns -= width;
+  }
+}
+
+// The sums of a panel's columns.
+void sum_rows(long rows, const float* panel, long columns, float* to) {
+  Floats sums[4][2] = {};  // of every fourth row: they need not wait for each other
+  long row = 0;
+  for (; row + 4 <= rows; row += 4)
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i, panel += PANEL) sums[i][0] += load(panel), sums[i][1] += load(panel + LANES);
+  for (; row < rows; ++row, panel += PANEL) sums[0][0] += load(panel), sums[0][1] += load(panel + LANES);
+  float line[PANEL];
+  store(line, (sums[0][0] + sums[1][0]) + (sums[2][0] + sums[3][0]));
+  store(line + LANES, (sums[0][1] + sums[1][1]) + (sums[2][1] + sums[3][1]));
+  copy(to, line, columns);
+}
+
+// Gradients of weights [units, inputs], of one panel's units: the inputs in tiles, from row "begin" of "depth" on, times the panel.
+// The product has a row for each input, because a panel is as gate_row_backward wrote it, and there are fewer inputs to pack than
+// gradients. It is turned while it is near.
+void weight_gradient(long inputs, long depth, long begin, const float* tiles, const float* panel, float* product, long units,
+                     float* to) {
+  long k = begin;
+  do {
+    const long count = least(depth - k, 256);  // so much of the panel and of a tile fits into the nearest cache
+    const Start start = k == begin ? Start::ZERO : Start::SUM;
+    for (long row = 0, left = tiles_of(inputs); left > 0; --left) {
+      const long rows = next_width(inputs - row, left);
+      tile_of<true>(rows, count, tiles + row * depth + k * rows, rows, panel + k * PANEL, PANEL, product + row * PANEL, PANEL,
+                    PANEL, start, nullptr);
+      row += rows;
+    }
+    k += count;
+  } while (k < depth);
+  turn(to, inputs, product, PANEL, inputs, units);
 }
 
 void recur_direction_backward(const Recurrence& shape, bool reverse, const float* dy, const float* y, const float* gates,
                               const float* x, const Direction& weights, const int64_t* lengths, float* dx,
                               const DirectionGradient& gradient) {
   const long hidden = shape.hidden, padded = rounded_up(hidden), batch = shape.batch, frames = shape.frames;
-  const long inputs = shape.inputs, wide_inputs = rounded_up(inputs);
-  const long wide = 4 * padded, ldy = shape.directions * hidden, rows = frames * batch;
-  const long ldd = wide + 16;  // not a power of two: a column would fall into few sets of the cache
-  float* states = scratch(0, (frames + 1) * batch * padded);  // [step + 1, item]: the state after the step
-  float* steps = scratch(1, rows * ldd);                      // [step, item]: gradients of s, r, z, n
-  float* xs = scratch(2, rows * wide_inputs);                 // x as [step, item]
-  float* carry = scratch(3, batch * padded);
-  float* line = scratch(4, padded);
-  clear(states, batch * padded);
-  if (padded != hidden) clear(states, (frames + 1) * batch * padded);
-  if (wide_inputs != inputs) clear(xs, rows * wide_inputs);
-  for (long item = 0; item < batch; ++item)
-    for (long step = 0; step < frames; ++step) {
-      const long frame = reverse ? frames - 1 - step : step;
-      copy(states + ((step + 1) * batch + item) * padded, y + (item * frames + frame) * ldy, hidden);
-      copy(xs + (step * batch + item) * wide_inputs, x + (item * frames + frame) * inputs, inputs);
-    }
-  const long of_state[3] = {padded, 2 * padded, 0}, of_input[3] = {padded, 2 * padded, 3 * padded};  // columns: r, z, n
-  float* packed = scratch(5, 3 * packed_size(padded, hidden));  // rows (column of steps), columns units
-  if (padded != hidden) clear(packed, 3 * packed_size(padded, hidden));
-  for (int gate = 0; gate < 3; ++gate)
-    pack_apart(packed + of_state[gate] * PANEL, 3 * padded * PANEL, weights.hidden_weight + gate * hidden * hidden, hidden, hidden,
-               hidden, 1);
-  const Panels to_state{packed, 3 * padded * PANEL, PANEL};
-  clear(carry, batch * padded);
-  clear(line, padded);
+  const long inputs = shape.inputs, ldy = shape.directions * hidden, rows = frames * batch;
+  const long of_gate = padded / PANEL, depth = 3 * padded;
+  const long apart = ((rows + 15) / 16 | 1) * 16 * PANEL;  // an odd number of kilobytes: each panel has other sets of the cache
+  float* steps = scratch(0, 4 * of_gate * apart);        // rows [step, item]: gradients of s, r, z, n in panels
+  float* states = scratch(1, rows * (hidden + inputs));  // rows [step, item]: the state before the step in tiles
+  float* xs = states + rows * hidden;                    // and x
+  float* carry = scratch(2, (batch + 2) * padded);
+  float* line = carry + batch * padded;  // of dy
+  float* state_line = line + padded;     // of y
+  clear(carry, (batch + 2) * padded);
+  const long of_state[3] = {1, 2, 0}, of_input[3] = {1, 2, 3};  // where steps has r, z, n
+  float* packed = scratch(3, packed_size(depth, hidden) + packed_size(depth, inputs));  // rows (column of steps), columns units
+  float* packed_inputs = packed + packed_size(depth, hidden);                           // and inputs
+  if (padded != hidden) clear(packed, packed_size(depth, hidden) + packed_size(depth, inputs));
+  for (int gate = 0; gate < 3; ++gate) {
+    pack_apart(packed + of_state[gate] * padded * PANEL, depth * PANEL, weights.hidden_weight + gate * hidden * hidden, hidden,
+               hidden, hidden, 1);
+    if (dx)
+      pack_apart(packed_inputs + gate * padded * PANEL, depth * PANEL, weights.input_weight + gate * hidden * inputs, hidden,
+                 inputs, inputs, 1);
+  }
   for (long step = frames - 1; step >= 0; --step) {
-    const long frame = reverse ? frames - 1 - step : step;
-    float* now = steps + step * batch * ldd;
-    for (long item = 0; item < batch; ++item) {
-      float* row = now + item * ldd;
-      const float* above = dy + (item * frames + frame) * ldy;
+    const long frame = reverse ? frames - 1 - step : step, frame_before = reverse ? frame + 1 : frame - 1;
+    float* now = steps + step * batch * PANEL;
+    for (long item = batch - 1; item >= 0; --item) {  // as steps are: backwards through memory
+      float* row = now + item * PANEL;
       if (frame >= counting(lengths, item, frames)) {
-        clear(row, wide);
+        for (long panel = 0; panel < 4 * of_gate; ++panel) clear(row + panel * apart, PANEL);
         clear(carry + item * padded, padded);
         continue;
       }
+      const float* above = dy + (item * frames + frame) * ldy;
+      const float* before = y + (item * frames + frame_before) * ldy;
       if (padded != hidden) {
         copy(line, above, hidden);
         above = line;
       }
-      gate_row_backward(padded, gates + (step * batch + item) * wide, states + (step * batch + item) * padded, above,
-                        carry + item * padded, row);
+      if (padded != hidden || step == 0) {
+        step ? copy(state_line, before, hidden) : clear(state_line, hidden);
+        before = state_line;
+      }
+      gate_row_backward(padded, gates + (step * batch + item) * 4 * padded, before, above, carry + item * padded, row, apart);
     }
-    if (step > 0) multiply<false>(batch, padded, 3 * padded, now, ldd, to_state, carry, padded, Start::SUM);
+    if (step > 0) {
+      multiply<IN_PANELS>(batch, padded, depth, now, apart, {packed, depth * PANEL, PANEL}, carry, padded, Start::SUM);
+      pack_tiles(states, rows, step * batch, y + frame_before * ldy, frames * ldy, batch, hidden);
+    }
+    pack_tiles(xs, rows, step * batch, x + frame * inputs, frames * inputs, batch, inputs);
+    if (dx)
+      multiply<IN_PANELS>(batch, inputs, depth, now + of_gate * apart, apart, {packed_inputs, depth * PANEL, PANEL},
+                          dx + frame * inputs, frames * inputs, reverse ? Start::SUM : Start::ZERO);
   }
+  float* product = scratch(4, (hidden > inputs ? hidden : inputs) * PANEL);
   for (int gate = 0; gate < 3; ++gate) {
-    multiply<true>(hidden, hidden, rows - batch, steps + batch * ldd + of_state[gate], ldd,
-                   {states + batch * padded, PANEL, padded}, gradient.hidden_weight + gate * hidden * hidden, hidden, Start::ZERO);
-    multiply<true>(hidden, inputs, rows, steps + of_input[gate], ldd, {xs, PANEL, wide_inputs},
-                   gradient.input_weight + gate * hidden * inputs, inputs, Start::ZERO);
+    for (long unit = 0; unit < hidden; unit += PANEL) {
+      const long units = least(hidden - unit, PANEL), place = gate * hidden + unit;
+      const float* to_state = steps + (of_state[gate] * of_gate + unit / PANEL) * apart;
+      const float* to_input = steps + (of_input[gate] * of_gate + unit / PANEL) * apart;
+      sum_rows(rows, to_state, units, gradient.hidden_bias + place);
+      weight_gradient(hidden, rows, batch, states, to_state, product, units, gradient.hidden_weight + place * hidden);
+      if (to_input == to_state)
+        copy(gradient.input_bias + place, gradient.hidden_bias + place, units);
+      else
+        sum_rows(rows, to_input, units, gradient.input_bias + place);
+      weight_gradient(inputs, rows, 0, xs, to_input, product, units, gradient.input_weight + place * inputs);
+    }
   }
-  float* sums = scratch(5, wide);
-  clear(sums, wide);
-  for (long row = 0; row < rows; ++row) add(sums, steps + row * ldd, wide);
-  for (int gate = 0; gate < 3; ++gate) {
-    copy(gradient.hidden_bias + gate * hidden, sums + of_state[gate], hidden);
-    copy(gradient.input_bias + gate * hidden, sums + of_input[gate], hidden);
-  }
-  if (!dx) return;
-  packed = scratch(5, 3 * packed_size(padded, inputs));  // rows (column of steps but the first gate's), columns inputs
-  if (padded != hidden) clear(packed, 3 * packed_size(padded, inputs));
-  for (int gate = 0; gate < 3; ++gate)
-    pack_apart(packed + gate * padded * PANEL, 3 * padded * PANEL, weights.input_weight + gate * hidden * inputs, hidden, inputs,
-               inputs, 1);
-  for (long item = 0; item < batch; ++item)
-    multiply<false>(frames, inputs, 3 * padded, steps + item * ldd + padded, batch * ldd, {packed, 3 * padded * PANEL, PANEL},
-                    dx + (item * frames + (reverse ? frames - 1 : 0)) * inputs, reverse ? -inputs : inputs,
-                    reverse ? Start::SUM : Start::ZERO);
 }
 
 void recur_backward(const Recurrence& shape, const float* dy, const float* y, const float* gates, const float* x,
