@@ -195,7 +195,7 @@ def _indexed_by_positions(function: Any, args: Sequence[Any]) -> bool:
 
 
 Compute = Callable[[int, Batch], tuple[Tensor, dict[str, Tensor]]]
-"""The value of a loss, detached, and its reports, by the number of a step and its batch; sets gradients that were ``None``."""
+"""The value of a loss, detached, and its reports, by the number of a step and its batch; sets the parameters' gradients."""
 
 
 def recorded(step: Step, losses: Sequence[Loss], parameters: Sequence[Tensor], seed: Tensor, code: Compute) -> Compute:

@@ -165,7 +165,7 @@ def test_a_loss_in_the_server_is_not_the_loss_of_the_server(tiny: Tiny, monkeypa
     raised = RayTaskError("rounds", "in the server", ActorDiedError()).as_instanceof_cause()
     assert isinstance(raised, ActorDiedError)
 
-    def fails(self: Federation) -> None:
+    def fails(self: Federation, ahead: bool) -> None:
         raise raised
 
     monkeypatch.setattr(Federation, "round", fails)
