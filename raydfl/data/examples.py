@@ -143,9 +143,8 @@ class Examples:
     def _stored(self, starts: np.ndarray, counts: np.ndarray, longest: int) -> np.ndarray:
         """Return frames as they are stored: float32 [n, longest, bands]."""
         shape = len(counts), longest, self.store.bands
-        if (
-            len(counts) and self.store.frames.dtype == np.float32 and (counts == longest).all()
-        ):  # NumPy copies all in one call
+        # All frames of all examples: NumPy copies them in one call.
+        if len(counts) and self.store.frames.dtype == np.float32 and (counts == longest).all():
             found: np.ndarray = self.store.windows(longest)[starts].reshape(shape)
             return found
         stored = np.empty(shape, np.float32)

@@ -17,7 +17,7 @@ class Pool(Protocol):
     """A pool of workers, which carries out clients' work."""
 
     apart: bool
-    """Whether it works while its caller does something else."""
+    """True if it works while its caller does something else."""
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
         """Yield the replies to all orders, in order of completion. Work may begin before the first is asked for."""

@@ -137,7 +137,7 @@ class Worker:
         self.attack = config.parts.attack
         at_clients = (self.method, self.method.objective, *([] if self.attack is None else [self.attack]))
         self._users_code = any(is_users(type(part).__module__) for part in at_clients)
-        """Whether code of a user's works with clients' networks, beside that of the networks themselves."""
+        """True if code of a user's works with clients' networks, beside that of the networks themselves."""
         self._built: dict[tuple[tuple[ModelSpec, ...], int], Replica] = {}
         self._phases = config.phases
         self._training: dict[str, TrainSettings] = {}

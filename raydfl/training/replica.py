@@ -52,7 +52,7 @@ class Replica:
         self._others = [(tensor, tensor.detach().clone()) for tensor in others]
         """Tensors that are neither received nor kept (counters, tables), and their initial values."""
         self.networks = None if users_code else Networks.of(models, fixed)
-        """What they are made of, if no user's code can change it."""
+        """Their parts, if no user's code can change these; else ``None``."""
         self.recordings: dict[Hashable, dict[Hashable, Any]] = {}
         """Recordings of losses over these networks (tape.py)."""
 

@@ -58,13 +58,13 @@ class Step:
     recordings: dict[Hashable, dict[Hashable, Any]] | None = None
     """Recordings of losses over these networks (tape.py); ``None``: losses run by their code in every step."""
     networks: Networks | None = None
-    """What the networks are made of, where that is known without looking; ask :attr:`known`."""
+    """The networks' parts, where they are known without looking; ask :attr:`known`, which says whether that still holds."""
     clock: Clock = field(default_factory=Clock)
     """The time that this client has trained; ``fit`` stops at its deadline."""
 
     @property
     def known(self) -> Networks | None:
-        """Return what these models are made of; ``None``: a user's code can change it, or has put others in their place."""
+        """Return the parts of these models; ``None``: a user's code can change them, or has put other models in their place."""
         return self.networks if self.networks is not None and self.networks.models == self.models else None
 
     def forward(self, model: str, batch: Batch, tensors: Tensors | None = None) -> Tensor:

@@ -24,7 +24,7 @@ _UNCHANGING = (type, types.ModuleType, types.BuiltinFunctionType, enum.Enum, tor
 
 
 _KINDS: dict[tuple[int, int], tuple[Any, Hashable]] = {}
-"""What :func:`kind` found of methods' losses, by the ids of function and method, with what has these ids."""
+"""Findings of :func:`kind` about methods' losses, by the ids of function and method; and the loss, which keeps these ids."""
 _MOST = 100
 
 
