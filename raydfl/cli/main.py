@@ -176,11 +176,10 @@ def replay_command(
         table.add_row(name, str(tuple(tensor.shape)), f"{float(tensor.norm()):.6g}", change)
     console.print(table)
     if save is not None:
-        import safetensors.torch
+        from raydfl.core.tensor_file import to_safetensors
 
-        tensors = {name: tensor.contiguous() for name, tensor in replayed.update.tensors.items()}
         with writing(save):
-            save.write_bytes(safetensors.torch.save(tensors))
+            save.write_bytes(to_safetensors(replayed.update.tensors))
         console.print(f"update written to {save}", markup=False)
 
 

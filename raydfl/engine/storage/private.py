@@ -20,6 +20,7 @@ from torch import Tensor
 
 from raydfl.core.errors import ResourcesError, RunDirectoryError
 from raydfl.core.files import RESUME, plain_name, sync, writing
+from raydfl.core.tensor_file import parts_of_safetensors, to_safetensors
 
 _RECENT = 4096
 """Records that an index may hold beside its base, however small that is."""
@@ -100,7 +101,7 @@ class Records:
     def encode(self) -> bytes:
         """As a safetensors file."""
         about = {"segments": "\n".join(self.segments)}
-        return safetensors.torch.save({"private": torch.from_numpy(self.table)}, metadata=about)
+        return to_safetensors({"private": torch.from_numpy(self.table)}, about)
 
     @classmethod
     def read(cls, path: Path) -> Records:
@@ -206,12 +207,13 @@ class PrivateStore:
         Raises:
             ResourcesError: the disk is full.
         """
-        data = safetensors.torch.save({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
         segment = f"{round_index:06d}-{self._writer}.seg"
-        return self._write(segment, data)
+        return self._write(segment, parts_of_safetensors(tensors))
 
-    def _write(self, segment: str, data: bytes) -> PrivateRef:
-        with writing(self.folder, len(data), "private state", RESUME):
+    def _write(self, segment: str, parts: Iterable[bytes | memoryview]) -> PrivateRef:
+        parts = [memoryview(part) for part in parts]
+        length, checksum = sum(part.nbytes for part in parts), 0
+        with writing(self.folder, length, "private state", RESUME):
             if segment != self._segment or self._file is None:
                 if self._file is not None:
                     self._file.close()
@@ -221,12 +223,14 @@ class PrivateStore:
                 if self._durable:
                     sync(self.folder)  # a new file is on the disk only when the folder is
             offset = self._file.seek(0, os.SEEK_END)
-            written = 0
-            while written < len(data):
-                written += self._file.write(data[written:])
+            for part in parts:
+                checksum = zlib.crc32(part, checksum)
+                written = 0
+                while written < part.nbytes:
+                    written += self._file.write(part[written:])
             if self._durable:
                 os.fsync(self._file.fileno())
-        return PrivateRef(segment, offset, len(data), zlib.crc32(data))
+        return PrivateRef(segment, offset, length, checksum)
 
     def read(self, ref: PrivateRef) -> dict[str, Tensor]:
         """Return the tensors of one record, by rising names.
@@ -269,7 +273,7 @@ class PrivateStore:
             ResourcesError: the disk is full.
         """
         segment = f"{round_index:06d}-{self._writer}-compact.seg"
-        return {client: self._write(segment, self._read_bytes(ref)) for client, ref in refs.items()}
+        return {client: self._write(segment, [self._read_bytes(ref)]) for client, ref in refs.items()}
 
     def remove(self, segments: Iterable[str]) -> None:
         """Remove segments that nothing refers to any more."""

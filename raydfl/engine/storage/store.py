@@ -19,7 +19,6 @@ clients there are.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -38,6 +37,7 @@ from torch import Tensor
 from raydfl.core.errors import ConfigError, RunDirectoryError
 from raydfl.core.files import plain_name, remove_parts, write_durably
 from raydfl.core.lock import FileLock
+from raydfl.core.tensor_file import has_a_format, to_safetensors
 from raydfl.core.types import State
 from raydfl.engine.storage.private import PrivateIndex, PrivateStore, Records
 
@@ -369,22 +369,12 @@ def _storable(value: object, key: object, name: object) -> Tensor:
         raise ConfigError(
             f"{where} is a {type(value).__name__}, not a tensor; small facts that JSON can hold go into State.extra"
         )
-    if value.layout is not torch.strided or not _has_a_format(value.dtype):
+    if not has_a_format(value):
         raise ConfigError(
             f"{where} is a {value.layout} tensor of {value.dtype}, which a commit cannot hold; use float32"
         )
     plain = type(value) is Tensor and not value.requires_grad
     return (value if plain else value.detach()).cpu().contiguous()
-
-
-@functools.cache
-def _has_a_format(dtype: torch.dtype) -> bool:
-    """Return whether safetensors can hold it."""
-    try:
-        safetensors.torch.save({"": torch.empty(0, dtype=dtype)})
-    except (SafetensorError, KeyError, RuntimeError, ValueError, TypeError):
-        return False
-    return True
 
 
 def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -432,7 +422,7 @@ def _encode(state: State, private: PrivateIndex, together: int, begun: tuple[int
     tensors = {"private": torch.from_numpy(private.recent.table)}
     for place, group in enumerate(state.tensors.values()):
         for name, value in group.items():
-            tensors[f"{place}{_SEPARATOR}{name}"] = value.detach().cpu().contiguous()
+            tensors[f"{place}{_SEPARATOR}{name}"] = value
     about = {
         "format": _FORMAT,
         "round_index": state.round_index,
@@ -444,7 +434,7 @@ def _encode(state: State, private: PrivateIndex, together: int, begun: tuple[int
     }
     if begun:
         about["begun"] = begun
-    return safetensors.torch.save(tensors, metadata={"raydfl": json.dumps(about)})
+    return to_safetensors(tensors, {"raydfl": json.dumps(about)})
 
 
 def _about(data: bytes) -> dict[str, Any]:
