@@ -17,7 +17,7 @@ import argparse
 import copy
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -215,6 +215,27 @@ def images(turns: int) -> None:
         compare(f"training step of {name}", contestants, turns)
 
 
+def drift(name: str, network: nn.Module, turns: int) -> None:
+    """The terms of methods against client drift over a network's weights: SCAFFOLD's, FedProx's and FedDC's."""
+    weights = list(network.parameters())
+    others = [torch.randn_like(weight) for weight in weights]
+    for title, anchors, slopes in (("slopes", (), others), ("anchors", others, ()), ("both", others, others)):
+
+        def plain(anchors: Sequence[Tensor] = anchors, slopes: Sequence[Tensor] = slopes) -> Tensor:
+            aways = [w - a for w, a in zip(weights, anchors, strict=True)] if anchors else weights
+            terms = [(away * s).sum() for away, s in zip(aways, slopes, strict=True)] if slopes else []
+            return torch.stack([*terms, *(0.15 * away.square().sum() for away in aways if anchors)]).sum()
+
+        call = partial(both_ways, partial(ops.drift_term, weights, 0.3 if anchors else 0.0, anchors, slopes))
+        contestants: Contestants = {
+            "a term for each weight": (partial(both_ways, plain), 1),
+            "raydfl.ops": (call, 1),
+            "raydfl.ops, not compiled": (partial(without_compiled, call), 1),
+        }
+        compare(f"drift term over {name}'s weights, {title}", contestants, turns)
+        network.zero_grad()
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -232,6 +253,8 @@ def main() -> None:
         return
     for architecture in ("crnn_lite", "crnn_base"):
         layers(architecture, arguments.turns)
+        drift(architecture, crnn(architecture), arguments.turns)
+    drift("resnet18", ResNet18(BANDS, CLASSES), arguments.turns)
     for architectures in (["crnn_lite"], ["crnn_base"], ["crnn_lite", "crnn_base"]):
         steps(architectures, arguments.clients, arguments.turns)
 

@@ -89,6 +89,7 @@ MIRROR, FIRST_ROUNDS = "modality_mirror", WARM_UP + 4
 CUT: Mapping[str, Mapping[str, object]] = {
     "FedRolex, half of the channels": {"name": "fedrolex", "share": 0.5},
     "FedAPTA, 0.4 pruned": {"name": "fedapta", "ratio": 0.4},
+    "FedAPTA, masks alone": {"name": "fedapta", "ratio": 0.4, "drift": "off"},
 }
 """Methods whose clients train parts of a network, for CUT_WORKS; they are compared with the bare loop of the whole network."""
 CUT_WORKS = ("resnet18", "shufflenet_v2")
@@ -143,7 +144,7 @@ def configuration(
             },
             "evaluate": {"every": 10**6, "server": False, "clients": "none"},
             "ray": {"actors": actors, "cpus": 0.25},
-            "run": {"dir": str(runs), "name": f"{work}-{method['name']}-{actors}-{together}"},
+            "run": {"dir": str(runs), "name": "-".join(map(str, (work, *method.values(), actors, together)))},
             "track": {"mlflow": False},
         }
     )

@@ -24,11 +24,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
-import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from raydfl.core.ops import drift_term
 from raydfl.core.types import Batch, Update
 from raydfl.methods._method import Method
 from raydfl.rules import Rule, UniformMean
@@ -61,11 +61,9 @@ class Ditto(Method):
         value = self.objective.loss(step, "personal", batch)
         if self.lam == 0:
             return value
-        away = [
-            (parameter - step.reference("model/" + name.removeprefix("personal/"))).square().sum()
-            for name, parameter in step.parameters("personal").items()
-        ]
-        return value + self.lam / 2 * torch.stack(away).sum()
+        personal = step.parameters("personal")
+        received = [step.reference("model/" + name.removeprefix("personal/")) for name in personal]
+        return value + drift_term(list(personal.values()), self.lam, received)
 
     def local(self, step: Step) -> Update:
         """Train the global model, then the personal one."""

@@ -45,8 +45,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
+from raydfl.core.ops import drift_term
 from raydfl.core.part_names import beside, plain_name
-from raydfl.core.tensors import Layout
 from raydfl.core.types import Batch, Client, Metrics, State, Task, Tensors, Update
 from raydfl.methods._pruning import (
     MASK,
@@ -70,8 +70,10 @@ from raydfl.training import Step, TrainSettings, fit
 DRIFT, CONTROL = "drift/", "control/"
 """Beginnings of the names of h and g."""
 
-_ANCHOR, _LINEAR, _PULL, _OFFSET = "anchor", "linear", "pull", "offset"
-"""Places of M_i (w_ref - h_i), s_i g - g_i, a_i and <M_i h_i, s_i g - g_i> for the loss; of all parameters in one vector."""
+_ANCHOR, _SLOPE = "anchor/", "slope/"
+"""Beginnings of the names of M_i (w_ref - h_i) and s_i g - g_i, for the loss."""
+_PULL, _OFFSET = "pull", "offset"
+"""Places of a_i and <M_i h_i, s_i g - g_i>, for the loss."""
 
 _PRUNED, _CLIENTS, _MEAN = "pruned", "clients", "mean_examples"
 
@@ -171,10 +173,9 @@ class FedAPTA(WithTasks):
             value = super().loss(step, batch)
         if self.drift != "full":
             return value
-        kept = _joined(pruned.get(name, parameter) for name, parameter in step.parameters().items())
-        away = kept - step.state[_ANCHOR]
-        slope = torch.addcmul(step.state[_LINEAR], away, step.state[_PULL] / 2)
-        return value + torch.dot(away, slope) - step.state[_OFFSET]
+        kept = {name: pruned.get(name, parameter) for name, parameter in step.parameters().items()}
+        anchors, slopes = ([step.state[beginning + name] for name in kept] for beginning in (_ANCHOR, _SLOPE))
+        return value + drift_term(list(kept.values()), step.state[_PULL], anchors, slopes) - step.state[_OFFSET]
 
     def local(self, step: Step) -> Update:
         """Prune, train, and send what is kept with the masks."""
@@ -197,18 +198,19 @@ class FedAPTA(WithTasks):
 
     def _put_terms(self, step: Step) -> None:
         """Put into ``step.state`` what the loss needs of h_i, g_i and g."""
-        scale, zero, one = self._scale(step), torch.zeros((), device=step.device), torch.ones((), device=step.device)
-        layout = Layout.of(step.parameters())
-        anchors, linears = torch.empty(layout.size, device=step.device), torch.empty(layout.size, device=step.device)
+        scale, zero = self._scale(step), torch.zeros((), device=step.device)
         offset = zero.clone()
-        for name, anchor, linear in zip(
-            layout.names, layout.views(anchors).values(), layout.views(linears).values(), strict=True
-        ):
-            mask, drift = step.state.get(MASK + name, one), step.state.get(DRIFT + name, zero)
-            torch.sub(step.reference(name), drift, out=anchor).mul_(mask)
-            torch.mul(step.reference(CONTROL + name), scale, out=linear).sub_(step.state.get(CONTROL + name, zero))
-            offset += (mask * drift * linear).sum()
-        step.state[_ANCHOR], step.state[_LINEAR], step.state[_OFFSET] = anchors, linears, offset
+        for name in step.parameters():
+            anchor, slope = step.reference(name).clone(), step.reference(CONTROL + name) * scale
+            mask, drift = step.state.get(MASK + name), step.state.get(DRIFT + name)
+            if drift is not None:  # the client has taken part before
+                anchor -= drift
+                slope -= step.state[CONTROL + name]
+                offset += torch.sum(drift * slope if mask is None else drift * slope * mask)
+            if mask is not None:
+                anchor *= mask
+            step.state[_ANCHOR + name], step.state[_SLOPE + name] = anchor, slope
+        step.state[_OFFSET] = offset
         step.state[_PULL] = torch.tensor(self.alpha * scale, device=step.device)
 
     def _scale(self, step: Step) -> float:
@@ -217,8 +219,8 @@ class FedAPTA(WithTasks):
 
     def _drifts(self, step: Step, trained: Tensors, masks: Tensors) -> dict[str, Tensor]:
         """Renew h_i and g_i; return what of them is sent: h_i, and (g_i - its former value) / s_i."""
-        for name in (_ANCHOR, _LINEAR, _PULL, _OFFSET):
-            step.state.pop(name, None)
+        for name in [name for name in step.state if name.startswith((_ANCHOR, _SLOPE, _PULL, _OFFSET))]:
+            del step.state[name]
         zero, sent = torch.zeros((), device=step.device), dict[str, Tensor]()
         for name in step.parameters():
             moved = trained[name] - step.reference(name)
@@ -292,11 +294,6 @@ class FedAPTA(WithTasks):
             return int(state.extra[beside(_CLIENTS, name)])
         book, part = Membership.of(state), name.partition("@")[2]
         return sum(own == key and part in ("", of) for own, of in zip(book.keys, book.parts, strict=True))
-
-
-def _joined(tensors: Iterable[Tensor]) -> Tensor:
-    """Return tensors in one vector."""
-    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def _counted(updates: Iterable[Update], senders: dict[str, Counter[str]]) -> Iterator[Update]:

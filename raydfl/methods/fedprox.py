@@ -22,6 +22,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from raydfl.core.ops import drift_term
 from raydfl.core.types import Batch
 from raydfl.methods._tasks import WithTasks
 from raydfl.training import Step
@@ -41,16 +42,13 @@ class FedProx(WithTasks):
     def loss(self, step: Step, batch: Batch) -> Tensor:
         """Cross-entropy plus the proximal term over all shared parameters."""
         value = super().loss(step, batch)
-        return value if self.mu == 0 else value + self.mu / 2 * self._distance(step)
-
-    def _distance(self, step: Step) -> Tensor:
-        """Sum over the shared parameters of ||w - w_t||^2, or of ||w - w_t||_2."""
-        distances = [
-            (parameter - step.reference(name)).square().sum()
-            for name, parameter in step.parameters().items()
-            if self.shared(name)
-        ]
-        if not self.squared:
-            # The norm has no gradient at 0, where every round starts; the subgradient there is 0.
-            distances = [torch.where(d > 0, d.clamp_min(1e-30).sqrt(), torch.zeros_like(d)) for d in distances]
-        return torch.stack(distances).sum()
+        if self.mu == 0:
+            return value
+        shared = {name: parameter for name, parameter in step.parameters().items() if self.shared(name)}
+        received = [step.reference(name) for name in shared]
+        if self.squared:
+            return value + drift_term(list(shared.values()), self.mu, received)
+        squares = [(one - other).square().sum() for one, other in zip(shared.values(), received, strict=True)]
+        # The norm has no gradient at 0, where every round starts; the subgradient there is 0.
+        norms = [torch.where(d > 0, d.clamp_min(1e-30).sqrt(), torch.zeros_like(d)) for d in squares]
+        return value + self.mu / 2 * torch.stack(norms).sum()

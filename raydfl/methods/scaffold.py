@@ -29,6 +29,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
+from raydfl.core.ops import drift_term
 from raydfl.core.part_names import beside
 from raydfl.core.types import Batch, Client, Metrics, Ratio, State, Update
 from raydfl.methods._method import Counted, Method
@@ -69,9 +70,8 @@ class Scaffold(Method):
     def loss(self, step: Step, batch: Batch) -> Tensor:
         """Cross-entropy plus <y, c - c_k>."""
         value = super().loss(step, batch)
-        for name, parameter in step.parameters().items():
-            value = value + (parameter * step.state["correction/" + name]).sum()
-        return value
+        parameters = step.parameters()
+        return value + drift_term(list(parameters.values()), slopes=[step.state["correction/" + n] for n in parameters])
 
     def local(self, step: Step) -> Update:
         """Train with the correction, then renew the client's control variate."""

@@ -2,7 +2,8 @@
 
 ``GRU``, ``Conv1d``, ``Conv2d`` and ``Dropout`` stand in for PyTorch's modules of these names: same constructors, state dicts and
 results. ``gru`` and ``conv1d`` are the functions beneath, on data with time before channels; ``mean_over_time`` follows them.
-``conv2d``, ``group_norm`` and ``relu_pool`` take images with rows and columns before channels. What they add:
+``conv2d``, ``group_norm`` and ``relu_pool`` take images with rows and columns before channels. ``drift_term`` is over a network's
+weights. What they add:
 
 - each is one call forward and one backward, in C++ on a CPU (``compiled()``) and in PyTorch operations otherwise;
 - under ``torch.func.vmap`` over clients each is still one call, for all clients; a client's result is what it is alone;
@@ -20,6 +21,7 @@ from __future__ import annotations
 from raydfl.core.ops import spectra
 from raydfl.core.ops._backend import compiled, use
 from raydfl.core.ops.conv import Conv1d, conv1d
+from raydfl.core.ops.drift import drift_term
 from raydfl.core.ops.dropout import Dropout, random_state, uniform
 from raydfl.core.ops.gru import GRU, gru
 from raydfl.core.ops.images import Conv2d, conv2d, group_norm, relu_pool
@@ -40,6 +42,7 @@ __all__ = [
     "compiled",
     "conv1d",
     "conv2d",
+    "drift_term",
     "group_norm",
     "gru",
     "mean_over_time",

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Compiled:
-    """The forward operators of csrc/operators.cpp and csrc/images.cpp, and those of csrc/spectra.cpp."""
+    """The forward operators of csrc/operators.cpp, csrc/images.cpp and csrc/drift.cpp, and those of csrc/spectra.cpp."""
 
     def __init__(self) -> None:
         library = torch.ops.raydfl
@@ -33,6 +33,7 @@ class _Compiled:
         self.gru_forward = library.gru_forward.default
         self.mean_forward = library.mean_forward.default
         self.drop = library.drop.default
+        self.drift_forward = library.drift_forward.default
         self.to_power = library.to_power.default
         self.to_logarithm = library.to_logarithm.default
         self.to_z_scores = library.to_z_scores.default

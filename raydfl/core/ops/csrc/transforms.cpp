@@ -1,4 +1,4 @@
-// What autograd and torch.func.vmap do with the operators of operators.cpp and images.cpp.
+// What autograd and torch.func.vmap do with the operators of operators.cpp, images.cpp and drift.cpp.
 //
 // Autograd: a node for each forward operator that calls its backward operator. These are nodes as PyTorch's own operators have
 // them, not torch::autograd::Function, which does not work inside of torch.func. vmap: one rule for all operators, because each
@@ -98,12 +98,32 @@ const auto& drop() {
   return found;
 }
 
+const auto& drift_forward() {
+  static const auto found =
+      find<Tensor(at::TensorList, at::TensorList, at::TensorList, const Tensor&)>("raydfl::drift_forward");
+  return found;
+}
+
+const auto& drift_backward() {
+  static const auto found = find<std::vector<Tensor>(const Tensor&, at::TensorList, at::TensorList, at::TensorList, const Tensor&)>(
+      "raydfl::drift_backward");
+  return found;
+}
+
 // What the nodes have in common: tensors are kept until the graph is freed, and using it again is PyTorch's usual error.
 struct Kept : public Node {
   std::vector<SavedVariable> kept;
 
   void keep(const Tensor& tensor, bool is_output = false) { kept.emplace_back(tensor, is_output); }
   void keep(const OptionalTensor& tensor) { kept.emplace_back(tensor.value_or(Tensor()), false); }
+  void keep(at::TensorList tensors) {
+    for (const Tensor& tensor : tensors) keep(tensor);
+  }
+  std::vector<Tensor> several(size_t first, size_t count) {
+    std::vector<Tensor> tensors;
+    for (size_t i = first; i < first + count; ++i) tensors.push_back(get(i));
+    return tensors;
+  }
   Tensor get(size_t index) {
     TORCH_CHECK(index < kept.size(), torch::autograd::ERR_BACKWARD_TWICE);
     return kept[index].unpack(getptr());
@@ -147,11 +167,6 @@ struct NormalisationNode : public Kept {
   double epsilon;
   bool relu, ceil;
 
-  std::vector<Tensor> several(size_t first, size_t count) {
-    std::vector<Tensor> tensors;
-    for (size_t i = first; i < first + count; ++i) tensors.push_back(get(i));
-    return tensors;
-  }
   std::string name() const override { return "RaydflNormalisation"; }
   variable_list apply(variable_list&& gradients) override {
     if (!gradients[0].defined()) return variable_list(images + 2 * parameters);
@@ -167,9 +182,8 @@ struct RecurrenceNode : public Kept {
     if (!gradients[0].defined()) return variable_list(num_outputs());
     const bool needed = task_should_compute_output(0);
     const size_t last = kept.size() - 1;
-    std::vector<Tensor> weights;
-    for (size_t i = 2; i + 1 < last; ++i) weights.push_back(get(i));
-    variable_list all = gru_backward().call(gradients[0], get(last - 1), get(last), get(0), get_optional(1), weights, needed);
+    variable_list all = gru_backward().call(gradients[0], get(last - 1), get(last), get(0), get_optional(1),
+                                            several(2, last - 3), needed);
     if (!needed) all[0] = Tensor();
     return all;
   }
@@ -193,6 +207,17 @@ struct DropNode : public Kept {
   variable_list apply(variable_list&& gradients) override {
     if (!gradients[0].defined()) return variable_list(1);
     return {drop().call(gradients[0], get(0), call, threshold, scale)};
+  }
+};
+
+struct DriftNode : public Kept {
+  size_t weights, anchors, slopes;  // how many of each are kept, in this order; then the pull
+
+  std::string name() const override { return "RaydflDrift"; }
+  variable_list apply(variable_list&& gradients) override {
+    if (!gradients[0].defined()) return variable_list(weights);
+    return drift_backward().call(gradients[0], several(0, weights), several(weights, anchors),
+                                 several(weights + anchors, slopes), get(weights + anchors + slopes));
   }
 };
 
@@ -260,8 +285,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_forward_autograd(at::TensorList xs, at::
   if (node) {
     node->images = xs.size(), node->parameters = weights.size();
     node->groups = groups, node->pool = pool, node->epsilon = epsilon, node->relu = relu, node->ceil = ceil;
-    for (const auto& tensors : {xs, weights, biases})
-      for (const Tensor& tensor : tensors) node->keep(tensor);
+    for (const auto& tensors : {xs, weights, biases}) node->keep(tensors);
     node->keep(lengths);
   }
   auto [y, codes, moments] = [&] {
@@ -281,7 +305,7 @@ std::tuple<Tensor, Tensor> gru_forward_autograd(const Tensor& x, const OptionalT
   if (node) {
     node->keep(x);
     node->keep(lengths);
-    for (const Tensor& weight : weights) node->keep(weight);
+    node->keep(weights);
   }
   auto [y, gates] = [&] {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -325,13 +349,30 @@ Tensor drop_autograd(const Tensor& x, const Tensor& seed, int64_t call, int64_t 
   return y;
 }
 
+Tensor drift_forward_autograd(at::TensorList weights, at::TensorList anchors, at::TensorList slopes, const Tensor& pull) {
+  TORCH_CHECK(!torch::autograd::compute_requires_grad(anchors, slopes, pull),
+              "drift_term of raydfl.ops has gradients for weights alone; detach anchors, slopes and pull");
+  const auto node = node_for<DriftNode>("drift_term", weights);
+  if (node) {
+    node->weights = weights.size(), node->anchors = anchors.size(), node->slopes = slopes.size();
+    for (const auto& tensors : {weights, anchors, slopes}) node->keep(tensors);
+    node->keep(pull);
+  }
+  Tensor y = [&] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return drift_forward().call(weights, anchors, slopes, pull);
+  }();
+  if (node) torch::autograd::set_history(y, node);
+  return y;
+}
+
 // A node that refuses: what follows a gradient that was itself recorded.
-std::shared_ptr<Node> refusal(const char* name, const variable_list& inputs) {
+std::shared_ptr<Node> refusal(const std::string& name, const variable_list& inputs, const char* instead = nullptr) {
   if (!torch::autograd::compute_requires_grad(inputs)) return nullptr;
-  std::shared_ptr<Node> node(new torch::autograd::Error(std::string(name) +
-                                 " of raydfl.ops cannot be differentiated twice; use " + name +
-                                 " of torch.nn in a network whose loss contains gradients",
-                                 torch::autograd::collect_next_edges(inputs)),
+  const std::string use = instead ? instead : name + " of torch.nn in a network";
+  std::shared_ptr<Node> node(new torch::autograd::Error(name + " of raydfl.ops cannot be differentiated twice; use " + use +
+                                                            " whose loss contains gradients",
+                                                        torch::autograd::collect_next_edges(inputs)),
                              torch::autograd::deleteNode);
   return node;
 }
@@ -394,6 +435,19 @@ Tensor mean_backward_autograd(const Tensor& dy, const OptionalTensor& lengths, i
   }();
   if (node) torch::autograd::set_history(dx, node);
   return dx;
+}
+
+std::vector<Tensor> drift_backward_autograd(const Tensor& dy, at::TensorList weights, at::TensorList anchors,
+                                            at::TensorList slopes, const Tensor& pull) {
+  variable_list inputs{dy};
+  inputs.insert(inputs.end(), weights.begin(), weights.end());
+  const auto node = refusal("drift_term", inputs, "PyTorch's own operations in a method");
+  std::vector<Tensor> gradients = [&] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return drift_backward().call(dy, weights, anchors, slopes, pull);
+  }();
+  if (node) torch::autograd::set_history(gradients, node);
+  return gradients;
 }
 
 // --- vmap ---------------------------------------------------------------------------------------------------------------------
@@ -460,10 +514,12 @@ TORCH_LIBRARY_IMPL(raydfl, Autograd, library) {
   library.impl("mean_forward", raydfl::mean_forward_autograd);
   library.impl("mean_backward", raydfl::mean_backward_autograd);
   library.impl("drop", raydfl::drop_autograd);
+  library.impl("drift_forward", raydfl::drift_forward_autograd);
+  library.impl("drift_backward", raydfl::drift_backward_autograd);
 }
 
 TORCH_LIBRARY_IMPL(raydfl, FuncTorchBatched, library) {
   for (const char* name : {"conv_forward", "conv_backward", "conv2d_forward", "conv2d_backward", "norm_forward", "norm_backward",
-                           "gru_forward", "gru_backward", "mean_forward", "mean_backward", "drop"})
+                           "gru_forward", "gru_backward", "mean_forward", "mean_backward", "drop", "drift_forward", "drift_backward"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&raydfl::batched>());
 }

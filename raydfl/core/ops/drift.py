@@ -1,0 +1,48 @@
+"""The term of a loss by which methods keep clients from drifting apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from raydfl.core.ops._backend import compiled_for
+
+
+def drift_term(
+    weights: Sequence[Tensor],
+    pull: float | Tensor = 0.0,
+    anchors: Sequence[Tensor] = (),
+    slopes: Sequence[Tensor] = (),
+) -> Tensor:
+    """Return pull / 2 sum ||w - a||^2 + sum <w - a, s> over the weights w of a network, their anchors a and slopes s: a scalar.
+
+    With anchors it is FedProx's proximal term, with slopes SCAFFOLD's correction, with both FedDC's. On a CPU all weights are read
+    once forward and once backward, in one call. It has gradients, pull (w - a) + s, for the weights alone, and once.
+
+    Args:
+        weights: float, of any shapes, not none.
+        pull: a number, or a scalar of the weights' type; under vmap over clients it may be each client's own.
+        anchors: one for each weight, of its shape; none: all 0.
+        slopes: likewise.
+
+    Raises:
+        ValueError: they are not as many as the weights.
+    """
+    if any(len(each) not in (0, len(weights)) for each in (anchors, slopes)):
+        raise ValueError(
+            f"{len(weights)} weights have {len(anchors)} anchors and {len(slopes)} slopes: each has one, or none has"
+        )
+    if not isinstance(pull, Tensor):
+        pull = torch.full((), pull, dtype=weights[0].dtype, device=weights[0].device)
+    operators = compiled_for(weights[0])
+    if operators is not None:
+        term: Tensor = operators.drift_forward(weights, anchors, slopes, pull)
+        return term
+    terms = []
+    for place, weight in enumerate(weights):
+        away = weight - anchors[place] if anchors else weight
+        slope = pull / 2 * away
+        terms.append((away * (slope + slopes[place] if slopes else slope)).sum())
+    return torch.stack(terms).sum()
