@@ -72,4 +72,4 @@ def _format(dtype: torch.dtype) -> str:
 
 
 def _memory(value: Tensor) -> memoryview:
-    return memoryview(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data

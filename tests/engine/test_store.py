@@ -56,6 +56,19 @@ def test_private_records_come_back_as_written_from_any_process(tmp_path: Path) -
         assert read["state:count"].dtype == torch.int64
 
 
+@pytest.mark.parametrize("elements", [10, 600_000], ids=["in one piece", "tensor by tensor"])
+def test_records_are_safetensors_files_one_after_the_other(tmp_path: Path, elements: int) -> None:
+    store = PrivateStore(tmp_path)
+    given = [{"a": torch.randn(elements), "b": torch.randn(3, elements).t(), "c": torch.tensor(n)} for n in range(2)]
+    refs = [store.append(1, tensors) for tensors in given]
+    data = (tmp_path / refs[0].segment).read_bytes()
+    assert [ref.offset for ref in refs] == [0, len(data) // 2]
+    for ref, tensors in zip(refs, given, strict=True):
+        torch.testing.assert_close(store.read(ref), tensors, rtol=0, atol=0)
+        record = data[ref.offset : ref.offset + ref.length]
+        torch.testing.assert_close(safetensors.torch.load(record), tensors, rtol=0, atol=0)
+
+
 def test_private_tensors_come_back_in_the_order_of_their_names(tmp_path: Path) -> None:
     store = PrivateStore(tmp_path)
     names = [f"state:{number}" for number in (7, 1, 10, 3, 0, 5)]

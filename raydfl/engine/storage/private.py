@@ -26,6 +26,8 @@ _RECENT = 4096
 """Records that an index may hold beside its base, however small that is."""
 _PART = 16
 """An index takes its recent records into its base when they are more than one in so many."""
+_COPIED = 1 << 22
+"""Bytes up to which a record is copied into one piece: that takes less time than a call of the system for each tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +213,10 @@ class PrivateStore:
         return self._write(segment, parts_of_safetensors(tensors))
 
     def _write(self, segment: str, parts: Iterable[bytes | memoryview]) -> PrivateRef:
-        parts = [memoryview(part) for part in parts]
-        length, checksum = sum(part.nbytes for part in parts), 0
+        blocks = [memoryview(part) for part in parts]
+        length, checksum = sum(block.nbytes for block in blocks), 0
+        if length <= _COPIED:
+            blocks = [memoryview(b"".join(blocks))]
         with writing(self.folder, length, "private state", RESUME):
             if segment != self._segment or self._file is None:
                 if self._file is not None:
@@ -223,11 +227,11 @@ class PrivateStore:
                 if self._durable:
                     sync(self.folder)  # a new file is on the disk only when the folder is
             offset = self._file.seek(0, os.SEEK_END)
-            for part in parts:
-                checksum = zlib.crc32(part, checksum)
+            for block in blocks:
+                checksum = zlib.crc32(block, checksum)
                 written = 0
-                while written < part.nbytes:
-                    written += self._file.write(part[written:])
+                while written < block.nbytes:
+                    written += self._file.write(block[written:])
             if self._durable:
                 os.fsync(self._file.fileno())
         return PrivateRef(segment, offset, length, checksum)
