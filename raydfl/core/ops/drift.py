@@ -34,15 +34,14 @@ def drift_term(
         raise ValueError(
             f"{len(weights)} weights have {len(anchors)} anchors and {len(slopes)} slopes: each has one, or none has"
         )
-    if not isinstance(pull, Tensor):
-        pull = torch.full((), pull, dtype=weights[0].dtype, device=weights[0].device)
     operators = compiled_for(weights[0])
     if operators is not None:
+        if not isinstance(pull, Tensor):
+            pull = torch.full((), pull)
         term: Tensor = operators.drift_forward(weights, anchors, slopes, pull)
         return term
-    terms = []
-    for place, weight in enumerate(weights):
-        away = weight - anchors[place] if anchors else weight
-        slope = pull / 2 * away
-        terms.append((away * (slope + slopes[place] if slopes else slope)).sum())
+    aways = [weight - anchor for weight, anchor in zip(weights, anchors, strict=True)] if anchors else weights
+    terms = [(away * slope).sum() for away, slope in zip(aways, slopes, strict=True)] if slopes else []
+    if isinstance(pull, Tensor) or pull or not slopes:
+        terms.append(pull / 2 * torch.stack([away.square().sum() for away in aways]).sum())
     return torch.stack(terms).sum()
