@@ -28,6 +28,8 @@ class Block:
     text: str
     mark: str = ""
     more: str = ""
+    saved: tuple[str, ...] = ()
+    """Files of blocks before it on its page that need recordings."""
 
     @property
     def name(self) -> str:
@@ -41,7 +43,7 @@ class Block:
 
     @property
     def needs_recordings(self) -> bool:
-        return _RECORDINGS in self.text and self.language != "yaml"
+        return (_RECORDINGS in self.text and self.language != "yaml") or any(file in self.text for file in self.saved)
 
     @property
     def exit_code(self) -> int:
@@ -50,7 +52,8 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page, in order."""
-    found = []
+    found: list[Block] = []
+    saved: list[str] = []
     lines = page.read_text(encoding="utf-8").splitlines()
     opened: int | None = None
     for number, line in enumerate(lines):
@@ -68,8 +71,11 @@ def blocks(page: Path) -> list[Block]:
                 "\n".join(lines[opened + 1 : number]) + "\n",
                 mark["what"] if mark else "",
                 (mark["more"] or "") if mark else "",
+                tuple(saved),
             )
         )
+        if found[-1].file is not None and _RECORDINGS in found[-1].text:
+            saved.append(str(found[-1].file))
         opened = None
     assert opened is None, f"{page}: the block of line {opened} is never closed"
     return found
