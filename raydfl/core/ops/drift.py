@@ -35,9 +35,9 @@ def drift_term(
             f"{len(weights)} weights have {len(anchors)} anchors and {len(slopes)} slopes: each has one, or none has"
         )
     operators = compiled_for(weights[0])
-    if operators is not None:
+    if operators is not None and all(weight.dtype == torch.float32 for weight in weights):
         if not isinstance(pull, Tensor):
-            pull = torch.full((), pull)
+            pull = torch.full((), pull, dtype=torch.float32)
         term: Tensor = operators.drift_forward(weights, anchors, slopes, pull)
         return term
     aways = [weight - anchor for weight, anchor in zip(weights, anchors, strict=True)] if anchors else weights

@@ -82,6 +82,12 @@ def test_tensors_may_lie_anyhow_in_memory() -> None:
     torch.testing.assert_close(gradient, ((weight - anchor) / 2).detach())
 
 
+def test_numbers_may_be_whole_and_types_may_differ() -> None:
+    weights = [torch.full((2,), 3.0), torch.full((2,), 2.0, dtype=torch.float64)]
+    assert float(drift_term(weights, 2)) == 2 * 9 + 2 * 4
+    assert float(drift_term(weights[:1], 2, slopes=[torch.ones(2)])) == 2 * 9 + 2 * 3
+
+
 def test_a_small_difference_of_large_numbers_is_not_lost() -> None:
     """The sum of a million squares is exact to a few units of its last place."""
     weight = torch.full((1000, 1000), 3.0)

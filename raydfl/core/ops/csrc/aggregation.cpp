@@ -10,11 +10,7 @@
 #include <algorithm>
 #include <vector>
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
-#define RAYDFL_FOR_EACH_CPU __attribute__((target_clones("avx2", "default")))
-#else
-#define RAYDFL_FOR_EACH_CPU
-#endif
+#include "for_each_cpu.h"
 
 namespace raydfl {
 namespace {

@@ -10,13 +10,8 @@
 #include <tuple>
 #include <vector>
 
+#include "for_each_cpu.h"
 #include "operators.h"
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
-#define RAYDFL_FOR_EACH_CPU __attribute__((target_clones("avx2", "default")))
-#else
-#define RAYDFL_FOR_EACH_CPU
-#endif
 
 namespace raydfl {
 namespace {
