@@ -71,6 +71,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
     try:
+        temporary.touch(mode=0o666 & path.parent.stat().st_mode)  # in a private folder every file is private
         write(temporary)
         sync(temporary)
         temporary.replace(path)
@@ -79,14 +80,21 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def remove_parts(folder: Path, idle: float = 0.0) -> None:
+def make_private_folder(folder: Path) -> None:
+    """Create a folder, and its missing parents, with access for their owner only. An existing folder keeps its mode."""
+    for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+
+
+def remove_parts(folder: Path, idle: float = 0.0, name: str = "*") -> None:
     """Remove the temporary files that processes killed inside :func:`write_atomically` left in a folder.
 
     Args:
         folder: in which nobody may be writing now, if ``idle`` is 0.
         idle: seconds for which a file must not have been written to.
+        name: of the file that was being written.
     """
-    for path in folder.glob(".*.part"):
+    for path in folder.glob(f".{name}.*.part"):
         with contextlib.suppress(FileNotFoundError):  # its writer was not dead but quick
             if time.time() - path.stat().st_mtime >= idle:
                 path.unlink()

@@ -100,6 +100,17 @@ def test_nothing_whole_to_fall_back_to(raydfl: Raydfl, run_dir: Path) -> None:
     )
 
 
+def test_private_state_behind_a_link_is_refused_and_not_removed(raydfl: Raydfl, run_dir: Path, tmp_path: Path) -> None:
+    theirs = Path(shutil.copytree(run_dir / "private", tmp_path / "theirs"))
+    for path in list(theirs.iterdir()):
+        path.rename(path.with_name(f"{path.name[:7]}0badcafe.seg"))
+    before = sorted(theirs.iterdir())
+    shutil.rmtree(run_dir / "private")
+    (run_dir / "private").symlink_to(theirs)
+    raydfl("resume", run_dir, "train.rounds=3").refuses(f"private is a link to {theirs}, outside the run's folder")
+    assert sorted(theirs.iterdir()) == before
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_damaged_private_state_is_not_trained_on(raydfl: Raydfl, run_dir: Path, damage: str) -> None:
     for path in (run_dir / "private").iterdir():
