@@ -40,6 +40,8 @@ def check_access(address: str) -> None:
 
 def _check_token(address: str) -> None:
     token, place = current_token()
+    if token and place == str(_token_file()):
+        _check_mode(Path(place))
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
     with grpc.insecure_channel(address) as channel:
         try:
@@ -52,6 +54,25 @@ def _check_token(address: str) -> None:
                     + "; set RAY_AUTH_TOKEN to its token, or RAY_AUTH_TOKEN_PATH to a file with it, and RAY_AUTH_MODE=token"
                 ) from error
             # With TLS, or whatever else: Ray itself knows better.
+
+
+def _token_file() -> Path:
+    """Return the file in which Ray looks for a token by default."""
+    return Path.home() / ".ray" / "auth_token"
+
+
+def _check_mode(path: Path) -> None:
+    """Refuse a token that other users of this machine can read.
+
+    Raises:
+        ResourcesError: naming the file and the command that repairs it.
+    """
+    mode = path.stat().st_mode & 0o777
+    if mode & 0o077:
+        raise ResourcesError(
+            f"{path} has mode {mode:04o}, so other users of this machine can read the cluster's token and run code on the "
+            f"cluster. Run: chmod 600 {path}"
+        )
 
 
 def _sends_unasked() -> bool:
@@ -73,7 +94,7 @@ def current_token() -> tuple[str, str]:
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return token, "RAY_AUTH_TOKEN"
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    path = Path(named) if named else _token_file()
     try:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
