@@ -22,6 +22,9 @@ _METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 """A question without arguments that every cluster answers to those who may ask."""
 _REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
+_TOKEN_FILE = (".ray", "auth_token")
+"""Path of Ray's token in the user's home."""
+
 
 def check_access(address: str) -> None:
     """Ask the cluster at ``host:port`` (or ``ray://host:port``); of any other form of address nothing is known here.
@@ -40,7 +43,7 @@ def check_access(address: str) -> None:
 
 def _check_token(address: str) -> None:
     token, place = current_token()
-    if token and place == str(_token_file()):
+    if token and Path(place).parts[-2:] == _TOKEN_FILE:
         _check_mode(Path(place))
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
     with grpc.insecure_channel(address) as channel:
@@ -54,11 +57,6 @@ def _check_token(address: str) -> None:
                     + "; set RAY_AUTH_TOKEN to its token, or RAY_AUTH_TOKEN_PATH to a file with it, and RAY_AUTH_MODE=token"
                 ) from error
             # With TLS, or whatever else: Ray itself knows better.
-
-
-def _token_file() -> Path:
-    """Return the file in which Ray looks for a token by default."""
-    return Path.home() / ".ray" / "auth_token"
 
 
 def _check_mode(path: Path) -> None:
@@ -94,7 +92,7 @@ def current_token() -> tuple[str, str]:
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return token, "RAY_AUTH_TOKEN"
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    path = Path(named) if named else _token_file()
+    path = Path(named) if named else Path.home().joinpath(*_TOKEN_FILE)
     try:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):

@@ -28,7 +28,7 @@ class FileLock:
             RunDirectoryError: another process has it for longer than ``wait`` seconds, or the file is a link.
             OSError: the folder cannot be made or written to.
         """
-        if self.path.is_symlink():  # the holder's name is written into the file
+        if self.path.is_symlink():  # the lock would overwrite the link's target
             raise RunDirectoryError(
                 f"{self.path} is a link to {os.path.realpath(self.path)}; remove the link, then try again"
             )

@@ -106,9 +106,9 @@ class RunStore:
         for path in (self.folder / name for name in _FOLDERS):
             if not Path(os.path.realpath(path)).is_relative_to(own):
                 raise RunDirectoryError(
-                    f"{path} is a link to {os.path.realpath(path)}, outside the run's folder. A run removes files in that folder, "
-                    f"and these may belong to another run. Put the folder itself in place of the link (to use another disk, move "
-                    f"the whole run)"
+                    f"{path} is a link to {os.path.realpath(path)}, outside the run's folder. A run removes files from its "
+                    f"folders, and this one may belong to another run. Replace the link by the folder itself. To use another "
+                    f"disk, move the whole run"
                 )
         self._lock.acquire(wait)
 
