@@ -1,4 +1,4 @@
-"""Private state on a network file system: a node sees what another has written when that has closed or synced the file."""
+"""Private state on a network file system, where a write reaches other nodes when its file is closed or synced."""
 
 from __future__ import annotations
 
