@@ -46,7 +46,7 @@ RunDir = Annotated[
     Path, typer.Argument(metavar="DIR", help="a run directory, or its URI", show_default=False, parser=_run_dir)
 ]
 Trust = Annotated[
-    bool, typer.Option("--trust", help="run code that came with the folder, or has changed since the run began")
+    bool, typer.Option("--trust", help="approve and run the code that the run's configuration names")
 ]
 
 

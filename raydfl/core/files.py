@@ -159,3 +159,14 @@ def default_cache() -> Path:
         return Path(named).expanduser()
     except RuntimeError as error:
         raise ResourcesError(f"the features cannot be written to {named}: {error} {CHOOSE_CACHE}") from error
+
+
+def user_config() -> Path:
+    """Return the user's configuration folder of raydfl: ``raydfl`` below ``$XDG_CONFIG_HOME`` or ``~/.config``.
+
+    Raises:
+        RuntimeError: the user has no home.
+    """
+    named = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    # The specification ignores relative paths. A stranger's folder could otherwise provide the user's configuration.
+    return (named if named.is_absolute() else Path("~/.config").expanduser()) / "raydfl"

@@ -19,7 +19,7 @@ from raydfl.engine.storage.mirror import local_run, local_runs, mirror_of
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
 from raydfl.engine.storage.record import MetricRow, influences, read_rows, to_rows, unrecorded
 from raydfl.engine.storage.store import Commit, RunStore, round_of
-from raydfl.engine.storage.trust import code_of, remember_code
+from raydfl.engine.storage.trust import approve_code, code_of, remember_code
 
 __all__ = [
     "Commit",
@@ -27,6 +27,7 @@ __all__ = [
     "PrivateRef",
     "PrivateStore",
     "RunStore",
+    "approve_code",
     "check_about",
     "check_begun",
     "check_same",

@@ -37,12 +37,11 @@ def stored_config(run_dir: Path, trust: bool = False) -> Config:
     """Return the configuration that a run directory holds.
 
     Args:
-        trust: whether code that came with the folder, or has changed since the run began, may be run; see
-            :mod:`raydfl.engine.storage.trust`.
+        trust: approves the code that the configuration names; see :mod:`raydfl.engine.storage.trust`.
 
     Raises:
-        RunDirectoryError: it is no run directory, or ``config.yaml`` is damaged or not what the run began with; or code in the
-            folder is not trusted, or a file that it names has changed.
+        RunDirectoryError: it is no run directory, or ``config.yaml`` is damaged or not what the run began with; or it names
+            code that the user has not approved, or a file that has changed.
     """
     check_begun(run_dir)
     config = _read_config(run_dir, trust)
