@@ -45,9 +45,7 @@ def _run_dir(text: str) -> Path:
 RunDir = Annotated[
     Path, typer.Argument(metavar="DIR", help="a run directory, or its URI", show_default=False, parser=_run_dir)
 ]
-Trust = Annotated[
-    bool, typer.Option("--trust", help="approve and run the code that the run's configuration names")
-]
+Trust = Annotated[bool, typer.Option("--trust", help="approve and run the code that the run's configuration names")]
 
 
 def _print_version(wanted: bool) -> None:

@@ -97,9 +97,7 @@ def test_code_of_a_stranger_does_not_run_whatever_the_folder_lists(
         for digests in ({code_digest(file): str(file)}, None):
             list_code(folder, digests)
             for command, more in commands if name == ATTACKS[0][0] else commands[::2]:
-                raydfl(command, folder, *more).refuses(
-                    "evil_.* (has changed|neither run nor approved).*--trust"
-                )
+                raydfl(command, folder, *more).refuses("evil_.* (has changed|neither run nor approved).*--trust")
                 assert not harm.exists(), (name, digests, command)
     raydfl("report", folder)  # draws numbers and builds nothing
     assert not harm.exists()
