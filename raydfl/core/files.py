@@ -8,10 +8,12 @@ import functools
 import hashlib
 import os
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from raydfl.core.errors import ResourcesError
 
@@ -36,6 +38,26 @@ def plain_name(name: object) -> str:
     if not isinstance(name, str) or name in ("", ".", "..") or any(c in "/\\" or c < " " for c in name):
         raise ValueError(f"{name!r} is not the name of a file in one folder")
     return name
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading in binary mode, and nothing else: a pipe or a device could block forever.
+
+    Raises:
+        OSError: the file cannot be opened, or it is not a regular file.
+    """
+    # Without O_NONBLOCK, opening a pipe waits for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path) -> bytes:
+    """Read a regular file; see :func:`open_regular`."""
+    with open_regular(path) as file:
+        return file.read()
 
 
 def content_digest(path: Path) -> str:
