@@ -41,17 +41,31 @@ def plain_name(name: object) -> str:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading in binary mode, and nothing else: a pipe or a device could block forever.
+    """Open a regular file for reading in binary mode, and nothing else: reading a pipe or a device could take forever.
 
     Raises:
         OSError: the file cannot be opened, or it is not a regular file.
     """
     # Without O_NONBLOCK, opening a pipe waits for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        check_regular(os.fstat(descriptor))
+    except OSError:
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        raise
     return os.fdopen(descriptor, "rb")
+
+
+def check_regular(status: os.stat_result) -> None:
+    """Reject the status of anything that is not a regular file, before a library opens it by its name.
+
+    Raises:
+        OSError: it is a folder, a pipe, a socket or a device.
+    """
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is a pipe, a socket or a device, not a file")
 
 
 def read_regular(path: Path) -> bytes:
