@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raydfl.core.errors import InputError, RunDirectoryError
-from raydfl.core.files import plain_name, write_durably
+from raydfl.core.files import plain_name, read_regular, write_durably
 from raydfl.core.nested import flatten
 from raydfl.core.types import State
 from raydfl.core.yaml import parse_yaml, to_yaml
@@ -59,7 +59,7 @@ def stored_config(run_dir: Path, trust: bool = False) -> Config:
 def _stored_values(run_dir: Path) -> Any:
     path = run_dir / "config.yaml"
     try:
-        return parse_yaml(path.read_text(encoding="utf-8"), str(path))
+        return parse_yaml(read_regular(path).decode(), str(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise RunDirectoryError(f"{path} cannot be read: {reason}; restore it from a copy") from error
@@ -117,7 +117,7 @@ def stored_about(run_dir: Path) -> dict[str, Any]:
     """
     path = run_dir / "run.json"
     try:
-        about = json.loads(path.read_bytes())
+        about = json.loads(read_regular(path))
         if not isinstance(about, dict):
             raise ValueError(f"it must hold a group, not {str(about)[:40]!r}")
         missing = [key for key in _ABOUT if key not in about]

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from raydfl.core.errors import ConfigError, RunDirectoryError
+from raydfl.core.files import read_regular
 from raydfl.core.metrics import SCORES, base_name, model_name
 from raydfl.core.nested import flatten, get_path
 from raydfl.core.yaml import parse_yaml
@@ -308,7 +309,7 @@ def _client_scores(
 def _read(path: Path, parse: Callable[[str], Any]) -> Mapping[str, Any]:
     """Read a file that holds a mapping; empty when it is missing."""
     try:
-        value = parse(path.read_text(encoding="utf-8"))
+        value = parse(read_regular(path).decode())
     except FileNotFoundError:
         return {}
     except OSError as error:
