@@ -192,11 +192,15 @@ def report_command(
     ] = None,
 ) -> None:
     """Write one HTML page about a run, or one that compares several."""
-    from raydfl.runs.report import write_report
+    from raydfl.runs.report import read_run, write_page
 
     if out is None:
         out = directories[0] / "report.html" if len(directories) == 1 else Path("report.html")
-    print(write_report(directories, out))  # noqa: T201
+    runs = [read_run(folder) for folder in dict.fromkeys(directory.resolve() for directory in directories)]
+    print(write_page(runs, out))  # noqa: T201
+    for run in runs:
+        for text in run.missing:
+            print(f"warning: {run.folder}: {printable(text)}", file=sys.stderr)  # noqa: T201
 
 
 ModelName = Annotated[

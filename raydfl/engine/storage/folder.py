@@ -214,6 +214,27 @@ def decisive_changes(began: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
     ]
 
 
+def describe_edit(run_dir: Path, began: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Describe how ``config.yaml`` differs from the settings that the run began with; empty if the numbers are the same.
+
+    Only code that the user has approved is loaded.
+
+    Args:
+        began: settings in ``run.json``.
+        now: settings in ``config.yaml``.
+    """
+    known = flatten(began)
+    changes = decisive_changes(began, {key: value for key, value in flatten(now).items() if key in known})
+    added = decisive_changes(began, now)
+    if added and not changes:
+        # A later version has more settings, and a default may be written down. Only the digest shows whether they matter.
+        try:
+            return _differing(run_dir, _read_config(run_dir, trust=False), trust=False)
+        except RunDirectoryError:
+            changes = added
+    return "; ".join(changes)
+
+
 def _differences(began: Mapping[str, Any], now: Mapping[str, Any], beginnings: tuple[str, ...]) -> list[str]:
     """Say which settings differ of those that begin so."""
     before, after = flatten(dict(began)), flatten(dict(now))
