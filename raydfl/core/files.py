@@ -69,7 +69,11 @@ def check_regular(status: os.stat_result) -> None:
 
 
 def read_regular(path: Path) -> bytes:
-    """Read a regular file; see :func:`open_regular`."""
+    """Return the content of a regular file.
+
+    Raises:
+        OSError: the file cannot be read, or it is not a regular file.
+    """
     with open_regular(path) as file:
         return file.read()
 

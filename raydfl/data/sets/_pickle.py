@@ -21,7 +21,7 @@ _GLOBALS = (
 )
 _DTYPES = {name: np.dtype(name) for name in ("b1", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f4", "f8")}
 _DTYPE_STATES = [(3, order, None, None, None, -1, -1, 0) for order in ("|", b"|", "<", b"<")]
-"""States of a data type in the list; others turn it into another one."""
+"""The states of these data types; any other state would change the type."""
 _LITERALS = (
     *("NONE", "BININT", "BININT1", "BININT2", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE"),
     *("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"),
@@ -34,7 +34,7 @@ class _ForeignError(Exception):
 
 
 class _Global(NamedTuple):
-    """A name that the pickle wants to import; it stands for itself."""
+    """A name to import. It is never imported."""
 
     name: str
 
@@ -102,7 +102,7 @@ class _Interpreter:
             case "GLOBAL" | "STACK_GLOBAL":
                 name = argument if opcode == "GLOBAL" else " ".join(self._take(len(stack) - 2))
                 if name not in _GLOBALS:
-                    raise _ForeignError(f"it names {name.replace(' ', '.')}")
+                    raise _ForeignError(f"it names {name.replace(' ', '.'):.80}")
                 stack.append(_Global(name))
             case "REDUCE":
                 function, arguments = self._take(len(stack) - 2)
@@ -148,7 +148,7 @@ class _Interpreter:
         return taken
 
     def _call(self, name: str, arguments: tuple[Any, ...]) -> Any:
-        """Return what a call of this function makes."""
+        """Return the result of a call of this function."""
         if name.endswith("_reconstruct"):
             return _Array()
         if name == "numpy dtype":
@@ -160,9 +160,8 @@ class _Interpreter:
         if name == "_codecs encode":  # bytes, in a pickle that Python 3 wrote for Python 2
             text, encoding = arguments
             self._encoded += len(_checked(text, str))
-            if encoding != "latin1" or self._encoded > len(
-                self._content
-            ):  # one text encoded many times fills the memory
+            # One text that is encoded many times would fill the memory.
+            if encoding != "latin1" or self._encoded > len(self._content):
                 raise _ForeignError("it has bytes in an unknown encoding")
             return text.encode("latin-1")
         raise _ForeignError(f"it calls {name.replace(' ', '.')}")
@@ -185,7 +184,7 @@ def _checked(value: Any, kind: type) -> Any:
 
 
 def _contained(value: Any, *kinds: type) -> Any:
-    """Return a value that a container may hold: a number, a text, or one of these types."""
+    """Return a valid item of a container: a number, a text, or a value of these types."""
     if isinstance(value, _Array):
         value = value.value
         if value is None:
