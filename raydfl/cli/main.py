@@ -45,9 +45,7 @@ def _run_dir(text: str) -> Path:
 RunDir = Annotated[
     Path, typer.Argument(metavar="DIR", help="a run directory, or its URI", show_default=False, parser=_run_dir)
 ]
-Trust = Annotated[
-    bool, typer.Option("--trust", help="run code that came with the folder, or has changed since the run began")
-]
+Trust = Annotated[bool, typer.Option("--trust", help="approve and run the code that the run's configuration names")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -194,11 +192,15 @@ def report_command(
     ] = None,
 ) -> None:
     """Write one HTML page about a run, or one that compares several."""
-    from raydfl.runs.report import write_report
+    from raydfl.runs.report import read_run, write_page
 
     if out is None:
         out = directories[0] / "report.html" if len(directories) == 1 else Path("report.html")
-    print(write_report(directories, out))  # noqa: T201
+    runs = [read_run(folder) for folder in dict.fromkeys(directory.resolve() for directory in directories)]
+    print(write_page(runs, out))  # noqa: T201
+    for run in runs:
+        for text in run.missing:
+            print(f"warning: {run.folder}: {printable(text)}", file=sys.stderr)  # noqa: T201
 
 
 ModelName = Annotated[

@@ -427,8 +427,23 @@ def test_settings_that_decide_the_numbers_are_not_edited_in_a_run(raydfl: Raydfl
         raydfl("replay", run_dir, "--round", 1, "--client", "s0").refuses(*messages)
         raydfl("predict", run_dir, run_dir).refuses(*messages)
         raydfl("export", run_dir).refuses(*messages)
-        assert raydfl("report", run_dir).code == 0
+        said = raydfl("report", run_dir)
+        assert said.code == 0
+        assert "warning" in said.err
+        assert "config.yaml was changed since the run began" in said.err
         assert "config.yaml was changed since the run began" in (run_dir / "report.html").read_text()
+
+
+def test_the_report_tells_an_added_setting_from_a_default_that_was_written_down(
+    raydfl: Raydfl, tiny: Callable[..., Config], tmp_path: Path
+) -> None:
+    run_dir = run(tiny("train.rounds=1", method="fedprox")).run_dir
+    assert raydfl("run", written(tiny("train.rounds=1", "method.mu=0.01", method="fedprox"), tmp_path)).code == 0
+    assert raydfl("report", run_dir).err == "", "it is the default"
+    edit(run_dir, "method.mu", 5.0)
+    raydfl("resume", run_dir).refuses("method.mu: None there, 5.0 here")
+    assert "method.mu: None there, 5.0 here" in raydfl("report", run_dir).err
+    assert "method.mu: None there, 5.0 here" in (run_dir / "report.html").read_text()
 
 
 def test_other_settings_may_be_edited_in_a_run(raydfl: Raydfl, undisturbed: Undisturbed, run_dir: Path) -> None:

@@ -13,15 +13,16 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from raydfl.core.errors import ConfigError, RunDirectoryError
+from raydfl.core.files import read_regular
 from raydfl.core.metrics import SCORES, base_name, model_name
-from raydfl.core.nested import flatten, get_path
+from raydfl.core.nested import get_path
 from raydfl.core.yaml import parse_yaml
 from raydfl.engine import TIMELINE
 from raydfl.engine.storage import (
     MetricRow,
     RunStore,
     check_about,
-    decisive_changes,
+    describe_edit,
     read_rows,
     round_of,
     to_rows,
@@ -219,14 +220,10 @@ def read_run(folder: Path) -> RunRecord:
     if not about:
         missing.append("run.json is missing: names of classes and models are not known.")
     began = about.get("config")
-    if began and config:
-        known = flatten(began)
-        changes = decisive_changes(began, {key: value for key, value in flatten(config).items() if key in known})
-        if changes:
-            missing.append(
-                f"config.yaml was changed since the run began ({'; '.join(changes)}): what is shown as its configuration is not "
-                f"what was trained."
-            )
+    if began and config and (edit := describe_edit(folder, began, config)):
+        missing.append(
+            f"config.yaml was changed since the run began ({edit}): what is shown as its configuration is not what was trained."
+        )
     latest = RunStore(folder).latest()
     until = None if latest is None else round_of(latest)
     of_server = pc.field("client") == ""
@@ -308,7 +305,7 @@ def _client_scores(
 def _read(path: Path, parse: Callable[[str], Any]) -> Mapping[str, Any]:
     """Read a file that holds a mapping; empty when it is missing."""
     try:
-        value = parse(path.read_text(encoding="utf-8"))
+        value = parse(read_regular(path).decode())
     except FileNotFoundError:
         return {}
     except OSError as error:
