@@ -106,7 +106,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (data / "fsdd" / "recordings").mkdir(parents=True)
     for speaker in ("anna", "bert"):
         for digit in range(10):
-            for take in range(10):
+            for take in range(20):
                 wave = 0.1 * rng.standard_normal(2000)
                 soundfile.write(data / f"fsdd/recordings/{digit}_{speaker}_{take}.wav", wave, 8000)
     for name in ("mnist", "notmnist"):
