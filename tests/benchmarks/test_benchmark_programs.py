@@ -37,7 +37,7 @@ SMALLEST = {
     "fedstar": f"--root {{fsdd}} {ONE} --tables contestants --only FedSTAR",
     "lpa": "--clients 3 --parameters 1000 --layers 2 --repeats 1",
     "methods": "--root {fsdd} --works crnn_lite --rounds 1",
-    "modality_mirror": f"--root {{fsdd}} --pictures {{mnist}} {ONE} --tables helps",
+    "modality_mirror": f"--root {{fsdd}} --pictures {{mnist}} {ONE} --tables helps --clients 15",
     "noise": f"--root {{fsdd}} {ONE}",
     "ops": "--turns 1 --clients 2 --images",
     "packed": "--kinds webdataset --gigabytes 0.01",
