@@ -401,7 +401,9 @@ def sweep_command(
     parallel: Annotated[
         int | None, typer.Option("--parallel", min=1, help="runs at a time; default: what the CPUs and GPUs allow")
     ] = None,
-    check: Annotated[bool, typer.Option("--check", help="check all configurations, without any recording")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="check all configurations, and that the data sets exist")
+    ] = False,
     table: Annotated[bool, typer.Option("--table", help="write the tables and the page of what is there")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -411,11 +413,13 @@ def sweep_command(
     Finished runs are never repeated. Ctrl-C lets running ones stop after their round; the same command goes on with them.
     """
     from raydfl.cli.experiments import describe_sweep, do_sweep
+    from raydfl.experiments import check_data_sets
     from raydfl.experiments.sweep import load_sweep
 
     sweep = load_sweep(file, overrides or [], only or [])
     if check:
         print(describe_sweep(sweep))  # noqa: T201
+        check_data_sets(sweep.distinct)
         return
     with progress_of(quiet, as_json) as progress:
         code = do_sweep(sweep, progress, parallel, table_only=table)

@@ -42,7 +42,7 @@ SPLITS = {
     "train": "training data",
 }
 """Names of the record's splits in a report, in the order in which it shows them."""
-_LAST = 10  # measurements behind a tail
+_LAST = 10  # evaluations that a tail averages, at most
 _TIMELINES = 3  # rounds whose timelines are read
 
 Key = tuple[str, str]
@@ -64,9 +64,20 @@ class Curve:
         return float(self.values[-1])
 
     @property
+    def trained(self) -> NDArray[np.float64]:
+        """The values measured after training began: round 0 is left out."""
+        return self.values[self.rounds > 0]
+
+    @property
     def tail(self) -> float:
-        """The mean of the last ten values."""
-        return float(self.values[-_LAST:].mean())
+        """The mean of the last ten values after training began, or of all if there are fewer; NaN if there are none."""
+        values = self.trained[-_LAST:]
+        return float(values.mean()) if len(values) else float("nan")
+
+    @property
+    def tail_text(self) -> str:
+        """The number of values that :attr:`tail` averages: ``last 3 of 3``."""
+        return f"last {min(_LAST, len(self.trained))} of {len(self.trained)}"
 
 
 @dataclass(frozen=True, slots=True)
