@@ -167,7 +167,7 @@ def test_a_value_out_of_range_names_the_range(
         ("train.rounds.x=5", "override 'train.rounds.x=5': train.rounds is 3, not a group of settings"),
         (
             "train.rounds=[",
-            "override 'train.rounds=[' is not valid YAML in line 1, column 2: while parsing a flow node",
+            "override 'train.rounds=[' is not valid YAML in line 2, column 1: while parsing a flow node",
         ),
         ("train={rounds: 1, rounds: 2}", "the key 'rounds' stands twice, the second time in line 1"),
     ],
@@ -189,7 +189,7 @@ def test_nothing_is_left_behind_by_a_refused_configuration(raydfl: Raydfl, tiny:
         (b"", "file.yaml is empty; it must hold the groups method, models, objective, data, attack, train"),
         (b"fedavg", "file.yaml is 'fedavg'; it must hold the groups"),
         (b"- method\n- data", r"file.yaml is .*; it must hold the groups"),
-        (b"method: fedavg\ndata: [", "file.yaml is not valid YAML in line 2, column 8: while parsing a flow node"),
+        (b"method: fedavg\ndata: [", "file.yaml is not valid YAML in line 3, column 1: while parsing a flow node"),
         (b"method: fedavg\n\tdata: x", "file.yaml is not valid YAML in line 2, column 1"),
         (
             b"method: fedavg\ntrain: {rounds: 1}\ntrain: {}",

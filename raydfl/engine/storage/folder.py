@@ -12,7 +12,7 @@ from raydfl.core.errors import InputError, RunDirectoryError
 from raydfl.core.files import plain_name, write_durably
 from raydfl.core.nested import flatten
 from raydfl.core.types import State
-from raydfl.core.yaml import parse_yaml, to_yaml
+from raydfl.core.yaml import read_yaml, to_yaml
 from raydfl.engine.config import Config, make_config
 from raydfl.engine.storage.store import RunStore
 from raydfl.engine.storage.trust import check_code
@@ -60,7 +60,7 @@ def stored_config(run_dir: Path, trust: bool = False) -> Config:
 def _stored_values(run_dir: Path) -> Any:
     path = run_dir / "config.yaml"
     try:
-        return parse_yaml(path.read_text(encoding="utf-8"), str(path))
+        return read_yaml(path, saved=True)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise RunDirectoryError(f"{path} cannot be read: {reason}; restore it from a copy") from error

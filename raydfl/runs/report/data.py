@@ -212,7 +212,7 @@ def read_run(folder: Path) -> RunRecord:
             f"give the folder that `raydfl run` printed"
         )
     missing = []
-    config = _read(folder / "config.yaml", lambda text: parse_yaml(text, "it"))
+    config = _read(folder / "config.yaml", lambda text: parse_yaml(text, "it", saved=True))
     about = _read(folder / "run.json", _about)
     if not config:
         missing.append("config.yaml is missing: the configuration is not shown.")
