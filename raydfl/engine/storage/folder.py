@@ -127,7 +127,7 @@ def stored_about(run_dir: Path) -> dict[str, Any]:
         check_about(about)
         if about.get("site_key"):
             plain_name(about["site_key"])
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last of JSON that is nested too deep
         reason = error.strerror if isinstance(error, OSError) else error
         raise RunDirectoryError(
             f"{path} is missing or damaged ({reason}); restore it from a copy, or start the run again in a new folder"

@@ -313,7 +313,7 @@ def _read(path: Path, parse: Callable[[str], Any]) -> Mapping[str, Any]:
         return {}
     except OSError as error:
         raise RunDirectoryError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, ConfigError) as error:  # of text that is not UTF-8 too
+    except (ValueError, RecursionError, ConfigError) as error:  # of text that is not UTF-8 too
         raise RunDirectoryError(
             f"{path} is damaged: {error}; restore it from a copy, or move it away to do without it"
         ) from error
