@@ -35,8 +35,10 @@ _Parser: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 _Writer: Any = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper
 
 
-class _Strict(_Parser):  # type: ignore[misc]
-    """A loader that refuses duplicate keys and collections as keys."""
+class _Loader(_Parser):  # type: ignore[misc]
+    """Loader of the core schema: null, booleans, numbers, text, lists, and groups without duplicate keys."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (PyYAML's own way)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
@@ -50,14 +52,8 @@ class _Strict(_Parser):  # type: ignore[misc]
             found[key] = self.construct_object(value_node, deep=deep)
         return found
 
-
-class _Loader(_Strict):
-    """Loader of the core schema: null, booleans, numbers, text, lists and groups."""
-
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (PyYAML's own way)
-
     def construct_number(self, node: yaml.ScalarNode) -> int | float | bool | None:
-        """Convert a scalar that is no text."""
+        """Convert null, a boolean or a number."""
         kind, text = node.tag.removeprefix(_TAG), node.value
         if re.fullmatch(_SCHEMA[kind][0], text) is None:  # after an explicit tag: !!int five
             raise ConfigError(
@@ -75,8 +71,8 @@ class _Loader(_Strict):
 
 _Loader.yaml_constructors = {
     **dict.fromkeys((_TAG + kind for kind in _SCHEMA), _Loader.construct_number),
-    **{_TAG + kind: _Strict.yaml_constructors[_TAG + kind] for kind in ("str", "seq", "map")},
-    None: _Strict.yaml_constructors[None],
+    **{_TAG + kind: _Parser.yaml_constructors[_TAG + kind] for kind in ("str", "seq", "map")},
+    None: _Parser.yaml_constructors[None],
 }
 
 
