@@ -23,6 +23,7 @@ from pydantic.dataclasses import dataclass
 from raydfl.attacks._statistics import HonestUpdates
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.seeds import generator
+from raydfl.core.settings import StrictTypes
 from raydfl.core.types import Update
 from raydfl.data import Names, Share, draw_clients, share_in_range
 from raydfl.data.features import Alteration, AnyFeatures
@@ -43,7 +44,7 @@ class Cohort:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attack:
+class Attack(StrictTypes):
     """Base of every attack: who attacks and when. By itself it does nothing."""
 
     clients: Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -66,19 +67,19 @@ def describe_field(about: Mapping[str, Any]) -> str:
         values = [str(value) for value in part.get("enum", ())]
         if not all(value in text for value in values):
             limits.append("one of " + ", ".join(values))
-    return f"{text} ({'; '.join(limits)})" if limits else text
+    return f"{text} ({'; '.join(limits)})".lstrip() if limits else text
 
 
 def _range(part: Mapping[str, Any]) -> str:
     """Return ``"1 to 512"``, ``"above 0, to 500"``, ``"at least 1"`` ...; empty when there is no limit."""
     low, above, high, below = (part.get(key) for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"))
     if low is not None and high is not None:
-        return f"{low:g} to {high:g}"
-    phrases = [] if low is None else [f"at least {low:g}"]
-    phrases += [] if above is None else [f"above {above:g}"]
-    phrases += [] if below is None else [f"below {below:g}"]
+        return f"{low:.10g} to {high:.10g}"
+    phrases = [] if low is None else [f"at least {low:.10g}"]
+    phrases += [] if above is None else [f"above {above:.10g}"]
+    phrases += [] if below is None else [f"below {below:.10g}"]
     if high is not None:
-        phrases.append(f"to {high:g}" if phrases else f"at most {high:g}")
+        phrases.append(f"to {high:.10g}" if phrases else f"at most {high:.10g}")
     return ", ".join(phrases)
 
 
@@ -211,7 +212,10 @@ def _about(cls: Any, place: Sequence[Any]) -> Mapping[str, Any]:
         return {}
     node = root
     for part in place:
-        node = _resolved(node, root).get("properties", {}).get(part, {})
+        group = _resolved(node, root)
+        node = group.get("properties", {}).get(part) or group.get("additionalProperties") or {}
+        if not isinstance(node, Mapping):  # true: any key, of any kind
+            return {}
     return {**_resolved(node, root), **node}
 
 
@@ -241,8 +245,22 @@ def _problem(items: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> st
         wanted = ["text (put it in quotes)"]
     if wanted == ["a group of settings"]:
         wanted[0] += f" ({', '.join(about.get('properties', ()))})"
+    before = _earlier_reading(items)
     hint = nearest(str(value), [choice for item in items for choice in _choices(item)])
-    return f" is {_shown(value)}; it must be {' or '.join(wanted)}" + (f"; {hint}" if hint.startswith("did") else "")
+    text = f" is {_shown(value)}; it must be {' or '.join(wanted)}"
+    if before is not None:
+        return f"{text} (earlier versions read {_shown(before)})"
+    return f"{text}; {hint}" if hint.startswith("did") else text
+
+
+def _earlier_reading(items: Sequence[Mapping[str, Any]]) -> int | float | None:
+    """Return the number or boolean into which earlier versions converted a value of another type; ``None`` if they refused it."""
+    for item in items:
+        kind = {"int_type": int, "float_type": float, "bool_type": bool}.get(item["type"])
+        if kind is not None:
+            with contextlib.suppress(ValidationError):
+                return TypeAdapter(kind).validate_python(item["input"])
+    return None
 
 
 _PLAIN = {

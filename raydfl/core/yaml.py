@@ -1,85 +1,114 @@
-"""YAML as configurations are written in it: read strictly, and written so that it is read as the same."""
+"""Configuration files in YAML 1.2's core schema: strict reading with limits, and writing."""
 
 from __future__ import annotations
 
-import contextlib
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from raydfl.core.errors import ConfigError
+from raydfl.core.files import open_regular
+
+_BYTES = 10_000_000
+_DEPTH = 100
+_NODES = 100_000
+_DIGITS = 100
+"""Largest size, nesting and number of nodes of a text, and length of a number. An alias counts as all nodes that it repeats."""
+
+_TOO_LARGE = f"a configuration has at most {_BYTES // 10**6} MB, this is larger; give another file"
+
+_TAG = "tag:yaml.org,2002:"
+_SCHEMA = {
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    "float": (
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+}
+"""The plain scalars of the core schema by their tag: pattern, and the possible first characters."""
+
+# libyaml is eight times as fast as PyYAML's own parser. It escapes characters beyond U+FFFF.
+_Parser: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+_Writer: Any = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper
 
 
-class _Strict(yaml.constructor.SafeConstructor, yaml.resolver.Resolver):
-    """YAML in which ``1e-3`` is a number, the words yes, no, on and off are words, and a key written twice is an error."""
+class _Loader(_Parser):  # type: ignore[misc]
+    """Loader of the core schema: null, booleans, numbers, text, lists, and groups without duplicate keys."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (PyYAML's own way)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConfigError(f"the key in line {line} is a list or a group; write text")
+            key = self.construct_object(key_node, deep=True)
+            if key in found:
+                raise ConfigError(f"the key {key!r} stands twice, the second time in line {line}")
+            found[key] = self.construct_object(value_node, deep=deep)
+        return found
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float | bool | None:
+        """Convert null, a boolean or a number."""
+        kind, text = node.tag.removeprefix(_TAG), node.value
+        if re.fullmatch(_SCHEMA[kind][0], text) is None:  # after an explicit tag: !!int five
+            raise ConfigError(
+                f"{text!r} in line {node.start_mark.line + 1} has the tag !!{kind}, which it does not fit"
+            )
+        if len(text) > _DIGITS:
+            raise ConfigError(f"the number in line {node.start_mark.line + 1} has {len(text)} characters; write fewer")
+        if kind in ("null", "bool"):
+            return None if kind == "null" else text.lower() == "true"
+        if kind == "float":
+            return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+        base = {"0o": 8, "0x": 16}.get(text[:2], 10)
+        return int(text if base == 10 else text[2:], base)
+
+
+_Loader.yaml_constructors = {
+    **dict.fromkeys((_TAG + kind for kind in _SCHEMA), _Loader.construct_number),
+    **{_TAG + kind: _Parser.yaml_constructors[_TAG + kind] for kind in ("str", "seq", "map")},
+    None: _Parser.yaml_constructors[None],
+}
+
+
+class _EarlierLoader(_Parser):  # type: ignore[misc]
+    """Loader of earlier versions: YAML 1.1, but with ``yes`` as text and ``1e3`` as a number."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  (PyYAML's own way)
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != _TAG + "bool"]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise ConfigError(
-                    f"the key {key!r} stands twice, the second time in line {key_node.start_mark.line + 1}"
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
 
-
-class _Loader(_Strict, yaml.SafeLoader):
-    """The reader whose messages users see."""
-
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self._open: list[str | None] = []
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Refuse an alias within what it stands for, which would have no end."""
-        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        if isinstance(event, yaml.AliasEvent):
-            if event.anchor in self._open:
-                mark: Any = event.start_mark
-                raise ConfigError(
-                    f"*{event.anchor} in line {mark.line + 1} stands within what &{event.anchor} names, and so would "
-                    f"go on without end"
-                )
-            return super().compose_node(parent, index)
-        self._open.append(event.anchor)
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self._open.pop()
-
-
-_Strict.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile("^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
-_EXPONENT = (
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
-_Strict.add_implicit_resolver(*_EXPONENT)
-
-
-class _FastLoader(_Strict, yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader):  # type: ignore[misc]
-    """The same by libyaml, for text without aliases and mistakes."""
-
-
-# libyaml is eight times as fast. Both write the same, but libyaml escapes characters beyond U+FFFF.
-class _Dumper(yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper):  # type: ignore[misc]
-    """Puts quotes around text that :class:`_Loader` would read as something else."""
+class _Dumper(_Writer):  # type: ignore[misc]
+    """Dumper that quotes text if either loader would read something else."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-_Dumper.add_implicit_resolver(*_EXPONENT)
+def _add_schema() -> None:
+    exponent = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+    _EarlierLoader.add_implicit_resolver(_TAG + "bool", re.compile(rf"^({_SCHEMA['bool'][0]})$"), _SCHEMA["bool"][1])
+    _EarlierLoader.add_implicit_resolver(_TAG + "float", exponent, list("-+0123456789."))
+    for kind, (pattern, first) in _SCHEMA.items():
+        for cls in (_Loader, _Dumper):
+            cls.add_implicit_resolver(_TAG + kind, re.compile(rf"^({pattern})\Z"), first)
+
+
+_add_schema()
+
+
+class _SavedLoader(_Loader):
+    """Loader of files that any version wrote. Earlier versions left the text 08 without quotes."""
+
+    yaml_implicit_resolvers = _EarlierLoader.yaml_implicit_resolvers
 
 
 def to_yaml(value: Any, flow: bool = True) -> str:
@@ -88,17 +117,39 @@ def to_yaml(value: Any, flow: bool = True) -> str:
     return text.removesuffix("...\n").rstrip("\n") if flow else text
 
 
-def parse_yaml(text: str, where: str) -> Any:
-    """YAML text to plain data.
+def read_yaml(path: Path, saved: bool = False) -> Any:
+    """Read a YAML file to plain data, as :func:`parse_yaml` does.
 
     Raises:
-        ConfigError: not YAML (the line is named), or a key stands twice.
+        OSError: the file cannot be read, or it is not a regular file.
+        UnicodeDecodeError: the file is not UTF-8 text.
+        ConfigError: see :func:`parse_yaml`.
     """
-    if "&" not in text:
-        with contextlib.suppress(yaml.YAMLError, ConfigError):
-            return yaml.load(text, Loader=_FastLoader)
+    with open_regular(path) as file:
+        content = file.read(_BYTES + 1)
+    if len(content) > _BYTES:
+        raise ConfigError(f"{path}: {_TOO_LARGE}")
+    return parse_yaml(content.decode(), str(path), saved)
+
+
+def parse_yaml(text: str, where: str, saved: bool = False) -> Any:
+    """Convert YAML text to plain data.
+
+    Args:
+        text: at most 10 MB, 100 levels and 100,000 nodes.
+        where: place of the text, for messages.
+        saved: whether raydfl wrote the text.
+
+    Raises:
+        ConfigError: not YAML (with the line), beyond a limit, a duplicate key, or a scalar that earlier versions read otherwise.
+    """
     try:
-        return yaml.load(text, Loader=_Loader)
+        if len(text.encode()) > _BYTES:
+            raise ConfigError(_TOO_LARGE)
+        _check_events(text, saved)
+        return yaml.load(text, Loader=_SavedLoader if saved else _Loader)
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{where} is not UTF-8 text") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
@@ -108,3 +159,73 @@ def parse_yaml(text: str, where: str) -> Any:
         raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _check_events(text: str, saved: bool) -> None:
+    """Check limits, aliases and readings before anything is built."""
+    total = 0
+    groups: list[list[Any]] = []  # of each open list or group: its anchor, the nodes before it, the levels within it
+    known: dict[str | None, tuple[int, int]] = {}  # nodes and levels of each anchor
+    event: Any
+    for event in yaml.parse(text, Loader=_Loader):
+        nodes, levels, line = 1, 0, event.start_mark.line + 1
+        if isinstance(event, yaml.CollectionStartEvent):
+            groups.append([event.anchor, total, 0])
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before, levels = groups.pop()
+            levels, nodes = levels + 1, 0
+            known[anchor] = total - before, levels
+        elif isinstance(event, yaml.AliasEvent):
+            if any(event.anchor == group[0] for group in groups):
+                raise ConfigError(
+                    f"*{event.anchor} in line {line} stands within what &{event.anchor} names, and so would go on without end"
+                )
+            nodes, levels = known.get(event.anchor, (1, 0))
+        elif isinstance(event, yaml.ScalarEvent):
+            known[event.anchor] = 1, 0
+            if event.implicit[0]:
+                _check_reading(event.value, line, saved)
+        else:
+            continue
+        total += nodes
+        if groups:
+            groups[-1][2] = max(groups[-1][2], levels)
+        if len(groups) + levels > _DEPTH:
+            raise ConfigError(f"line {line} is nested more than {_DEPTH} levels deep; write it with fewer levels")
+        if total > _NODES:
+            raise ConfigError(f"more than {_NODES} values up to line {line}, with aliases written out; write fewer")
+
+
+def _check_reading(text: str, line: int, saved: bool) -> None:
+    """Refuse a plain scalar with another meaning in earlier versions.
+
+    Raises:
+        ConfigError: with both readings.
+    """
+    if _UNCHANGED.fullmatch(text) or len(text) > _DIGITS:
+        return
+    try:
+        before = _read_scalar(_EARLIER, text)
+    except ValueError:  # such as the 40th of a month: no configuration had it
+        return
+    if isinstance(before, str) and (saved or text.startswith("0o")):  # no number was written 0o10
+        return
+    if not isinstance(before, (str, int, float)):
+        before = str(before)  # dates were converted to text
+    now = _read_scalar(_NOW, text)
+    if repr(before) != repr(now):
+        old, new = to_yaml(before), to_yaml(now)
+        raise ConfigError(
+            f"{text} in line {line} was {old} in earlier versions and is {new} now, in YAML 1.2: write {old} or {new}"
+        )
+
+
+_UNCHANGED = re.compile(r"([^-+.0-9].*)?|[-+]?(0|[1-9][0-9]*)(\.[0-9]+)?", re.DOTALL)
+"""Scalars with one meaning in both schemas: words, and ordinary numbers."""
+_NOW, _EARLIER = _Loader(""), _EarlierLoader("")
+
+
+def _read_scalar(loader: Any, text: str) -> Any:
+    """Return the value of a plain scalar."""
+    tag = loader.resolve(yaml.ScalarNode, text, (True, False))
+    return loader.yaml_constructors[tag](loader, yaml.ScalarNode(tag, text))

@@ -27,6 +27,7 @@ import pyarrow as pa
 from pydantic.dataclasses import dataclass
 
 from raydfl.core import registry
+from raydfl.core.settings import StrictTypes
 from raydfl.data.audio import read_audio
 from raydfl.data.pictures import read_image
 
@@ -50,7 +51,7 @@ class Card:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dataset:
+class Dataset(StrictTypes):
     """Base of every data set. The fields of a subclass (a frozen pydantic dataclass) are its options."""
 
     card: ClassVar[Card] = Card("a data set of your own")

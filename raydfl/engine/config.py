@@ -23,7 +23,7 @@ from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.ops import compiled
 from raydfl.core.options import check_keys, explain, plain
 from raydfl.core.settings import Settings
-from raydfl.core.yaml import parse_yaml
+from raydfl.core.yaml import read_yaml
 from raydfl.data import KNOWN, LABELLED, UNLABELLED, DataSettings, ProfileSettings
 from raydfl.data.features import needs_waves
 from raydfl.engine.assembly import ModelChoice, Parts, assemble, split_view, text_of
@@ -390,13 +390,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        values = read_yaml(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         missing = isinstance(error, (FileNotFoundError, IsADirectoryError))
         advice = _instead_of(path) if missing else "give a text file that you may read, such as jobs/quickstart.yaml"
         raise ConfigError(f"cannot read the configuration {path}: {reason}; {advice}") from error
-    values = parse_yaml(text, str(path))
     return make_config(apply_overrides(values, overrides) if isinstance(values, dict) else values, str(path))
 
 

@@ -64,7 +64,8 @@ def _resolve_data(data: dict[str, Any], name: Any = None) -> None:
     """Make the paths of ``data`` or of a part of it absolute; ``name`` is the data set where it names none itself."""
     name = data.get("name", name)
     _resolve(data, ["cache", *(path_options(find_dataset(name)) if isinstance(name, str) and name else ())])
-    for transform in data.get("transforms") or ():
+    transforms = data.get("transforms")
+    for transform in transforms if isinstance(transforms, list) else ():
         if isinstance(transform, dict) and isinstance(transform.get("name"), str):
             _resolve(transform, path_options(find_transform(transform["name"])))
     if isinstance(data.get("partition"), dict):

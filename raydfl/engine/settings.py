@@ -44,7 +44,7 @@ class RaySettings(Settings):
         description="share of a GPU for each client actor, of its memory too; auto: measured on one client's work before the first "
         "round, such that as many actors share a GPU as fit",
     )
-    threads: int = Field(1, ge=1, description="PyTorch threads of each client actor, and of the server")
+    threads: int = Field(1, ge=1, le=1024, description="PyTorch threads of each client actor, and of the server")
     address: str | None = Field(None, description="address of a running cluster; null: $RAY_ADDRESS, else a local one")
     ready_timeout: float = Field(
         120.0, gt=0, description="seconds to wait for the actors to start, and for nodes that are missing"

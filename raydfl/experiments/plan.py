@@ -17,7 +17,7 @@ from raydfl.core.errors import ConfigError, InputError, ResourcesError, nearest
 from raydfl.core.options import explain, path_options
 from raydfl.core.remote import is_uri
 from raydfl.core.settings import Settings
-from raydfl.core.yaml import parse_yaml, to_yaml
+from raydfl.core.yaml import read_yaml, to_yaml
 from raydfl.data import build_population, find_dataset
 from raydfl.data.features import RunChunks
 from raydfl.engine import Clients, Config, apply_overrides, apply_values
@@ -102,11 +102,10 @@ def checked(values: dict[str, Any], settings: type[_Checked], file: Path) -> _Ch
 
 def _read_yaml(path: Path, before: str, after: str) -> Any:
     try:
-        text = path.read_text(encoding="utf-8")
+        return read_yaml(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{before}{reason}{after}") from error
-    return parse_yaml(text, str(path))
 
 
 def read_base(path: Path, bases: dict[Path, dict[str, Any]]) -> dict[str, Any]:

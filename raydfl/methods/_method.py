@@ -22,6 +22,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
+from raydfl.core.settings import StrictTypes
 from raydfl.core.types import Batch, Client, Metrics, ModelSpec, State, Task, Tensors, Update
 from raydfl.data import Examples
 from raydfl.models import build_model
@@ -31,7 +32,7 @@ from raydfl.training import Step, TrainSettings, fit, fixed_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class Method(StrictTypes):
     """Base of every method. Override what differs from FedAvg and nothing else."""
 
     rule: Annotated[

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.part_names import plain_name
+from raydfl.core.settings import StrictTypes
 from raydfl.core.types import Client, Metrics, Ratio, State, Task, Tensors, Update
 from raydfl.methods._clustering import (
     Distance,
@@ -62,14 +63,14 @@ HEADS = "updates of last layers"
 
 
 @dataclass(frozen=True, kw_only=True)
-class KnownTasks:
+class KnownTasks(StrictTypes):
     """Groups by a column of the clients' profile."""
 
     by: Annotated[str, Field(description="name in the clients' profile; part: the part of data.parts")] = "part"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiscoveredTasks:
+class DiscoveredTasks(StrictTypes):
     """Groups by HDBSCAN on the changes of the last layers."""
 
     distance: Annotated[Distance, Field(description="between two updates; the paper: cosine")] = "cosine"

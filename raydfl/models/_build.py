@@ -7,7 +7,7 @@ import inspect
 import typing
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -16,6 +16,7 @@ from torch import nn
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError, DataError, nearest
 from raydfl.core.options import explain
+from raydfl.core.settings import StrictTypes
 from raydfl.core.types import ModelSpec
 
 _PACKAGE = "raydfl.models"
@@ -160,7 +161,8 @@ def _adapter(cls: type[nn.Module], option: str) -> TypeAdapter[Any]:
     """Return what checks an option of a class."""
     if (cls, option) not in _ADAPTERS:
         given = _annotations(cls).get(option, Any)
-        _ADAPTERS[cls, option] = TypeAdapter(given, config=ConfigDict(arbitrary_types_allowed=True))
+        strict: Any = Annotated[given, StrictTypes]
+        _ADAPTERS[cls, option] = TypeAdapter(strict, config=ConfigDict(arbitrary_types_allowed=True))
     return _ADAPTERS[cls, option]
 
 

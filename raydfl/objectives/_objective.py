@@ -12,6 +12,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
+from raydfl.core.settings import StrictTypes
 from raydfl.core.types import Batch, Metrics, ModelSpec, same_view
 from raydfl.data import Examples, Population
 from raydfl.training import Step, predict
@@ -21,7 +22,7 @@ EXTENSION = "objective"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Objective:
+class Objective(StrictTypes):
     """Base of every objective. A frozen dataclass: its fields are its options. It holds no state."""
 
     labels: ClassVar[Literal["one", "sets", "any"]] = "any"

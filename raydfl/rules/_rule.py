@@ -11,6 +11,7 @@ import numpy as np
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from raydfl.core.settings import StrictTypes
 from raydfl.core.types import Metrics, Ratio, Tensors, Update
 
 
@@ -44,7 +45,7 @@ class Aggregate:
 
 
 @dataclass(frozen=True)
-class Rule(ABC):
+class Rule(StrictTypes, ABC):
     """A rule; the fields of a subclass are its options."""
 
     relative: ClassVar[bool] = False

@@ -18,6 +18,10 @@ from raydfl.core.types import Tensors, Update
 Weight = float | np.ndarray
 """How much the elements of a tensor count: one number, or floats that broadcast to its shape."""
 
+# A weight is a number of examples by default, but a method may give it another meaning. The limit is therefore not a client's own
+# number of examples, but one that no client reaches. Sums of weights and of weighted tensors stay far from overflow.
+LARGEST_WEIGHT = 1e12
+
 
 def total_of(weights: Sequence[Any], start: Any = 0.0) -> Any:
     """Add up one after another: Python's own ``sum`` corrects rounding from 3.12 on, but only within one call."""
@@ -75,16 +79,16 @@ def weight_of(
         value = value if value.dtype in (torch.float32, torch.float64) else value.double()
         elements: np.ndarray = value[tuple(slice(1 if step == 0 else None) for step in value.stride())].numpy()
         if elements.size and not (
-            elements.min() >= 0 and elements.max() < np.inf
+            elements.min() >= 0 and elements.max() <= LARGEST_WEIGHT
         ):  # also where something is not a number
-            raise RaydflError(f"{what} has elements that are negative or not finite; 0 leaves an element out")
+            raise RaydflError(f"{what} has elements that are not from 0 to {LARGEST_WEIGHT:g}; 0 leaves an element out")
         return elements
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
         raise RaydflError(f"{what} is {value!r:.80}; it has to be a number") from None
-    if not 0 <= number < np.inf:
-        raise RaydflError(f"{what} is {number}; it has to be finite and not negative, and 0 leaves the client out")
+    if not 0 <= number <= LARGEST_WEIGHT:
+        raise RaydflError(f"{what} is {number}; it must be from 0 to {LARGEST_WEIGHT:g}, and 0 leaves the client out")
     return number
 
 

@@ -132,7 +132,7 @@ def _checked_cohort(value: int | float) -> int | float:
 class TrainSettings(Settings):
     """Training: what every round does."""
 
-    rounds: int = Field(20, ge=1, description="communication rounds")
+    rounds: int = Field(20, ge=1, le=1_000_000, description="communication rounds")
     cohort: int | float = Field(
         0.2,
         gt=0,

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from commands import Raydfl, written
 
+from raydfl.core.errors import ConfigError
 from raydfl.core.yaml import parse_yaml, to_yaml
 from raydfl.engine.config import Config, load_config
 
 Tiny = Callable[..., Config]
 ROOT = Path(__file__).resolve().parents[2]
+_BOMB = ("- &a0 [x]\n" + "\n".join(f"- &a{i} [{f'*a{i - 1}, ' * 10}]" for i in range(1, 9))).encode()
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ def test_an_unknown_key_names_the_nearest(
     [
         (
             "train.rounds=many",
-            'train.rounds is "many"; it must be a whole number\n  train.rounds: communication rounds (at least 1)',
+            'train.rounds is "many"; it must be a whole number\n  train.rounds: communication rounds (1 to 1000000)',
         ),
         ("train.rounds=2.5", "train.rounds is 2.5; it must be a whole number"),
         ("train.rounds=[3]", "train.rounds is [3]; it must be a whole number"),
@@ -109,6 +111,14 @@ def test_an_unknown_key_names_the_nearest(
         ("ray.actors=two", 'ray.actors is "two"; it must be a whole number or per_client'),
         ("track.mlflow=perhaps", 'track.mlflow is "perhaps"; it must be true or false'),
         ("run.name=[a]", 'run.name is ["a"]; it must be text'),
+        ("run.seed=true", "run.seed is true; it must be a whole number (earlier versions read 1)"),
+        (
+            "run.seed=010",
+            "override 'run.seed=010': 010 in line 1 was 8 in earlier versions and is 10 now, in YAML 1.2: write 8 or 10",
+        ),
+        ("run.seed=1:1:1", "1:1:1 in line 1 was 3661 in earlier versions and is '1:1:1' now"),
+        ("data.transforms=5", "data.transforms: write a list of transforms, like [{name: spec_augment}] (got 5)"),
+        ("train.phases.one=5", "train.phases.one is 5; it must be a group of settings (rounds, begin, cohort, "),
     ],
 )
 def test_a_wrong_type_says_what_it_must_be(
@@ -121,6 +131,13 @@ def test_a_wrong_type_says_what_it_must_be(
     ("override", "message"),
     [
         ("train.rounds=0", "train.rounds is 0; it must be at least 1"),
+        ("train.rounds=99999999999999999999", "train.rounds is 99999999999999999999; it must be at most 1000000"),
+        ("ray.threads=9999", "ray.threads is 9999; it must be at most 1024"),
+        ("method={name: fedmlac, alpha: .inf}", "method.alpha is Infinity; it must be a finite number"),
+        (
+            "data.transforms=[{name: gain, db: [0, .inf]}]",
+            "data.transforms.0: gain.db.1 is Infinity; it must be a finite number",
+        ),
         ("train.cohort=0", "train.cohort is 0; it must be above 0"),
         (
             "train.cohort=1.5",
@@ -167,7 +184,7 @@ def test_a_value_out_of_range_names_the_range(
         ("train.rounds.x=5", "override 'train.rounds.x=5': train.rounds is 3, not a group of settings"),
         (
             "train.rounds=[",
-            "override 'train.rounds=[' is not valid YAML in line 1, column 2: while parsing a flow node",
+            "override 'train.rounds=[' is not valid YAML in line 2, column 1: while parsing a flow node",
         ),
         ("train={rounds: 1, rounds: 2}", "the key 'rounds' stands twice, the second time in line 1"),
     ],
@@ -189,7 +206,7 @@ def test_nothing_is_left_behind_by_a_refused_configuration(raydfl: Raydfl, tiny:
         (b"", "file.yaml is empty; it must hold the groups method, models, objective, data, attack, train"),
         (b"fedavg", "file.yaml is 'fedavg'; it must hold the groups"),
         (b"- method\n- data", r"file.yaml is .*; it must hold the groups"),
-        (b"method: fedavg\ndata: [", "file.yaml is not valid YAML in line 2, column 8: while parsing a flow node"),
+        (b"method: fedavg\ndata: [", "file.yaml is not valid YAML in line 3, column 1: while parsing a flow node"),
         (b"method: fedavg\n\tdata: x", "file.yaml is not valid YAML in line 2, column 1"),
         (
             b"method: fedavg\ntrain: {rounds: 1}\ntrain: {}",
@@ -197,6 +214,8 @@ def test_nothing_is_left_behind_by_a_refused_configuration(raydfl: Raydfl, tiny:
         ),
         (b"method: &a {name: fedavg, again: *a}", r"file.yaml: \*a in line 1 stands within what &a names"),
         (b"method: fedavg\ndata: &d\n  name: [{deep: *d}]", r"file.yaml: \*d in line 3 stands within what &d names"),
+        (b"method: " + b"[" * 30_000, "file.yaml: line 1 is nested more than 100 levels deep"),
+        (_BOMB, "file.yaml: more than 100000 values up to line 6, with aliases written out"),
         (b"method: \xff\xfe", "cannot read the configuration .*file.yaml: it is not UTF-8 text"),
         (b"method: fedavg", "data is missing"),
         (b"data: {name: spoken_words}", "method is missing"),
@@ -208,6 +227,53 @@ def test_a_file_that_is_no_configuration(raydfl: Raydfl, tmp_path: Path, content
     raydfl("run", file).refuses(message)
     raydfl("config", file).refuses(message)
     raydfl("data", "prepare", file).refuses(message)
+
+
+@pytest.mark.parametrize("command", ["sweep", "search"])
+def test_a_file_of_many_runs_is_within_the_same_limits(raydfl: Raydfl, tmp_path: Path, command: str) -> None:
+    (tmp_path / "file.yaml").write_bytes(_BOMB)
+    raydfl(command, tmp_path / "file.yaml").refuses("file.yaml: more than 100000 values")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.unlabelled.keep=true",
+        "train.cohort=true",
+        "train.optimiser.lr='0.1'",
+        "train.optimiser.betas=[true, 0.5]",
+        "train.deadline=true",
+        "train.optimiser.models={model: true}",
+        "train.clients={min_examples: true}",
+        "train.together=true",
+        "train.tape=1",
+        "ray.actors=true",
+        "ray.cpus='1'",
+        "evaluate.every=5.0",
+        "attack={name: sign_flip, clients: true}",
+        "attack={name: gaussian_noise, std: true}",
+        "data.corrupt.labels={rate: true}",
+        "data.corrupt.noise={snr_db: '5'}",
+        "data.partition={by: iid, clients: true}",
+        "data.split.validation=true",
+        "data.features.bands=true",
+        "data.segment={frames: true}",
+        "data.takes=true",
+        "data.missing={v: true}",
+        "data.transforms=[{name: gain, db: [false, true]}]",
+        "data.transforms=[{name: spec_augment, frame_masks: true}]",
+        "method={name: fedprox, mu: '0.1'}",
+        "method={name: fedprox, squared: 1}",
+        "method.rule={name: trimmed_mean, trim: true}",
+        "method={name: fedavg, tasks: {name: hdbscan, layers: true}}",
+        "models.model={name: crnn_tiny, hidden: true}",
+        "objective={name: classify, top_k: true}",
+        "run.stop={patience: true}",
+    ],
+)
+def test_no_setting_converts_a_value_of_another_type(tiny: Tiny, tmp_path: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=r"\(earlier versions read \S+\)"):
+        load_config(written(tiny(), tmp_path), [override])
 
 
 def test_an_alias_beside_what_it_names_is_no_circle() -> None:

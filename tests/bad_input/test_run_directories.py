@@ -225,7 +225,7 @@ def test_a_bit_that_flips_in_the_features_is_noticed(
     ("content", "message"),
     [
         (b"", "config.yaml is damaged, or what it names is gone: .* is empty"),
-        (b"method: {name: fedavg", "config.yaml is damaged, or what it names is gone: .* is not valid YAML in line 1"),
+        (b"method: {name: fedavg", "config.yaml is damaged, or what it names is gone: .* is not valid YAML in line 2"),
         (b"method: \xff", "config.yaml cannot be read: it is not UTF-8 text; restore it from a copy"),
         (
             b"method: gone.py:Gone\ndata: spoken_words",
@@ -455,7 +455,10 @@ def test_other_settings_may_be_edited_in_a_run(raydfl: Raydfl, undisturbed: Undi
 
 
 def test_a_run_of_an_earlier_version_goes_on(raydfl: Raydfl, undisturbed: Undisturbed, run_dir: Path) -> None:
-    """It has no copy of its settings, and its digest may have been made otherwise."""
+    """It has no copy of its settings, an older digest, and the text 08 without quotes in its config.yaml."""
+    config = (run_dir / "config.yaml").read_text()
+    assert "experiment: raydfl" in config
+    (run_dir / "config.yaml").write_text(config.replace("experiment: raydfl", "experiment: 08"))
     about = json.loads((run_dir / "run.json").read_text())
     del about["config"]
     (run_dir / "run.json").write_text(json.dumps(about))
@@ -469,6 +472,7 @@ def test_a_run_of_an_earlier_version_goes_on(raydfl: Raydfl, undisturbed: Undist
         "begun by an earlier version of raydfl, 0.0.1: whether its config.yaml is still what it began with" in said.out
     )
     same(undisturbed(4), truth(run_dir))
+    assert parse_yaml((run_dir / "config.yaml").read_text(), "")["track"]["experiment"] == "08"
 
 
 def test_a_refused_run_leaves_nothing_behind(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:

@@ -1,33 +1,126 @@
-"""Reading YAML by libyaml, which is fast, and by PyYAML, whose messages are told."""
+"""YAML's core schema: readings, limits, and what earlier versions read otherwise."""
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from raydfl.core import yaml as raydfl_yaml
 from raydfl.core.errors import ConfigError
-from raydfl.core.yaml import parse_yaml
+from raydfl.core.yaml import parse_yaml, read_yaml, to_yaml
 
-JOBS = Path(__file__).resolve().parents[2] / "jobs"
-TEXTS = [
-    *(file.read_text() for file in sorted(JOBS.glob("*.yaml"))),
-    "{a: 1e-3, b: yes, c: .5, d: true, e: 08, f: [x, 1_0]}",
-]
+_CHAIN = "k0: &k0 [x]\n" + "\n".join(f"k{i}: &k{i} [*k{i - 1}]" for i in range(1, 200))
+_BOMB = "- &a0 [x]\n" + "\n".join(f"- &a{i} [{f'*a{i - 1}, ' * 10}]" for i in range(1, 9))
 
 
-@pytest.mark.skipif(not yaml.__with_libyaml__, reason="PyYAML was built without libyaml")
-def test_both_read_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = [yaml.load(text, Loader=raydfl_yaml._Loader) for text in TEXTS]
-    monkeypatch.setattr(raydfl_yaml, "_Loader", None)
-    assert [parse_yaml(text, "here") for text in TEXTS] == expected
+def test_plain_scalars_follow_the_core_schema() -> None:
+    """The examples of YAML 1.2.2, section 10.3.2, and words that only YAML 1.1 takes for something else."""
+    text = """[~, null, '', true, False, TRUE, 0, 0o7, 0x3A, -19, 03, 0., -0.0, .5, +12e03, -2E+05, 1e3, yes, no, on, off, y, N,
+        =, <<,
+        2024-01-01, 0.1.2, 1e, 0o8, '010', !!str 010]"""
+    expected = [None, None, "", True, False, True, 0, 7, 58, -19, 3, 0.0, -0.0, 0.5, 12e3, -2e5, 1e3]
+    expected += ["yes", "no", "on", "off", "y", "N", "=", "<<", "2024-01-01", "0.1.2", "1e", "0o8", "010", "010"]
+    assert [(type(value), value) for value in parse_yaml(text, "here")] == [(type(value), value) for value in expected]
+    special = parse_yaml("[.inf, -.Inf, +.INF, .nan]", "here")
+    assert special[:3] == [math.inf, -math.inf, math.inf]
+    assert math.isnan(special[3])
 
 
-def test_aliases_and_mistakes() -> None:
+@pytest.mark.parametrize(
+    ("text", "before", "now"),
+    [
+        ("010", "8", "10"),
+        ("-0777", "-511", "-777"),
+        ("08", "'08'", "8"),
+        ("1:1:1", "3661", "'1:1:1'"),
+        ("1:30.5", "90.5", "'1:30.5'"),
+        ("1_000", "1000", "'1_000'"),
+        ("0b11", "3", "'0b11'"),
+        ("-0x1F", "-31", "'-0x1F'"),
+        ("-.5", "'-.5'", "-0.5"),
+        ("2001-12-14t21:59:43Z", "'2001-12-14 21:59:43+00:00'", "'2001-12-14t21:59:43Z'"),
+    ],
+)
+def test_a_scalar_that_earlier_versions_read_otherwise_is_refused_with_both_readings(
+    text: str, before: str, now: str
+) -> None:
+    both = rf"{re.escape(text)} in line 2 was {re.escape(before)} in earlier versions and is {re.escape(now)} now, in YAML 1.2"
+    for place in (f"\n- {text}", f"\n{text}: key"):
+        with pytest.raises(ConfigError, match=f"here: {both}: write {re.escape(before)} or {re.escape(now)}"):
+            parse_yaml(place, "here")
+    assert repr(parse_yaml(before, "")) != repr(parse_yaml(now, ""))  # both proposals can be read
+    assert str(parse_yaml(f"'{text}'", "")) == text
+
+
+@pytest.mark.parametrize(
+    "value", ["08", "0o10", "010", "1_000", "1:1:1", "-.5", "1e5", ".inf", "2024-01-01", "yes", "", 8, 1e-5]
+)
+def test_text_that_resembles_a_number_is_written_so_that_it_stays_text(value: Any) -> None:
+    for saved in (False, True):
+        assert parse_yaml(to_yaml([value]), "", saved) == [value]
+
+
+def test_a_file_that_an_earlier_version_saved_keeps_its_text() -> None:
+    assert parse_yaml("{ids: [08, 0o10], lr: 1.0e-05, note: 1e-3}", "", saved=True) == {
+        "ids": ["08", "0o10"],
+        "lr": 1e-5,
+        "note": 1e-3,
+    }
+    with pytest.raises(ConfigError, match="010 in line 1 was 8 in earlier versions"):
+        parse_yaml("seed: 010", "", saved=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 30_000, "here: line 1 is nested more than 100 levels deep"),
+        ("{a: " * 30_000, "here: line 1 is nested more than 100 levels deep"),
+        ("- " * 30_000, "here: line 1 is nested more than 100 levels deep"),
+        (_CHAIN, "line 100 is nested more than 100"),
+        (_BOMB, "more than 100000 values up to line"),
+        ("[" + "x, " * 100_000 + "]", "here: more than 100000 values up to line 1"),
+        ("&a [1, {b: *a}]", r"here: \*a in line 1 stands within what &a names"),
+        ("x" * 10_000_001, "here: a configuration has at most 10 MB"),
+        ("9" * 5_000, "here: the number in line 1 has 5000 characters"),
+    ],
+    ids=["lists", "groups", "dashes", "chain of aliases", "bomb", "long", "circle", "large", "digits"],
+)  # fmt: skip
+def test_a_text_beyond_a_limit_is_refused_before_anything_is_built(
+    text: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "characters" not in reason:
+        monkeypatch.setattr(yaml, "load", None)
+    with pytest.raises(ConfigError, match=reason):
+        parse_yaml(text, "here")
+
+
+def test_what_a_configuration_may_hold_is_within_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_yaml("{a: &x [1], b: *x}", "here") == {"a": [1], "b": [1]}
-    with pytest.raises(ConfigError, match=r"here: \*x in line 1 stands within what &x names"):
-        parse_yaml("a: &x [*x]", "here")
-    with pytest.raises(ConfigError, match="here: the key 'a' stands twice, the second time in line 2"):
-        parse_yaml("a: 1\na: 2", "here")
+    assert parse_yaml("[" * 100 + "x" + "]" * 100, "")
+    monkeypatch.setattr(yaml, "load", lambda text, Loader: "built")
+    assert parse_yaml("[" + "x, " * 99_999 + "]", "") == "built"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a: 1\na: 2", "here: the key 'a' stands twice, the second time in line 2"),
+        ("{[1]: 2}", "here: the key in line 1 is a list or a group"),
+        ("!!int five", "here: 'five' in line 1 has the tag !!int, which it does not fit"),
+        ("!!timestamp x", "here is not valid YAML in line 1, column 1: could not determine a constructor"),
+        ("\ud800", "here is not UTF-8 text"),
+        ("\0", "here is not valid YAML"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_its_place(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        parse_yaml(text, "here")
+
+
+def test_a_device_without_end_is_no_configuration() -> None:
+    with pytest.raises(ConfigError, match="/dev/zero: a configuration has at most 10 MB"):
+        read_yaml(Path("/dev/zero"))

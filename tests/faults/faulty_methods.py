@@ -261,6 +261,7 @@ SENT: dict[str, Callable[[Update], Any]] = {
     "key of no kind": lambda update: dataclasses.replace(update, key=["global"]),
     "weight nan": lambda update: dataclasses.replace(update, weight=float("nan")),
     "weight negative": lambda update: dataclasses.replace(update, weight=-1.0),
+    "weight boundless": lambda update: dataclasses.replace(update, weight=1e300),
     "weight word": lambda update: dataclasses.replace(update, weight="much"),
     "weight of tensor": _named(float("inf")),
     "weight missing": lambda update: dataclasses.replace(update, weight={}),

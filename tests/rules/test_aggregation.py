@@ -223,11 +223,11 @@ def test_what_cannot_be_averaged_is_named(rule: Rule) -> None:
         ),
         (
             update({"w": [1.0, 2.0]}, -1.0, client_id="ben"),
-            "client 'ben': the weight of its update is -1.0; .*negative",
+            "client 'ben': the weight of its update is -1.0; it must be from 0 to",
         ),
         (update({"w": [1.0, 2.0]}, {"v": 1.0}, client_id="ben"), "client 'ben': the weight of 'w' is missing"),
         (update({"w": [1.0, 2.0]}, {"w": torch.ones(3)}), r"weight of 'w' has shape \(3,\), the tensor has \(2,\)"),
-        (update({"w": [1.0, 2.0]}, {"w": torch.tensor([1.0, -1.0])}), "elements that are negative or not finite"),
+        (update({"w": [1.0, 2.0]}, {"w": torch.tensor([1.0, -1.0])}), "elements that are not from 0 to"),
     ]
     for bad, message in cases:
         with pytest.raises(RaydflError, match=message):
@@ -238,10 +238,10 @@ def test_what_cannot_be_averaged_is_named(rule: Rule) -> None:
         rule([update({"net/a.bias": [1.0, 2.0, 3.0]})], CURRENT, np.random.default_rng(0))
 
 
-@pytest.mark.parametrize("weight", [float("nan"), float("inf")])
-def test_a_weight_that_is_not_finite_is_an_error(weight: float) -> None:
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), 1e300])
+def test_a_weight_beyond_its_range_is_an_error(weight: float) -> None:
     for value in (weight, {"w": weight}, {"w": torch.tensor([weight])}):
-        with pytest.raises(RaydflError, match="not finite|has to be finite"):
+        with pytest.raises(RaydflError, match="not from 0 to|must be from 0 to"):
             WeightedMean()([update({"w": [1.0]}, value)], {})
 
 

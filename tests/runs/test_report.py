@@ -411,6 +411,12 @@ def broken(folder: Path, name: str, content: bytes) -> Path:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
+        ("run.json", b"[" * 100_000, r"run.json is damaged: maximum recursion depth exceeded .*; restore it"),
+        (
+            "config.yaml",
+            b"a: " + b"[" * 30_000,
+            r"config.yaml is damaged: it: line 1 is nested more than 100 levels deep",
+        ),
         ("config.yaml", b"a: [1,\nb: }", r"config.yaml is damaged: it is not valid YAML in line 2, .*; restore it"),
         ("config.yaml", b"- a list", r"config.yaml must hold a mapping, not list"),
         ("config.yaml", b"\xff\xfe", r"config.yaml is damaged: 'utf-8' codec can't decode"),

@@ -15,6 +15,7 @@ import numpy as np
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from raydfl.core.settings import StrictTypes
 from raydfl.data.features.kinds import AnyFeatures
 
 Drawn = Mapping[str, np.ndarray]
@@ -22,7 +23,7 @@ Drawn = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transform:
+class Transform(StrictTypes):
     """Base of every transform. The fields of a subclass (a frozen pydantic dataclass) are its options."""
 
     power: ClassVar[bool] = False

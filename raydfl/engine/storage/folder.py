@@ -12,7 +12,7 @@ from raydfl.core.errors import InputError, RunDirectoryError
 from raydfl.core.files import plain_name, read_regular, write_durably
 from raydfl.core.nested import flatten
 from raydfl.core.types import State
-from raydfl.core.yaml import parse_yaml, to_yaml
+from raydfl.core.yaml import read_yaml, to_yaml
 from raydfl.engine.config import Config, make_config
 from raydfl.engine.storage.store import RunStore
 from raydfl.engine.storage.trust import check_code
@@ -59,7 +59,7 @@ def stored_config(run_dir: Path, trust: bool = False) -> Config:
 def _stored_values(run_dir: Path) -> Any:
     path = run_dir / "config.yaml"
     try:
-        return parse_yaml(read_regular(path).decode(), str(path))
+        return read_yaml(path, saved=True)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise RunDirectoryError(f"{path} cannot be read: {reason}; restore it from a copy") from error
@@ -126,7 +126,7 @@ def stored_about(run_dir: Path) -> dict[str, Any]:
         check_about(about)
         if about.get("site_key"):
             plain_name(about["site_key"])
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last of JSON that is nested too deep
         reason = error.strerror if isinstance(error, OSError) else error
         raise RunDirectoryError(
             f"{path} is missing or damaged ({reason}); restore it from a copy, or start the run again in a new folder"

@@ -77,7 +77,7 @@ def _cache(config: bytes, overrides: Sequence[str]) -> Path | None:
     asked = [override.partition("=")[2] for override in overrides if override.startswith("data.cache=")]
     if asked:
         return Path(asked[-1])
-    values = parse_yaml(config.decode(errors="replace"), "the run's config.yaml")
+    values = parse_yaml(config.decode(errors="replace"), "the run's config.yaml", saved=True)
     data = values.get("data") if isinstance(values, dict) else None
     kept = data.get("cache") if isinstance(data, dict) else None
     return Path(kept) if isinstance(kept, str) and Path(kept).is_dir() else None

@@ -37,7 +37,7 @@ def check_code(run_dir: Path, values: Any, trust: bool) -> None:
         return
     try:
         known = json.loads(read_regular(run_dir / "run.json")).get("code")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         known = None  # another check reports a damaged file
     approved = _approved()
     for reference, place in _references(values).items():

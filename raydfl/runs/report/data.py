@@ -224,7 +224,7 @@ def read_run(folder: Path) -> RunRecord:
             f"give the folder that `raydfl run` printed"
         )
     missing = []
-    config = _read(folder / "config.yaml", lambda text: parse_yaml(text, "it"))
+    config = _read(folder / "config.yaml", lambda text: parse_yaml(text, "it", saved=True))
     about = _read(folder / "run.json", _about)
     if not config:
         missing.append("config.yaml is missing: the configuration is not shown.")
@@ -321,7 +321,7 @@ def _read(path: Path, parse: Callable[[str], Any]) -> Mapping[str, Any]:
         return {}
     except OSError as error:
         raise RunDirectoryError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, ConfigError) as error:  # of text that is not UTF-8 too
+    except (ValueError, RecursionError, ConfigError) as error:  # of text that is not UTF-8 too
         raise RunDirectoryError(
             f"{path} is damaged: {error}; restore it from a copy, or move it away to do without it"
         ) from error

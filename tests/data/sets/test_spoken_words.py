@@ -393,7 +393,7 @@ def test_coloured_noise_is_white_noise_through_a_decaying_filter() -> None:
         ({"languages": []}, r"data.languages is \[\]; it must be at least 1 item"),
         ({"speakers": 5, "clips": 4}, "clips is 4 for 5 speakers; each needs at least one"),
         ({"snr_db": [30, 10]}, "snr_db must be two numbers from -20 to 100, the lower one first"),
-        ({"snr_db": [float("nan"), 10]}, "snr_db must be two numbers"),
+        ({"snr_db": [float("nan"), 10]}, "data.snr_db.0 is NaN; it must be a finite number"),
         ({"test_speakers": 0.5, "validation_speakers": 0.5}, "leave no speaker to train on"),
         ({"test_speakers": 1.0}, "data.test_speakers is 1.0; it must be below 1"),
         ({"seed": -1}, "data.seed is -1; it must be at least 0"),
