@@ -178,7 +178,11 @@ class RayPool(SitePools[ActorPool]):
     def _wait(self, seconds: float) -> list[Any]:
         """Wait for an answer, of an actor that starts or to a call, and return the references to those that have come."""
         pools = self._pools.values()
-        done, _ = ray.wait([each for pool in pools for each in pool.awaited()], num_returns=1, timeout=seconds)
+        awaited = [each for pool in pools for each in pool.awaited()]
+        # All that have come already: one at a time would look at all that are awaited for each.
+        done, _ = ray.wait(awaited, num_returns=len(awaited), timeout=0)
+        if not done:
+            done, _ = ray.wait(awaited, num_returns=1, timeout=seconds)
         for pool in pools:
             pool.note_started()
         return done
@@ -240,14 +244,13 @@ class RayPool(SitePools[ActorPool]):
     def _replies(self) -> Iterator[Reply]:
         pools = self._pools.values()
         while any(pool.busy for pool in pools):
-            for pool in pools:
-                pool.hand_out()
             due = min(pool.due for pool in pools)
             done = self._wait(min(_LOOK, max(0.0, due - time.monotonic())))
             self._check_enough()
             overdue = due <= time.monotonic()
             for pool in pools:
-                if overdue:
-                    yield from pool.end_silent(done)
+                found = pool.end_silent(done) if overdue else []
                 for reference in done:
-                    yield from pool.replies(reference)
+                    found += pool.replies(reference)
+                pool.hand_out()  # first: whoever gets the replies may work on them for long
+                yield from found
