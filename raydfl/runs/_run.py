@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ import pyarrow.compute as pc
 
 from raydfl.cluster import RemoteServer, Server, connected, ray_session, with_share
 from raydfl.core import ops
-from raydfl.core.files import write_durably
+from raydfl.core.files import displayed_path, write_durably
 from raydfl.core.nested import flatten
 from raydfl.core.remote import is_uri, parted
 from raydfl.engine import Config, RoundReport, apply_overrides, best_of, make_config
@@ -125,7 +124,8 @@ def execute(
     started = time.monotonic()
     about = stored_about(run_dir)
     mirror = mirror_of(config.run.dir, run_dir)
-    name = _shown(run_dir) if mirror is None else shlex.quote(mirror.uri)
+    folder = shlex.quote(displayed_path(run_dir))
+    name = folder if mirror is None else shlex.quote(mirror.uri)
     quiet = progress.mode != "lines"
     if config.ray.gpus == 0 and not ops.compiled():
         progress.message(
@@ -191,7 +191,7 @@ def execute(
     tracker.finish(_IN_MLFLOW[result.status])
     if mirror is not None:
         mirror.sync()
-    next_step = f"open {_shown(run_dir)}/report.html" if result.finished else f"raydfl resume {name}"
+    next_step = f"open {folder}/report.html" if result.finished else f"raydfl resume {name}"
     progress.finish(result, time.monotonic() - started, next_step)
     return result
 
@@ -207,12 +207,6 @@ def _nothing_to_do(config: Config, name: str, round_index: int, ended: str) -> s
         return f"all {round_index} rounds are done; for more: raydfl resume {name} train.rounds={2 * round_index}"
     more = f"run.stop.patience={2 * config.run.stop.patience}"
     return f"stopped in round {round_index}: {ended}; to go on: raydfl resume {name} {more}, or run.stop=null"
-
-
-def _shown(run_dir: Path) -> str:
-    """Return a run's folder as it is typed in a shell."""
-    relative = os.path.relpath(run_dir)
-    return shlex.quote(str(run_dir.resolve()) if relative.startswith("..") else relative)
 
 
 def _rounds(
