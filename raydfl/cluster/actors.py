@@ -40,6 +40,8 @@ class _Slot:
     """The time at which to give up waiting for ``ready``; infinite once it has answered."""
     node: str = ""
     """Id of the actor's node, once it has answered."""
+    fallback: str = ""
+    """Why the actor does not use its share of a GPU; empty: it does, or it has none."""
     load: int = 0
     """Calls that it has not answered."""
     work: float = 0.0
@@ -152,6 +154,10 @@ class ActorPool:
         """Return the number of actors that are there."""
         return len(self._there())
 
+    def fallbacks(self) -> list[str]:
+        """Return for each actor that trains on the CPU instead of a GPU the reason."""
+        return [slot.fallback for slot in self._there() if slot.fallback]
+
     def _starting(self) -> list[Any]:
         return [slot.ready for slot in self._slots.values() if slot.starting]
 
@@ -169,7 +175,7 @@ class ActorPool:
             if slot.ready not in done:
                 continue
             try:
-                slot.node = ray.get(slot.ready)
+                slot.node, slot.fallback = ray.get(slot.ready)
             except RayTaskError as error:
                 raise task_cause(error) from error
             except LOST as error:

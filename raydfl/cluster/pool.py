@@ -228,6 +228,10 @@ class RayPool(SitePools[ActorPool]):
         """Return the number of client actors that are there; 0: each client has one."""
         return 0 if self._settings.actors == "per_client" else sum(pool.places() for pool in self._pools.values())
 
+    def fallbacks(self) -> list[str]:
+        """Return for each actor that trains on the CPU instead of a GPU the reason."""
+        return [reason for pool in self._pools.values() for reason in pool.fallbacks()]
+
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
         """Hand out the first orders and return; the replies come in order of completion.
 

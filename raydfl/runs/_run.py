@@ -7,12 +7,13 @@ import dataclasses
 import json
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow.compute as pc
 
-from raydfl.cluster import RemoteServer, Server, connected, ray_session, with_share
+from raydfl.cluster import RemoteServer, Server, check_without_actors, connected, ray_session, with_share
 from raydfl.core import ops
 from raydfl.core.files import displayed_path, write_durably
 from raydfl.core.nested import flatten
@@ -58,6 +59,7 @@ def run(
     progress = progress or default_progress()
     quiet = progress.mode != "lines"
     at_sites = bool(config.data.sites) and config.ray.actors != 0
+    _begin(config, progress)
     run_dir = folder_of(config, progress)
     with driving(run_dir, progress), connected(config.ray.address, quiet) if at_sites else contextlib.nullcontext():
         prepare_run(run_dir, config, progress)
@@ -88,6 +90,7 @@ def resume(
         if overrides:
             config = make_config(apply_overrides(stored.model_dump(mode="json"), overrides), f"{run_dir}/config.yaml")
         check_same(run_dir, config, trust)
+        _begin(config, progress)
         about = stored_about(run_dir)
         if "config" not in about and stored.digest() != about["digest"]:
             progress.message(
@@ -102,6 +105,13 @@ def resume(
             mirror.fetch()
         ensure_features(run_dir, config, progress)
         return execute(run_dir, config, progress)
+
+
+def _begin(config: Config, progress: Progress) -> None:
+    """Check the place where clients train, before anything is computed."""
+    check_without_actors(config.ray)
+    if config.ray.cpu_fallback and config.ray.gpus != 0:
+        progress.message("ray.cpu_fallback: clients train on the CPU if PyTorch finds no GPU")
 
 
 _IN_MLFLOW: dict[str, Status] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
@@ -164,11 +174,9 @@ def execute(
                 {"raydfl.digest": about["digest"]},
                 about.get("mlflow_run_id"),
             )
-            if run_id != about.get("mlflow_run_id"):
-                about["mlflow_run_id"] = run_id
-                write_durably(run_dir / "run.json", json.dumps(about, indent=2).encode())
-                if mirror is not None:
-                    mirror.put("run.json")
+            facts = {"mlflow_run_id": run_id, "cpu_fallback": _cpu_fallback(config, server, progress)}
+            if _note(run_dir, about, facts) and mirror is not None:
+                mirror.put("run.json")
             try:
                 result = _rounds(run_dir, config, server, round_index, ended, tracker, progress, on_round, durable)
             except BaseException as error:
@@ -194,6 +202,23 @@ def execute(
     next_step = f"open {folder}/report.html" if result.finished else f"raydfl resume {name}"
     progress.finish(result, time.monotonic() - started, next_step)
     return result
+
+
+def _cpu_fallback(config: Config, server: Server | RemoteServer, progress: Progress) -> str | None:
+    """Return why clients train on the CPU instead of a GPU, and show it; ``None``: they do not."""
+    reason = server.cpu_fallback() if config.ray.cpu_fallback else ""
+    if reason:
+        progress.message(f"warning: {reason}")
+    return reason or None
+
+
+def _note(run_dir: Path, about: Mapping[str, Any], facts: Mapping[str, str | None]) -> bool:
+    """Write facts into run.json, remove those that are ``None``, and return whether that changed it."""
+    noted = {name: value for name, value in {**about, **facts}.items() if value is not None}
+    if noted == about:
+        return False
+    write_durably(run_dir / "run.json", json.dumps(noted, indent=2).encode())
+    return True
 
 
 def _nothing_to_do(config: Config, name: str, round_index: int, ended: str) -> str:

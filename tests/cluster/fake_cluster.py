@@ -61,7 +61,7 @@ class Actor:
     def placed(self, node: Node, now: float) -> None:
         self.node = node
         node.actors.append(self)
-        self.first.at, self.first.value = now + START, node.name
+        self.first.at, self.first.value = now + START, (node.name, "")
         self.idle_at = now + START
 
     def _carry_out(self, orders: list[Order], keys: list[str], *tensors: Any) -> Reference:
