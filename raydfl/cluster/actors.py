@@ -41,7 +41,7 @@ class _Slot:
     node: str = ""
     """Id of the actor's node, once it has answered."""
     fallback: str = ""
-    """Why the actor does not use its share of a GPU; empty: it does, or it has none."""
+    """The reason for training on the CPU despite a share of a GPU; empty: none."""
     load: int = 0
     """Calls that it has not answered."""
     work: float = 0.0
@@ -155,7 +155,7 @@ class ActorPool:
         return len(self._there())
 
     def fallbacks(self) -> list[str]:
-        """Return for each actor that trains on the CPU instead of a GPU the reason."""
+        """Return the reason of each actor for training on the CPU despite a share of a GPU."""
         return [slot.fallback for slot in self._there() if slot.fallback]
 
     def _starting(self) -> list[Any]:

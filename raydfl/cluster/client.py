@@ -91,7 +91,7 @@ class ClientActor:
         return self._opened
 
     def ready(self) -> tuple[str, str]:
-        """Return the id of the actor's node, and why the actor does not use its share of a GPU; empty: it does, or it has none.
+        """Return the id of the actor's node, and the reason for training on the CPU despite a share of a GPU (empty: none).
 
         Raises:
             RaydflError: the run's folder, its data at this site, or what the configuration names cannot be opened.

@@ -133,7 +133,7 @@ def why_no_gpu(driver: str | None = None, cuda: str | None = torch.version.cuda)
     has = int(driver.partition(".")[0] or 0)
     if has >= needed:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-        return f"{found}, which fit; check that nvidia-smi lists a GPU there, and CUDA_VISIBLE_DEVICES ({visible})"
+        return f"{found}, so the driver fits; check the GPU there with nvidia-smi, and CUDA_VISIBLE_DEVICES ({visible})"
     older = [version for version, least in _DRIVERS.items() if has >= least]
     other = f", or PyTorch for CUDA {max(older)}" if older else ""
     return f"{found}; install NVIDIA driver {needed} or newer there{other}"

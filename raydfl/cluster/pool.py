@@ -229,7 +229,7 @@ class RayPool(SitePools[ActorPool]):
         return 0 if self._settings.actors == "per_client" else sum(pool.places() for pool in self._pools.values())
 
     def fallbacks(self) -> list[str]:
-        """Return for each actor that trains on the CPU instead of a GPU the reason."""
+        """Return the reason of each actor for training on the CPU despite a share of a GPU."""
         return [reason for pool in self._pools.values() for reason in pool.fallbacks()]
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:

@@ -23,7 +23,7 @@ _LONG = 0.5
 """A piece is long if one actor needs this share of the time that all actors need for the rest. With 1, simulated rounds took up to
 10 % longer. With 0.25, the server held twice as many results."""
 _AHEAD = 2
-"""Calls that an actor may have at a time: the one that it works on, and one that it then goes on with at once."""
+"""Calls that an actor has at most: one in progress and one next."""
 _LONGEST = 1.0
 """Seconds of work of one call at most: with more, results wait, take memory, and are lost together."""
 _MOST = 8
@@ -93,7 +93,7 @@ class Backlog:
             heapq.heappop(self._longest)
         return self._longest[0][1]
 
-    def by_cost(self) -> list[tuple[int, float]]:
+    def sort_by_cost(self) -> list[tuple[int, float]]:
         """Return position and cost of all pieces, the longest first."""
         return sorted(self._costs.items(), key=operator.itemgetter(1), reverse=True)
 
@@ -248,7 +248,7 @@ def _deal(backlog: Backlog, lanes: Sequence[Lane], now: float) -> list[tuple[Lan
     """Deal each piece, the longest first, to the lane that will have done it first; of several, to that with the fewest calls."""
     kinds = _kinds(lanes, math.inf, now)
     shares: list[list[int]] = [[] for _ in lanes]
-    for position, cost in backlog.by_cost():
+    for position, cost in backlog.sort_by_cost():
         kind = kinds[0]
         if len(kinds) > 1:
             kind = min(kinds, key=lambda kind: (kind.lanes[0][0] + kind.pace * cost, kind.lanes[0][1]))

@@ -205,7 +205,7 @@ def execute(
 
 
 def _cpu_fallback(config: Config, server: Server | RemoteServer, progress: Progress) -> str | None:
-    """Return why clients train on the CPU instead of a GPU, and show it; ``None``: they do not."""
+    """Show and return the reason for training on the CPU instead of a GPU; ``None``: no actor does."""
     reason = server.cpu_fallback() if config.ray.cpu_fallback else ""
     if reason:
         progress.message(f"warning: {reason}")
@@ -213,7 +213,7 @@ def _cpu_fallback(config: Config, server: Server | RemoteServer, progress: Progr
 
 
 def _note(run_dir: Path, about: Mapping[str, Any], facts: Mapping[str, str | None]) -> bool:
-    """Write facts into run.json, remove those that are ``None``, and return whether that changed it."""
+    """Write facts into run.json and return whether it changed. ``None`` removes a fact."""
     noted = {name: value for name, value in {**about, **facts}.items() if value is not None}
     if noted == about:
         return False

@@ -170,7 +170,7 @@ def test_settings(tiny: Tiny) -> None:
             "install NVIDIA driver 580 or newer there, or PyTorch for CUDA 12",
         ),
         ("470.1", "12.8", "driver 470.1, and", "install NVIDIA driver 525 or newer there, or PyTorch for CUDA 11"),
-        ("580.65", "14.1", "driver 580.65, and", "which fit; check that nvidia-smi lists a GPU"),
+        ("580.65", "14.1", "driver 580.65, and", "so the driver fits; check the GPU there with nvidia-smi"),
         ("550.54.15", None, "driver 550.54.15, and", "install PyTorch with CUDA there"),
     ],
 )
