@@ -81,8 +81,8 @@ def test_a_share_of_a_gpu_that_pytorch_does_not_find_is_refused_or_the_cpu_train
         ResourcesError, match=r"ray.gpus=0.25, but PyTorch finds no GPU: .* is built for CUDA .*; install"
     ):
         run(tiny(*share, "ray.actors=2"))
-    with pytest.raises(ResourcesError, match=r"ray.gpus=0.25, but PyTorch finds no GPU"):
-        run(tiny(*share, "ray.actors=per_client", "ray.cpus=0.1"))
+    with pytest.raises(ResourcesError, match=r"ray.gpus=0.1, but PyTorch finds no GPU"):
+        run(tiny("run.name=each", "ray.gpus=0.1", "ray.actors=per_client", "ray.cpus=0.1"))
     said = io.StringIO()
     outcome = run(tiny(*share, "ray.actors=2", "ray.cpu_fallback=true"), Progress("lines", said))
     same(known(tiny()), truth(outcome.run_dir))
