@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from raydfl.core.files import displayed_path
 from raydfl.experiments import label_of
 from raydfl.experiments.search import Search, best_command, run_search, trial_name
 from raydfl.experiments.search import columns as columns_of_trials
@@ -64,8 +65,8 @@ def do_sweep(sweep: Sweep, progress: Progress, parallel: int | None = None, tabl
     _tell(progress, worthless, "are worthless")
     if outcome.stopped:
         progress.message(f"{len(outcome.stopped)} runs are not finished; the same command goes on with them")
-    progress.message(f"tables: {', '.join(_shown(path) for path in written)}")
-    progress.message(f"next: open {_shown(page)}")
+    progress.message(f"tables: {', '.join(displayed_path(path) for path in written)}")
+    progress.message(f"next: open {displayed_path(page)}")
     return 0 if outcome.complete else 1
 
 
@@ -88,7 +89,7 @@ def do_search(search: Search, progress: Progress, table_only: bool = False) -> i
     if results.best is not None:
         progress.message(f"best: {trial_name(results.best.number)}: {results.best.text}")
         progress.message(f"to train with it: {best_command(results)}")
-    progress.message(f"next: open {_shown(search.output('search.html'))}")
+    progress.message(f"next: open {displayed_path(search.output('search.html'))}")
     return 0 if table_only or results.complete else 1
 
 
@@ -130,9 +131,4 @@ def _tell(progress: Progress, messages: Sequence[str], what: str) -> None:
 
 def _say_where(progress: Progress, failed: bool, logs: os.PathLike[str]) -> None:
     if failed:
-        progress.message(f"what failed is told in full in {_shown(logs)}; the same command tries it again")
-
-
-def _shown(path: os.PathLike[str]) -> str:
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
+        progress.message(f"what failed is told in full in {displayed_path(logs)}; the same command tries it again")

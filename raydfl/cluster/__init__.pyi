@@ -16,6 +16,7 @@ from raydfl.cluster.resources import room_for as room_for
 from raydfl.cluster.resources import waiting_text as waiting_text
 from raydfl.cluster.server import RemoteServer as RemoteServer
 from raydfl.cluster.server import Server as Server
+from raydfl.cluster.session import check_without_actors as check_without_actors
 from raydfl.cluster.session import connected as connected
 from raydfl.cluster.session import current_token as current_token
 from raydfl.cluster.session import ray_session as ray_session

@@ -17,7 +17,7 @@ from ray.exceptions import RayTaskError
 from raydfl.cluster.client import ClientActor
 from raydfl.cluster.faults import LOST, StragglerPolicy, leave_out, task_cause, why_ended
 from raydfl.cluster.resources import ActorKind, actor_kinds, alive_nodes
-from raydfl.cluster.scheduling import Lane, schedule
+from raydfl.cluster.scheduling import Backlog, Lane, schedule
 from raydfl.core.errors import ResourcesError
 from raydfl.core.tensors import FlatTensors
 from raydfl.engine import SERVER, Order, RaySettings, Reply, in_groups, with_spans
@@ -40,6 +40,8 @@ class _Slot:
     """The time at which to give up waiting for ``ready``; infinite once it has answered."""
     node: str = ""
     """Id of the actor's node, once it has answered."""
+    fallback: str = ""
+    """The reason for training on the CPU despite a share of a GPU; empty: none."""
     load: int = 0
     """Calls that it has not answered."""
     work: float = 0.0
@@ -72,8 +74,8 @@ class _Call:
 class ActorPool:
     """Client actors, each carrying out many clients' orders; a :class:`~raydfl.cluster.pool.RayPool` waits for their answers.
 
-    The longest orders go out first, to the actor that will be free first; each is given its next orders while it works, so that it
-    never waits for the server. Orders of a lost actor go to others, and a new actor takes its place; that work is done twice
+    Orders go out about in client order, to the actor that will be free first; each is given its next orders while it works, so that
+    it never waits for the server. Orders of a lost actor go to others, and a new actor takes its place; that work is done twice
     changes nothing, because a client's work depends on its order alone. Where there is a deadline, each actor has the work of one
     client (or one group) at a time, so that it is known who does not answer.
     """
@@ -100,8 +102,10 @@ class ActorPool:
         self._failed_starts = 0
         """Actors that ended while they started, since one last has started."""
         self._references: Mapping[str, Any] = {}
-        self._waiting: list[list[Order]] = []
-        """Groups of orders, taken from the end."""
+        self._waiting: dict[int, list[Order]] = {}
+        """Groups of orders, by the position of the first order."""
+        self._backlog, self._alone = Backlog(), Backlog()
+        """Their costs: of groups that may share a call, and of others."""
         self._calls: dict[Any, _Call] = {}
         """Calls under way, by the reference to their answer."""
         self._losses: Counter[int] = Counter()
@@ -150,6 +154,10 @@ class ActorPool:
         """Return the number of actors that are there."""
         return len(self._there())
 
+    def fallbacks(self) -> list[str]:
+        """Return the reason of each actor for training on the CPU despite a share of a GPU."""
+        return [slot.fallback for slot in self._there() if slot.fallback]
+
     def _starting(self) -> list[Any]:
         return [slot.ready for slot in self._slots.values() if slot.starting]
 
@@ -167,7 +175,7 @@ class ActorPool:
             if slot.ready not in done:
                 continue
             try:
-                slot.node = ray.get(slot.ready)
+                slot.node, slot.fallback = ray.get(slot.ready)
             except RayTaskError as error:
                 raise task_cause(error) from error
             except LOST as error:
@@ -207,9 +215,21 @@ class ActorPool:
             references: to the server's tensors in the object store, by key.
         """
         self._references = references
-        self._waiting = sorted(in_groups(orders), key=lambda group: (_cost(group), -group[0].position))
         self._calls, self._losses, self._again = {}, Counter(), Counter()
+        self._waiting = {group[0].position: group for group in in_groups(orders)}
+        pieces = [(position, _cost(group)) for position, group in self._waiting.items()]
+        self._backlog, self._alone = Backlog(pieces), Backlog()
+        if self._patience.deadline is not None:
+            self._backlog, self._alone = self._alone, self._backlog
         self.hand_out()
+
+    def _wait(self, group: list[Order]) -> None:
+        """Let a group wait. One that was in a lost call goes alone: it may be what ended the actor."""
+        position = group[0].position
+        self._waiting[position] = group
+        lost = any(order.position in self._losses for order in group)
+        alone = lost or self._patience.deadline is not None
+        (self._alone if alone else self._backlog).add(position, _cost(group))
 
     @property
     def busy(self) -> bool:
@@ -226,33 +246,23 @@ class ActorPool:
         return min((slot.due for slot in self._slots.values()), default=math.inf)
 
     def hand_out(self) -> None:
-        """Give waiting groups to actors. One that was in a lost call goes alone: it may be what ended the actor."""
+        """Give waiting groups to actors."""
         if self._settings.actors == "per_client":
-            while self._waiting:
-                group = self._waiting.pop()
+            for position in list(self._waiting):
+                group = self._waiting.pop(position)
                 key = group[0].task.client_id
                 self._call(key, self._slots.get(key) or self._open(key, actor_kinds(self._settings, 1)[0]), group)
         if not self._waiting:
             return
-        groups = self._waiting[::-1]
-        now, training = time.monotonic(), groups[0][0].measure is None
-        calls = schedule(
-            [_cost(group) for group in groups],
-            [
-                self._patience.deadline is not None or any(order.position in self._losses for order in group)
-                for group in groups
-            ],
-            [
-                Lane(key, slot.load, slot.free_at, self._pace_of(slot.kind, training))
-                for key, slot in self._slots.items()
-                if not slot.starting
-            ],
-            now,
-        )
-        for key, chosen in calls:
-            self._call(key, self._slots[key], [order for position in chosen for order in groups[position]])
-        gone = {position for _, chosen in calls for position in chosen}
-        self._waiting = [group for position, group in enumerate(groups) if position not in gone][::-1]
+        training = next(iter(self._waiting.values()))[0].measure is None
+        lanes = [
+            Lane(key, slot.load, slot.free_at, self._pace_of(slot.kind, training))
+            for key, slot in self._slots.items()
+            if not slot.starting
+        ]
+        for key, positions in schedule(self._backlog, self._alone, lanes, time.monotonic()):
+            groups = [self._waiting.pop(position) for position in positions]
+            self._call(key, self._slots[key], [order for group in groups for order in group])
 
     def _call(self, key: Any, slot: _Slot, orders: list[Order]) -> None:
         receive = sorted({name for order in orders for name in order.task.receive})
@@ -287,7 +297,12 @@ class ActorPool:
         except RayTaskError as error:
             raise task_cause(error) from error
         self._learn(call, replies)
+        self._note_results(replies)
         return with_spans(replies, self._numbers[call.key], call.sent, time.perf_counter(), self._again)
+
+    def _note_results(self, replies: Sequence[Reply]) -> None:
+        for reply in replies:
+            self._backlog.note_result(reply.position)
 
     def _lost(self, call: _Call, error: Exception) -> list[Reply]:
         """Let the orders of a lost call wait. One lost too often is tried alone, and then its client is left out.
@@ -299,14 +314,15 @@ class ActorPool:
         if self._slots.get(call.key) is call.slot:  # else another call of its has already told of its end
             self._replace(call.key)
         if self._replace_gone(call.slot.node):
-            self._waiting += in_groups(call.orders)  # it left with its node: no client's doing
+            for group in in_groups(call.orders):  # it left with its node: no client's doing
+                self._wait(group)
             return []
         left_out: list[Reply] = []
         for group in in_groups(call.orders):
             self._losses.update(order.position for order in group)
             first, times = group[0], self._losses[group[0].position]
             if times <= self._patience.tries(self._settings.retries):
-                self._waiting.append(group)
+                self._wait(group)
             elif not self._patience.drop_lost or first.task.client_id == SERVER:
                 raise ResourcesError(
                     f"the actor of client {first.task.client_id!r} was lost {times} times in round {first.round_index + 1}: "
@@ -315,7 +331,8 @@ class ActorPool:
                 ) from error
             else:
                 reason = f"lost: its actor was lost {times} times: {type(error).__name__}: {why_ended(error)}"
-                left_out += leave_out(group, self._waiting, reason, self._again[first.position] - 1)
+                left_out += leave_out(group, self._wait, reason, self._again[first.position] - 1)
+        self._note_results(left_out)
         return left_out
 
     def end_silent(self, done: Collection[Any]) -> list[Reply]:
@@ -335,7 +352,8 @@ class ActorPool:
             del self._calls[reference]
             self._replace(call.key)
             reason = f"late: no answer after {slot.limit:g} s (train.deadline and ray.grace)"
-            left_out += leave_out(call.orders, self._waiting, reason)
+            left_out += leave_out(call.orders, self._wait, reason)
+        self._note_results(left_out)
         return left_out
 
     def _learn(self, call: _Call, replies: Sequence[Reply]) -> None:

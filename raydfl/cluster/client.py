@@ -12,23 +12,27 @@ from typing import Any
 
 import ray
 
-from raydfl.cluster.gpu import cap, hide_gpus
+from raydfl.cluster.gpu import cap, hide_gpus, why_no_gpu
 from raydfl.cluster.job import check_visible
 from raydfl.cluster.resources import ActorKind
 from raydfl.cluster.sites import SHARE, SentToSite, resource
-from raydfl.core.errors import RaydflError
+from raydfl.core.errors import RaydflError, ResourcesError
 from raydfl.core.tensors import FlatTensors
 from raydfl.engine import Config, Order, Reply, Worker
 from raydfl.engine.storage import PrivateRef, PrivateStore
 
 
-def choose_device(gpus: float) -> str:
-    """Return ``"cuda"`` when a share of a GPU is configured and PyTorch has one, whose memory is capped then; else ``"cpu"``.
+def choose_device(gpus: float, cpu_fallback: bool = False) -> str:
+    """Return ``"cuda"`` and cap the process's memory of the GPU, or ``"cpu"`` without a share of a GPU.
 
     Without a share the process is made blind to GPUs: Ray hides only those of actors that have others.
 
+    Args:
+        gpus: share of a GPU.
+        cpu_fallback: return ``"cpu"`` too if PyTorch finds no GPU.
+
     Raises:
-        ResourcesError: the share is smaller than what a process needs before it computes anything.
+        ResourcesError: PyTorch finds no GPU, or the share is smaller than what a process needs before it computes anything.
     """
     if gpus <= 0:
         hide_gpus()
@@ -36,6 +40,10 @@ def choose_device(gpus: float) -> str:
     import torch
 
     if not torch.cuda.is_available():
+        if not cpu_fallback:
+            raise ResourcesError(
+                f"ray.gpus={gpus:g}, but PyTorch finds no GPU: {why_no_gpu()}, or set ray.cpu_fallback=true to train on the CPU"
+            )
         return "cpu"
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     torch.cuda.set_per_process_memory_fraction(cap(gpus, total))
@@ -66,26 +74,36 @@ class ClientActor:
         # The thread that waits for the lock shall get the interpreter when it gets the lock.
         sys.setswitchinterval(5e-4)
         self._failed: RaydflError | None = None  # what a constructor raises would reach the driver without its type
+        self._fallback = ""
         try:
-            device = choose_device(kind.gpus)
+            device = choose_device(kind.gpus, config.ray.cpu_fallback)
+            if kind.gpus and device == "cpu":
+                self._fallback = why_no_gpu()
             if sent is None:
                 check_visible(folder)
                 far = bool(server_node) and ray.get_runtime_context().get_node_id() != server_node
-                self._worker = Worker(folder, config, PrivateStore(folder / "private", durable=far), device)
+                self._opened = Worker(folder, config, PrivateStore(folder / "private", durable=far), device)
             else:
-                self._worker = sent.worker(config, folder, device)
+                self._opened = sent.worker(config, folder, device)
         except RaydflError as error:
             self._failed = error
 
-    def ready(self) -> str:
-        """Return the id of the actor's node, once it has started.
+    @property
+    def _worker(self) -> Worker:
+        if self._failed is not None:  # an actor of a client gets work before it has said that it is ready
+            raise self._failed
+        return self._opened
+
+    def ready(self) -> tuple[str, str]:
+        """Return the id of the actor's node, and the reason for training on the CPU despite a share of a GPU (empty: none).
 
         Raises:
             RaydflError: the run's folder, its data at this site, or what the configuration names cannot be opened.
+            ResourcesError: PyTorch finds no GPU.
         """
         if self._failed is not None:
             raise self._failed
-        return ray.get_runtime_context().get_node_id()
+        return ray.get_runtime_context().get_node_id(), self._fallback
 
     def process_id(self) -> int:
         """Return the id of the actor's process."""

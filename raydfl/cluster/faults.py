@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
@@ -57,10 +58,11 @@ def why_ended(error: BaseException) -> str:
     return lines[-1 if getattr(error, "actor_init_failed", False) else 0]
 
 
-def leave_out(group: list[Order], waiting: list[list[Order]], reason: str, retried: int = 0) -> list[Reply]:
+def leave_out(group: list[Order], wait: Callable[[list[Order]], None], reason: str, retried: int = 0) -> list[Reply]:
     """Leave a client out; of several that were trained together let each wait by itself first: it may be another's doing."""
     if len(group) > 1:
-        waiting.extend([dataclasses.replace(order, group=-1)] for order in group)
+        for order in group:
+            wait([dataclasses.replace(order, group=-1)])
         return []
     order = group[0]
     return [Reply(order.position, order.task.client_id, rejected=reason, private=order.private, retried=retried)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
+import socket
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -100,6 +102,41 @@ def cap(gpus: float, total: int) -> float:
             f"computes anything ({gigabytes(CONTEXT)}); raise ray.gpus, or set it to auto"
         )
     return left
+
+
+_DRIVERS = {11: 450, 12: 525, 13: 580}
+"""The oldest NVIDIA driver for each major version of CUDA."""
+
+
+def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """Return the version of this node's NVIDIA driver; empty if there is no driver."""
+    try:
+        found = re.search(r"\b\d{3,}(\.\d+)+\b", file.read_text(errors="replace"))
+    except OSError:
+        return ""
+    return found[0] if found else ""
+
+
+def why_no_gpu(driver: str | None = None, cuda: str | None = torch.version.cuda) -> str:
+    """Return why PyTorch finds no GPU on this node, and the software to install.
+
+    Args:
+        driver: version of the NVIDIA driver; empty: there is none; ``None``: this node's.
+        cuda: version of CUDA that PyTorch is built for; ``None``: it is built without CUDA.
+    """
+    driver = driver_version() if driver is None else driver
+    built = f"PyTorch {torch.__version__} is built {f'for CUDA {cuda}' if cuda else 'without CUDA'}"
+    found = f"{socket.gethostname()} has {f'NVIDIA driver {driver}' if driver else 'no NVIDIA driver'}, and {built}"
+    if cuda is None:
+        return f"{found}; install PyTorch with CUDA there"
+    needed = _DRIVERS.get(int(cuda.partition(".")[0]), max(_DRIVERS.values()))
+    has = int(driver.partition(".")[0] or 0)
+    if has >= needed:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        return f"{found}, so the driver fits; check the GPU there with nvidia-smi, and CUDA_VISIBLE_DEVICES ({visible})"
+    older = [version for version, least in _DRIVERS.items() if has >= least]
+    other = f", or PyTorch for CUDA {max(older)}" if older else ""
+    return f"{found}; install NVIDIA driver {needed} or newer there{other}"
 
 
 def hide_gpus() -> None:
@@ -199,8 +236,7 @@ class _Probe:
         """Do :func:`measure`."""
         if not torch.cuda.is_available():
             raise ResourcesError(
-                "ray.gpus: auto needs a GPU that PyTorch can use, but on the node that Ray chose torch.cuda.is_available() is "
-                "False; install PyTorch with CUDA there, or set ray.gpus=0 for the CPU"
+                f"ray.gpus: auto needs a GPU that PyTorch can use: {why_no_gpu()}, or set ray.gpus=0 for the CPU"
             )
         return measure(Path(run_dir), config, CudaDevice(), "cuda")
 

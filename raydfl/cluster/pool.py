@@ -178,7 +178,11 @@ class RayPool(SitePools[ActorPool]):
     def _wait(self, seconds: float) -> list[Any]:
         """Wait for an answer, of an actor that starts or to a call, and return the references to those that have come."""
         pools = self._pools.values()
-        done, _ = ray.wait([each for pool in pools for each in pool.awaited()], num_returns=1, timeout=seconds)
+        awaited = [each for pool in pools for each in pool.awaited()]
+        # All that have come already: one at a time would look at all that are awaited for each.
+        done, _ = ray.wait(awaited, num_returns=len(awaited), timeout=0)
+        if not done:
+            done, _ = ray.wait(awaited, num_returns=1, timeout=seconds)
         for pool in pools:
             pool.note_started()
         return done
@@ -224,6 +228,10 @@ class RayPool(SitePools[ActorPool]):
         """Return the number of client actors that are there; 0: each client has one."""
         return 0 if self._settings.actors == "per_client" else sum(pool.places() for pool in self._pools.values())
 
+    def fallbacks(self) -> list[str]:
+        """Return the reason of each actor for training on the CPU despite a share of a GPU."""
+        return [reason for pool in self._pools.values() for reason in pool.fallbacks()]
+
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
         """Hand out the first orders and return; the replies come in order of completion.
 
@@ -240,14 +248,13 @@ class RayPool(SitePools[ActorPool]):
     def _replies(self) -> Iterator[Reply]:
         pools = self._pools.values()
         while any(pool.busy for pool in pools):
-            for pool in pools:
-                pool.hand_out()
             due = min(pool.due for pool in pools)
             done = self._wait(min(_LOOK, max(0.0, due - time.monotonic())))
             self._check_enough()
             overdue = due <= time.monotonic()
             for pool in pools:
-                if overdue:
-                    yield from pool.end_silent(done)
+                found = pool.end_silent(done) if overdue else []
                 for reference in done:
-                    yield from pool.replies(reference)
+                    found += pool.replies(reference)
+                pool.hand_out()  # first: whoever gets the replies may work on them for long
+                yield from found

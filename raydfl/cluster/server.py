@@ -60,6 +60,7 @@ class Server:
                 else RayPool(start, config.ray, StragglerPolicy.of(config), population if config.data.sites else None)
             )
             opened.callback(pool.close)
+            self._pool = pool
             self._federation = Federation(config, population, store, pool)
             opened.callback(self._federation.close)
             mirror = mirror_of(config.run.dir, run_dir)
@@ -92,6 +93,11 @@ class Server:
     def open(self) -> tuple[int, list[str], str]:
         """Return rounds completed, what was found damaged and passed over, and why ``run.stop`` has ended the training, if so."""
         return self.round_index, self._federation.warnings, self._federation.stopped
+
+    def cpu_fallback(self) -> str:
+        """Return the number of actors on the CPU despite a share of a GPU, with a reason; empty: none."""
+        reasons = self._pool.fallbacks() if isinstance(self._pool, RayPool) else []
+        return f"{len(reasons)} client actors train on the CPU: {reasons[0]}" if reasons else ""
 
     def round(self) -> RoundReport:
         """Do Federation.round. One that fails may be asked for again, where :meth:`rounds` is not what the server is asked for."""
@@ -174,6 +180,10 @@ class ServerActor:
         """Do Server.open."""
         return self._open().open()
 
+    def cpu_fallback(self) -> str:
+        """Do Server.cpu_fallback."""
+        return self._open().cpu_fallback()
+
     def rounds(self, round_index: int, until: int, seconds: float) -> list[RoundReport] | None:
         """Do Server.rounds, and tell Ray's metrics of them."""
         reports = self._open().rounds(round_index, until, seconds)
@@ -246,6 +256,13 @@ class RemoteServer:
             with contextlib.suppress(_ServerLostError):
                 stand: tuple[int, list[str], str] = self._get(self._actor.open.remote())
                 return stand
+
+    def cpu_fallback(self) -> str:
+        """Do Server.cpu_fallback."""
+        while True:
+            with contextlib.suppress(_ServerLostError):
+                reason: str = self._get(self._actor.cpu_fallback.remote())
+                return reason
 
     def rounds(self, round_index: int, until: int) -> list[RoundReport] | None:
         """Do one more round, or several short ones; ``None`` when the server was lost and stands elsewhere now."""

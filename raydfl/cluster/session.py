@@ -14,8 +14,8 @@ import grpc
 import ray
 
 from raydfl.cluster.resources import check_resources
-from raydfl.core.errors import ResourcesError, first_line
-from raydfl.engine import Config
+from raydfl.core.errors import ConfigError, ResourcesError, first_line
+from raydfl.engine import Config, RaySettings
 
 _SECONDS = 10
 _METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
@@ -110,6 +110,26 @@ def start_local_ray(**options: Any) -> None:
         "RAY_max_direct_call_object_size", str(_INLINE)
     )  # read by every process of Ray when it starts
     ray.init("local", include_dashboard=False, **options)
+
+
+def check_without_actors(settings: RaySettings) -> None:
+    """Reject settings that have no effect without client actors.
+
+    Raises:
+        ConfigError: a GPU is asked for, or a cluster.
+    """
+    if settings.actors != 0:
+        return
+    if settings.gpus != 0:
+        raise ConfigError(
+            f"ray.gpus={settings.gpus}: with ray.actors=0 clients train in this process, on the CPU; set ray.gpus=0, or "
+            f"ray.actors to at least 1"
+        )
+    if settings.address and not ray.is_initialized():  # a trial of a search is in the cluster already
+        raise ConfigError(
+            f"ray.address={settings.address}: with ray.actors=0 clients train in this process, without Ray; set ray.address=null, "
+            f"or ray.actors to at least 1"
+        )
 
 
 @contextlib.contextmanager

@@ -78,6 +78,18 @@ def read_regular(path: Path) -> bytes:
         return file.read()
 
 
+def displayed_path(path: str | os.PathLike[str]) -> str:
+    """Return a path for messages, relative to the working directory if it is inside it.
+
+    Never raises: the working directory may have been deleted.
+    """
+    with contextlib.suppress(OSError):
+        relative = os.path.relpath(path)
+        if not relative.startswith(".."):
+            return relative
+    return os.fspath(path)
+
+
 def content_digest(path: Path) -> str:
     """Return a digest of a file's content; it is read again only when its size or time of change is another.
 

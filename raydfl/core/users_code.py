@@ -8,6 +8,10 @@ import traceback
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "numpy", "raydfl", "torch", "torchvision"})
 
 
+FAILURES = (Exception, SystemExit, GeneratorExit)
+"""Exceptions with which a user's code fails. A KeyboardInterrupt is the user's wish to stop the run."""
+
+
 def is_users(module: str | None) -> bool:
     """Return whether a module of that name is a user's.
 

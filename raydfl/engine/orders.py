@@ -47,7 +47,7 @@ class Order:
     task: Task
     round_index: int
     cost: float
-    """Expected work, in examples; the pool hands out the longest first."""
+    """Expected work, in examples."""
     private: PrivateRef | None = None
     measure: tuple[Measurement, ...] | None = None
     """``None``: train; else evaluate."""

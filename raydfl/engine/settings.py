@@ -44,6 +44,10 @@ class RaySettings(Settings):
         description="share of a GPU for each client actor, of its memory too; auto: measured on one client's work before the first "
         "round, such that as many actors share a GPU as fit",
     )
+    cpu_fallback: bool = Field(
+        False,
+        description="train on the CPU if gpus is above 0 and PyTorch finds no GPU on an actor's node; false: such a run is refused",
+    )
     threads: int = Field(1, ge=1, le=1024, description="PyTorch threads of each client actor, and of the server")
     address: str | None = Field(None, description="address of a running cluster; null: $RAY_ADDRESS, else a local one")
     ready_timeout: float = Field(

@@ -29,7 +29,7 @@ from raydfl.core.memory import keep_freed_memory
 from raydfl.core.metrics import attack_success, reduced
 from raydfl.core.tensors import FlatTensors, OwnTensors
 from raydfl.core.types import Client, Metrics, ModelSpec
-from raydfl.core.users_code import is_users, place_of
+from raydfl.core.users_code import FAILURES, is_users, place_of
 from raydfl.data import ClientData, Examples, Population
 from raydfl.engine.autotune import best_width, remembered
 from raydfl.engine.clients import Clients
@@ -52,7 +52,7 @@ def _without(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _named(error: Exception) -> str:
+def _named(error: BaseException) -> str:
     """Return an exception with the place that raised it."""
     return f"{type(error).__name__}: {error} (at {place_of(error)})"
 
@@ -200,7 +200,7 @@ class Worker:
             return self._left_out(order, broadcast, f"error: {error}")
         except RaydflError:
             raise  # the folder, the disk or the configuration: not this client's
-        except Exception as error:  # whatever a method's code raises
+        except FAILURES as error:  # whatever a method's code raises
             if not self._may_drop(order):
                 raise ClientError(self._describe(order, error)) from error
             if isinstance(error, torch.OutOfMemoryError):
@@ -256,7 +256,7 @@ class Worker:
                 self.private = private
                 self._built.clear()
 
-    def _describe(self, order: Order, error: Exception) -> str:
+    def _describe(self, order: Order, error: BaseException) -> str:
         task = order.task
         round_ = order.round_number
         text = f"{order.subject} failed in round {round_}, phase {task.phase!r}: {_named(error)}"

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow.compute as pc
 
-from raydfl.cluster import RemoteServer, Server, connected, ray_session, with_share
+from raydfl.cluster import RemoteServer, Server, check_without_actors, connected, ray_session, with_share
 from raydfl.core import ops
-from raydfl.core.files import write_durably
+from raydfl.core.files import displayed_path, write_durably
 from raydfl.core.nested import flatten
 from raydfl.core.remote import is_uri, parted
 from raydfl.engine import Config, RoundReport, apply_overrides, best_of, make_config
@@ -59,6 +59,7 @@ def run(
     progress = progress or default_progress()
     quiet = progress.mode != "lines"
     at_sites = bool(config.data.sites) and config.ray.actors != 0
+    _begin(config, progress)
     run_dir = folder_of(config, progress)
     with driving(run_dir, progress), connected(config.ray.address, quiet) if at_sites else contextlib.nullcontext():
         prepare_run(run_dir, config, progress)
@@ -89,6 +90,7 @@ def resume(
         if overrides:
             config = make_config(apply_overrides(stored.model_dump(mode="json"), overrides), f"{run_dir}/config.yaml")
         check_same(run_dir, config, trust)
+        _begin(config, progress)
         about = stored_about(run_dir)
         if "config" not in about and stored.digest() != about["digest"]:
             progress.message(
@@ -103,6 +105,13 @@ def resume(
             mirror.fetch()
         ensure_features(run_dir, config, progress)
         return execute(run_dir, config, progress)
+
+
+def _begin(config: Config, progress: Progress) -> None:
+    """Check the place where clients train, before anything is computed."""
+    check_without_actors(config.ray)
+    if config.ray.cpu_fallback and config.ray.gpus != 0:
+        progress.message("ray.cpu_fallback: clients train on the CPU if PyTorch finds no GPU")
 
 
 _IN_MLFLOW: dict[str, Status] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
@@ -125,7 +134,8 @@ def execute(
     started = time.monotonic()
     about = stored_about(run_dir)
     mirror = mirror_of(config.run.dir, run_dir)
-    name = _shown(run_dir) if mirror is None else shlex.quote(mirror.uri)
+    folder = shlex.quote(displayed_path(run_dir))
+    name = folder if mirror is None else shlex.quote(mirror.uri)
     quiet = progress.mode != "lines"
     if config.ray.gpus == 0 and not ops.compiled():
         progress.message(
@@ -164,11 +174,9 @@ def execute(
                 {"raydfl.digest": about["digest"]},
                 about.get("mlflow_run_id"),
             )
-            if run_id != about.get("mlflow_run_id"):
-                about["mlflow_run_id"] = run_id
-                write_durably(run_dir / "run.json", json.dumps(about, indent=2).encode())
-                if mirror is not None:
-                    mirror.put("run.json")
+            facts = {"mlflow_run_id": run_id, "cpu_fallback": _cpu_fallback(config, server, progress)}
+            if _note(run_dir, about, facts) and mirror is not None:
+                mirror.put("run.json")
             try:
                 result = _rounds(run_dir, config, server, round_index, ended, tracker, progress, on_round, durable)
             except BaseException as error:
@@ -191,9 +199,26 @@ def execute(
     tracker.finish(_IN_MLFLOW[result.status])
     if mirror is not None:
         mirror.sync()
-    next_step = f"open {_shown(run_dir)}/report.html" if result.finished else f"raydfl resume {name}"
+    next_step = f"open {folder}/report.html" if result.finished else f"raydfl resume {name}"
     progress.finish(result, time.monotonic() - started, next_step)
     return result
+
+
+def _cpu_fallback(config: Config, server: Server | RemoteServer, progress: Progress) -> str | None:
+    """Show and return the reason for training on the CPU instead of a GPU; ``None``: no actor does."""
+    reason = server.cpu_fallback() if config.ray.cpu_fallback else ""
+    if reason:
+        progress.message(f"warning: {reason}")
+    return reason or None
+
+
+def _note(run_dir: Path, about: Mapping[str, Any], facts: Mapping[str, str | None]) -> bool:
+    """Write facts into run.json and return whether it changed. ``None`` removes a fact."""
+    noted = {name: value for name, value in {**about, **facts}.items() if value is not None}
+    if noted == about:
+        return False
+    write_durably(run_dir / "run.json", json.dumps(noted, indent=2).encode())
+    return True
 
 
 def _nothing_to_do(config: Config, name: str, round_index: int, ended: str) -> str:
@@ -207,12 +232,6 @@ def _nothing_to_do(config: Config, name: str, round_index: int, ended: str) -> s
         return f"all {round_index} rounds are done; for more: raydfl resume {name} train.rounds={2 * round_index}"
     more = f"run.stop.patience={2 * config.run.stop.patience}"
     return f"stopped in round {round_index}: {ended}; to go on: raydfl resume {name} {more}, or run.stop=null"
-
-
-def _shown(run_dir: Path) -> str:
-    """Return a run's folder as it is typed in a shell."""
-    relative = os.path.relpath(run_dir)
-    return shlex.quote(str(run_dir.resolve()) if relative.startswith("..") else relative)
 
 
 def _rounds(

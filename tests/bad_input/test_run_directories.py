@@ -17,6 +17,7 @@ from helpers import known, same, truth
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.lock import FileLock
 from raydfl.core.yaml import parse_yaml, to_yaml
+from raydfl.engine import RoundReport
 from raydfl.engine.config import Config
 from raydfl.engine.overrides import apply_overrides
 from raydfl.engine.storage import record
@@ -47,6 +48,22 @@ def flip(path: Path, at: float = 0.5) -> None:
     data = bytearray(path.read_bytes())
     data[int(at * (len(data) - 1))] ^= 1
     path.write_bytes(data)
+
+
+def test_a_run_ends_well_although_its_working_directory_is_deleted(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job's working directory is a copy that its cluster may delete; the path of the report is only printed."""
+    (tmp_path / "job").mkdir()
+    monkeypatch.chdir(tmp_path / "job")
+
+    def delete(report: RoundReport) -> bool:
+        (tmp_path / "job").rmdir()
+        return False
+
+    result = run(tiny("train.rounds=1", "track.mlflow=true"), on_round=delete)
+    assert result.finished
+    assert (result.run_dir / "report.html").exists()
 
 
 # -- damage ----------------------------------------------------------------------------------------------------------

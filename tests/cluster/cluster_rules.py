@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import ray
 import yaml
@@ -209,6 +211,8 @@ def _kuberay(values: Mapping[str, Any]) -> ClusterFile:
     )
     cluster.most = sum(worker.most for worker in cluster.workers)
     cluster.problems += _kuberay_problems(spec, head, workers)
+    if values["kind"] == "RayJob" and not _at(values, "spec.backoffLimit"):
+        cluster.problems.append("a job whose head is lost does not start again; write backoffLimit: 3")
     for name, group in [("head", head), *((str(group.get("groupName")), group) for group in workers)]:
         cluster.problems += [f"{name}: {problem}" for problem in _pod_problems(group)]
     return cluster
@@ -251,8 +255,43 @@ def _pod_problems(group: Mapping[str, Any]) -> Iterator[str]:
         mounted = {mount.get("mountPath"): volumes.get(mount.get("name"), {}) for mount in mounts}
         if _at(mounted.get(_SHARED_MEMORY, {}), "emptyDir.medium") != "Memory":
             yield f"{_SHARED_MEMORY} must be an emptyDir with medium: Memory, for Ray's objects lie there"
+        else:
+            memory = _bytes(_at(limits, "memory"))
+            shared = _bytes(_at(mounted[_SHARED_MEMORY], "emptyDir.sizeLimit") or memory)
+            given = _at(group, "rayStartParams.object-store-memory")
+            place, size = place_of_objects(memory, shared, None if given is None else int(given))
+            if place != _SHARED_MEMORY:
+                yield (
+                    f"Ray's object store has {size} bytes, {_SHARED_MEMORY} {shared}: objects would be on disk; lower "
+                    f"object-store-memory in rayStartParams, or raise the sizeLimit"
+                )
         if not any("persistentVolumeClaim" in volume for volume in mounted.values()):
             yield "no volume that all pods share, for runs and the cache; mount a persistentVolumeClaim"
+
+
+def place_of_objects(memory: int, shared: int, given: int | None) -> tuple[str, int]:
+    """Return the folder and the bytes of a node's object store, by Ray's own functions, which are private.
+
+    Args:
+        memory: of the node, in bytes, all of it free.
+        shared: bytes of /dev/shm.
+        given: object-store-memory; ``None``: Ray chooses.
+    """
+    from ray._private import services, utils
+
+    with (
+        mock.patch("ray._private.utils.get_shared_memory_bytes", return_value=shared),
+        mock.patch("ray._common.utils.get_system_memory", return_value=memory),
+    ):
+        size = utils.resolve_object_store_memory(memory, given)
+        place, _, size = services.determine_plasma_store_config(size, tempfile.gettempdir())
+    return str(place), int(size)
+
+
+def _bytes(text: Any) -> int:
+    """Return the bytes of a Kubernetes quantity such as 8Gi."""
+    units = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
+    return int(str(text)[:-2]) * units[str(text)[-2:]] if str(text)[-2:] in units else int(text)
 
 
 def _pod_resources(group: Mapping[str, Any]) -> dict[str, float]:

@@ -61,7 +61,7 @@ class Actor:
     def placed(self, node: Node, now: float) -> None:
         self.node = node
         node.actors.append(self)
-        self.first.at, self.first.value = now + START, node.name
+        self.first.at, self.first.value = now + START, (node.name, "")
         self.idle_at = now + START
 
     def _carry_out(self, orders: list[Order], keys: list[str], *tensors: Any) -> Reference:
@@ -95,6 +95,7 @@ class FakeCluster:
         self.demand: list[tuple[float, int]] = []
         """(time, actors that no node has room for), whenever that changed."""
         self.events: list[tuple[float, Callable[[], Any]]] = []
+        self.waits = 0
         for name in ("wait", "get", "put", "kill", "available_resources"):
             monkeypatch.setattr(f"raydfl.cluster.pool.ray.{name}", getattr(self, name))
         monkeypatch.setattr(actors, "alive_nodes", lambda: {n.name: {} for n in self.nodes if n.alive})
@@ -143,6 +144,7 @@ class FakeCluster:
     # -- Ray's calls
 
     def wait(self, references: Sequence[Reference], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        self.waits += 1
         until = self.now + timeout
         while True:
             ready = [reference for reference in references if reference.at <= self.now]

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import ray
 import yaml
-from cluster_rules import check, fit, read_cluster
+from cluster_rules import check, fit, place_of_objects, read_cluster
 
 from raydfl.cluster.resources import actor_kinds
 from raydfl.core.errors import ConfigError
@@ -30,11 +30,15 @@ DOCKERFILE = ROOT / "jobs" / "clusters" / "Dockerfile"
 LAUNCHER = ["cluster.yaml", "jobs/clusters/gcp.yaml"]
 KUBERAY = "jobs/clusters/kuberay.yaml"
 RAYCLUSTER = "jobs/clusters/raycluster.yaml"
+GIBIBYTES = {"m6i.xlarge": 16, "g5.xlarge": 16, "n2-standard-4": 16, "g2-standard-4": 16}
+"""Memory by type of machine, from the clouds' tables."""
 JOBS = [path for path in sorted((ROOT / "jobs").glob("*.yaml")) if "\naxes:" not in path.read_text()]
 Tiny = Callable[..., Config]
 
 
-@pytest.mark.parametrize("name", [*LAUNCHER, KUBERAY, RAYCLUSTER])
+@pytest.mark.parametrize(
+    "name", ["cluster.yaml", *(f"jobs/clusters/{path.name}" for path in DOCKERFILE.parent.glob("*.yaml"))]
+)
 def test_what_comes_with_raydfl_is_whole_and_the_jobs_fit(name: str) -> None:
     assert len(JOBS) >= 4
     lines = check(ROOT / name, JOBS)
@@ -233,6 +237,15 @@ KUBERAY_RULES = [
     ),
     (with_(f"{WORKER}.template.spec.volumes.1", {"name": "shm", "emptyDir": {}}), "gpu: /dev/shm must be an emptyDir"),
     (
+        without(f"{HEAD}.rayStartParams.object-store-memory"),
+        r"head: Ray's object store has 2576980377 bytes, /dev/shm 2147483648: objects would be on disk; lower object-store-m",
+    ),
+    (
+        without(f"{WORKER}.rayStartParams.object-store-memory"),
+        r"gpu: Ray's object store has 5153960755 bytes, /dev/shm 4294967296",
+    ),
+    (without("spec.backoffLimit"), "a job whose head is lost does not start again; write backoffLimit: 3"),
+    (
         with_(f"{WORKER}.template.spec.volumes.0", {"name": "shared", "emptyDir": {}}),
         "gpu: no volume that all pods share",
     ),
@@ -244,6 +257,18 @@ def test_every_rule_refuses_a_broken_kuberay_manifest(rule: int, tmp_path: Path)
     change, message = KUBERAY_RULES[rule]
     with pytest.raises(ConfigError, match=message):
         check(broken(KUBERAY, tmp_path, change), [])
+
+
+@pytest.mark.parametrize("name", LAUNCHER)
+def test_ray_keeps_objects_in_memory_on_the_machines_of_the_clouds(name: str) -> None:
+    """Linux gives /dev/shm half of the memory, and a container in its place what the comment in the file says."""
+    text = (ROOT / name).read_text()
+    assert "object-store-memory" not in text
+    machines = re.findall(r"(?:InstanceType|machineType): (\S+)", text)
+    assert {GIBIBYTES[machine] for machine in machines} == {16}
+    containers = [int(size) << 30 for size in re.findall(r"--shm-size=(\d+)g", text)]
+    for shared in (8 << 30, *containers):
+        assert place_of_objects(16 << 30, shared, None)[0] == "/dev/shm"
 
 
 def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:

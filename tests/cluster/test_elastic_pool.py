@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from fake_cluster import START, FakeCluster, open_pool, orders
 
@@ -43,6 +45,24 @@ def test_all_actors_are_asked_for_at_once_and_waited_for(cluster: FakeCluster) -
     assert [len(actor.done) for actor in cluster.actors] == [2, 2, 2, 2]
     pool.close()
     assert all(not node.actors for node in cluster.nodes)  # so that idle nodes go
+
+
+def test_replies_come_about_in_client_order_and_many_at_a_time(cluster: FakeCluster) -> None:
+    """The server uses replies in client order, so it holds each reply that comes before an earlier one."""
+    cluster.join("a", 100)
+    pool = open_pool(cluster, actors=100)
+    rng, held, early, used = random.Random(1), 0, set(), 0
+    carry_out(pool, [1.0] * 200)  # the pool learns how long a client takes
+    waits = cluster.waits
+    for reply in pool.run(orders([rng.choice([0.5, 1.0, 1.5]) for _ in range(1000)]), {"global": None}):
+        early.add(reply.position)
+        while used in early:
+            early.remove(used)
+            used += 1
+        held = max(held, len(early))
+    assert used == 1000
+    assert held <= 300  # 654 if the longest go out first
+    assert cluster.waits - waits <= 100
 
 
 def test_rounds_begin_with_min_actors_and_the_others_join_in_the_middle_of_one(cluster: FakeCluster) -> None:

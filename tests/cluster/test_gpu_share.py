@@ -12,7 +12,7 @@ import ray
 import torch
 
 from raydfl.cluster.client import choose_device
-from raydfl.cluster.gpu import CONTEXT, Memory, cap, measure, share, with_share
+from raydfl.cluster.gpu import CONTEXT, Memory, cap, driver_version, measure, share, why_no_gpu, with_share
 from raydfl.core.errors import ConfigError, ResourcesError
 from raydfl.engine.config import Config
 from raydfl.engine.settings import RaySettings
@@ -159,10 +159,58 @@ def test_settings(tiny: Tiny) -> None:
             tiny(f"ray.gpus={wrong}")
 
 
+@pytest.mark.parametrize(
+    ("driver", "cuda", "found", "remedy"),
+    [
+        ("", "13.0", "no NVIDIA driver, and", "install NVIDIA driver 580 or newer there"),
+        (
+            "550.54.15",
+            "13.0",
+            "driver 550.54.15, and",
+            "install NVIDIA driver 580 or newer there, or PyTorch for CUDA 12",
+        ),
+        ("470.1", "12.8", "driver 470.1, and", "install NVIDIA driver 525 or newer there, or PyTorch for CUDA 11"),
+        ("580.65", "14.1", "driver 580.65, and", "so the driver fits; check the GPU there with nvidia-smi"),
+        ("550.54.15", None, "driver 550.54.15, and", "install PyTorch with CUDA there"),
+    ],
+)
+def test_a_missing_gpu_is_explained_by_driver_and_cuda(driver: str, cuda: str | None, found: str, remedy: str) -> None:
+    reason = why_no_gpu(driver, cuda)
+    assert found in reason
+    assert f"built for CUDA {cuda}" in reason or cuda is None
+    assert remedy in reason
+
+
+def test_the_drivers_version_is_read_from_the_system(tmp_path: Path) -> None:
+    file = tmp_path / "version"
+    assert driver_version(file) == ""
+    file.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build\nGCC version:  gcc version 12.3.0"
+    )
+    assert driver_version(file) == "550.54.15"
+
+
+@pytest.mark.parametrize("settings", [["ray.gpus=0.5"], ["ray.gpus=auto"], ["ray.address='10.0.0.1:6379'"]])
+def test_settings_that_need_actors_are_refused_without_actors(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, settings: list[str]
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # another test may have opened a Ray
+    config = tiny("ray.actors=0", *settings)
+    with pytest.raises(
+        ConfigError, match=r"ray\..*: with ray.actors=0 clients train in this process, .*ray.actors to at least 1"
+    ):
+        run(config)
+    assert not any(Path(config.run.dir).glob("*"))
+
+
 def test_a_process_without_a_share_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose_device(0.5) == "cpu"
+    assert choose_device(0.5, cpu_fallback=True) == "cpu"
+    with pytest.raises(
+        ResourcesError, match=r"ray.gpus=0.5, but PyTorch finds no GPU: .*, or set ray.cpu_fallback=true"
+    ):
+        choose_device(0.5)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert choose_device(0.0) == "cpu"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
@@ -181,7 +229,14 @@ def test_the_server_sees_no_gpu_and_a_client_with_a_share_sees_its_own(
         "        return super().aggregate(state, updates, rng)\n"
     )
     outcome = run(
-        tiny(f"method.name={source}:Looking", "ray.actors=1", "ray.cpus=0.5", "ray.gpus=0.5", "train.rounds=1")
+        tiny(
+            f"method.name={source}:Looking",
+            "ray.actors=1",
+            "ray.cpus=0.5",
+            "ray.gpus=0.5",
+            "ray.cpu_fallback=true",
+            "train.rounds=1",
+        )
     )
     assert outcome.finished
 
@@ -192,7 +247,7 @@ def test_without_cuda_auto_is_refused(ray_session: None, tiny: Tiny) -> None:
     """Ray has one logical GPU here, PyTorch none."""
     config = tiny("ray.gpus=auto", "ray.actors=2", "ray.cpus=0.5")
     with pytest.raises(
-        ResourcesError, match=r"ray.gpus: auto needs a GPU that PyTorch can use, .* set ray.gpus=0 for the CPU"
+        ResourcesError, match=r"ray.gpus: auto needs a GPU that PyTorch can use: .* set ray.gpus=0 for the CPU"
     ):
         run(config)
     deadline = time.monotonic() + 60
@@ -209,7 +264,9 @@ def test_a_measured_share_is_what_the_run_gets(ray_session: None, tiny: Tiny, mo
 
     monkeypatch.setattr("raydfl.cluster.gpu._Probe", Probe)
     said: list[str] = []
-    config = tiny("ray.gpus=auto", "ray.actors=2", "ray.cpus=0.5", "train.rounds=1", "run.name=measured")
+    config = tiny(
+        "ray.gpus=auto", "ray.actors=2", "ray.cpus=0.5", "ray.cpu_fallback=true", "train.rounds=1", "run.name=measured"
+    )
     found = with_share(create(config, Progress("quiet")), config, said.append)
     assert found.ray.gpus == 0.2
     assert said == ["a client actor needs 3.00 GiB of 16.00 GiB (Made-up 16): 5 fit on a GPU, each gets 0.2 of it"]

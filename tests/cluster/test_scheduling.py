@@ -2,89 +2,165 @@
 
 from __future__ import annotations
 
+import heapq
 import random
+import time
+from dataclasses import dataclass, field
 
 import pytest
 
-from raydfl.cluster.scheduling import WORTH, Lane, schedule
+from raydfl.cluster.scheduling import WORTH, Backlog, Lane, schedule
 
 
-def carry_out(costs: list[float], workers: int, pace: float, latency: float = 0.005) -> tuple[float, int, list[int]]:
-    """A simulation: time until all is done, calls made, pieces in the order of being handed out."""
-    waiting = sorted(range(len(costs)), key=lambda piece: -costs[piece])
-    free = [0.0] * workers  # when each worker has done all its calls
-    loads = [0] * workers
-    events: list[tuple[float, int]] = []
-    now, calls, given = 0.0, 0, []
-    while waiting or events:
-        places = [Lane(worker, loads[worker], free[worker], pace) for worker in range(workers)]
-        sizes = [costs[piece] for piece in waiting]
-        made = schedule(sizes, [False] * len(waiting), places, now)
-        gone = set()
-        for worker, positions in made:
-            pieces = [waiting[position] for position in positions]
-            free[worker] = max(free[worker], now + latency) + sum(costs[piece] for piece in pieces)
-            events.append((free[worker] + latency, worker))
+@dataclass
+class Simulated:
+    """A round that was simulated."""
+
+    end: float = 0.0
+    """The time at which all is done."""
+    calls: int = 0
+    given: list[int] = field(default_factory=list)
+    """Pieces in the order in which they were given to actors."""
+    held: int = 0
+    """The most results that the server held because an earlier one was missing."""
+
+
+def waiting(costs: list[float]) -> Backlog:
+    return Backlog(enumerate(costs))
+
+
+def carry_out(costs: list[float], paces: list[float], latency: float = 0.005, known: bool = True) -> Simulated:
+    """Simulate a round.
+
+    Args:
+        costs: of the pieces.
+        paces: of the actors, seconds for a unit of cost.
+        latency: seconds that a call and its answer take each.
+        known: whether the plan knows the paces.
+    """
+    backlog, done = waiting(costs), Simulated()
+    free = [0.0] * len(paces)  # when each worker has done all its calls
+    loads = [0] * len(paces)
+    events: list[tuple[float, int, list[int]]] = []
+    early: set[int] = set()
+    now, used = 0.0, 0
+    while backlog or events:
+        lanes = [Lane(worker, loads[worker], free[worker], pace * known) for worker, pace in enumerate(paces)]
+        for worker, pieces in schedule(backlog, Backlog(), lanes, now):
+            free[worker] = max(free[worker], now + latency) + paces[worker] * sum(costs[piece] for piece in pieces)
+            heapq.heappush(events, (free[worker] + latency, worker, pieces))
             loads[worker] += 1
-            calls += 1
-            given += pieces
-            gone.update(positions)
-        waiting = [piece for position, piece in enumerate(waiting) if position not in gone]
+            done.calls += 1
+            done.given += pieces
         assert events, "nobody works and something waits"
-        events.sort()
-        now, worker = events.pop(0)
+        now, worker, pieces = heapq.heappop(events)
         loads[worker] -= 1
-    return max(free), calls, given
+        early.update(pieces)
+        for piece in pieces:
+            backlog.note_result(piece)
+        while used in early:
+            early.remove(used)
+            used += 1
+        done.held = max(done.held, len(early))
+    done.end = max(free)
+    return done
 
 
-@pytest.mark.parametrize("pace", [0.0, 1.0])
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("workers", [1, 2, 4, 7])
 @pytest.mark.parametrize("number", [1, 2, 3, 12, 100])
-def test_everything_is_done_once_and_in_good_time(number: int, workers: int, pace: float) -> None:
+def test_everything_is_done_once_and_in_good_time(number: int, workers: int, known: bool) -> None:
     rng = random.Random(number)
     for scale in (0.001, 0.02, 0.5):
         costs = [scale * rng.uniform(0.5, 1.5) for _ in range(number)]
-        end, _, given = carry_out(costs, workers, pace)
-        assert sorted(given) == list(range(number))
-        if pace:  # Graham's bound for lists, and the latency of the calls that an actor waits for
-            assert end <= sum(costs) / workers + 2 * max(costs) + 0.02
+        done = carry_out(costs, [1.0] * workers, known=known)
+        assert sorted(done.given) == list(range(number))
+        if known:  # Graham's bound for lists, and the latency of the calls that an actor waits for
+            assert done.end <= sum(costs) / workers + 2 * max(costs) + 0.02
 
 
 def test_a_call_is_worth_its_cost() -> None:
     """Short work goes out in one call each; long work in few calls, with little left at the end."""
-    end, calls, _ = carry_out([0.01] * 12, 2, 1.0)
-    assert calls == 2
-    assert end == pytest.approx(0.065)
+    done = carry_out([0.01] * 12, [1.0] * 2)
+    assert done.calls == 2
+    assert done.end == pytest.approx(0.065)
     costs = [0.02 + 0.0001 * i for i in range(200)]
-    end, calls, _ = carry_out(costs, 2, 1.0)
-    assert calls <= sum(costs) / WORTH
-    assert end < sum(costs) / 2 + 0.05
+    done = carry_out(costs, [1.0] * 2)
+    assert done.calls <= sum(costs) / WORTH
+    assert done.end < sum(costs) / 2 + 0.05
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "kept"),
+    [(0.5, 1.5, 3.0), (0.025, 0.075, 4.0), (1.0, 1.0, 1.0)],
+    ids=["seconds", "short", "equal"],
+)
+def test_the_server_holds_a_few_results_for_each_actor(least: float, most: float, kept: float) -> None:
+    """If the longest pieces go out first, the server holds 928 of 1,000 results, and the round takes 2 % less."""
+    rng, actors = random.Random(5), 100
+    costs = [rng.uniform(least, most) for _ in range(1000)]
+    done = carry_out(costs, [1.0] * actors)
+    assert done.held <= kept * actors
+    assert done.end <= 1.06 * sum(costs) / actors
+
+
+@pytest.mark.parametrize("place", [0, 500, 999])
+def test_a_long_client_anywhere_does_not_lengthen_the_round(place: int) -> None:
+    costs = [1.0] * 1000
+    costs[place] = 100.0
+    done = carry_out(costs, [1.0] * 10)
+    assert done.end <= 1.02 * sum(costs) / 10
+
+
+def test_one_slow_client_does_not_stop_the_others() -> None:
+    """Its result is missing, so the window stays where it is. Actors without work get pieces behind the window."""
+    costs = [50.0] + [1.0] * 499
+    done = carry_out(costs, [1.0] * 10)
+    assert done.end <= 1.02 * sum(costs) / 10
+
+
+def test_the_time_of_a_plan_grows_about_linearly() -> None:
+    """Ten times the actors and the clients: a quadratic plan takes 100 times as long."""
+
+    def seconds(actors: int, clients: int) -> float:
+        rng, times = random.Random(1), []
+        for _ in range(3):
+            costs = [rng.uniform(0.5, 1.5) for _ in range(clients)]
+            begun = time.process_time()
+            schedule(waiting(costs), Backlog(), [Lane(actor, 0, 0.0, 1.0) for actor in range(actors)], 0.0)
+            times.append(time.process_time() - begun)
+        return min(times)
+
+    assert seconds(1000, 10000) < 30 * seconds(100, 1000)
 
 
 def test_an_actor_is_given_its_next_call_while_it_works() -> None:
     places = [Lane("a", 1, 1.0, 1.0), Lane("b", 1, 2.0, 1.0)]
-    calls = schedule([1.0] * 20, [False] * 20, places, now=0.5)
-    assert [key for key, _ in calls] == ["a", "b"]
-    assert schedule([1.0] * 20, [False] * 20, places, now=0.5) == []  # both have two
+    pieces = waiting([1.0] * 20)
+    calls = schedule(pieces, Backlog(), places, now=0.5)
+    assert calls == [("a", [0]), ("b", [1])]
+    assert schedule(pieces, Backlog(), places, now=0.5) == []  # both have two
 
 
 def test_what_may_have_ended_an_actor_goes_alone() -> None:
     places = [Lane("a", 0, 0.0, 0.001), Lane("b", 0, 0.0, 0.001)]
-    calls = schedule([3.0, 2.0, 1.0], [False, True, False], places, now=0.0)
+    calls = schedule(Backlog([(0, 3.0), (2, 1.0)]), Backlog([(1, 2.0)]), places, now=0.0)
     alone = next(key for key, pieces in calls if pieces == [1])
     assert all(key != alone for key, pieces in calls if pieces != [1])  # nothing waits behind it
-    assert schedule([2.0], [True], [Lane("a", 1, 5.0, 1.0)], now=0.0) == []  # nor does it wait behind others
+    assert (
+        schedule(Backlog(), waiting([2.0]), [Lane("a", 1, 5.0, 1.0)], now=0.0) == []
+    )  # nor does it wait behind others
 
 
 def test_calls_do_not_grow_with_the_work() -> None:
     places = [Lane("a", 0, 0.0, 1.0), Lane("b", 0, 0.0, 1.0)]
-    calls = schedule([0.3] * 5000, [False] * 5000, places, now=0.0)
+    calls = schedule(waiting([0.3] * 5000), Backlog(), places, now=0.0)
     assert {len(pieces) for _, pieces in calls} == {3}
 
 
 def test_who_is_idle_gets_the_last_piece() -> None:
     places = [Lane("busy", 2, 0.0, 1.0), Lane("idle", 0, 0.0, 1.0)]  # the busy one takes longer than was foreseen
-    assert schedule([0.05], [False], places, now=1.0) == [("idle", [0])]
+    assert schedule(waiting([0.05]), Backlog(), places, now=1.0) == [("idle", [0])]
 
 
 @pytest.mark.parametrize("pieces", [1, 3, 20, 300])
@@ -92,24 +168,7 @@ def test_who_is_idle_gets_the_last_piece() -> None:
 def test_fast_and_slow_share_the_work_by_their_pace(paces: list[float], pieces: int) -> None:
     """Done in at most twice the time of the best that could be."""
     rng = random.Random(pieces)
-    waiting = sorted((rng.uniform(0.5, 1.5) for _ in range(pieces)), reverse=True)
-    costs = list(waiting)
-    free, loads = [0.0] * len(paces), [0] * len(paces)
-    events: list[tuple[float, int]] = []
-    now, ends = 0.0, 0.0
-    while waiting or events:
-        places = [Lane(number, loads[number], free[number], pace) for number, pace in enumerate(paces)]
-        made = schedule(waiting, [False] * len(waiting), places, now)
-        for worker, positions in made:
-            free[worker] = max(free[worker], now) + paces[worker] * sum(waiting[position] for position in positions)
-            ends = max(ends, free[worker])
-            events.append((free[worker], worker))
-            loads[worker] += 1
-        gone = {position for _, positions in made for position in positions}
-        waiting = [cost for position, cost in enumerate(waiting) if position not in gone]
-        assert events, "nobody works and something waits"
-        events.sort()
-        now, worker = events.pop(0)
-        loads[worker] -= 1
+    costs = [rng.uniform(0.5, 1.5) for _ in range(pieces)]
     least = max(sum(costs) / sum(1 / pace for pace in paces), min(paces) * max(costs))
-    assert ends <= 2 * least  # Gonzalez, Ibarra and Sahni (1977), for the longest first on machines of several speeds
+    # Gonzalez, Ibarra and Sahni (1977), for the longest first on machines of several speeds.
+    assert carry_out(costs, paces, latency=0.0).end <= 2 * least

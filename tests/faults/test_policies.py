@@ -91,6 +91,23 @@ def test_its_private_state_stays_as_it_was(tiny: Tiny) -> None:
     assert any(before[name] != dropped[name] for name in before if name.startswith("client 1 "))
 
 
+@pytest.mark.parametrize("together", [1, 3])
+@pytest.mark.parametrize("leave", ["sys.exit(0)", "raise GeneratorExit"])
+def test_a_client_that_exits_ends_the_run_as_any_failure_does(
+    tiny: Tiny, tmp_path: Path, together: int, leave: str
+) -> None:
+    source = tmp_path / "leaving.py"
+    source.write_text(
+        "import sys\n\nfrom raydfl import Method\n\n\nclass Leaving(Method):\n    def loss(self, step, batch):\n"
+        f"        if step.client.id == 's2':\n            {leave}\n        return super().loss(step, batch)\n"
+    )
+    method = f"method.name={source}:Leaving"
+    with pytest.raises(
+        ClientError, match=r"'s2' failed in round 1, phase 'train': .*Exit: 0? ?\(at .*leaving.py:9\)\nlook at"
+    ):
+        finish(tiny(method, "train.cohort=1.0", f"train.together={together}"))
+
+
 def test_one_of_a_group_that_is_trained_together_does_not_take_the_others(tiny: Tiny) -> None:
     common = ["train.cohort=1.0", "run.on_error=drop", "train.together=3"]
     config = tiny(*common, faulty("Fails"), "run.name=dropped")

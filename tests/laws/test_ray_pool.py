@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import ray
+import torch
 from helpers import known, same, truth
 
 from raydfl.cluster.pool import RayPool
@@ -70,13 +73,24 @@ def test_resources_that_the_cluster_does_not_have_are_named_with_numbers(tiny: T
         run(tiny("ray.actors=3", "ray.gpus=0.5"))
 
 
-def test_a_share_of_a_gpu_is_reserved_and_without_cuda_the_cpu_computes(tiny: Tiny) -> None:
-    reference = known(tiny())
-    outcome = run(tiny("run.name=gpu", "ray.actors=2", "ray.gpus=0.25"))
-    import torch
-
-    if not torch.cuda.is_available():
-        same(reference, truth(outcome.run_dir))
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+def test_a_share_of_a_gpu_that_pytorch_does_not_find_is_refused_or_the_cpu_trains_as_allowed(tiny: Tiny) -> None:
+    """Ray has one logical GPU here, PyTorch none. The bits are those of a run without a share."""
+    share = ("run.name=gpu", "ray.gpus=0.25")
+    with pytest.raises(
+        ResourcesError, match=r"ray.gpus=0.25, but PyTorch finds no GPU: .* is built for CUDA .*; install"
+    ):
+        run(tiny(*share, "ray.actors=2"))
+    with pytest.raises(ResourcesError, match=r"ray.gpus=0.1, but PyTorch finds no GPU"):
+        run(tiny("run.name=each", "ray.gpus=0.1", "ray.actors=per_client", "ray.cpus=0.1"))
+    said = io.StringIO()
+    outcome = run(tiny(*share, "ray.actors=2", "ray.cpu_fallback=true"), Progress("lines", said))
+    same(known(tiny()), truth(outcome.run_dir))
+    first, *lines = said.getvalue().splitlines()
+    assert first == "ray.cpu_fallback: clients train on the CPU if PyTorch finds no GPU"
+    reason = json.loads((outcome.run_dir / "run.json").read_text())["cpu_fallback"]
+    assert reason.startswith("2 client actors train on the CPU: ")
+    assert lines.index(f"warning: {reason}") < next(at for at, line in enumerate(lines) if line.startswith("round 1"))
 
 
 class Dying(RayPool):

@@ -102,6 +102,7 @@ _ALSO_ABOUT = {
     "code": dict,
     "site_key": str,
     "mlflow_run_id": str,
+    "cpu_fallback": str,
     "branches": list,
     "skipped": list,
 }
