@@ -250,7 +250,8 @@ class _Assembler:
             }
         else:
             arrays |= self._ranges(training.rows.frames, partition.ranges)
-        arrays |= profile_arrays(self.manifest, partition, self.data.profile)
+        profiles, profile_types = profile_arrays(self.manifest, partition, self.data.profile)
+        arrays |= profiles
         if self.data.features.normalise in BY_TRAINING_CLIPS:
             bounds = partition.ranges or np.searchsorted(
                 self.train_of, [np.arange(len(ids)), np.arange(1, len(ids) + 1)]
@@ -285,6 +286,7 @@ class _Assembler:
             pools=division.pools,
             separator=None if self.data.label_sets is None else self.data.label_sets.separator,
             views=views,
+            profile_types=profile_types,
         )
         return population.use(self.data)
 
