@@ -133,7 +133,11 @@ def propose(config: Config, given: Sequence[str], problem: DataError | None = No
         return
     if problem is not None:
         yield from textwrap.wrap(
-            f"This configuration does not fit the clips: {problem}", _WIDTH, subsequent_indent="  "
+            f"This configuration does not fit the clips: {problem}",
+            _WIDTH,
+            subsequent_indent="  ",
+            break_on_hyphens=False,
+            break_long_words=False,
         )
     yield (
         f"To begin with: {len(found.sizes):,} clients, {sizes_text(found.sizes)}; {found.tested:,} test clips. Tried on this "
@@ -247,12 +251,12 @@ def _conditions(config: Config, manifest: pa.Table) -> Conditions | None:
         normal, anomalous = ([v for v in values if kind.match(str(v))] for kind in (_NORMAL, _ANOMALOUS))
         if not normal or not anomalous or len(normal) + len(anomalous) < len(values):
             continue
-        if column != "label":
-            return Conditions(column, anomalous, {})
-        if detects and not hasattr(objective, "normal"):
-            return Conditions(column, anomalous, {})
-        default = {"name": "compact" if config.data.features.kind == "image" else "reconstruct"}
-        return Conditions(column, anomalous, {**((detects and config.objective) or default), "normal": normal})
+        if column == "label" and detects and hasattr(objective, "normal"):
+            return Conditions(column, anomalous, {**(config.objective or {}), "normal": normal})
+        if column == "label" and objective.answers == "class":
+            name = "compact" if config.data.features.kind == "image" else "reconstruct"
+            return Conditions(column, anomalous, {"name": name, "normal": normal})
+        return Conditions(column, anomalous, {})
     return None
 
 

@@ -526,10 +526,11 @@ class DataSettings(Settings):
 
 
 def with_place(error: InputError, where: str) -> InputError:
-    """Return an error of ``data.parts.NAME`` or ``data.views.NAME``, which names its settings as those of ``data``.
+    """Return an error with the settings of ``data`` in its message replaced by those of a part or a view.
 
     Args:
-        where: the place of the part or the view.
+        error: an error from code for any data, such as ``data.features.kind is 3``.
+        where: the place of the part or the view: ``data.parts.NAME`` or ``data.views.NAME``.
     """
     settings = ViewSettings if where.startswith("data.views.") else DataSettings
     own = "|".join(settings.model_fields.keys() - {"parts", "sites", "cache", "heads"})
@@ -538,10 +539,10 @@ def with_place(error: InputError, where: str) -> InputError:
 
 
 def _checked_view(name: str, settings: Any) -> Any:
-    """Return the settings of a view, checked; what is no group is left to pydantic.
+    """Validate the settings of a view. A value of another type than a group is left to pydantic.
 
     Raises:
-        ConfigError: one of them is not as it should be; the view is named.
+        ConfigError: a setting is wrong. The message names the view.
     """
     where = f"data.views.{name}"
     check_keys(settings, ViewSettings, where, ViewSettings, "data.views")

@@ -192,6 +192,15 @@ def test_sections_with_conditions_are_machines_too(tmp_path: Path) -> None:
     assert set(condition[division.role == CLIENT_TEST]) == {"normal", "anomaly"}
 
 
+def test_an_objective_without_classes_stays(tmp_path: Path) -> None:
+    config = configure(tmp_path, MACHINES["folders of nobody"][0])
+    config = make_config({**config.model_dump(mode="json"), "objective": {"name": "contrast"}})
+    found = find(config)
+    assert found is not None
+    assert "objective" not in found.settings
+    assert found.settings["data.split"]["client_test"]["values"] == ["abnormal"]
+
+
 @pytest.mark.parametrize("column", ["speaker", "Speaker_ID", "client_id"])
 def test_a_column_with_speakers_names_the_owners(tmp_path: Path, column: str) -> None:
     rows = [f"{label}{take}.wav,{label},00{take % 6},{take}" for label in ("yes", "no") for take in range(60)]
