@@ -379,12 +379,12 @@ def personal_sound(bench: Bench) -> None:
 
 
 def pruned(bench: Bench) -> None:
-    """The paper's table 4, unequal devices: images and sound."""
+    """Unequal devices: images and sound."""
     _compare(bench, MIXED, PRUNED)
 
 
 def pruned_sound(bench: Bench) -> None:
-    """The paper's table 4, unequal devices: sound."""
+    """Unequal devices: sound."""
     _compare(bench, AUDIO, PRUNED)
 
 

@@ -130,7 +130,7 @@ class _Told(Progress):
 def _drive(values: dict[str, Any], to: Connection) -> None:
     """What the driver's process does: start the run, or go on with it."""
     servers._AT_ONCE = 0.0  # each round is reported when it is done, so that a kill meets any of them
-    runs.write_report = lambda run_dirs, out: out.write_text("not drawn") and out  # type: ignore[assignment]
+    runs.write_page = lambda records, out: out.write_text("not drawn") and out  # type: ignore[assignment]
     runs.run(make_config(values), _Told(to))
     to.send(None)
 

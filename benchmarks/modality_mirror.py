@@ -80,6 +80,7 @@ class Bench:
     rounds: int
     seeds: Sequence[int]
     figures: Path | None
+    clients: int
 
     def run(self, seed: int, name: str, missing: float = USUAL, **changes: Any) -> Result:
         """Train one federation for the rounds of two phases; tables that ask for the same run share it.
@@ -94,6 +95,7 @@ class Bench:
         given = values.model_dump(mode="json", exclude={"track"})
         given["method"] = {"name": name} | changes.get("method", {})
         given["objective"] = {"name": "classify", "top_k": 5}
+        given["data"]["partition"]["clients"] = self.clients
         given["data"] |= {"features": FEATURES, "missing": {"image": missing}} | changes.get("data", {})
         given["train"] |= {"rounds": 2 * self.rounds, "batch_size": 8, "local_epochs": 2} | changes.get("train", {})
         given["train"]["phases"] = self._phases(name)
@@ -274,10 +276,13 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True, help="folder of the Free Spoken Digit Dataset")
     parser.add_argument("--pictures", type=Path, required=True, help="folder of MNIST's idx files")
     parser.add_argument("--figures", type=Path, help="folder for the figure")
+    parser.add_argument("--clients", type=int, default=100)
     given = parser.parse_args()
     with folders(given.kept) as (runs, kept):
-        bench = Bench(given.root, given.pictures, runs, kept, given.rounds, given.seeds, given.figures)
-        print_tables(TABLES, given.tables, f"{given.rounds} rounds a phase, seeds {given.seeds}.", bench)
+        bench = Bench(given.root, given.pictures, runs, kept, given.rounds, given.seeds, given.figures, given.clients)
+        print_tables(
+            TABLES, given.tables, f"{given.clients} clients, {given.rounds} rounds a phase, seeds {given.seeds}.", bench
+        )
 
 
 if __name__ == "__main__":

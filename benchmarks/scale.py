@@ -9,6 +9,7 @@ cache and are shared by all processes of a node.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -49,17 +50,19 @@ def size_of(folder: Path) -> int:
 
 def main() -> None:
     """Run, watch, print."""
-    if len(sys.argv) < 2:
-        sys.exit(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", help="the job, a YAML file")
+    parser.add_argument("overrides", nargs="*", help="settings of the run, key=value")
+    given = parser.parse_args()
     mark = Mark()
     peaks: dict[str, tuple[int, int]] = {}
     over = threading.Event()
-    command = [sys.executable, "-m", "raydfl", "run", *sys.argv[1:], "--json"]
+    command = [sys.executable, "-m", "raydfl", "run", given.file, *given.overrides, "--json"]
     started = time.perf_counter()
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, **mark.environment}
     ) as process:
-        watcher = threading.Thread(target=watch, args=(mark, peaks, over))
+        watcher = threading.Thread(target=watch, args=(mark, peaks, over), daemon=True)
         watcher.start()
         rounds, run_dir = [], None
         assert process.stdout is not None  # noqa: S101

@@ -32,7 +32,7 @@ from lpa import make_updates, one_read
 from threadpoolctl import threadpool_limits
 
 from raydfl.core import ops
-from raydfl.core.ops import sums as rows
+from raydfl.core.ops.sums import sums_are_compiled
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import Ratio, State, Update
 from raydfl.engine.orders import Reply
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--numpy", action="store_true", help="leave the compiled operators aside")
     arguments = parser.parse_args()
     with ops.use("torch") if arguments.numpy else contextlib.nullcontext():
-        print(f"sums: {'compiled' if rows.compiled() else 'NumPy'}; ms, and GB/s where a part is about memory")
+        print(f"sums: {'compiled' if sums_are_compiled() else 'NumPy'}; ms, and GB/s where a part is about memory")
         heading = "".join(
             f"{name:>16}" for name in ("one read", "mean", "LPA", "broadcast", "unpickle", "commit", "rows")
         )

@@ -45,9 +45,7 @@ def _run_dir(text: str) -> Path:
 RunDir = Annotated[
     Path, typer.Argument(metavar="DIR", help="a run directory, or its URI", show_default=False, parser=_run_dir)
 ]
-Trust = Annotated[
-    bool, typer.Option("--trust", help="run code that came with the folder, or has changed since the run began")
-]
+Trust = Annotated[bool, typer.Option("--trust", help="approve and run the code that the run's configuration names")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -194,11 +192,15 @@ def report_command(
     ] = None,
 ) -> None:
     """Write one HTML page about a run, or one that compares several."""
-    from raydfl.runs.report import write_report
+    from raydfl.runs.report import read_run, write_page
 
     if out is None:
         out = directories[0] / "report.html" if len(directories) == 1 else Path("report.html")
-    print(write_report(directories, out))  # noqa: T201
+    runs = [read_run(folder) for folder in dict.fromkeys(directory.resolve() for directory in directories)]
+    print(write_page(runs, out))  # noqa: T201
+    for run in runs:
+        for text in run.missing:
+            print(f"warning: {run.folder}: {printable(text)}", file=sys.stderr)  # noqa: T201
 
 
 ModelName = Annotated[
@@ -399,7 +401,9 @@ def sweep_command(
     parallel: Annotated[
         int | None, typer.Option("--parallel", min=1, help="runs at a time; default: what the CPUs and GPUs allow")
     ] = None,
-    check: Annotated[bool, typer.Option("--check", help="check all configurations, without any recording")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="check all configurations, and that the data sets exist")
+    ] = False,
     table: Annotated[bool, typer.Option("--table", help="write the tables and the page of what is there")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -409,11 +413,13 @@ def sweep_command(
     Finished runs are never repeated. Ctrl-C lets running ones stop after their round; the same command goes on with them.
     """
     from raydfl.cli.experiments import describe_sweep, do_sweep
+    from raydfl.experiments import check_data_sets
     from raydfl.experiments.sweep import load_sweep
 
     sweep = load_sweep(file, overrides or [], only or [])
     if check:
         print(describe_sweep(sweep))  # noqa: T201
+        check_data_sets(sweep.distinct)
         return
     with progress_of(quiet, as_json) as progress:
         code = do_sweep(sweep, progress, parallel, table_only=table)

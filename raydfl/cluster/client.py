@@ -49,7 +49,9 @@ class ClientActor:
     what the next client needs.
     """
 
-    def __init__(self, run_dir: str, config: Config, kind: ActorKind, sent: SentToSite | None = None) -> None:
+    def __init__(
+        self, run_dir: str, config: Config, kind: ActorKind, sent: SentToSite | None = None, server_node: str = ""
+    ) -> None:
         """Open the run.
 
         Args:
@@ -57,6 +59,7 @@ class ClientActor:
             config: of the run.
             kind: of this actor.
             sent: at a site, the rest of the run.
+            server_node: id of the server's node, whose sync covers files written on the same node only; empty: this node.
         """
         folder = Path(run_dir)
         self._one_at_a_time = threading.Lock()
@@ -67,7 +70,8 @@ class ClientActor:
             device = choose_device(kind.gpus)
             if sent is None:
                 check_visible(folder)
-                self._worker = Worker(folder, config, PrivateStore(folder / "private"), device)
+                far = bool(server_node) and ray.get_runtime_context().get_node_id() != server_node
+                self._worker = Worker(folder, config, PrivateStore(folder / "private", durable=far), device)
             else:
                 self._worker = sent.worker(config, folder, device)
         except RaydflError as error:
@@ -124,7 +128,10 @@ class ClientActor:
 
 
 def start_client_actor(run_dir: Path, config: Config, site_key: str, site: str, kind: ActorKind) -> Any:
-    """Start a client actor of some kind, at a site or anywhere. Ray never restarts it: the pool decides what is done again."""
+    """Start a client actor of some kind, at a site or anywhere. Ray never restarts it: the pool decides what is done again.
+
+    Call it in the process that commits.
+    """
     actor = ray.remote(ClientActor).options(
         num_cpus=kind.cpus,
         num_gpus=kind.gpus,
@@ -135,4 +142,4 @@ def start_client_actor(run_dir: Path, config: Config, site_key: str, site: str, 
         max_task_retries=0,
     )
     sent = SentToSite.of(run_dir, site, site_key) if site else None
-    return actor.remote(str(run_dir), config, kind, sent)
+    return actor.remote(str(run_dir), config, kind, sent, ray.get_runtime_context().get_node_id())

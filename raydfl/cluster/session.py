@@ -22,6 +22,9 @@ _METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 """A question without arguments that every cluster answers to those who may ask."""
 _REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
+_TOKEN_FILE = (".ray", "auth_token")
+"""Path of Ray's token in the user's home."""
+
 
 def check_access(address: str) -> None:
     """Ask the cluster at ``host:port`` (or ``ray://host:port``); of any other form of address nothing is known here.
@@ -40,6 +43,8 @@ def check_access(address: str) -> None:
 
 def _check_token(address: str) -> None:
     token, place = current_token()
+    if token and Path(place).parts[-2:] == _TOKEN_FILE:
+        _check_mode(Path(place))
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
     with grpc.insecure_channel(address) as channel:
         try:
@@ -52,6 +57,20 @@ def _check_token(address: str) -> None:
                     + "; set RAY_AUTH_TOKEN to its token, or RAY_AUTH_TOKEN_PATH to a file with it, and RAY_AUTH_MODE=token"
                 ) from error
             # With TLS, or whatever else: Ray itself knows better.
+
+
+def _check_mode(path: Path) -> None:
+    """Refuse a token that other users of this machine can read.
+
+    Raises:
+        ResourcesError: naming the file and the command that repairs it.
+    """
+    mode = path.stat().st_mode & 0o777
+    if mode & 0o077:
+        raise ResourcesError(
+            f"{path} has mode {mode:04o}, so other users of this machine can read the cluster's token and run code on the "
+            f"cluster. Run: chmod 600 {path}"
+        )
 
 
 def _sends_unasked() -> bool:
@@ -73,7 +92,7 @@ def current_token() -> tuple[str, str]:
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return token, "RAY_AUTH_TOKEN"
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    path = Path(named) if named else Path.home().joinpath(*_TOKEN_FILE)
     try:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):

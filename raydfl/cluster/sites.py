@@ -20,7 +20,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from raydfl.cluster.faults import task_cause
 from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError, first_line
-from raydfl.core.files import RESUME, write_atomically, write_durably, writing
+from raydfl.core.files import RESUME, make_private_folder, write_atomically, write_durably, writing
 from raydfl.core.progress import Progress
 from raydfl.data import (
     POPULATION_FILE,
@@ -194,6 +194,7 @@ class SentToSite:
         """
         folder = run_folder(config, self.site, self.key) / "federation"
         with writing(folder, len(self.population), "the population of the federation", RESUME):
+            make_private_folder(folder)
             write_atomically(folder / POPULATION_FILE, lambda path: path.write_bytes(self.population))
         return open_worker(config, self.site, self.key, run_dir, Population.load(folder), device)
 
@@ -213,8 +214,12 @@ def prepare_at(config: Config, site: str, key: str, classes: list[str]) -> SiteR
     Raises:
         DataError: the site's recordings cannot be used, or not be divided as configured.
     """
+    own = run_folder(config, site, key) / "population"
+    for folder in (own, config.data.sites[site].folder / "cache"):
+        with writing(folder, 0, "the site's data", RESUME):
+            make_private_folder(folder)
     population = build_population(config.data.at(site), config.run.seed, classes=classes)
-    population.save(run_folder(config, site, key) / "population")
+    population.save(own)
     return SiteReport.of(site, population, config.parts.method.objective.answers in ("set", "score"))
 
 

@@ -8,10 +8,12 @@ import functools
 import hashlib
 import os
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from raydfl.core.errors import ResourcesError
 
@@ -36,6 +38,44 @@ def plain_name(name: object) -> str:
     if not isinstance(name, str) or name in ("", ".", "..") or any(c in "/\\" or c < " " for c in name):
         raise ValueError(f"{name!r} is not the name of a file in one folder")
     return name
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading in binary mode, and nothing else: reading a pipe or a device could take forever.
+
+    Raises:
+        OSError: the file cannot be opened, or it is not a regular file.
+    """
+    # Without O_NONBLOCK, opening a pipe waits for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        check_regular(os.fstat(descriptor))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def check_regular(status: os.stat_result) -> None:
+    """Reject the status of anything that is not a regular file, before a library opens it by its name.
+
+    Raises:
+        OSError: it is a folder, a pipe, a socket or a device.
+    """
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is a pipe, a socket or a device, not a file")
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the content of a regular file.
+
+    Raises:
+        OSError: the file cannot be read, or it is not a regular file.
+    """
+    with open_regular(path) as file:
+        return file.read()
 
 
 def content_digest(path: Path) -> str:
@@ -71,6 +111,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
     try:
+        temporary.touch(mode=0o666 & path.parent.stat().st_mode)  # in a private folder every file is private
         write(temporary)
         sync(temporary)
         temporary.replace(path)
@@ -79,14 +120,21 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def remove_parts(folder: Path, idle: float = 0.0) -> None:
+def make_private_folder(folder: Path) -> None:
+    """Create a folder, and its missing parents, with access for their owner only. An existing folder keeps its mode."""
+    for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+
+
+def remove_parts(folder: Path, idle: float = 0.0, name: str = "*") -> None:
     """Remove the temporary files that processes killed inside :func:`write_atomically` left in a folder.
 
     Args:
         folder: in which nobody may be writing now, if ``idle`` is 0.
         idle: seconds for which a file must not have been written to.
+        name: of the file that was being written.
     """
-    for path in folder.glob(".*.part"):
+    for path in folder.glob(f".{name}.*.part"):
         with contextlib.suppress(FileNotFoundError):  # its writer was not dead but quick
             if time.time() - path.stat().st_mtime >= idle:
                 path.unlink()
@@ -159,3 +207,14 @@ def default_cache() -> Path:
         return Path(named).expanduser()
     except RuntimeError as error:
         raise ResourcesError(f"the features cannot be written to {named}: {error} {CHOOSE_CACHE}") from error
+
+
+def user_config() -> Path:
+    """Return the user's configuration folder of raydfl: ``raydfl`` below ``$XDG_CONFIG_HOME`` or ``~/.config``.
+
+    Raises:
+        RuntimeError: the user has no home.
+    """
+    named = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    # The specification ignores relative paths. A stranger's folder could otherwise provide the user's configuration.
+    return (named if named.is_absolute() else Path("~/.config").expanduser()) / "raydfl"

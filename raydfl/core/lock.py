@@ -25,9 +25,13 @@ class FileLock:
         """Take the lock; the folder is made if it is not there.
 
         Raises:
-            RunDirectoryError: another process has it for longer than ``wait`` seconds.
+            RunDirectoryError: another process has it for longer than ``wait`` seconds, or the file is a link.
             OSError: the folder cannot be made or written to.
         """
+        if self.path.is_symlink():  # the lock would overwrite the link's target
+            raise RunDirectoryError(
+                f"{self.path} is a link to {os.path.realpath(self.path)}; remove the link, then try again"
+            )
         deadline = time.monotonic() + wait
         while True:
             self.path.parent.mkdir(parents=True, exist_ok=True)

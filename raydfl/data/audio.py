@@ -13,7 +13,7 @@ import soundfile
 
 from raydfl.core.errors import DataError
 from raydfl.data.films import has_decoder, is_film, read_sound
-from raydfl.data.manifest import _SUFFIXES, FFMPEG_SUFFIXES, NO_FILE, _part, is_no_file, shown_name
+from raydfl.data.manifest import _SUFFIXES, FFMPEG_SUFFIXES, _part, shown_name
 from raydfl.data.packed import binary, readable
 
 AUDIO_SUFFIXES = tuple(
@@ -54,8 +54,6 @@ def read_audio(
         raise DataError(f"{shown_name(name)}: the file's name is not UTF-8; rename it") from None
     try:
         source = readable(name)
-        if isinstance(source, str) and is_no_file(Path(source).stat()):  # opening it could take forever
-            raise DataError(f"{name}: {NO_FILE}")
         with binary(source) as (file, size):
             _check_size(file, size, name)
         if is_film(name):

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -71,7 +70,6 @@ _TYPES = {
 _REQUIRED = ("clip", "path", "label")
 # Seconds by which a part may be said to end after its file: what people mark parts with rounds to milliseconds or coarser.
 _ROUNDING = 0.01
-NO_FILE = "is a pipe, a socket or a device, not a file"
 
 
 def make_manifest(
@@ -128,11 +126,6 @@ def _part(start: float, stop: float | None, samples: int, rate: int, name: str) 
             f"{'the end of the file' if stop is None else f'{stop:g} s'}: the file is {samples / rate:g} s long, at {rate} Hz"
         )
     return first, last
-
-
-def is_no_file(status: os.stat_result) -> bool:
-    """Return whether it is neither a file nor a folder: opening a pipe waits for whoever writes to it."""
-    return not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode))
 
 
 def shown_name(path: str | os.PathLike[str]) -> str:

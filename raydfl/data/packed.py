@@ -28,9 +28,10 @@ import pyarrow as pa
 import soundfile
 
 from raydfl.core.errors import DataError
+from raydfl.core.files import check_regular
 
-_SPAN = re.compile(r"(?P<file>.+)#(?P<name>.*)@(?P<offset>\d+)\+(?P<length>\d+)", re.DOTALL)
-_CELL = re.compile(r"(?P<file>.+\.parquet)#(?P<name>.+)\[(?P<row>\d+)\]", re.DOTALL)
+_SPAN = re.compile(r"(?P<file>.+)#(?P<name>.*)@(?P<offset>\d{1,18})\+(?P<length>\d{1,18})", re.DOTALL)
+_CELL = re.compile(r"(?P<file>.+\.parquet)#(?P<name>.+)\[(?P<row>\d{1,18})\]", re.DOTALL)
 _BUFFER = 1 << 20
 """Bytes of a Parquet file that are read at a time."""
 
@@ -83,6 +84,12 @@ def readable(path: str) -> str | io.BytesIO:
     """
     found = _parsed(path)
     if found is None:
+        try:
+            check_regular(Path(path).stat())
+        except FileNotFoundError:
+            pass  # the decoder reports it
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', error)}") from error
         return path
     if not Path(found["file"]).is_file():
         raise DataError(f"{path}: there is no such file as {found['file']}")
@@ -96,12 +103,12 @@ def readable(path: str) -> str | io.BytesIO:
 
 
 def _span(path: str, file: Path, offset: int, length: int) -> bytes:
+    missing = offset + length - file.stat().st_size
+    if missing > 0:  # before reading: Python would reserve memory for as many bytes as the address says
+        raise DataError(f"{path}: truncated: {file} ends {missing} bytes before the recording does")
     with file.open("rb") as opened:
         opened.seek(offset)
-        content = opened.read(length)
-    if len(content) < length:
-        raise DataError(f"{path}: truncated: {file} ends {length - len(content)} bytes before the recording does")
-    return content
+        return opened.read(length)
 
 
 def _cell(file: str, column: str, row: int) -> Any:

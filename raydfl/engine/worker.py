@@ -159,7 +159,9 @@ class Worker:
         if torch.get_num_threads() != self.config.ray.threads:
             torch.set_num_threads(self.config.ray.threads)  # it holds for one thread of the process only
         since = time.perf_counter() if arrived is None else arrived
-        return [reply for group in in_groups(orders) for reply in self._carry_out_group(group, broadcast, since)]
+        replies = [reply for group in in_groups(orders) for reply in self._carry_out_group(group, broadcast, since)]
+        self.private.close()  # before anybody is told of a record: workers on other nodes may read it next
+        return replies
 
     def read_ahead(self, orders: Sequence[Order]) -> None:
         """Have what these orders need fetched from the disk, while this worker still works on others."""

@@ -5,7 +5,7 @@ Begin with trial.py, a run as Ray Tune sees it, and execute.py, which does many 
 Grids and searches share plan.py, metric.py and table.py.
 """
 
-from raydfl.experiments.plan import label_of, prepare
+from raydfl.experiments.plan import check_data_sets, label_of, prepare
 from raydfl.experiments.trainable import trainable
 
-__all__ = ["label_of", "prepare", "trainable"]
+__all__ = ["check_data_sets", "label_of", "prepare", "trainable"]

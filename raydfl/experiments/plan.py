@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,11 @@ import pyarrow.compute as pc
 from pydantic import Field, ValidationError
 
 from raydfl.core.errors import ConfigError, InputError, ResourcesError, nearest
-from raydfl.core.options import explain
+from raydfl.core.options import explain, path_options
 from raydfl.core.remote import is_uri
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import parse_yaml, to_yaml
-from raydfl.data import build_population
+from raydfl.data import build_population, find_dataset
 from raydfl.data.features import RunChunks
 from raydfl.engine import Clients, Config, apply_overrides, apply_values
 from raydfl.engine.storage import RunStore, read_rows, round_of
@@ -227,6 +228,30 @@ def prepare(runs: Sequence[Planned], progress: Progress, run_chunks: RunChunks |
     if faults:
         count = sum(map(len, faults.values()))
         raise InputError(faults_text(f"{count} of {len(runs)} runs cannot be done; nothing was started", faults, 1))
+
+
+def check_data_sets(runs: Sequence[Planned]) -> None:
+    """Check that the files and folders of the runs' data sets exist, without reading any. Begun runs and URIs are skipped.
+
+    Raises:
+        InputError: naming the missing paths, each with the runs that need it.
+    """
+    faults: dict[str, list[str]] = {}
+    for each in runs:
+        data = each.config.data
+        if data.sites or (each.run_dir / "run.json").exists():
+            continue  # recordings at sites are checked there; a begun run has its list of clips
+        for part, settings in data.each.items():
+            dataset, where = find_dataset(settings.name), f"data.parts.{part}" if part else "data"
+            for option in path_options(dataset):
+                path = (settings.model_extra or {}).get(option)
+                if path is not None and not is_uri(path) and not os.path.exists(path):  # noqa: PTH110  (pathlib's may raise)
+                    source = f" The set is at {dataset.card.url}." * bool(dataset.card.url)
+                    message = f"{dataset.card.title}: {where}.{option} {path} does not exist. Correct {where}.{option}.{source}"
+                    faults.setdefault(message, []).append(each.name)
+    if faults:
+        count = len(set().union(*faults.values()))
+        raise InputError(faults_text(f"{count} of {len(runs)} runs have no recordings", faults, 1))
 
 
 def faults_text(heading: str, faults: Mapping[str, Sequence[str]], named: int) -> str:

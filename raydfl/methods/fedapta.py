@@ -1,6 +1,6 @@
 """FedAPTA: clients prune what they receive as far as their device asks for, and are grouped by what they have learnt.
 
-FedAPTA: Federated Multi-task Learning in Computing Power Networks with Adaptive Layer-wise Pruning and Task-aware Aggregation,
+FedAPTA: Federated Multi-task Learning for Heterogeneous Devices with Adaptive Layer-wise Pruning and Task-aware Aggregation,
 algorithm 1 and equations 1 to 5. A round, with w_ref the model that client i was sent, rho_i its pruning ratio, N_k the weights of
 layer k and M_i its mask (1 is kept):
 

@@ -6,8 +6,7 @@ z^{-y} logits without that of class y:
 
     loss  mean of CE(z, y) + beta tau^2 KL( softmax(z_g^{-y} / tau) || softmax(z^{-y} / tau) )
 
-No gradient reaches z_g. Deviation: the paper's code leaves out tau^2, which keeps gradients of one size; at the default tau of 1 it
-is the same.
+No gradient reaches z_g. The factor tau^2, which the authors' code has too, keeps gradients of one size.
 """
 
 from __future__ import annotations

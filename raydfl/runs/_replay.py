@@ -41,7 +41,7 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
 
     Args:
         round_number: counted from 1, as printed.
-        trust: whether code may be run that came with the folder or has changed since the run began.
+        trust: approves the code that the run's configuration names.
 
     Raises:
         RunDirectoryError: no commit before that round is kept, or the run has not come that far.

@@ -74,7 +74,7 @@ def resume(
         run_dir: its folder, or its URI: then it is fetched first.
         overrides: settings that do not decide the numbers (``train.rounds``, ``ray.*``, ``run.commit_every``,
             ``run.stop.patience``, ``track.*``).
-        trust: whether code may be run that came with the folder or has changed since the run began.
+        trust: approves the code that the run's configuration names.
 
     Raises:
         RunDirectoryError: there is no such run, or it is damaged, in use, not trusted, or the overrides would make it another run.

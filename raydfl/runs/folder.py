@@ -27,6 +27,7 @@ from raydfl.data import Population, build_population
 from raydfl.engine import Clients, Config, best_of, build_models, try_models
 from raydfl.engine.storage import (
     RunStore,
+    approve_code,
     check_same,
     code_of,
     file_name_of,
@@ -142,6 +143,7 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
     Raises:
         RunDirectoryError: the folder belongs to another configuration.
     """
+    approve_code(config.model_dump(mode="json"))
     mirror = mirror_of(config.run.dir, run_dir)
     if mirror is not None and mirror.fetch():
         progress.message(f"the run was fetched from {mirror.uri} to {run_dir}")

@@ -144,7 +144,7 @@ class Result:
             model: by default the shared one, or with ``client`` the one that the client does not share.
             client: whose model; by default the server's.
             best: whether it is the best round's, by ``run.best``; by default the last round's.
-            trust: whether code may be run that came with the folder or has changed since the run began.
+            trust: approves the code that the run's configuration names.
 
         Returns:
             A prediction; of a list as many, and where nothing can be said of a recording, the prediction's ``error`` says why.
@@ -189,7 +189,7 @@ def load_result(run_dir: str | Path, trust: bool = False) -> Result:
 
     Args:
         run_dir: its folder, or its URI: then it is fetched first.
-        trust: whether code may be run that came with the folder or has changed since the run began.
+        trust: approves the code that the run's configuration names.
 
     Raises:
         RunDirectoryError: there is no such run, or it is damaged or not trusted.

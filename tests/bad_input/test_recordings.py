@@ -171,6 +171,14 @@ def test_what_is_no_file_is_named_and_not_opened(training: Train, recordings: Pa
     assert training("data.unreadable=skip").code == 0
 
 
+@pytest.mark.parametrize("place", ["@0+1000000000000", f"@{10**17}+1", "@0+" + 5000 * "9"])
+def test_an_address_beyond_its_file_is_named_before_memory_is_reserved(
+    training: Train, recordings: Path, place: str
+) -> None:
+    relist(recordings, lambda lines: [line.replace("bert-left-3.wav", f"bert-left-3.wav#x{place}") for line in lines])
+    training().refuses(f"1 of {GOOD} clips cannot be read:\n .*bert-left-3.wav#x@.*(truncated|No such file|too long)")
+
+
 # -- lists and folders -----------------------------------------------------------------------------------------------
 
 

@@ -100,6 +100,17 @@ def test_nothing_whole_to_fall_back_to(raydfl: Raydfl, run_dir: Path) -> None:
     )
 
 
+def test_private_state_behind_a_link_is_refused_and_not_removed(raydfl: Raydfl, run_dir: Path, tmp_path: Path) -> None:
+    theirs = Path(shutil.copytree(run_dir / "private", tmp_path / "theirs"))
+    for path in list(theirs.iterdir()):
+        path.rename(path.with_name(f"{path.name[:7]}0badcafe.seg"))
+    before = sorted(theirs.iterdir())
+    shutil.rmtree(run_dir / "private")
+    (run_dir / "private").symlink_to(theirs)
+    raydfl("resume", run_dir, "train.rounds=3").refuses(f"private is a link to {theirs}, outside the run's folder")
+    assert sorted(theirs.iterdir()) == before
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_damaged_private_state_is_not_trained_on(raydfl: Raydfl, run_dir: Path, damage: str) -> None:
     for path in (run_dir / "private").iterdir():
@@ -416,8 +427,23 @@ def test_settings_that_decide_the_numbers_are_not_edited_in_a_run(raydfl: Raydfl
         raydfl("replay", run_dir, "--round", 1, "--client", "s0").refuses(*messages)
         raydfl("predict", run_dir, run_dir).refuses(*messages)
         raydfl("export", run_dir).refuses(*messages)
-        assert raydfl("report", run_dir).code == 0
+        said = raydfl("report", run_dir)
+        assert said.code == 0
+        assert "warning" in said.err
+        assert "config.yaml was changed since the run began" in said.err
         assert "config.yaml was changed since the run began" in (run_dir / "report.html").read_text()
+
+
+def test_the_report_tells_an_added_setting_from_a_default_that_was_written_down(
+    raydfl: Raydfl, tiny: Callable[..., Config], tmp_path: Path
+) -> None:
+    run_dir = run(tiny("train.rounds=1", method="fedprox")).run_dir
+    assert raydfl("run", written(tiny("train.rounds=1", "method.mu=0.01", method="fedprox"), tmp_path)).code == 0
+    assert raydfl("report", run_dir).err == "", "it is the default"
+    edit(run_dir, "method.mu", 5.0)
+    raydfl("resume", run_dir).refuses("method.mu: None there, 5.0 here")
+    assert "method.mu: None there, 5.0 here" in raydfl("report", run_dir).err
+    assert "method.mu: None there, 5.0 here" in (run_dir / "report.html").read_text()
 
 
 def test_other_settings_may_be_edited_in_a_run(raydfl: Raydfl, undisturbed: Undisturbed, run_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run's folder from a stranger: the code that it names is not run before somebody says that it may be."""
+"""Run folders from strangers: raydfl runs no code that the user has neither run nor approved on this machine."""
 
 from __future__ import annotations
 
@@ -51,51 +51,114 @@ def own(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return folder
 
 
-def renamed(folder: Path, name: str, value: str) -> None:
-    """Have a run's configuration name another method."""
+def rename_method(folder: Path, value: str | bytes) -> None:
+    """Name another method in a run's configuration."""
     config = parse_yaml((folder / "config.yaml").read_text(), "config")
     config["method"]["name"] = value
     (folder / "config.yaml").write_text(to_yaml(config, flow=False))
 
 
-@pytest.mark.parametrize("form", ["file", "link", "module"])
-def test_code_in_the_folder_is_not_run(
+def list_code(folder: Path, digests: dict[str, str] | None) -> None:
+    """Write digests of code to run.json; ``None`` removes them, as in a run of an earlier version."""
+    about = json.loads((folder / "run.json").read_text()) | {"code": digests}
+    (folder / "run.json").write_text(json.dumps({key: about[key] for key in about if about[key] is not None}))
+
+
+ATTACKS: list[tuple[str, str | bytes]] = [
+    ("lib/evil_file.py", "{folder}/lib/evil_file.py:Own"),
+    ("lib/evil_link.py", "{folder}/link/evil_link.py:Own"),
+    ("lib/evil_current.py", "/proc/self/cwd/lib/evil_current.py:Own"),
+    ("lib/evil_relative.py", "lib/evil_relative.py:Own"),
+    ("lib/evil_name.py", "{folder}/lib/evil_name.py:no identifier"),
+    ("b'/evil_bytes.py", b"/evil_bytes.py:Own"),  # a path of a folder b' once the configuration is text
+    ("evil_module.py", "evil_module:Own"),
+    ("evil_parent.py", "evil_parent.nothing:Own"),
+    ("evil_package/__init__.py", "evil_package.nothing:Own"),
+]
+"""A file of a stranger's folder, and the reference in config.yaml that loads it."""
+
+
+def test_code_of_a_stranger_does_not_run_whatever_the_folder_lists(
     raydfl: Raydfl,
     tiny: Tiny,
     tmp_path: Path,
     commands: list[tuple[str, list[str]]],
-    form: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder, harm = run(tiny("train.rounds=1")).run_dir, tmp_path / "harm"
-    text = METHOD.format(neighbour="json") + HARM.format(path=str(harm))
-    (folder / f"evil_{form}.py").write_text(text)
-    reference = f"{folder}/evil_{form}.py:Own"
-    if form == "link":
-        (tmp_path / "beside").symlink_to(folder)
-        reference = f"{tmp_path}/beside/evil_{form}.py:Own"
-    elif form == "module":
-        monkeypatch.chdir(folder)
-        monkeypatch.syspath_prepend(str(folder))
-        reference = "evil_module:Own"
-    renamed(folder, "method", reference)
-    for command, more in commands:
-        raydfl(command, folder, *more).refuses(
-            rf"names code, evil_{form}(.py)?:Own, which lies in the run's folder.*--trust"
-        )
-        assert not harm.exists(), command
+    (folder / "link").symlink_to(folder / "lib")
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    for name, reference in ATTACKS:
+        file = folder / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(METHOD.format(neighbour="json") + HARM.format(path=str(harm)))
+        rename_method(folder, reference.format(folder=folder) if isinstance(reference, str) else reference)
+        for digests in ({code_digest(file): str(file)}, None):
+            list_code(folder, digests)
+            for command, more in commands if name == ATTACKS[0][0] else commands[::2]:
+                raydfl(command, folder, *more).refuses("evil_.* (has changed|neither run nor approved).*--trust")
+                assert not harm.exists(), (name, digests, command)
     raydfl("report", folder)  # draws numbers and builds nothing
     assert not harm.exists()
 
 
-def test_a_relative_path_is_not_ours(
-    raydfl: Raydfl, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_approval_holds_for_one_file_at_one_place_until_it_changes(
+    raydfl: Raydfl, tiny: Tiny, own: Path, tmp_path: Path
 ) -> None:
     folder = run(tiny("train.rounds=1")).run_dir
-    (tmp_path / "near.py").write_text(METHOD.format(neighbour="json"))
-    renamed(folder, "method", "near.py:Own")
+    list_code(folder, None)
+    rename_method(folder, f"{own}/own.py:Own")
+    raydfl("resume", folder).refuses("neither run nor approved on this machine")
+    # The method is another than the run's, so the command refuses, but only after it has loaded the approved code.
+    raydfl("resume", folder, "--trust").refuses("config.yaml was changed since the run began")
+    raydfl("resume", folder).refuses("config.yaml was changed since the run began")
+    copy = shutil.copytree(own, tmp_path / "copy")
+    rename_method(folder, f"{copy}/own.py:Own")
+    raydfl("resume", folder).refuses("neither run nor approved on this machine")
+    rename_method(folder, f"{own}/own.py:Own")
+    (neighbour,) = own.glob("beside_*.py")
+    neighbour.write_text("x = 2\n")
+    raydfl("resume", folder).refuses("neither run nor approved on this machine")
+
+
+def test_a_module_that_the_user_has_run_is_not_asked_about(
+    raydfl: Raydfl, tiny: Tiny, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(own))
+    (own / "own_package").mkdir()
+    (own / "own_package" / "__init__.py").touch()
+    (own / "own_package" / "method.py").write_text(METHOD.format(neighbour="json"))
+    folder = run(tiny("train.rounds=1", method="own_package.method:Own")).run_dir
+    assert raydfl("resume", folder, "train.rounds=2").code == 0
+    (own / "own_package" / "__init__.py").write_text("x = 1\n")
+    raydfl("resume", folder, "train.rounds=3").refuses("neither run nor approved on this machine")
+    assert raydfl("resume", folder, "train.rounds=3", "--trust").code == 0
+
+
+def test_another_user_or_machine_asks_once(
+    raydfl: Raydfl, tiny: Tiny, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = run(tiny("train.rounds=1", method=f"{own}/own.py:Own")).run_dir
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "elsewhere"))
+    raydfl("resume", folder, "train.rounds=2").refuses("neither run nor approved on this machine.*--trust")
+    assert raydfl("resume", folder, "train.rounds=2", "--trust").code == 0
+    assert raydfl("resume", folder, "train.rounds=3").code == 0
+    (store,) = (tmp_path / "elsewhere" / "raydfl").iterdir()
+    assert (store.stat().st_mode | store.parent.stat().st_mode) & 0o077 == 0, "nobody else may read or write it"
+
+
+def test_a_relative_configuration_folder_and_one_that_cannot_be_written_approve_nothing(
+    raydfl: Raydfl, tiny: Tiny, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/dev/null")
     monkeypatch.chdir(tmp_path)
-    raydfl("resume", folder).refuses("near.py:Own, which is named by a path that depends on the current folder")
+    for given in ("config", "/dev/null"):  # a stranger's folder could hold config/raydfl
+        monkeypatch.setenv("XDG_CONFIG_HOME", given)
+        folder = run(tiny("train.rounds=1", f"run.name={len(given)}", method=f"{own}/own.py:Own")).run_dir
+        raydfl("resume", folder, "train.rounds=2").refuses("neither run nor approved on this machine")
+        assert raydfl("resume", folder, "train.rounds=2", "--trust").code == 0
+    assert not (tmp_path / "config").exists()
 
 
 def test_code_that_changed_since_the_run_began_is_asked_about(
@@ -109,11 +172,11 @@ def test_code_that_changed_since_the_run_began_is_asked_about(
         whole = file.read_text()
         file.write_text(whole + "# changed\n")
         for command, more in commands:
-            raydfl(command, folder, *more).refuses("own.py:Own, which is not what it was when the run began.*--trust")
+            raydfl(command, folder, *more).refuses("own.py:Own.* is not what it was when the run began.*--trust")
         file.write_text(whole)
     (own / "own.py").write_text((own / "own.py").read_text() + "# changed\n")
     assert raydfl("resume", folder, "train.rounds=2", "--trust").code == 0
-    assert raydfl("resume", folder, "train.rounds=3").code == 0, "it is known now"
+    assert raydfl("resume", folder, "train.rounds=3").code == 0, "it is approved now"
     whole_run = run(tiny("train.rounds=3", "run.name=whole", method=f"{own}/own.py:Own")).run_dir
     same(truth(whole_run), truth(folder))
 
@@ -130,15 +193,7 @@ def test_who_names_the_code_in_a_configuration_of_ones_own_is_not_asked(
     assert code_digest(own / "own.py") in json.loads((folder / "run.json").read_text())["code"]
 
 
-def test_a_run_of_an_earlier_version_and_built_in_methods_are_not_asked_about(
-    raydfl: Raydfl, tiny: Tiny, own: Path
-) -> None:
-    folder = run(tiny("train.rounds=1", method=f"{own}/own.py:Own")).run_dir
-    about = json.loads((folder / "run.json").read_text())
-    del about["code"]
-    (folder / "run.json").write_text(json.dumps(about))
-    (own / "own.py").write_text((own / "own.py").read_text() + "# changed\n")
-    assert raydfl("resume", folder).code == 0
+def test_built_in_methods_are_not_asked_about(raydfl: Raydfl, tiny: Tiny) -> None:
     built_in = run(tiny("train.rounds=1", "run.name=builtin")).run_dir
     moved = Path(shutil.move(built_in, built_in.with_name("moved")))
     assert raydfl("resume", moved).code == 0

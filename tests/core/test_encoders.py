@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,30 @@ def _weights(change: Any) -> Any:
     return changed
 
 
+def _indexed(name: str) -> Any:
+    """Move the weights into a file that an index names: as a pickle, unless its name is that of safetensors."""
+
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        if name.endswith(".bin"):
+            torch.save(tensors, folder / name)
+        else:
+            save_file(tensors, folder / name, {"format": "pt"})
+        index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, name)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return change
+
+
+def _piped(name: str) -> Any:
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return change
+
+
 _NORM = "encoder.layers.1.layer_norm.weight"
 
 
@@ -165,6 +190,17 @@ _NORM = "encoder.layers.1.layer_norm.weight"
     [
         (_without("config.json"), "has no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json is no JSON"),
+        (
+            lambda folder: (folder / "config.json").write_text("[" * 10**5),
+            "config.json cannot be read: it is nested too deep",
+        ),
+        (_piped("config.json"), "config.json, which says what the encoder is, that can be read (it is a pipe"),
+        (
+            _piped("preprocessor_config.json"),
+            "preprocessor_config.json, which says what the encoder takes, that can be read",
+        ),
+        (_piped("model.safetensors"), "has no model.safetensors"),
+        (_indexed("x.bin"), "index.json names x.bin, and reading that can run code"),
         (_settings("config.json", model_type="hubort"), "'hubort'; did you mean 'hubert'"),
         (_without("preprocessor_config.json"), "has no preprocessor_config.json"),
         (_without("model.safetensors"), "has no model.safetensors; copy it"),
@@ -184,6 +220,23 @@ def test_a_folder_that_cannot_be_used_says_why(tmp_path: Path, change: Any, said
     change(folder)
     with pytest.raises(ConfigError, match=re.escape(said)):
         read_encoder_folder(folder).load()
+
+
+def test_the_files_that_an_index_names_are_read(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "encoder", "hubert")
+    whole = read_encoder_folder(folder).load().state_dict()
+    _indexed("model-00001-of-00001.safetensors")(folder)
+    parts = read_encoder_folder(folder).load().state_dict()
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_a_file_outside_the_digest_decides_nothing(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "encoder", "hubert")
+    front_end = json.loads((folder / "preprocessor_config.json").read_text())
+    nested = {"feature_extractor": {**front_end, "sampling_rate": 8000}}
+    (folder / "processor_config.json").write_text(json.dumps(nested))
+    assert read_encoder_folder(folder).sample_rate == front_end["sampling_rate"] == 16000
 
 
 def test_no_folder_and_a_front_end_of_another_encoder(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import shutil
 import sys
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,21 @@ def test_pickled_objects_are_not_opened(tmp_path: Path) -> None:
     np.save(path / "w0" / "g0" / "1.npy", np.array([{}], object))
     with pytest.raises(DataError, match=r"1\.npy cannot be read: .*Python objects in dtype"):
         store_of(from_file(path), tmp_path / "cache")
+
+
+def header_only(header: str) -> bytes:
+    """An .npy file with any text as its header."""
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
+
+
+def test_a_header_that_python_cannot_parse_is_damage(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "deep.npz", "w") as archive:
+        archive.writestr("w0.npy", header_only("[" * 5000))
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "w0.npy").write_bytes(header_only("[" * 5000))
+    for name in ("deep.npz", "deep"):
+        with pytest.raises(DataError, match=f"data.features: .*{name}.*cannot be read"):
+            from_file(tmp_path / name)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
+import stat
 import time
 import zlib
 from collections import Counter
@@ -449,17 +451,59 @@ def test_a_crafted_index_reaches_nothing_outside_of_its_folder(tmp_path: Path, c
     assert theirs.read_text() == "not ours"
 
 
-def test_only_files_of_our_own_making_are_removed(tmp_path: Path) -> None:
-    """The folder may be a link to another one: what lies there is not ours."""
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "letter.txt").write_text("not ours")
-    (tmp_path / "home" / "000009-dead.seg").write_text("ours")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "private").symlink_to(tmp_path / "home")
-    store = RunStore(tmp_path / "run")
-    store.commit(state_of(1), PrivateIndex())
-    RunStore(tmp_path / "run").open_latest()
-    assert [path.name for path in (tmp_path / "home").iterdir()] == ["letter.txt"]
+def test_only_orphans_of_the_run_are_removed(tmp_path: Path) -> None:
+    private, store = PrivateStore(tmp_path / "private"), RunStore(tmp_path)
+    kept = private.append(1, tensors_of(1))
+    store.commit(state_of(1), PrivateIndex().changed({0: kept}), {kept.segment})
+    orphans = ["000009-dead.seg", "0123456789abcdef.index", ".0123456789abcdef.index.0123.part"]
+    others = ["letter.txt", "my.seg", "books.index"]
+    for name in (*orphans, *others):
+        (tmp_path / "private" / name).touch()
+    RunStore(tmp_path).open_latest()
+    assert {path.name for path in (tmp_path / "private").iterdir()} == {kept.segment, *others}
+
+
+@pytest.mark.parametrize("method", ["with private state", "without private state"])
+def test_the_private_state_of_another_run_is_left_alone(tmp_path: Path, method: str) -> None:
+    """Also where its folder was moved into this run's."""
+    private, store = PrivateStore(tmp_path / "private"), RunStore(tmp_path)
+    refs = {0: private.append(1, tensors_of(1))} if method == "with private state" else {}
+    store.commit(state_of(1), PrivateIndex().changed(refs))
+    shutil.rmtree(tmp_path / "private", ignore_errors=True)
+    theirs = PrivateStore(tmp_path / "private").append(1, tensors_of(2))
+    RunStore(tmp_path).open_latest()
+    assert torch.equal(PrivateStore(tmp_path / "private").read(theirs)["model:a"], torch.full((5,), 2.0))
+
+
+@pytest.mark.parametrize("name", ["commits", "population", "private", "rows"])
+def test_a_folder_that_is_a_link_out_of_the_run_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "runs" / "run").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    path = tmp_path / "link" / "run" / name
+    RunStore(path.parent).lock()  # the run itself may lie behind a link
+    path.symlink_to(tmp_path / "theirs")
+    with pytest.raises(RunDirectoryError, match=rf"{path} is a link to {tmp_path}/theirs, outside the run's folder"):
+        RunStore(path.parent).lock()
+
+
+def test_a_lock_file_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    """Taking the lock would overwrite the file behind the link."""
+    (tmp_path / "letter.txt").write_text("not ours")
+    (tmp_path / ".lock").symlink_to(tmp_path / "letter.txt")
+    with pytest.raises(RunDirectoryError, match=rf"{tmp_path}/.lock is a link to {tmp_path}/letter.txt"):
+        RunStore(tmp_path).lock()
+    assert (tmp_path / "letter.txt").read_text() == "not ours"
+
+
+def test_only_the_owner_can_read_private_state(tmp_path: Path) -> None:
+    private = PrivateStore(tmp_path / "private")
+    private.append(1, tensors_of(1))
+    write_durably(tmp_path / "private" / "0123456789abcdef.index", b"")
+    write_durably(tmp_path / "run.json", b"{}")
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "private").iterdir()}
+    assert set(modes.values()) == {0o600}
+    assert stat.S_IMODE((tmp_path / "private").stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("name", ["a.seg", "000001-clinic_a@1f2e.seg", "Größe 2.wav", "..a"])
@@ -497,7 +541,8 @@ def test_unfinished_files_of_a_killed_process_are_removed(tmp_path: Path, commit
     now = time.time()
     for name, age in {
         "commits/.000002-00c0ffee.safetensors.0123456789ab.part": 0.0,
-        ".LATEST.0123456789ab.part": 3600.0,
+        ".LATEST.0123456789ab.part": 0.0,
+        ".run.json.0123456789ab.part": 3600.0,
         ".config.yaml.0123456789ab.part": 0.0,  # perhaps a live process's that waits for the lock
     }.items():
         path = tmp_path / name

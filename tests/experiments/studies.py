@@ -14,8 +14,14 @@ StudyFile = Callable[..., Path]
 """Writes a file of a sweep or a search, with other keys as keywords: ``search_file(samples=3)``."""
 
 
-def leave(run: CellRun, scores: Mapping[str, Sequence[float]], finished: bool = True, done: int | None = None) -> None:
-    """A run directory with these scores at rounds 1, 2, ...; ``"test model/accuracy"``."""
+def leave(
+    run: CellRun,
+    scores: Mapping[str, Sequence[float]],
+    finished: bool = True,
+    done: int | None = None,
+    first: int = 1,
+) -> None:
+    """A run directory with these scores at rounds ``first``, ``first + 1``, ...; ``"test model/accuracy"``."""
     run.run_dir.mkdir(parents=True)
     write_config(run.run_dir, run.config)
     about = {"id": run.run_dir.name, "digest": run.config.digest(), "classes": ["a", "b"], "models": {}, "clients": 3}
@@ -24,7 +30,7 @@ def leave(run: CellRun, scores: Mapping[str, Sequence[float]], finished: bool = 
     for name, values in scores.items():
         split, _, metric = name.partition(" ")
         rows += [
-            MetricRow(place, "evaluate", "", split, metric, value, 10.0) for place, value in enumerate(values, start=1)
+            MetricRow(place, "evaluate", "", split, metric, value, 10.0) for place, value in enumerate(values, first)
         ]
     if rows:
         write_rows(rows_path(run.run_dir, max(row.round for row in rows)), sorted(rows, key=lambda row: row.round))

@@ -120,7 +120,7 @@ def test_one_run(tmp_path: Path) -> None:
     accuracies = [value(rows, r, "test", "plugin/accuracy") for r in (5, 10, 15, 20)]
     last, tail, best, clients, worst = results["plugin", "test data", "accuracy"]
     assert last == f"{percent(accuracies[-1])} (round 20)"
-    assert tail == percent(float(np.mean(accuracies)))
+    assert tail == f"{percent(float(np.mean(accuracies)))} (last {len(accuracies)} of {len(accuracies)})"
     assert best == f"{percent(max(accuracies))} (round {5 * (int(np.argmax(accuracies)) + 1)})"
     assert (clients, worst) == ("-", "-")
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import nn
 
 from raydfl.core.errors import ConfigError, nearest
-from raydfl.core.files import content_digest, plain_name
+from raydfl.core.files import content_digest, plain_name, read_regular
 
 _ABOUT, _FRONT_END = "config.json", "preprocessor_config.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -139,14 +140,15 @@ class EncoderFolder:
 
         family = FAMILIES[self.kind]
         try:
+            tensors: dict[str, torch.Tensor] = {}
+            for file in _weight_files(self.path):
+                tensors |= safetensors.torch.load_file(file)
             # Names that a file lacks are drawn, and refused or not used below: nobody else shall see the draws.
             with torch.random.fork_rng(devices=[]), _quiet():
                 network, found = getattr(transformers, family.network).from_pretrained(
-                    self.path,
+                    None,
                     config=self.settings,
-                    local_files_only=True,
-                    use_safetensors=True,
-                    trust_remote_code=False,
+                    state_dict=tensors,
                     attn_implementation=_ATTENTION,
                     dtype=torch.float32,
                     output_loading_info=True,
@@ -195,19 +197,18 @@ def _read(folder: Path, _stamp: tuple[tuple[str, int], ...]) -> EncoderFolder:
     kind = str(about.get("model_type"))
     if kind not in FAMILIES:
         raise ConfigError(f"{folder} holds a model of the type {kind!r}; {nearest(kind, FAMILIES)}")
-    _json(folder, _FRONT_END, "says what the encoder takes")
-    _check_weights(folder)
+    front_end = _json(folder, _FRONT_END, "says what the encoder takes")
+    _weight_files(folder)
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("pretrained encoders need the package transformers: pip install 'raydfl[huggingface]'")
     import transformers
 
     family = FAMILIES[kind]
     try:
+        # Not from the folder: transformers would read further files, which the digest does not cover.
         with _quiet():
-            settings = transformers.AutoConfig.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False, attn_implementation=_ATTENTION
-            )
-            extractor = getattr(transformers, family.extractor).from_pretrained(folder, local_files_only=True)
+            settings = transformers.CONFIG_MAPPING[kind].from_dict(dict(about), attn_implementation=_ATTENTION)
+            extractor = getattr(transformers, family.extractor).from_dict(dict(front_end))
     except Exception as error:  # whatever transformers says of a strange setting
         raise ConfigError(f"{folder}: {_ABOUT} or {_FRONT_END} cannot be used: {_first_line(error)}") from error
     found = EncoderFolder(folder, kind, settings, extractor)
@@ -235,34 +236,33 @@ def _files(folder: Path) -> list[Path]:
 
 def _json(folder: Path, name: str, what: str) -> Mapping[str, Any]:
     try:
-        found = json.loads((folder / name).read_bytes())
+        found = json.loads(read_regular(folder / name))
     except OSError as error:
         raise ConfigError(
             f"{folder} has no {name}, which {what}, that can be read ({error.strerror}); copy it from the model's repository"
         ) from error
     except ValueError as error:
         raise ConfigError(f"{folder / name} is no JSON: {error}; fetch it again") from error
+    except RecursionError as error:
+        raise ConfigError(f"{folder / name} cannot be read: it is nested too deep; fetch it again") from error
     if not isinstance(found, Mapping):
         raise ConfigError(f"{folder / name} must hold settings; fetch it again")
     return found
 
 
-def _check_weights(folder: Path) -> None:
-    """Refuse a folder whose weights are not there, or only in a form that can run code when it is read."""
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files with the weights.
+
+    Raises:
+        ConfigError: there are none, or only in a form that can run code when it is read.
+    """
     if (folder / _WEIGHTS).is_file():
-        return
+        return [folder / _WEIGHTS]
     if (folder / _INDEX).is_file():
         parts = _json(folder, _INDEX, "says where the weights are").get("weight_map")
         if not isinstance(parts, Mapping) or not parts:
             raise ConfigError(f"{folder / _INDEX} names no weights; fetch it again")
-        for part in sorted({str(name) for name in parts.values()}):
-            try:
-                there = (folder / plain_name(part)).is_file()
-            except ValueError as error:
-                raise ConfigError(f"{folder / _INDEX}: {error}") from error
-            if not there:
-                raise ConfigError(f"{folder} has no {part}, which {_INDEX} names; fetch it")
-        return
+        return [_weight_file(folder, name) for name in sorted({str(name) for name in parts.values()})]
     pickles = [file.name for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
     if pickles:
         raise ConfigError(
@@ -270,6 +270,21 @@ def _check_weights(folder: Path) -> None:
             f"trust the file: load the model with transformers, then model.save_pretrained(FOLDER)"
         )
     raise ConfigError(f"{folder} has no {_WEIGHTS}; copy it from the model's repository")
+
+
+def _weight_file(folder: Path, name: str) -> Path:
+    """Return a file that the index names."""
+    try:
+        file = folder / plain_name(name)
+    except ValueError as error:
+        raise ConfigError(f"{folder / _INDEX}: {error}") from error
+    if file.suffix != ".safetensors":
+        raise ConfigError(
+            f"{folder / _INDEX} names {name}, and reading that can run code; give a model whose files end in .safetensors"
+        )
+    if not file.is_file():
+        raise ConfigError(f"{folder} has no {name}, which {_INDEX} names; fetch it")
+    return file
 
 
 def _check_settings(folder: EncoderFolder) -> None:

@@ -6,7 +6,6 @@ not depend on where a file lies: a folder that was moved or copied is read once 
 
 from __future__ import annotations
 
-import errno
 import functools
 import hashlib
 import os
@@ -19,11 +18,10 @@ from typing import Any
 import pyarrow as pa
 
 from raydfl.core.errors import DataError
-from raydfl.core.files import file_digest, write_atomically
+from raydfl.core.files import check_regular, file_digest, write_atomically
 from raydfl.core.processes import available_cpus
 from raydfl.core.progress import Progress
 from raydfl.data.dataset import Dataset
-from raydfl.data.manifest import NO_FILE, is_no_file
 from raydfl.data.packed import file_and_place
 
 DIGEST_BYTES = 16
@@ -106,8 +104,7 @@ def file_digests(files: Mapping[int, str], cache: Path, progress: Progress) -> d
     for path in dict.fromkeys(files.values()):
         try:
             status = Path(path).stat()
-            if is_no_file(status):
-                raise OSError(errno.EINVAL, f"it {NO_FILE}")
+            check_regular(status)
         except OSError as error:
             digests[path] = error
             continue

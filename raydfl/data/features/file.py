@@ -11,20 +11,22 @@ Only one clip's matrix is in memory at a time, whatever the size of the file; re
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 from pydantic import Field, model_validator
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from raydfl.core.errors import ConfigError, DataError
+from raydfl.core.files import check_regular
 from raydfl.core.progress import Progress
 from raydfl.core.settings import Settings
 from raydfl.data.corruption import NOISELESS, Noise
@@ -267,12 +269,12 @@ class _Npz(_File):
         if clip not in self.names:
             raise DataError(self._absent(clip))
         check(*self._header(clip))
-        with self._archive.open(self.names[clip]) as file:
+        with _readable(self.path), self._archive.open(self.names[clip]) as file:
             matrix: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
         return matrix[:frames]
 
     def _header(self, clip: str) -> tuple[Sequence[int], str]:
-        with self._archive.open(self.names[clip]) as file:
+        with _readable(self.path), self._archive.open(self.names[clip]) as file:
             version = np.lib.format.read_magic(file)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, _, dtype = read(file)
@@ -288,19 +290,12 @@ class _Folder(_Source):
             for name in sorted(files):
                 if name.endswith(".npy"):
                     file = Path(folder) / name
-                    try:
-                        shape = np.load(file, mmap_mode="r", allow_pickle=False).shape
-                    except (OSError, ValueError, EOFError) as error:
-                        raise _unusable(file, error) from error
+                    shape = self._map(file).shape
                     return self._bands_of(str(file.relative_to(self.path).with_suffix("")), shape)
         raise self._empty()
 
     def read(self, clip: str, check: Check, frames: int | None) -> np.ndarray:
-        try:
-            matrix: np.ndarray = np.load(self._file(clip), mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise DataError(f"{self._file(clip)} cannot be read: {reason}") from error
+        matrix = self._map(self._file(clip))
         check(matrix.shape, matrix.dtype.name)
         return matrix[:frames]
 
@@ -319,6 +314,12 @@ class _Folder(_Source):
     def _file(self, clip: str) -> Path:
         return self.path / f"{clip}.npy"
 
+    def _map(self, file: Path) -> np.ndarray:
+        with _readable(file):
+            check_regular(file.stat())
+            matrix: np.ndarray = np.load(file, mmap_mode="r", allow_pickle=False)
+        return matrix
+
 
 def _open(path: Path) -> _Source:
     """Open the matrices in a file or folder.
@@ -330,9 +331,20 @@ def _open(path: Path) -> _Source:
     if path.suffix not in kinds and not path.is_dir():
         reason = "the name says nothing about its format" if path.exists() else "there is no such file or folder"
         raise DataError(f"data.features: {path} cannot be used: {reason}; it must be {_WAYS}")
-    try:
+    with _readable(path):
+        if path.suffix in kinds:
+            check_regular(path.stat())
         return kinds.get(path.suffix, _Folder)(path)
-    except (OSError, SafetensorError, zipfile.BadZipFile, ValueError) as error:
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn the errors of a file that cannot be read into one that names it."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:  # NumPy reads a header as Python code, which fails in many ways
         raise _unusable(path, error) from error
 
 

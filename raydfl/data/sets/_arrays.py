@@ -171,7 +171,8 @@ def checked_labels(path: Path, labels: Any) -> np.ndarray:
     Raises:
         DataError: they are not.
     """
-    found = np.asarray(labels) if isinstance(labels, np.ndarray | list | tuple) else np.array(None)
+    whole = isinstance(labels, list) and all(isinstance(label, int) for label in labels)
+    found = np.asarray(labels) if whole or isinstance(labels, np.ndarray) else np.array(None)
     if found.dtype.kind not in "iu" or found.ndim != 1:
         raise DataError(f"{path}: its labels are no list of whole numbers; fetch it again")
     return found.astype(np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from raydfl.core.errors import DataError
+from raydfl.core.files import open_regular, read_regular
 from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card
 from raydfl.data.manifest import FFMPEG_SUFFIXES, FILM_SUFFIXES, make_manifest, shown_name
@@ -218,7 +220,7 @@ def read_rows(path: Path, needed: tuple[str, ...], card: Card) -> list[dict[str,
         DataError: it cannot be read, or lacks one of the columns ``needed``.
     """
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with io.TextIOWrapper(open_regular(path), "utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
             names = list(reader.fieldnames or [])
             rows = list(reader)
@@ -240,7 +242,7 @@ def read_lines(path: Path, card: Card) -> list[str]:
         DataError: it cannot be read.
     """
     try:
-        return [line for line in path.read_text("utf-8-sig").splitlines() if line.strip()]
+        return [line for line in read_regular(path).decode("utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{card.title}: {path} cannot be read: {error}") from error
 

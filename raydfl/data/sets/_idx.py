@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from raydfl.core.errors import DataError
+from raydfl.core.files import read_regular
 from raydfl.data.sets._arrays import once_for_each_file
 
 _UNSIGNED_BYTES = 8
@@ -31,7 +32,7 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
     Raises:
         DataError: the file is missing, truncated, or something else.
     """
-    content = path.read_bytes()
+    content = read_regular(path)
     if content[:2] == b"\x1f\x8b":
         try:
             content = gzip.decompress(content)

@@ -20,6 +20,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from raydfl.core.errors import DataError, nearest
+from raydfl.core.files import check_regular
 from raydfl.data.packed import cell_address, span_address
 
 LISTS = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
@@ -290,6 +291,7 @@ def open_table(path: Path) -> Table:
         DataError: it is damaged, truncated, or something else.
     """
     with readable_table(path):
+        check_regular(path.stat())
         if path.name in LISTS:
             return ListTable(path, _read_list(path).schema, {FILE_NAME: {"_type": "Audio"}})
         if path.suffix.lower() == ".parquet":

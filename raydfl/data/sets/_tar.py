@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raydfl.core.errors import DataError
+from raydfl.core.files import open_regular
 from raydfl.data.manifest import shown_name
 from raydfl.data.packed import span_address
 
@@ -58,7 +59,7 @@ def members(path: Path) -> Iterator[Member]:
         DataError: it is missing, compressed, truncated, or no tar archive; or a member's name is not UTF-8.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             head = file.read(8)
             for magic, command in _COMPRESSED.items():
                 if head.startswith(magic):

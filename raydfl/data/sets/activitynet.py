@@ -22,6 +22,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
+from raydfl.core.files import read_regular
 from raydfl.data.audio import read_audio
 from raydfl.data.dataset import Card, Dataset
 from raydfl.data.manifest import FILM_SUFFIXES
@@ -120,7 +121,7 @@ class ActivityNet(Dataset):
 def _database(path: Path, card: Card) -> Mapping[str, Mapping[str, Any]]:
     """Return what the published list says of each film, by its id."""
     try:
-        found = json.loads(path.read_text("utf-8"))["database"]
+        found = json.loads(read_regular(path))["database"]
         if not isinstance(found, dict) or not all(isinstance(about, dict) for about in found.values()):
             raise TypeError("the entry database is no table of films")
     except (OSError, ValueError, KeyError, TypeError) as error:

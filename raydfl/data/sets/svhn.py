@@ -16,6 +16,7 @@ import scipy.io
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
+from raydfl.core.files import read_regular
 from raydfl.data.dataset import Card
 from raydfl.data.sets._arrays import ArrayFile, ArraySet, checked_images, checked_labels, once_for_each_file
 
@@ -58,7 +59,7 @@ class SVHN(ArraySet):
 @once_for_each_file
 def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Return images uint8 [images, 32, 32, 3] and labels int64 [images]."""
-    packed = io.BytesIO(path.read_bytes())
+    packed = io.BytesIO(read_regular(path))
     try:
         content = scipy.io.loadmat(packed, variable_names=["X", "y"])
     except Exception as error:  # a file that ends too early or is something else, in the many ways in which it can

@@ -9,6 +9,7 @@ from raydfl.engine.storage.folder import (
     check_begun,
     check_same,
     decisive_changes,
+    describe_edit,
     file_name_of,
     final_state,
     stored_about,
@@ -19,7 +20,7 @@ from raydfl.engine.storage.mirror import local_run, local_runs, mirror_of
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
 from raydfl.engine.storage.record import MetricRow, influences, read_rows, to_rows, unrecorded
 from raydfl.engine.storage.store import Commit, RunStore, round_of
-from raydfl.engine.storage.trust import code_of, remember_code
+from raydfl.engine.storage.trust import approve_code, code_of, remember_code
 
 __all__ = [
     "Commit",
@@ -27,11 +28,13 @@ __all__ = [
     "PrivateRef",
     "PrivateStore",
     "RunStore",
+    "approve_code",
     "check_about",
     "check_begun",
     "check_same",
     "code_of",
     "decisive_changes",
+    "describe_edit",
     "file_name_of",
     "final_state",
     "influences",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raydfl.core.errors import InputError, RunDirectoryError
-from raydfl.core.files import plain_name, write_durably
+from raydfl.core.files import plain_name, read_regular, write_durably
 from raydfl.core.nested import flatten
 from raydfl.core.types import State
 from raydfl.core.yaml import parse_yaml, to_yaml
@@ -37,12 +37,11 @@ def stored_config(run_dir: Path, trust: bool = False) -> Config:
     """Return the configuration that a run directory holds.
 
     Args:
-        trust: whether code that came with the folder, or has changed since the run began, may be run; see
-            :mod:`raydfl.engine.storage.trust`.
+        trust: approves the code that the configuration names; see :mod:`raydfl.engine.storage.trust`.
 
     Raises:
-        RunDirectoryError: it is no run directory, or ``config.yaml`` is damaged or not what the run began with; or code in the
-            folder is not trusted, or a file that it names has changed.
+        RunDirectoryError: it is no run directory, or ``config.yaml`` is damaged or not what the run began with; or it names
+            code that the user has not approved, or a file that has changed.
     """
     check_begun(run_dir)
     config = _read_config(run_dir, trust)
@@ -60,7 +59,7 @@ def stored_config(run_dir: Path, trust: bool = False) -> Config:
 def _stored_values(run_dir: Path) -> Any:
     path = run_dir / "config.yaml"
     try:
-        return parse_yaml(path.read_text(encoding="utf-8"), str(path))
+        return parse_yaml(read_regular(path).decode(), str(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise RunDirectoryError(f"{path} cannot be read: {reason}; restore it from a copy") from error
@@ -118,7 +117,7 @@ def stored_about(run_dir: Path) -> dict[str, Any]:
     """
     path = run_dir / "run.json"
     try:
-        about = json.loads(path.read_bytes())
+        about = json.loads(read_regular(path))
         if not isinstance(about, dict):
             raise ValueError(f"it must hold a group, not {str(about)[:40]!r}")
         missing = [key for key in _ABOUT if key not in about]
@@ -213,6 +212,27 @@ def decisive_changes(began: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
         if _without_folder(before.get(key)) != _without_folder(after.get(key))
         and (not key.startswith(_FREE) or key.startswith(_NOT_FREE))
     ]
+
+
+def describe_edit(run_dir: Path, began: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Describe how ``config.yaml`` differs from the settings that the run began with; empty if the numbers are the same.
+
+    Only code that the user has approved is loaded.
+
+    Args:
+        began: settings in ``run.json``.
+        now: settings in ``config.yaml``.
+    """
+    known = flatten(began)
+    changes = decisive_changes(began, {key: value for key, value in flatten(now).items() if key in known})
+    added = decisive_changes(began, now)
+    if added and not changes:
+        # A later version has more settings, and a default may be written down. Only the digest shows whether they matter.
+        try:
+            return _differing(run_dir, _read_config(run_dir, trust=False), trust=False)
+        except RunDirectoryError:
+            changes = added
+    return "; ".join(changes)
 
 
 def _differences(began: Mapping[str, Any], now: Mapping[str, Any], beginnings: tuple[str, ...]) -> list[str]:

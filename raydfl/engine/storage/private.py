@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import uuid
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from raydfl.core.errors import ResourcesError, RunDirectoryError
-from raydfl.core.files import RESUME, plain_name, sync, writing
+from raydfl.core.files import RESUME, make_private_folder, plain_name, sync, writing
 from raydfl.core.tensor_file import parts_of_safetensors, to_safetensors
 
 _RECENT = 4096
@@ -28,6 +29,8 @@ _PART = 16
 """An index takes its recent records into its base when they are more than one in so many."""
 _COPIED = 1 << 22
 """Bytes up to which a record is copied into one piece: that takes less time than a call of the system for each tensor."""
+_OURS = re.compile(r"\d{6,}-\S+\.seg|[0-9a-f]{16}\.index|\..+\.part")
+"""Names of the files that a run creates in its folder of private state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +188,8 @@ class PrivateStore:
     """Clients' private state, in append-only segment files that any process of the run can read.
 
     A record is written once and never changed, so a crash can lose only records that no commit refers to yet. Each process appends
-    to a segment of its own, one per round.
+    to a segment of its own, one per round. Processes on other nodes can read a record once its writer has called :meth:`close`:
+    a network file system passes writes on when a file is closed.
     """
 
     def __init__(self, folder: Path, also_read: Sequence[Path] = (), durable: bool = False) -> None:
@@ -194,7 +198,8 @@ class PrivateStore:
         Args:
             folder: where segments are written, and read first.
             also_read: further folders to read from (a replay reads a run's segments but writes elsewhere).
-            durable: whether each record is made durable when it is written, because who commits cannot reach the folder.
+            durable: whether :meth:`close` syncs. Set it where the committing process has another kernel than the writer: its own
+                sync does not flush the writer's pages.
         """
         self._durable = durable
         self.folder = folder
@@ -204,7 +209,7 @@ class PrivateStore:
         self._file: IO[bytes] | None = None
 
     def append(self, round_index: int, tensors: Mapping[str, Tensor]) -> PrivateRef:
-        """Write one client's tensors; they survive this process at once, and a power cut after the next commit.
+        """Write one client's tensors. Call :meth:`close` before another process is told of them.
 
         Raises:
             ResourcesError: the disk is full.
@@ -218,22 +223,21 @@ class PrivateStore:
         if length <= _COPIED:
             blocks = [memoryview(b"".join(blocks))]
         with writing(self.folder, length, "private state", RESUME):
-            if segment != self._segment or self._file is None:
-                if self._file is not None:
-                    self._file.close()
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._file = (self.folder / segment).open("ab", buffering=0)
-                self._segment = segment
+            if segment != self._segment:
+                self.close()
+                make_private_folder(self.folder)
+                (self.folder / segment).touch(mode=0o600)
                 if self._durable:
                     sync(self.folder)  # a new file is on the disk only when the folder is
+                self._segment = segment
+            if self._file is None:
+                self._file = (self.folder / segment).open("ab", buffering=0)
             offset = self._file.seek(0, os.SEEK_END)
             for block in blocks:
                 checksum = zlib.crc32(block, checksum)
                 written = 0
                 while written < block.nbytes:
                     written += self._file.write(block[written:])
-            if self._durable:
-                os.fsync(self._file.fileno())
         return PrivateRef(segment, offset, length, checksum)
 
     def read(self, ref: PrivateRef) -> dict[str, Tensor]:
@@ -270,30 +274,46 @@ class PrivateStore:
         return data
 
     def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
-        """Copy records into a segment of their own; returns where they lie now.
+        """Copy records into a segment of their own, close it and return their new places.
 
         Raises:
             RunDirectoryError: one of them is missing or damaged.
             ResourcesError: the disk is full.
         """
         segment = f"{round_index:06d}-{self._writer}-compact.seg"
-        return {client: self._write(segment, [self._read_bytes(ref)]) for client, ref in refs.items()}
+        moved = {client: self._write(segment, [self._read_bytes(ref)]) for client, ref in refs.items()}
+        self.close()
+        return moved
 
     def remove(self, segments: Iterable[str]) -> None:
         """Remove segments that nothing refers to any more."""
         for segment in segments:
             (self.folder / segment).unlink(missing_ok=True)
 
-    def retain(self, segments: Collection[str]) -> None:
-        """Remove all segments but these: what calls wrote whose results were lost."""
-        if self.folder.exists():
-            self.remove(path.name for path in list(self.folder.glob("*.seg")) if path.name not in segments)
+    def retain(self, named: Collection[str]) -> None:
+        """Remove orphans: files of calls whose results were lost.
+
+        A folder without any of the named files is left alone, because it belongs to another run or has no records that count.
+
+        Args:
+            named: files to which commits of the run refer.
+        """
+        found = {path.name for path in self.folder.iterdir()} if self.folder.exists() else set()
+        if not found.isdisjoint(named):
+            self.remove(name for name in found.difference(named) if _OURS.fullmatch(name))
 
     def close(self) -> None:
-        """Close the segment that is written to; a later record opens it again."""
-        if self._file is not None:
-            self._file.close()
+        """Close the segment, so that processes on other nodes can read it; a later record reopens it.
+
+        Raises:
+            ResourcesError: the disk is full. A network file system may report it only here.
+        """
+        if self._file is None:
+            return
+        with writing(self.folder, self._file.tell(), "private state", RESUME), self._file as file:
             self._file = None
+            if self._durable:
+                os.fsync(file.fileno())
 
     def sync(self, segments: Iterable[str]) -> None:
         """Make the segments durable; the caller then may refer to them in a commit.

@@ -42,8 +42,8 @@ from raydfl.core.types import State
 from raydfl.engine.storage.private import PrivateIndex, PrivateStore, Records
 
 _COMMIT = re.compile(r"^(\d{6,})-([0-9a-f]{8})\.safetensors$")
-_PRIVATE = re.compile(r".+\.(seg|index|part)")
-"""Files in private/ that are of our own making: only such are removed, wherever that folder may really lie."""
+_FOLDERS = ("commits", "population", "private", "rows")
+"""Folders in which a run replaces and removes files."""
 _SEPARATOR = "|"
 _FORMAT = 2
 """Format of a commit: tensors are named by their key's place in ``keys``. In format 1, which is read too, by the key itself."""
@@ -99,8 +99,17 @@ class RunStore:
         """Become the one process that may commit; the lock ends with the process.
 
         Raises:
-            RunDirectoryError: another process holds it for longer than ``wait`` seconds.
+            RunDirectoryError: another process holds it for longer than ``wait`` seconds, or one of the run's folders is a link
+                to a place outside the run's folder.
         """
+        own = Path(os.path.realpath(self.folder))
+        for path in (self.folder / name for name in _FOLDERS):
+            if not Path(os.path.realpath(path)).is_relative_to(own):
+                raise RunDirectoryError(
+                    f"{path} is a link to {os.path.realpath(path)}, outside the run's folder. A run removes files from its "
+                    f"folders, and this one may belong to another run. Replace the link by the folder itself. To use another "
+                    f"disk, move the whole run"
+                )
         self._lock.acquire(wait)
 
     def unlock(self) -> None:
@@ -272,6 +281,7 @@ class RunStore:
             RunDirectoryError: there are commits but none is whole.
         """
         remove_parts(self.folder / "commits")
+        remove_parts(self.folder, name="LATEST")  # written with the lock only
         remove_parts(self.folder, _PATIENCE)
         latest = self.latest()
         if latest is None:
@@ -309,9 +319,7 @@ class RunStore:
             except RunDirectoryError:
                 continue  # nobody can go back to it
             last_needed.update(dict.fromkeys(private.files(), round_of(name)))
-        for entry in self._private_files():
-            if entry.name not in last_needed and _PRIVATE.fullmatch(entry.name):
-                Path(entry).unlink(missing_ok=True)
+        PrivateStore(self.private_folder).retain(last_needed)
         self.segments = frozenset(name for name in last_needed if name.endswith(".seg"))
         superseded: dict[int, list[str]] = {}
         for name, round_index in last_needed.items():
@@ -322,13 +330,10 @@ class RunStore:
 
     def sizes_of_segments(self) -> dict[str, int]:
         """Return the bytes of all private segments on the disk, by name."""
-        return {entry.name: entry.stat().st_size for entry in self._private_files() if entry.name.endswith(".seg")}
-
-    def _private_files(self) -> list[os.DirEntry[str]]:
         if not self.private_folder.exists():
-            return []
+            return {}
         with os.scandir(self.private_folder) as entries:  # there are many: Path objects take longer
-            return list(entries)
+            return {entry.name: entry.stat().st_size for entry in entries if entry.name.endswith(".seg")}
 
 
 def round_of(commit: str) -> int:

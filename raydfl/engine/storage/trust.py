@@ -1,65 +1,99 @@
-"""Code that a run's folder names: found without running it, remembered with the run, and asked about before it is run.
+"""Trust in users' code: a run folder may name code, and raydfl loads it only if the user has run or approved it before.
 
-A class of one's own is code. One that lies in the run's folder came with that folder, perhaps from a stranger; one that has changed
-since the run began is not what the run began with. Neither is loaded before somebody has said that it may be.
+The list of approved code belongs to the user: ``raydfl/approved_code`` in the configuration folder of this user on this machine.
+``raydfl run`` and ``--trust`` append to it. A run folder cannot: its ``run.json`` lists digests too, but only to detect changes.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
-import re
+import os
 from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from raydfl.core.errors import RunDirectoryError
-from raydfl.core.files import content_digest, write_durably
+from raydfl.core.files import content_digest, read_regular, user_config, write_durably
 
 
 def check_code(run_dir: Path, values: Any, trust: bool) -> None:
-    """Refuse a run's folder whose configuration names code that nobody has said to trust; nothing of it is loaded.
+    """Reject a run folder whose configuration names code that the user has neither run nor approved; load nothing.
 
     Args:
-        values: what ``config.yaml`` says.
-        trust: somebody has said so.
+        values: content of ``config.yaml``.
+        trust: true approves the code.
 
     Raises:
-        RunDirectoryError: naming the file, and how to say so.
+        RunDirectoryError: code that is not approved, or that has changed since the run began.
     """
     if trust:
+        approve_code(values)
         return
     try:
-        known = json.loads((run_dir / "run.json").read_bytes()).get("code")
+        known = json.loads(read_regular(run_dir / "run.json")).get("code")
     except (OSError, ValueError, AttributeError):
-        known = None  # of an earlier version, or damaged, which is said elsewhere
-    for reference in _references(values):
-        place = reference.rpartition(":")[0]
-        path = _located(place)
-        if path is None:
-            continue  # there is nothing to load, which is said where it is tried
-        if path.is_relative_to(run_dir.resolve()):
-            why = f"lies in the run's folder and came with it ({path})"
-        elif place.endswith(".py") and not Path(place).is_absolute():
-            why = "is named by a path that depends on the current folder, which raydfl never writes"
-        elif place.endswith(".py") and isinstance(known, Mapping) and code_digest(path) not in known:
-            why = f"is not what it was when the run began: {path}, or a file beside it that it imports, has changed"
-        else:
-            continue
-        raise RunDirectoryError(
-            f"{run_dir} names code, {Path(place).name}:{reference.rpartition(':')[2]}, which {why}. Code can do whatever you can "
-            f"do: read it, and if you trust it, add --trust (in Python trust=True)"
-        )
+        known = None  # another check reports a damaged file
+    approved = _approved()
+    for reference, place in _references(values).items():
+        for path in _executed_files(place):
+            changed = place.endswith(".py") and isinstance(known, Mapping) and code_digest(path) not in known
+            if not changed and _entry(path) in approved:
+                continue
+            problem = (
+                "is not what it was when the run began. This file, or a file beside it that it imports, has changed"
+                if changed
+                else "is code that you have neither run nor approved on this machine"
+            )
+            raise RunDirectoryError(
+                f"{run_dir} names {reference}: {path} {problem}. Code can do everything that you can do. Read the file and the "
+                f"files that it imports. If you trust them, add --trust (in Python: trust=True)"
+            )
+
+
+def approve_code(values: Any) -> None:
+    """Approve the code that a configuration names, for this user on this machine.
+
+    If the list cannot be written, nothing is approved and ``--trust`` is needed again.
+    """
+    files = [path for place in _references(values).values() for path in _executed_files(place)]
+    new = sorted({_entry(path) for path in files} - _approved())
+    with contextlib.suppress(OSError, RuntimeError):
+        file = _approvals()
+        if new:
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # One write in append mode: several processes may approve code at the same time.
+            descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            with os.fdopen(descriptor, "ab", buffering=0) as opened:
+                opened.write("".join(f"{entry}\n" for entry in new).encode())
+
+
+def _approvals() -> Path:
+    return user_config() / "approved_code"
+
+
+def _approved() -> set[str]:
+    """Read the approved code: a digest and a path for each file."""
+    try:
+        return set(_approvals().read_text(encoding="utf-8", errors="replace").splitlines())
+    except (OSError, RuntimeError):
+        return set()
+
+
+def _entry(path: Path) -> str:
+    # With the path: in another folder, the same file could import other code in ways that its digest does not cover.
+    return f"{code_digest(path)} {json.dumps(str(path))}"
 
 
 def code_of(values: Any) -> dict[str, str]:
     """Return the files of one's own classes that a configuration names, by the digest of their code: ``code`` in ``run.json``."""
-    places = (reference.rpartition(":")[0] for reference in _references(values))
-    files = (_located(place) for place in places if place.endswith(".py"))
-    return {code_digest(path): str(path) for path in files if path is not None}
+    files = [path for place in _references(values).values() if place.endswith(".py") for path in _executed_files(place)]
+    return {code_digest(path): str(path) for path in files}
 
 
 def remember_code(run_dir: Path, values: Any) -> bool:
@@ -81,36 +115,54 @@ def code_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _references(value: Any) -> Iterator[str]:
-    """Find everything in a configuration that could name a class, ``my_file.py:Class`` or ``my_module:Class``."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
+def _references(values: Any) -> dict[str, str]:
+    """Return every text of a configuration that could name a class, ``my_file.py:Class`` or ``my_module:Class``.
+
+    Returns:
+        The file or module by reference. Texts are those that :func:`raydfl.engine.config.make_config` reads.
+    """
+    plain = json.loads(json.dumps(values, default=str, skipkeys=True))
+    texts = [text for text in _texts(plain) if ":" in text]
+    return {text: text.rpartition(":")[0] for text in texts}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
     if isinstance(value, list):
         for inner in value:
-            yield from _references(inner)
-    elif isinstance(value, str) and re.fullmatch(r".+\.py:\w+|[\w.]+:\w+", value, re.DOTALL):
+            yield from _texts(inner)
+    elif isinstance(value, str):
         yield value
 
 
-def _located(place: str) -> Path | None:
-    """Return the file of a class's module, found without running anything; ``None``: there is none."""
+def _executed_files(place: str) -> list[Path]:
+    """Find the files that Python runs to load a class's file or module, without running any of them.
+
+    A module's packages run before it. raydfl's own modules and ``__main__`` are already loaded, so they are left out.
+    """
     if place.endswith(".py"):
-        path = Path(place).expanduser().resolve()
-        return path if path.is_file() else None
-    folders: list[str] | None = None
-    name = origin = ""
+        with contextlib.suppress(RuntimeError, ValueError):  # no such user, or no valid path: nothing is loaded
+            path = Path(place).expanduser().resolve()
+            return [path] if os.path.isfile(path) else []  # noqa: PTH113  (Path.is_file raises for names that are too long)
+        return []
+    found: list[Path] = []
+    name, folders = "", None
     for part in place.split("."):
         name = f"{name}.{part}" if name else part
+        if name in ("raydfl", "__main__"):
+            break
         try:
-            spec = PathFinder.find_spec(name, folders)
-        except (ImportError, ValueError):
-            return None
+            # Only for a top-level module: for others, find_spec of importlib would import the package.
+            spec = importlib.util.find_spec(name) if folders is None else PathFinder.find_spec(name, folders)
+        except (ImportError, ValueError, AttributeError):
+            break
         if spec is None:
-            return None
-        origin, folders = spec.origin or "", list(spec.submodule_search_locations or ())
-        if not origin and folders:
-            origin = folders[0]
-    return Path(origin).resolve() if origin else None
+            break
+        if spec.has_location and spec.origin:
+            found.append(Path(spec.origin).resolve())
+        folders = [*(spec.submodule_search_locations or ())]
+    return found
 
 
 def _with_neighbours(path: Path) -> list[Path]:
@@ -119,7 +171,7 @@ def _with_neighbours(path: Path) -> list[Path]:
     for file in found:
         try:
             imported = _imported(file.read_bytes())
-        except (OSError, SyntaxError, ValueError):
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             continue
         for level, name in imported:
             folder = file.parents[level - 1] if 0 < level <= len(file.parents) else path.parent

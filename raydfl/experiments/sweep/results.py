@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,19 @@ from typing import Any
 import numpy as np
 
 from raydfl.core.metrics import HIGHER_IS_BETTER, base_name
-from raydfl.data import DataSettings
-from raydfl.data.features import FeatureSettings, FileFeatures, ImageFeatures, KaldiFeatures, PretrainedFeatures
 from raydfl.engine import Config
 from raydfl.experiments.metric import MetricSettings, keys_of
 from raydfl.experiments.plan import rounds_done
+from raydfl.experiments.sweep.descriptions import axis_of_features, features_text
 from raydfl.experiments.sweep.grid import Sweep
 from raydfl.experiments.table import markdown_table, shown, to_csv, to_parquet, to_table, write_files
 from raydfl.runs.report import Curve, RunRecord, problems_of, read_run
 
-SUMMARIES = {"tail": "mean of last ten", "last": "last", "best": "best"}
+SUMMARIES = {"tail": "mean of the last evaluations", "last": "last", "best": "best"}
 CHOSEN = {"chosen": "in the round of run.best"}
 """Summaries of a run's evaluations, with their words."""
+_MARK = "*"
+"""Mark of cells with another number or interval of evaluations than most cells of the table."""
 _ADVICE = "make room or make the folder writable, then write the tables again with raydfl sweep FILE --table"
 
 
@@ -65,6 +67,8 @@ class CellResult:
     """The headline over the rounds, of every finished run, in the table's unit."""
     rounds: tuple[int, ...]
     """Rounds done of the runs that are not finished."""
+    evaluations: tuple[str, ...] = ()
+    """Count and interval of the headline's evaluations, each value once: ``last 10 of 30, every 5 rounds``."""
     worthless: int = 0
     """Finished runs that diverged or could not learn: they count like others, and are named."""
     paper: tuple[float, float | None] | None = None
@@ -115,6 +119,7 @@ def collect(sweep: Sweep) -> Results:
         metrics = (runs[0].metric, *settings.also)
         values: dict[tuple[str, str], list[float]] = {}
         curves: list[Curve] = []
+        evaluations: list[str] = []
         unfinished: list[int] = []
         worthless = 0
         for each in runs:
@@ -139,6 +144,8 @@ def collect(sweep: Sweep) -> Results:
                     continue
                 if not place:
                     curves.append(curve)
+                    evaluations.append(_evaluations_text(curve, each.config.evaluate.every))
+                    rows[-1]["evaluations"] = evaluations[-1]
                 found_there = {s: v for s, v in summaries(curve, metric, best).items() if s in shown_summaries}
                 for summary, value in found_there.items():
                     values.setdefault((metric.title, summary), []).append(value)
@@ -149,9 +156,27 @@ def collect(sweep: Sweep) -> Results:
             for summary in shown_summaries
         }
         cells[labels] = CellResult(
-            labels, metrics, scores, len(runs), len(runs) - len(unfinished), tuple(curves), tuple(unfinished), worthless
+            labels,
+            metrics,
+            scores,
+            wanted=len(runs),
+            done=len(runs) - len(unfinished),
+            curves=tuple(curves),
+            rounds=tuple(unfinished),
+            evaluations=tuple(dict.fromkeys(evaluations)),
+            worthless=worthless,
         )
-    return Results(sweep, tuple(_compared(sweep, cells)), tuple(rows), tuple(_notes(sweep)))
+    compared = tuple(_compared(sweep, cells))
+    return Results(sweep, compared, tuple(rows), tuple(_notes(sweep, compared)))
+
+
+def _evaluations_text(curve: Curve, every: int) -> str:
+    return f"{curve.tail_text}, every {f'{every} rounds' if every > 1 else 'round'}"
+
+
+def _kinds_of_evaluations(cells: Sequence[CellResult]) -> list[str]:
+    """Return the count and interval of evaluations of all runs, the most frequent first."""
+    return [text for text, _ in Counter(text for cell in cells for text in cell.evaluations).most_common()]
 
 
 def curve_of(run: RunRecord, config: Config, metric: MetricSettings) -> Curve | None:
@@ -163,13 +188,18 @@ def curve_of(run: RunRecord, config: Config, metric: MetricSettings) -> Curve | 
     return None
 
 
-def summaries_of(sweep: Sweep) -> dict[str, str]:
-    """Return the titles of the numbers that a sweep's table has of a run, by their keys."""
-    return {**SUMMARIES, **(CHOSEN if sweep.settings.summary == "chosen" else {})}
+def summaries_of(sweep: Sweep, cells: Sequence[CellResult] = ()) -> dict[str, str]:
+    """Return the titles of the numbers that a sweep's table has of a run, by their keys.
+
+    If all runs of ``cells`` have equally many evaluations, the title of the tail states how many it averages.
+    """
+    titles = {**SUMMARIES, **(CHOSEN if sweep.settings.summary == "chosen" else {})}
+    counts = {text.partition(",")[0] for text in _kinds_of_evaluations(cells)}
+    return titles | ({"tail": f"mean of the {counts.pop()} evaluations"} if len(counts) == 1 else {})
 
 
 def summaries(curve: Curve, metric: MetricSettings, chosen: int = 0) -> dict[str, float]:
-    """Return the numbers of one run, by the keys of :data:`SUMMARIES` and :data:`CHOSEN`.
+    """Return the numbers of one run, by the keys of :data:`SUMMARIES` and :data:`CHOSEN`. Untrained models do not count.
 
     Args:
         curve: the metric over the rounds.
@@ -177,13 +207,13 @@ def summaries(curve: Curve, metric: MetricSettings, chosen: int = 0) -> dict[str
         chosen: the best round by ``run.best``; 0: there is none.
     """
     best = np.nanmax if HIGHER_IS_BETTER.get(base_name(metric.score), True) else np.nanmin
-    some = np.isfinite(curve.values).any()
-    there = curve.values[curve.rounds == chosen]
+    values, nothing = curve.trained, float("nan")
+    there = curve.values[(curve.rounds == chosen) & (curve.rounds > 0)]
     return {
         "tail": curve.tail,
-        "last": curve.last,
-        "best": float(best(curve.values)) if some else float("nan"),
-        "chosen": float(there[0]) if len(there) else float("nan"),
+        "last": float(values[-1]) if len(values) else nothing,
+        "best": float(best(values)) if np.isfinite(values).any() else nothing,
+        "chosen": float(there[0]) if len(there) else nothing,
     }
 
 
@@ -206,10 +236,10 @@ def _compared(sweep: Sweep, cells: Mapping[tuple[str, ...], CellResult]) -> list
     return found
 
 
-def _notes(sweep: Sweep) -> list[str]:
+def _notes(sweep: Sweep, cells: Sequence[CellResult]) -> list[str]:
     settings = sweep.settings
     repeats = " or ".join(dict.fromkeys(run.repeat.partition("=")[0] for run in sweep.runs))
-    title = summaries_of(sweep)[settings.summary]
+    title = summaries_of(sweep, cells)[settings.summary]
     headline = f"of a run's evaluations the {'one ' * (settings.summary == 'chosen')}{title}"
     notes = [f"Headline: {headline}; mean ± standard deviation over {repeats}."]
     if settings.summary == "chosen":
@@ -217,13 +247,16 @@ def _notes(sweep: Sweep) -> list[str]:
         notes += [f"{name} chooses the round ({criterion.chooser})." for name, criterion in choosers.items()]
     if settings.summary == "best":
         notes.append("The best evaluation is chosen on the test data.")
+    if len(kinds := _kinds_of_evaluations(cells)) > 1:
+        notes.append(
+            f"Runs have different evaluations ({'; '.join(kinds)}). {_MARK} marks cells that differ from {kinds[0]}."
+        )
     described: dict[str, list[str]] = {}
     for labels, runs in sweep.cells.items():
-        cells = described.setdefault(features_text(runs[0].config), [])
-        cells.append(", ".join(labels))
-    axis = _axis_of_features(sweep)
-    for text, cells in described.items():
-        where = "" if len(described) == 1 else f" ({axis[text] if axis else f'{len(cells)} cells, such as {cells[0]}'})"
+        described.setdefault(features_text(runs[0].config), []).append(", ".join(labels))
+    axis = axis_of_features(sweep)
+    for text, alike in described.items():
+        where = "" if len(described) == 1 else f" ({axis[text] if axis else f'{len(alike)} cells, such as {alike[0]}'})"
         notes.append(f"Features{where}: {text}.")
     if settings.reference:
         names = ", ".join(f"{name} {label}" for name, label in settings.reference.items())
@@ -231,41 +264,6 @@ def _notes(sweep: Sweep) -> list[str]:
     if settings.paper is not None:
         notes.append(f"Paper: {settings.paper.source}.{' ' + settings.paper.note if settings.paper.note else ''}")
     return notes
-
-
-def _axis_of_features(sweep: Sweep) -> dict[str, str]:
-    """Return, by description of the features, the labels that have them, when one axis alone decides."""
-    for place in range(len(sweep.axes)):
-        by_label: dict[str, set[str]] = {}
-        for labels, runs in sweep.cells.items():
-            by_label.setdefault(labels[place], set()).add(features_text(runs[0].config))
-        if all(len(texts) == 1 for texts in by_label.values()):
-            found: dict[str, list[str]] = {}
-            for label, texts in by_label.items():
-                found.setdefault(next(iter(texts)), []).append(label)
-            return {text: ", ".join(labels) for text, labels in found.items()}
-    return {}
-
-
-def features_text(config: Config) -> str:
-    """Describe the features that a network sees."""
-    return "; ".join(dict.fromkeys(_features_text(data) for data in config.data.each.values()))
-
-
-def _features_text(data: DataSettings) -> str:
-    features = data.features
-    by = {"group": "speaker", "part": "data set"}.get(features.normalise, features.normalise)
-    z_score = "not normalised" if by == "none" else f"z-score by {by}"
-    if isinstance(features, FileFeatures):
-        return f"{features.path.name}, {features.bands} bands, {z_score}"
-    if isinstance(features, ImageFeatures):
-        return f"images of {features.size[0]} x {features.size[1]}, {features.channels} channels"
-    if isinstance(features, KaldiFeatures):
-        return f"Kaldi's filter bank, {features.bands} bands at {features.sample_rate / 1000:g} kHz"
-    if isinstance(features, PretrainedFeatures):
-        return features.title
-    kind = "log-mel" if isinstance(features, FeatureSettings) else features.title
-    return f"{kind}, {features.bands} bands at {features.sample_rate / 1000:g} kHz, {z_score}"
 
 
 # -- as tables -------------------------------------------------------------------------------------------------------
@@ -279,9 +277,11 @@ def _columns(results: Results) -> dict[str, Callable[[CellResult], str]]:
     found: dict[str, Callable[[CellResult], str]] = {}
     if mixed:
         found["score"] = lambda cell: cell.metrics[0].title
-    titles = summaries_of(results.sweep)
+    titles = summaries_of(results.sweep, results.cells)
     found[f"{headline}, {titles[settings.summary]}"] = lambda cell: str(cell.score(settings.summary))
     found["runs"] = lambda cell: (cell.state or str(cell.done)) + _worthless_text(cell)
+    if len(_kinds_of_evaluations(results.cells)) > 1:
+        found["evaluations"] = lambda cell: "; ".join(cell.evaluations) or "-"
     if settings.reference:
         found["drop"] = lambda cell: shown(cell.drop)
     for summary, title in titles.items():
@@ -322,6 +322,7 @@ def paper_text(cell: CellResult) -> str:
 def pivot(results: Results) -> tuple[list[str], list[list[str]]]:
     """Return the headline as papers print it: the last axis across, the others down; headings and lines."""
     settings, by_labels = results.sweep.settings, results.by_labels
+    usual = tuple(_kinds_of_evaluations(results.cells)[:1])
     across = [
         label for label in settings.axes[results.sweep.axes[-1]] if any(c.labels[-1] == label for c in results.cells)
     ]
@@ -330,13 +331,14 @@ def pivot(results: Results) -> tuple[list[str], list[list[str]]]:
         line = list(down)
         for label in across:
             cell = by_labels.get((*down, label))
-            line.append("-" if cell is None else _pivot_cell(cell, settings.summary))
+            line.append("-" if cell is None else _pivot_cell(cell, settings.summary, usual))
         found.append(line)
     return [*results.sweep.axes[:-1], *across], found
 
 
-def _pivot_cell(cell: CellResult, summary: str) -> str:
-    parts = [(str(cell.score(summary)) if cell.done else cell.state) + _worthless_text(cell)]
+def _pivot_cell(cell: CellResult, summary: str, usual: tuple[str, ...]) -> str:
+    mark = _MARK if cell.evaluations not in ((), usual) else ""
+    parts = [(str(cell.score(summary)) + mark if cell.done else cell.state) + _worthless_text(cell)]
     parts += [f"({cell.done} of {cell.wanted} runs)"] if cell.done and cell.done < cell.wanted else []
     parts += [f"(drop {shown(cell.drop)})"] if cell.drop is not None else []
     parts += [f"[paper {shown(cell.paper[0])}]"] if cell.paper is not None else []
@@ -350,6 +352,7 @@ def records(results: Results) -> list[dict[str, Any]]:
         row: dict[str, Any] = dict(zip(results.sweep.axes, cell.labels, strict=True))
         row |= {"score": cell.metrics[0].title, "summary": results.sweep.settings.summary}
         row |= {"runs": cell.done, "wanted": cell.wanted, "worthless": cell.worthless}
+        row |= {"evaluations": "; ".join(cell.evaluations)}
         headline = cell.score(results.sweep.settings.summary)
         row |= {"mean": headline.mean, "std": headline.std, "drop": _nan(cell.drop)}
         paper = cell.paper or (None, None)

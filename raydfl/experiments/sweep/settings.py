@@ -54,8 +54,8 @@ class SweepSettings(StudySettings):
     also: list[MetricSettings] = Field(default_factory=list, description="further numbers for the table")
     summary: Literal["tail", "last", "best", "chosen"] = Field(
         "tail",
-        description="what of a run's evaluations the headline is: the mean of the last ten, the last, the best (which "
-        "chooses on the test data), or that in the round which run.best has chosen",
+        description="what of a run's evaluations the headline is: the mean of the last ten (of all if fewer), the last, the best "
+        "(which chooses on the test data), or that in the round which run.best has chosen",
     )
     reference: dict[str, str] = Field(
         default_factory=dict,

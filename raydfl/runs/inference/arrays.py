@@ -37,7 +37,7 @@ def classify_arrays(
         model: by default the shared one, or with ``client`` the one that the client does not share.
         client: whose model; by default the server's.
         best: whether it is the best round's, by ``run.best``; by default the last round's.
-        trust: whether code may be run that came with the folder or has changed since the run began.
+        trust: approves the code that the run's configuration names.
 
     Raises:
         RunDirectoryError: no run directory, or no round is completed yet.

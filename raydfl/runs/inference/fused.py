@@ -53,7 +53,7 @@ def classify(
             channels, and folders of them.
         model: by default the shared one, or with ``client`` the one that the client does not share.
         client: whose model; by default the server's.
-        trust: whether code may be run that came with the folder or has changed since the run began.
+        trust: approves the code that the run's configuration names.
         best: whether it is the best round's, by ``run.best``; by default the last round's.
         views: with a model that reads several views, by the names of further ones the file or the folder of theirs: see
             :func:`fused_predictions`.

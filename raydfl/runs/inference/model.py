@@ -161,7 +161,7 @@ def load_model(
         run_dir: the run's folder, or its URI: then it is fetched first.
         model: its name; by default the shared model, or with ``client`` the one that the client does not share.
         client: the id of the client whose model it shall be, private parts included; by default the server's.
-        trust: whether code may be run that came with the folder or has changed since the run began.
+        trust: approves the code that the run's configuration names.
         best: whether it is that of the best round by ``run.best``, private parts included.
 
     Raises:

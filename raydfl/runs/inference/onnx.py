@@ -88,7 +88,7 @@ def export_model(
             ``-best``, ``-wave`` or ``-streaming``, and ``-int8`` where these are asked for).
         model: by default the shared one, or with ``client`` the one that the client does not share.
         client: whose model; by default the server's.
-        trust: whether code may be run that came with the folder or has changed since the run began.
+        trust: approves the code that the run's configuration names.
         best: whether it is the best round's, by ``run.best``; by default the last round's.
         input: what the graph takes: features, or samples at the run's rate, with the front end inside and the answer coming out.
         quantize: the type of weights and activations; ``None``: float32. It needs the run's training clips.

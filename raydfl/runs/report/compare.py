@@ -152,7 +152,8 @@ def _compared_rows(groups: Sequence[_Group], key: Key, bases: Sequence[str]) -> 
                 score = (source, metric.removesuffix(headline) + base)
                 values = [shown_curve(run, score).last for run in runs if score in run.curves]
                 scores.append(mean_and_range(base, values) if values else "-")
-            tails = [shown_curve(run, key).tail for run in runs]
+            curves = [shown_curve(run, key) for run in runs]
+            averaged = "; ".join(dict.fromkeys(curve.tail_text for curve in curves))
             worst = [
                 run.curves[split, f"{metric}_worst_decile"]
                 for run in runs
@@ -164,7 +165,7 @@ def _compared_rows(groups: Sequence[_Group], key: Key, bases: Sequence[str]) -> 
                 "data": split_name(split),
                 "runs": str(len(runs)),
                 "scores": scores,
-                "tail": mean_and_range(headline, tails),
+                "tail": f"{mean_and_range(headline, [curve.tail for curve in curves])} ({averaged})",
                 "worst": mean_and_range(headline, [curve.last for curve in worst]) if worst else "-",
             }
 

@@ -13,15 +13,16 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from raydfl.core.errors import ConfigError, RunDirectoryError
+from raydfl.core.files import read_regular
 from raydfl.core.metrics import SCORES, base_name, model_name
-from raydfl.core.nested import flatten, get_path
+from raydfl.core.nested import get_path
 from raydfl.core.yaml import parse_yaml
 from raydfl.engine import TIMELINE
 from raydfl.engine.storage import (
     MetricRow,
     RunStore,
     check_about,
-    decisive_changes,
+    describe_edit,
     read_rows,
     round_of,
     to_rows,
@@ -41,7 +42,7 @@ SPLITS = {
     "train": "training data",
 }
 """Names of the record's splits in a report, in the order in which it shows them."""
-_LAST = 10  # measurements behind a tail
+_LAST = 10  # evaluations that a tail averages, at most
 _TIMELINES = 3  # rounds whose timelines are read
 
 Key = tuple[str, str]
@@ -63,9 +64,20 @@ class Curve:
         return float(self.values[-1])
 
     @property
+    def trained(self) -> NDArray[np.float64]:
+        """The values measured after training began: round 0 is left out."""
+        return self.values[self.rounds > 0]
+
+    @property
     def tail(self) -> float:
-        """The mean of the last ten values."""
-        return float(self.values[-_LAST:].mean())
+        """The mean of the last ten values after training began, or of all if there are fewer; NaN if there are none."""
+        values = self.trained[-_LAST:]
+        return float(values.mean()) if len(values) else float("nan")
+
+    @property
+    def tail_text(self) -> str:
+        """The number of values that :attr:`tail` averages: ``last 3 of 3``."""
+        return f"last {min(_LAST, len(self.trained))} of {len(self.trained)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,14 +231,10 @@ def read_run(folder: Path) -> RunRecord:
     if not about:
         missing.append("run.json is missing: names of classes and models are not known.")
     began = about.get("config")
-    if began and config:
-        known = flatten(began)
-        changes = decisive_changes(began, {key: value for key, value in flatten(config).items() if key in known})
-        if changes:
-            missing.append(
-                f"config.yaml was changed since the run began ({'; '.join(changes)}): what is shown as its configuration is not "
-                f"what was trained."
-            )
+    if began and config and (edit := describe_edit(folder, began, config)):
+        missing.append(
+            f"config.yaml was changed since the run began ({edit}): what is shown as its configuration is not what was trained."
+        )
     latest = RunStore(folder).latest()
     until = None if latest is None else round_of(latest)
     of_server = pc.field("client") == ""
@@ -308,7 +316,7 @@ def _client_scores(
 def _read(path: Path, parse: Callable[[str], Any]) -> Mapping[str, Any]:
     """Read a file that holds a mapping; empty when it is missing."""
     try:
-        value = parse(path.read_text(encoding="utf-8"))
+        value = parse(read_regular(path).decode())
     except FileNotFoundError:
         return {}
     except OSError as error:

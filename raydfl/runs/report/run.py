@@ -167,7 +167,7 @@ def _result_row(run: RunRecord, key: Key) -> dict[str, str]:
         "data": split_name(split),
         "score": SCORES[base].title,
         "last": f"{score_text(base, curve.last)} (round {curve.rounds[-1]:.0f})",
-        "tail": score_text(base, curve.tail),
+        "tail": f"{score_text(base, curve.tail)} ({curve.tail_text})",
         "best": f"{score_text(base, float(curve.values[best]))} (round {curve.rounds[best]:.0f})",
         "clients": clients,
         "worst": "-" if worst is None else score_text(base, worst.last),

@@ -83,7 +83,12 @@ def test_a_cluster_that_wants_a_token(
     ):
         check_access(head.address)
     (tmp_path / ".ray").mkdir()
-    (tmp_path / ".ray" / "auth_token").write_text("of another cluster\n")
+    kept = tmp_path / ".ray" / "auth_token"
+    kept.write_text("of another cluster\n")
+    kept.chmod(0o640)
+    with pytest.raises(ResourcesError, match=rf"{kept} has mode 0640, so other users .* Run: chmod 600 {kept}"):
+        check_access(head.address)
+    kept.chmod(0o600)
     with pytest.raises(
         ResourcesError,
         match=rf"the token in {tmp_path}/.ray/auth_token is not the cluster's; set RAY_AUTH_TOKEN to its",

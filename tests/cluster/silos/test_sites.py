@@ -154,6 +154,11 @@ def test_it_trains_and_measures_at_all_sites(silos: Silos) -> None:
     ]
     _, confusion = run.confusions["test", "plugin/confusion"]
     assert confusion.sum() == sum(tests)
+    for site in config.data.sites:
+        kept = [at(config, site), *at(config, site).rglob("*")]
+        assert {oct(path.stat().st_mode & 0o777) for path in kept if path.is_dir()} == {"0o700"}
+        assert {oct(path.stat().st_mode & 0o777) for path in kept if path.is_file()} == {"0o600"}
+        assert (config.data.sites[site].folder / "cache").stat().st_mode & 0o777 == 0o700
 
 
 def test_sets_of_classes_at_sites_are_numbered_alike_and_measured_where_they_are(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import scipy.io
 from digits import idx
+from numpy._core.multiarray import _reconstruct
 
 from raydfl.core.errors import DataError
 from raydfl.data.sets._arrays import ArraySet
@@ -27,7 +28,9 @@ RNG = np.random.default_rng(0)
 def batch(count: int) -> dict[bytes, Any]:
     """As Python 2 wrote it: rows of 3,072 bytes, all red before all green before all blue."""
     data = RNG.integers(0, 256, (count, 3072)).astype(np.uint8)
-    return {b"batch_label": b"one of five", b"labels": [number % 10 for number in range(count)], b"data": data}
+    names = [b"image.png"] * count
+    labels = [number % 10 for number in range(count)]
+    return {b"batch_label": b"one of five", b"labels": labels, b"data": data, b"filenames": names}
 
 
 def write_cifar(folder: Path) -> dict[str, dict[bytes, Any]]:
@@ -114,11 +117,48 @@ def test_the_sample_of_notmnist_is_read_as_mnist(recordings: Path) -> None:
     assert {row["label"] for row in rows} == set("ABCDEFGHIJ")
 
 
+PYTHON_2 = (
+    b"\x80\x02}q\x01(U\x06labelsq\x02]q\x03(K\x07K\x01eU\x04datacnumpy.core.multiarray\n_reconstruct\nq\x04cnumpy\nndarray\nq\x05"
+    b"K\x00\x85U\x01b\x87Rq\x06(K\x01K\x02M\x00\x0c\x86cnumpy\ndtype\nq\x07U\x02u1K\x00K\x01\x87Rq\x08(K\x03U\x01|NNN"
+    b"J\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89T\x00\x18\x00\x00" + bytes(range(256)) * 24 + b"tbu."
+)
+"""A batch of two images as Python 2 pickled it."""
+
+
+@pytest.mark.parametrize("protocol", [0, 3, 4])
+def test_a_batch_of_another_version_of_python_is_read_as_pickle_reads_it(tmp_path: Path, protocol: int) -> None:
+    content = pickle.dumps(batch(4), protocol) if protocol else PYTHON_2
+    (tmp_path / "test_batch").write_bytes(content)
+    expected = pickle.loads(content, encoding="bytes")
+    dataset = CIFAR10(root=tmp_path)
+    rows = rows_of(dataset)
+    assert [dataset.published.index(row["label"]) for row in rows] == expected[b"labels"]
+    for row, data in zip(rows, expected[b"data"], strict=True):
+        np.testing.assert_array_equal(dataset.image(row), data.reshape(3, 32, 32).transpose(1, 2, 0))
+
+
 class Opens:
     """Names a function of the operating system in its pickle."""
 
     def __reduce__(self) -> Any:
         return open, ("/dev/null",)
+
+
+class Builds:
+    """Is unpickled by a call and a state."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def __reduce__(self) -> Any:
+        return self.parts
+
+
+def crashing(dtype: str) -> Builds:
+    """An array of objects without the flag of objects: its bytes are addresses, which NumPy follows."""
+    state = (3, "|", None, None, None, -1, -1, 0 if dtype == "O8" else 63)
+    built = Builds(np.dtype, (dtype, False, True), state)
+    return Builds(_reconstruct, (np.ndarray, (0,), b"b"), (1, (4,), built, False, b"A" * 32))
 
 
 def cut(file: Path) -> None:
@@ -150,8 +190,19 @@ def rewritten(**change: Any) -> Callable[[Path], None]:
         ),
         (
             rewritten(batch_label=Opens()),
-            r"data_batch_3: it holds more than arrays: reading it would load \w*io.open and",
+            r"data_batch_3: it holds more than arrays, numbers and texts: it names \w*io.open",
         ),
+        (rewritten(batch_label=Builds(np.dtype, ("O8", False, True))), "an array of another data type than numbers"),
+        (rewritten(labels=[crashing("O8")]), "an array of another data type than numbers"),
+        (rewritten(labels=[crashing("u8")]), "it changes the state of an object"),
+        (rewritten(labels=np.array([None])), "an array of another data type than numbers"),
+        (rewritten(labels=[[1, 2]] * 4), "it has a list within a container"),
+        (
+            rewritten(data=Builds(_reconstruct, (np.ndarray, (0,), b"b"))),
+            "this is no pickle, or it is truncated or damaged",
+        ),
+        (rewritten(labels=[1, 2, 3, 2**40]), "it has the opcode LONG1"),
+        (rewritten(labels=["x"] * 4), "its labels are no list of whole numbers"),
         (lambda file: file.unlink(), "there is no data_batch_3 in"),
     ],
 )

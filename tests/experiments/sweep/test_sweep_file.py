@@ -147,13 +147,27 @@ def test_every_faulty_cell_is_named_before_anything_starts(grid: StudyFile, rayd
     assert not (tmp_path / "runs").exists()
 
 
-def test_check_says_what_there_is_and_looks_at_no_recording(grid: StudyFile, raydfl: Raydfl) -> None:
-    data = {"data": {"gone": {"data": {"name": "fsdd", "root": "/nowhere"}}}}
-    said = raydfl("sweep", grid(axes=data), "--check")
-    assert said.code == 0
-    assert "data: gone" in said.out
-    assert "1 cell, 2 runs, 0 finished" in said.out
+def test_check_names_data_sets_that_are_not_there(grid: StudyFile, raydfl: Raydfl, tmp_path: Path) -> None:
+    part = {"name": "fsdd", "root": "/nowhere/spoken"}
+    parts = {"parts": {"one": part, "two": {"name": "fsdd", "root": str(tmp_path)}}}
+    data = {"here": {}, "gone": {"data": part}, "in parts": {"data": parts}}
+    said = raydfl("sweep", grid(axes={"data": data}), "--check")
+    assert "data: here, gone, in parts" in said.out
+    assert "3 cells, 6 runs, 0 finished" in said.out
     assert "all configurations are valid" in said.out
+    said.refuses(
+        "4 of 6 runs have no recordings", r"gone.*: data.root /nowhere/spoken does not exist. Correct data.root"
+    )
+    said.refuses(r"in parts.*: data.parts.one.root /nowhere/spoken does not exist")
+    assert str(tmp_path) not in said.err
+
+
+def test_check_accepts_data_sets_that_are_there_and_reads_no_recording(
+    grid: StudyFile, raydfl: Raydfl, tmp_path: Path
+) -> None:
+    said = raydfl("sweep", grid(axes={"data": {"empty": {"data": {"name": "fsdd", "root": str(tmp_path)}}}}), "--check")
+    assert (said.code, said.err) == (0, "")
+    assert "1 cell, 2 runs, 0 finished" in said.out
 
 
 def test_a_missing_file_is_explained(raydfl: Raydfl, tmp_path: Path) -> None:

@@ -145,6 +145,34 @@ def test_a_diverged_run_is_named_in_every_table(grid: StudyFile, raydfl: Raydfl)
     assert f"worthless: {diverged.run_dir.name}: the training diverged: the loss on the test data is 1e+20" in said.out
 
 
+def test_the_headline_states_what_it_averages_and_leaves_out_the_untrained_model(grid: StudyFile) -> None:
+    sweep = _sweep(grid, axes={"method": {"one": {"method": "fedavg"}}}, reference={}, paper=None, also=[])
+    for run in sweep.runs:
+        leave(run, {"test model/accuracy": [0.99, 0.2, 0.3, 0.4]}, first=0)
+    table = collect(sweep)
+    assert columns(table)[1] == "accuracy, mean of the last 3 of 3 evaluations"
+    cell = table.cells[0]
+    assert [cell.score(summary).mean for summary in ("tail", "last", "best")] == pytest.approx([30, 40, 40])
+    assert "Headline: of a run's evaluations the mean of the last 3 of 3 evaluations;" in markdown(table)
+
+
+def test_cells_with_other_evaluations_are_marked(grid: StudyFile) -> None:
+    axes = {"method": {"a": {"method": "fedavg"}, "b": {"method": "fedprox"}, "rare": {"evaluate.every": 6}}}
+    sweep = _sweep(
+        grid, axes=axes, reference={}, paper=None, also=[], settings={"train.rounds": 12, "method": "fedavg"}
+    )
+    for run in sweep.runs:
+        leave(run, {"test model/accuracy": [0.5] * (2 if run.labels == ("rare",) else 12)})
+    table = collect(sweep)
+    assert columns(table)[1] == "accuracy, mean of the last evaluations"
+    place = columns(table).index("evaluations")
+    usual, rare = "last 10 of 12, every round", "last 2 of 2, every 6 rounds"
+    assert [line[place] for line in lines(table)] == [usual, usual, rare]
+    assert pivot(table)[1] == [["50.00 ± 0.00", "50.00 ± 0.00", "50.00 ± 0.00*"]]
+    assert [row["evaluations"] for row in records(table)] == [usual, usual, rare]
+    assert f"Runs have different evaluations ({usual}; {rare}). * marks cells that differ from {usual}." in table.notes
+
+
 def test_a_sweep_without_any_run_is_a_table_of_missing_cells(grid: StudyFile) -> None:
     table = collect(_sweep(grid))
     assert {cell.state for cell in table.cells} == {"missing"}
@@ -172,7 +200,7 @@ def test_files_hold_the_same_numbers(results: tuple[Results, dict[str, dict[str,
     assert f"{wrong.score('tail')} (drop {wrong.drop:.2f}) [paper 70.50]" in text
     assert "80.50 ± 0.50" in text
     for note in (
-        "mean of last ten",
+        "mean of the last 10 of 12 evaluations",
         "log-mel, 16 bands at 8 kHz",
         "Drop: below",
         "Paper: a paper, table 1. with other data",
@@ -208,7 +236,7 @@ def test_a_grid_with_other_headlines_names_them(grid: StudyFile) -> None:
     for run in sweep.runs:
         leave(run, {"test model/accuracy": [0.5] * ROUNDS, "test model/loss": [2.0] * ROUNDS})
     table = collect(sweep)
-    assert columns(table)[:3] == ["data", "score", "headline, mean of last ten"]
+    assert columns(table)[:3] == ["data", "score", "headline, mean of the last 10 of 12 evaluations"]
     assert [line[1:3] for line in lines(table)] == [["accuracy", "50.00 ± 0.00"], ["loss", "2.00 ± 0.00"]]
 
 

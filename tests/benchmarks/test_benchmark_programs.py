@@ -1,0 +1,140 @@
+"""Every program in benchmarks/ starts: its names exist, it explains its arguments, and it ends with its smallest settings."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import soundfile
+from digits import idx
+
+from raydfl import load_config, run
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+MODULES = {
+    str(path.relative_to(BENCHMARKS).with_suffix("")).replace("/", "."): path
+    for path in sorted(BENCHMARKS.rglob("*.py"))
+    if path.stem != "__init__"
+}
+PROGRAMS = [name for name, path in MODULES.items() if "." not in name and "__main__" in path.read_text()]
+ABSENT = {"flwr": "Flower", "pfl": "pfl-research", "blazefl": "BlazeFL", "fedjax": "FedJAX", "jax": "JAX"}
+"""Packages of the environments that ``make bench-peers`` builds."""
+
+ONE = "--rounds 1 --seeds 1"
+SMALLEST = {
+    "anatomy": "--root {fsdd} --works crnn_lite --rounds 1",
+    "augmentation": "--root {fsdd} --model crnn_lite --rounds 1",
+    "cuts": "device --turns 1 --networks resnet18",
+    "export": "{run} {fsdd}/recordings/0_anna_0.wav",
+    "fedapta": f"--data {{data}} --clients 2 --clips 60 --epochs 1 {ONE} --tables personal --only FedAvg",
+    "fedstar": f"--root {{fsdd}} {ONE} --tables contestants --only FedSTAR",
+    "lpa": "--clients 3 --parameters 1000 --layers 2 --repeats 1",
+    "methods": "--root {fsdd} --works crnn_lite --rounds 1",
+    "modality_mirror": f"--root {{fsdd}} --pictures {{mnist}} {ONE} --tables helps --clients 15",
+    "noise": f"--root {{fsdd}} {ONE}",
+    "ops": "--turns 1 --clients 2 --images",
+    "packed": "--kinds webdataset --gigabytes 0.01",
+    "population": "--clients 20 --private 10 --cohort 5 --network mlp --turns 1 --rounds 1 --actors 0",
+    "pretrained": "--root {fsdd} --rounds 1 --clients 1",
+    "profila": f"--ids 1 --clips 4 {ONE} --tables contestants --only FedAvg",
+    "rounds": "--root {fsdd} --works crnn_lite --turns 1 --rounds 1 --contestants raydfl",
+    "rules": "--clients 10 --parameters 1000 --repeats 1",
+    "scale": "jobs/tiny.yaml train.rounds=1 run.dir={runs} track.mlflow=false",
+    "scaling": "cohort --methods fedavg --turns 1 --rounds 1",
+    "server": "--clients 3 --parameters 5000 --repeats 1",
+    "soak": "--rounds 20 --every 2 --allowed 1000 --out {runs}/soak",
+}
+ELSEWHERE = {
+    "crossing": "cluster/silos/test_crossing.py",
+    "gpu_check": "benchmarks/test_gpu_check.py",
+    "kills": "faults/test_campaign.py",
+}
+"""Programs that a test of their own runs, at length."""
+
+
+def load_module(name: str) -> ModuleType:
+    """Import a module of benchmarks/, or skip the test where a peer's package is missing."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        if package not in ABSENT:
+            raise
+        pytest.skip(f"{ABSENT[package]} is not installed: make bench-peers")
+
+
+def test_every_program_has_its_smallest_settings_here() -> None:
+    assert sorted(PROGRAMS) == sorted([*SMALLEST, *ELSEWHERE])
+    for name, file in ELSEWHERE.items():
+        assert name in (BENCHMARKS.parent / "tests" / file).read_text()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_benchmark_uses_only_names_that_raydfl_has(name: str) -> None:
+    """Names that it imports, and names after the dot of a module: importing a program finds only the first."""
+    module = load_module(name)
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            owner = getattr(module, node.value.id, None)
+            if isinstance(owner, ModuleType) and owner.__name__.startswith("raydfl"):
+                assert hasattr(owner, node.attr), f"line {node.lineno}: {owner.__name__} has no {node.attr}"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_explains_its_arguments(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        load_module(name).main()
+    assert not ended.value.code
+    assert str(load_module(name).__doc__).split()[0] in capsys.readouterr().out
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Noise as spoken digits of two speakers, and as images of digits."""
+    data = tmp_path_factory.mktemp("data")
+    rng = np.random.default_rng(0)
+    (data / "fsdd" / "recordings").mkdir(parents=True)
+    for speaker in ("anna", "bert"):
+        for digit in range(10):
+            for take in range(20):
+                wave = 0.1 * rng.standard_normal(2000)
+                soundfile.write(data / f"fsdd/recordings/{digit}_{speaker}_{take}.wav", wave, 8000)
+    for name in ("mnist", "notmnist"):
+        (data / name).mkdir()
+        for kind, shape, end in (("images-idx3", (420, 28, 28), 256), ("labels-idx1", (420,), 10)):
+            (data / f"{name}/t10k-{kind}-ubyte").write_bytes(idx(rng.integers(0, end, shape, dtype=np.uint8)))
+    return {"data": data, "fsdd": data / "fsdd", "mnist": data / "mnist", "runs": data / "runs"}
+
+
+@pytest.fixture(scope="session")
+def run_dir(folders: dict[str, Path]) -> Path:
+    """A run of one round, trained with the spoken digits."""
+    own = [f"data.root={folders['fsdd']}", f"run.dir={folders['runs']}", "run.name=short", "track.mlflow=false"]
+    run(load_config(BENCHMARKS.parent / "jobs/fsdd.yaml", [*own, "train.rounds=1", "train.cohort=2", "ray.actors=0"]))
+    return folders["runs"] / "short"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALLEST)
+def test_a_program_ends_with_its_smallest_settings(
+    name: str, folders: dict[str, Path], request: pytest.FixtureRequest
+) -> None:
+    words = SMALLEST[name]
+    places = {**folders, "run": request.getfixturevalue("run_dir")} if "{run}" in words else folders
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *(word.format(**places) for word in words.split())]
+    around = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=BENCHMARKS.parent, env=around, capture_output=True, text=True, check=False, timeout=280
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert done.stdout.strip()

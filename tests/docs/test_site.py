@@ -1,0 +1,36 @@
+"""The documentation as a site: ``make docs`` accepts the pages and refuses a broken link."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pages import ROOT
+
+pytest.importorskip("mkdocs", reason="not installed: pip install 'raydfl[dev]'")
+
+
+@pytest.mark.slow
+def test_the_site_builds_and_a_broken_anchor_stops_it(tmp_path: Path) -> None:
+    command = re.findall(r"bin/(mkdocs build .*)", (ROOT / "Makefile").read_text())
+    assert len(command) == 1
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    for folder in ("docs", "raydfl"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+
+    def build() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", *command[0].split()], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+
+    built = build()
+    assert built.returncode == 0, built.stderr
+    with (tmp_path / "docs" / "install.md").open("a", encoding="utf-8") as page:
+        page.write("\n[broken](observability.md#nowhere)\n")
+    broken = build()
+    assert broken.returncode != 0
+    assert "#nowhere" in broken.stderr
