@@ -58,10 +58,12 @@ def data_info(
                     print(line)  # noqa: T201
         except DataError as error:
             unfit = DataError(f"data.parts.{part}: {error}") if part else error
-        for line in () if config.data.sites or config.data.parts else propose(config, [what, *(overrides or [])]):
+        if config.data.sites or config.data.parts:
+            if unfit is not None:
+                raise unfit
+            return
+        for line in propose(config, [what, *(overrides or [])], unfit):
             print(line)  # noqa: T201
-        if unfit is not None:
-            raise unfit
     elif overrides:
         raise ConfigError(f"{overrides[0]!r}: settings go with a configuration file, and {what!r} is none")
     else:

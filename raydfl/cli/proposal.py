@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,18 +13,38 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from raydfl.core.errors import InputError
+from raydfl.core.errors import DataError, InputError
+from raydfl.core.options import options_of
 from raydfl.core.yaml import to_yaml
-from raydfl.data import Division, divide, list_clips, sizes_text
-from raydfl.engine import Config, make_config
+from raydfl.data import (
+    CLIENT_TEST,
+    TRAINING,
+    DataSettings,
+    Division,
+    divide,
+    find_dataset,
+    list_clips,
+    sizes_text,
+)
+from raydfl.engine import Config, apply_values, make_config
 
 _WIDTH = 110
 _LEAST_GROUPS = 3
 """Groups from which on they can be clients, one of them or more held out."""
 _FOLDS = ("fold", "session")
 """Columns by which publishers cross-validate."""
-_OFFICIAL = {"by": "split"}
+_OFFICIAL = {"test": {"by": "split"}}
+_OWNER = re.compile(
+    r"(?:speaker|spk|talker|singer|actor|subject|participant|patient|person|user|client|owner|device)(?:_?id|_?name)?",
+    re.IGNORECASE,
+)
+"""Names of columns that name the owners of clips."""
+_NORMAL, _ANOMALOUS = re.compile("normal", re.IGNORECASE), re.compile("abnormal|anomal", re.IGNORECASE)
+"""Beginnings of the names of machines' conditions."""
+_NORMAL_SHARES = (0.25, 0.5)
+"""Shares of a machine's normal clips in its test set."""
 _SHARES = (0.2, 0.3, 0.5)
 _CLIPS_EACH = 20
 """Training clips of a client where nobody owns the clips, and the numbers of such clients."""
@@ -72,97 +93,218 @@ STARTS = (
 class Proposal:
     """Settings that have been tried on the list of clips."""
 
-    data: Mapping[str, Any]
-    """Keys of ``data`` with their values."""
-    train: Mapping[str, Any]
-    """Keys of ``train`` with their values."""
-    division: Division
+    settings: Mapping[str, Any]
+    """Values by setting, such as ``data.split``."""
+    sizes: np.ndarray
+    """Clips of each client without its test set, int64 [clients]."""
+    tested: int
+    """Clips in the test sets of server and clients."""
     reasons: Sequence[str]
 
 
-def propose(config: Config, given: Sequence[str]) -> Iterator[str]:
-    """Lines that say what to begin with and why, to be copied into a file or to the command line; no clip is read.
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """The column that marks normal and anomalous clips."""
+
+    column: str
+    anomalous: list[str]
+    objective: Mapping[str, Any]
+    """The setting ``objective`` by its name; empty if the configured objective stays."""
+
+
+def propose(config: Config, given: Sequence[str], problem: DataError | None = None) -> Iterator[str]:
+    """Yield lines with settings to copy into a file, the reasons, and the command of a run. No clip is read.
 
     Args:
         config: the configuration at hand; its split and partition need not fit.
         given: how the user named it: the file, then the overrides.
+        problem: the reason why the configuration does not fit.
 
     Raises:
         InputError: the recordings are not there.
+        DataError: ``problem``, if no proposal solves it.
     """
     found = find(config)
     yield ""
     if found is None:
         yield "No split and partition were found that fit these clips: too few of a class, or of all."
+        if problem is not None:
+            raise problem
         return
-    values = {f"data.{key}": value for key, value in found.data.items()}
-    values |= {f"train.{key}": value for key, value in found.train.items()}
-    overrides = [f"{key}={to_yaml(value)}" for key, value in values.items()]
-    division = found.division
-    sizes = np.diff(division.partition.offsets)
+    if problem is not None:
+        yield from textwrap.wrap(
+            f"This configuration does not fit the clips: {problem}",
+            _WIDTH,
+            subsequent_indent="  ",
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
     yield (
-        f"To begin with: {len(sizes):,} clients, {sizes_text(sizes)}; {len(division.split.test):,} test clips. Tried on this "
+        f"To begin with: {len(found.sizes):,} clients, {sizes_text(found.sizes)}; {found.tested:,} test clips. Tried on this "
         f"list."
     )
     for reason in found.reasons:
         yield from textwrap.wrap(reason, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
     yield f"Beside what is in {given[0]}:"
-    for group in ("data", "train"):
-        yield f"  {group}:"
-        yield from (f"    {key}: {to_yaml(value)}" for key, value in getattr(found, group).items())
-    yield "Or on the command line:"
-    yield " \\\n    ".join(["  raydfl run " + " ".join(map(shlex.quote, given)), *map(shlex.quote, overrides)])
+    above = None
+    for path, value in found.settings.items():
+        group, _, key = path.rpartition(".")
+        if group and group != above:
+            yield f"  {group}:"
+        yield f"{'    ' if group else '  '}{key}: {to_yaml(value)}"
+        above = group
+    yield "next: copy these lines, or set them on the command line:"
+    overrides = [shlex.quote(f"{path}={to_yaml(value)}") for path, value in found.settings.items()]
+    yield " \\\n    ".join(["  raydfl run " + " ".join(map(shlex.quote, given)), *overrides])
 
 
 def find(config: Config) -> Proposal | None:
     """Return a split and a partition that fit the clips, as a run would divide them; ``None``: nothing does."""
     values = config.model_dump(mode="json")
-    ungrouped, reasons = _ungrouped(config)
-    data = {"ungrouped": ungrouped} if ungrouped != config.data.ungrouped else {}
-    settings = config.data.model_copy(update=data)
-    manifest, classes = list_clips(settings, config.run.seed)
-    for strict, (test, why_test), (partition, why_partition) in itertools.product(
-        (True, False), _tests(manifest), _partitions(manifest)
-    ):
-        tried = {**data, "split": {**values["data"]["split"], "test": test}, "partition": partition}
+
+    def configure(settings: Mapping[str, Any]) -> Config:
+        return make_config(apply_values(values, settings), "the proposal")
+
+    settings: dict[str, Any] = {}
+    reasons: list[str] = []
+    manifest, classes = list_clips(config.data, config.run.seed)
+    for choose in (_owner, _ungrouped):
+        chosen, why = choose(config.data, manifest)
+        if chosen:
+            settings, reasons = settings | chosen, [*reasons, why]
+            manifest, classes = list_clips(configure(settings).data, config.run.seed)
+    conditions = _conditions(config, manifest)
+    objective: dict[str, Any] = {}
+    if conditions is not None and conditions.objective:
+        objective = {"objective": conditions.objective}
         try:
-            whole = make_config({**values, "data": {**values["data"], **tried}}, "the proposal")
-            division = divide(manifest, classes, whole.data, config.run.seed, config.labels_needed)
-            there = np.unique(division.labels[division.split.test])
-            if strict and len(there) < len(classes) and test != _OFFICIAL:
-                continue
-            sizes = np.diff(division.partition.offsets)
+            configure(objective)
+        except InputError:
+            objective["method"] = "fedavg"
+            reasons.append(f"{config.method['name']} needs classes to learn; fedavg does not")
+    replaced = {"test", "as_published"} | ({"client_test", "official_validation"} if conditions is not None else set())
+    own = config.data.split.model_dump(mode="json", exclude_defaults=True, exclude=replaced)
+    tests = [*(_tests(manifest) if conditions is None else _tests_of_machines(manifest, conditions))]
+    for kept, strict, (test, why_test), (partition, why_partition) in itertools.product(
+        [own, {}] if own else [{}], (True, False), tests, _partitions(manifest, skewed=conditions is None)
+    ):
+        tried = {**settings, "data.split": {**kept, **test}, "data.partition": partition, **objective}
+        try:
+            whole = configure(tried)
+            division = divide(manifest, classes, whole.data, config.run.seed, whole.labels_needed)
+            sizes = np.add.reduceat(division.role != CLIENT_TEST, division.partition.offsets[:-1], dtype=np.int64)
             if len(sizes) < 2:
                 continue
+            if conditions is not None:
+                fits = _suits_machines(manifest, conditions, division, strict)
+            else:
+                there = np.unique(division.labels[division.split.test])
+                fits = not strict or len(there) == len(classes) or test == _OFFICIAL
+            if not fits:
+                continue
             train, why_train = _train(len(sizes), float(np.median(sizes)))
-            tuned = {**values, "data": {**values["data"], **tried}, "train": {**values["train"], **train}}
-            make_config(tuned, "the proposal").train.cohort_size(len(sizes))
+            tried |= {f"train.{key}": value for key, value in train.items()}
+            configure(tried).train.cohort_size(len(sizes))
         except InputError:
             continue
-        shown = {**data, "split": {"test": test}, "partition": partition}
-        return Proposal(shown, train, division, [*reasons, why_test, why_partition, why_train])
+        tested = len(division.split.test) + int((division.role == CLIENT_TEST).sum())
+        left_out = ["the other keys of data.split do not fit these clips: they are left out"] if kept != own else []
+        return Proposal(tried, sizes, tested, [*reasons, *left_out, why_test, why_partition, why_train])
     return None
 
 
-def _ungrouped(config: Config) -> tuple[str, list[str]]:
+def _owner(data: DataSettings, manifest: pa.Table) -> tuple[dict[str, Any], str]:
+    """Propose the column that names the owners of clips, if the list has no groups."""
+    options = [option.name for option in options_of(find_dataset(data.name))]
+    if "group_column" not in options or manifest.column("group").null_count < manifest.num_rows:
+        return {}, ""
+    for column in manifest.column_names:
+        owners = len(manifest.column(column).drop_null().unique()) if _OWNER.fullmatch(column) else 0
+        if 1 < owners < manifest.num_rows:
+            return {"data.group_column": column}, (
+                f"the column {column} names {owners:,} owners of clips: they become the groups (data.group_column)"
+            )
+    return {}, ""
+
+
+def _ungrouped(data: DataSettings, manifest: pa.Table) -> tuple[dict[str, Any], str]:
     """Propose what to do with clips that have no group, and why."""
-    if config.data.ungrouped == "deal":
-        return "deal", []
-    manifest, _ = list_clips(config.data, config.run.seed)
     group = manifest.column("group")
     known = len(group.drop_null().unique())
     if not group.null_count or known < _LEAST_GROUPS or group.null_count > manifest.num_rows / 2:
-        return "keep", []
+        return {}, ""
     labels = manifest.filter(group.is_null()).column("label").unique().to_pylist()
-    return "deal", [
-        f"{group.null_count:,} clips ({', '.join(labels[:5])}) have no group: they are dealt out to the {known:,} groups"
-    ]
+    return {"data.ungrouped": "deal"}, (
+        f"{group.null_count:,} clips ({', '.join(map(str, labels[:5]))}) have no group: they are dealt out to the {known:,} groups"
+    )
 
 
-def _tests(manifest: pa.Table) -> Iterator[tuple[dict[str, Any] | None, str]]:
-    """Test sets to try, the best first, with what speaks for each."""
+def _conditions(config: Config, manifest: pa.Table) -> Conditions | None:
+    """Find the normal and the anomalous clips of machines, by the objective or by the names of labels."""
+    objective = config.parts.method.objective
+    detects, named = objective.answers == "score", getattr(objective, "normal", ())
+    if detects and named:
+        labels = manifest.column("label").drop_null().unique().to_pylist()
+        return Conditions("label", [label for label in labels if label not in named], {})
+    for column in ("label", "condition"):
+        values = manifest.column(column).drop_null().unique().to_pylist() if column in manifest.column_names else []
+        normal, anomalous = ([v for v in values if kind.match(str(v))] for kind in (_NORMAL, _ANOMALOUS))
+        if not normal or not anomalous or len(normal) + len(anomalous) < len(values):
+            continue
+        if column == "label" and detects and hasattr(objective, "normal"):
+            return Conditions(column, anomalous, {**(config.objective or {}), "normal": normal})
+        if column == "label" and objective.answers == "class":
+            name = "compact" if config.data.features.kind == "image" else "reconstruct"
+            return Conditions(column, anomalous, {"name": name, "normal": normal})
+        return Conditions(column, anomalous, {})
+    return None
+
+
+def _tests_of_machines(manifest: pa.Table, conditions: Conditions) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield test sets of clients to try, the best first. None leaves an anomalous clip in training."""
+    names = ", ".join(map(str, conditions.anomalous[:3])) + (" ..." if len(conditions.anomalous) > 3 else "")
+    why = f"the {conditions.column} says which clips are anomalous ({names}): clients test on them and train on the others alone"
+    classify = "To classify normal and anomalous clips instead, keep your objective and choose data.split yourself"
+    official = manifest.column("split").unique().to_pylist()
+    if "test" in official:
+        rest = {"official_validation": "drop"} if "validation" in official else {}
+        yield (
+            {"test": None, "client_test": {"by": "split", "values": ["test"]}, **rest},
+            f"{why}, by the official split. {classify}",
+        )
+    for share in _NORMAL_SHARES:
+        held_out = {"by": conditions.column, "values": conditions.anomalous, "others": share}
+        yield {"test": None, "client_test": held_out}, f"{why}; {share:.0%} of these are tested on too. {classify}"
+
+
+def _suits_machines(manifest: pa.Table, conditions: Conditions, division: Division, strict: bool) -> bool:
+    """Return whether clients train on normal clips alone, and test on both kinds.
+
+    Args:
+        strict: every client must have both kinds in its test; otherwise one client.
+    """
+    values = manifest.column(conditions.column)
+    strange = pc.fill_null(pc.is_in(values, pa.array(conditions.anomalous, values.type)), False).to_numpy()
+    strange = strange[division.partition.rows]
+    training, tested = division.role == TRAINING, division.role == CLIENT_TEST
+
+    def count(chosen: np.ndarray) -> np.ndarray:
+        return np.add.reduceat(chosen, division.partition.offsets[:-1], dtype=np.int64)
+
+    both = (count(tested & strange) > 0) & (count(tested & ~strange) > 0)
+    trained = not (training & strange).any() and bool((count(training) > 1).all())
+    return trained and bool(both.all() if strict else both.any())
+
+
+def _tests(manifest: pa.Table) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield test sets of the server to try, the best first, and the reason for each."""
+    for test, why in _held_out(manifest):
+        yield {"test": test}, why
+
+
+def _held_out(manifest: pa.Table) -> Iterator[tuple[dict[str, Any] | None, str]]:
     if "test" in manifest.column("split").to_pylist():
-        yield _OFFICIAL, "the set has an official split"
+        yield {"by": "split"}, "the set has an official split"
     groups = manifest.column("group")
     count = len(groups.drop_null().unique())
     if not groups.null_count and count >= _LEAST_GROUPS:
@@ -190,8 +332,12 @@ def _tests(manifest: pa.Table) -> Iterator[tuple[dict[str, Any] | None, str]]:
     yield None, "nothing can be held out: too few clips of some label; find more before you trust a number"
 
 
-def _partitions(manifest: pa.Table) -> Iterator[tuple[dict[str, Any], str]]:
-    """Partitions to try, the best first, with what speaks for each."""
+def _partitions(manifest: pa.Table, skewed: bool) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield partitions to try, the best first, and the reason for each.
+
+    Args:
+        skewed: also partitions with skewed labels.
+    """
     groups = manifest.column("group")
     if not groups.null_count and len(groups.unique()) > 1:
         yield {"by": "group"}, "every group is a client"
@@ -199,7 +345,8 @@ def _partitions(manifest: pa.Table) -> Iterator[tuple[dict[str, Any], str]]:
     why = "nobody owns the clips" if groups.null_count == len(groups) else "not by group"
     for clients in sorted({most, max(2, most // 2), 2}, reverse=True):
         dirichlet = {"by": "dirichlet", "clients": clients, "alpha": 0.5, "minimum": 2}
-        yield dirichlet, f"{why}: labels are dealt skewed to {clients} clients; alpha 100 deals them evenly"
+        if skewed:
+            yield dirichlet, f"{why}: labels are dealt skewed to {clients} clients; alpha 100 deals them evenly"
         yield {"by": "iid", "clients": clients}, f"{why}: clips are dealt evenly to {clients} clients"
 
 

@@ -31,7 +31,7 @@ from raydfl.data.population_file import PRESENCE, table_prefix
 from raydfl.data.presence import clients_without, owners, without_view
 from raydfl.data.profile import profile_arrays
 from raydfl.data.segment import segments
-from raydfl.data.settings import DataSettings, ViewSettings
+from raydfl.data.settings import DataSettings, ViewSettings, with_place
 
 
 def build_population(
@@ -122,8 +122,8 @@ def _part(
     """Return the population of one of ``data.parts``; what is wrong with its recordings says whose they are."""
     try:
         return build_population(data, seed, progress, run_chunks, labels_needed=labels_needed)
-    except DataError as error:
-        raise DataError(f"data.parts.{name}: {error}") from error
+    except (ConfigError, DataError) as error:
+        raise with_place(error, f"data.parts.{name}") from error
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,8 @@ class _Assembler:
             }
         else:
             arrays |= self._ranges(training.rows.frames, partition.ranges)
-        arrays |= profile_arrays(self.manifest, partition, self.data.profile)
+        profiles, profile_types = profile_arrays(self.manifest, partition, self.data.profile)
+        arrays |= profiles
         if self.data.features.normalise in BY_TRAINING_CLIPS:
             bounds = partition.ranges or np.searchsorted(
                 self.train_of, [np.arange(len(ids)), np.arange(1, len(ids) + 1)]
@@ -268,8 +269,11 @@ class _Assembler:
         views: dict[str, tuple[FeatureStore | None, int | None]] = {}
         of_views: dict[str, np.ndarray] = {}
         for name, view in self.data.views.items():
-            views[name], of_view = self._view(name, view, arrays)
-            of_views |= of_view | view.pipeline.make_tables(view.features, self.seed, table_prefix(name))
+            try:
+                views[name], of_view = self._view(name, view, arrays)
+                of_views |= of_view | view.pipeline.make_tables(view.features, self.seed, table_prefix(name))
+            except (ConfigError, DataError) as error:
+                raise with_place(error, f"data.views.{name}") from error
         arrays |= of_views
         for name, taken in clients_without(self.data.missing, ids, self.seed).items():
             arrays |= without_view(arrays, name, taken)
@@ -285,6 +289,7 @@ class _Assembler:
             pools=division.pools,
             separator=None if self.data.label_sets is None else self.data.label_sets.separator,
             views=views,
+            profile_types=profile_types,
         )
         return population.use(self.data)
 

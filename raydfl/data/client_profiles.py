@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from raydfl.core.sequences import OnDemand
 from raydfl.data.names import Names
 from raydfl.data.population_file import PRESENCE
+
+TYPES: Mapping[str, Callable[[str], bool | int | float]] = {"bool": "True".__eq__, "int": int, "float": float}
+"""Types of columns that are no text, and the way from the stored text back to a value."""
 
 Column = tuple[Sequence[Any], np.ndarray]
 """Values, and int [clients]: the position of each client's among them; -1 where nothing is known of it."""
@@ -22,13 +26,19 @@ class ClientProfiles:
         arrays: of the population.
         clients: how many there are.
         views: names of the further views.
+        types: keys of :data:`TYPES` by column. Other columns are text.
     """
 
-    def __init__(self, arrays: Mapping[str, np.ndarray], clients: int, views: Sequence[str]) -> None:
+    def __init__(
+        self, arrays: Mapping[str, np.ndarray], clients: int, views: Sequence[str], types: Mapping[str, str]
+    ) -> None:
         self._arrays, self._clients, self._views = arrays, clients, tuple(views)
         self._groups = Names.among(arrays, "groups")
         of_columns = [name.split("/")[1] for name in arrays if name.startswith("profile/") and name.endswith("/of")]
-        self._columns = {name: Names.among(arrays, f"profile/{name}") for name in of_columns}
+        texts = {name: Names.among(arrays, f"profile/{name}") for name in of_columns}
+        self._columns: dict[str, Sequence[Any]] = texts | {
+            name: _Typed(texts[name], TYPES[types[name]]) for name in types
+        }
         self._alike: dict[int, np.ndarray] = {}
         """The same number for each client, by number."""
 
@@ -73,6 +83,20 @@ class ClientProfiles:
         kinds, of = np.unique(table, axis=0, return_inverse=True)
         names = np.array([*self._views])
         return [tuple(names[kind].tolist()) for kind in kinds], of.reshape(-1)
+
+
+class _Typed(OnDemand[bool | int | float]):
+    """Values of a column that is stored as text."""
+
+    def __init__(self, texts: Sequence[str], parse: Callable[[str], bool | int | float]) -> None:
+        self._texts, self._parse = texts, parse
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def item(self, position: int) -> bool | int | float:
+        """Return a value."""
+        return self._parse(self._texts[position])
 
 
 def joined(columns: Iterable[Column]) -> Column:

@@ -1,6 +1,7 @@
 """A table of clients: a row for each, which says which clips it has, and what else is known of it.
 
-Millions of clients are described so: columns are read one at a time and stay arrays, and an Arrow file is mapped into memory.
+Millions of clients are described so: columns are read one at a time and stay arrays, and an Arrow file is mapped into memory. A CSV
+file is parsed whole for each column, so it is for fewer.
 Two clients may have the same clips, which are then kept once. The columns:
 
 ========= ======= ==================================================================================================
@@ -25,19 +26,21 @@ import pyarrow.compute as pc
 import pyarrow.parquet
 
 from raydfl.core.errors import DataError, nearest
+from raydfl.data.csv_file import read_csv
 from raydfl.data.names import Names
 
 FIRST, CLIPS, CLIENT = "first", "clips", "client"
 """Names of the columns with a meaning."""
 
 _ARROW = (".arrow", ".feather")
+_KINDS = (".parquet", *_ARROW, ".csv")
 
 
 class ClientTable:
-    """A Parquet or Arrow file with a row for each client.
+    """A Parquet, Arrow or CSV file with a row for each client.
 
     Args:
-        path: ``*.parquet``, ``*.arrow`` or ``*.feather``.
+        path: ``*.parquet``, ``*.arrow``, ``*.feather`` or ``*.csv``.
 
     Raises:
         DataError: it is not there, cannot be read, or has no rows.
@@ -45,9 +48,10 @@ class ClientTable:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if path.suffix.lower() not in (".parquet", *_ARROW):
+        if path.suffix.lower() not in _KINDS:
             raise DataError(
-                f"data.partition.file: {path} is neither *.parquet nor *.arrow nor *.feather; write the table of clients as one"
+                f"data.partition.file: the name of {path} must end in one of {', '.join(_KINDS)}; write the table of clients as "
+                f"such a file"
             )
         about = self._read(None)
         self.columns: tuple[str, ...] = tuple(about.column_names)
@@ -67,6 +71,9 @@ class ClientTable:
                     return pa.parquet.read_table(self.path, columns=[column], memory_map=True)
                 about = pa.parquet.ParquetFile(self.path, memory_map=True)
                 return _empty(about.schema_arrow.names, about.metadata.num_rows)
+            if self.path.suffix.lower() == ".csv":
+                table = read_csv(self.path, [CLIENT], [] if column is None else [column])
+                return table if column is not None else _empty(table.column_names, table.num_rows)
             with pa.memory_map(str(self.path)) as file, pa.ipc.open_file(file) as reader:
                 # Batch by batch: nothing of them is copied, or where they are compressed only one is unpacked at a time.
                 batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
@@ -77,8 +84,8 @@ class ClientTable:
         except (OSError, pa.ArrowException) as error:
             reason = (isinstance(error, OSError) and error.strerror) or str(error)
             raise DataError(
-                f"data.partition.file: {self.path} cannot be read: {reason}; it must be a Parquet or Arrow file with a row for "
-                f"each client"
+                f"data.partition.file: {self.path} cannot be read: {reason}; it must be a Parquet, Arrow or CSV file with a "
+                f"row for each client"
             ) from error
 
     def column(self, name: str, where: str) -> pa.ChunkedArray:

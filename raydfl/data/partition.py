@@ -104,8 +104,8 @@ class PartitionSettings(Settings):
     file: Annotated[
         Path | None,
         Field(
-            description="table: a Parquet or Arrow file with a row for each client: first, the row of the list of clips at which "
-            "its clips begin, clips, how many it has, and if known client, its id."
+            description="table: a Parquet, Arrow or CSV file with a row for each client: first, the row of the list of clips at "
+            "which its clips begin, clips, how many it has, and if known client, its id."
         ),
     ] = None
     minimum: Annotated[

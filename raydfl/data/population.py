@@ -61,6 +61,7 @@ class Population:
         separator: what stands between the classes that a label names; ``None``: a label is one class.
         views: of each further view by name its store (``None``: at the sites), and the frames of every example that has it,
             ``None`` when they differ. No pool has the name of a view.
+        profile_types: types of the columns of profiles that are no text (see raydfl.data.client_profiles).
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Population:
         parts: Sequence[Part] = (),
         separator: str | None = None,
         views: Mapping[str, tuple[FeatureStore | None, int | None]] | None = None,
+        profile_types: Mapping[str, str] | None = None,
     ) -> None:
         self._labels, self._separator = tuple(classes), separator
         self.classes: tuple[str, ...] = self._labels
@@ -106,7 +108,8 @@ class Population:
         self.pipeline = PLAIN
         """The way of stored features into a batch: see :meth:`use`."""
         self.ids = Names.among(arrays, "ids")
-        self._profiles = ClientProfiles(self._arrays, len(self.ids), tuple(self._views))
+        self._profile_types = dict(profile_types or {})
+        self._profiles = ClientProfiles(self._arrays, len(self.ids), tuple(self._views), self._profile_types)
         self.parts = tuple(parts)
         """Data sets with classes of their own; empty: this is one."""
         self._sites = tuple(sites)
@@ -312,16 +315,22 @@ class Population:
         """Return int64 [..., classes], made of int64 [..., labels]."""
         return counts if self.sets is None else counts @ self.sets.astype(np.int64)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, again: bool = False) -> None:
         """Write everything but the features, which stay in the cache, to the file ``population.safetensors`` in ``folder``.
+
+        Args:
+            again: replace the file of a run by that of equal data. The types of its profile columns stay.
 
         Raises:
             ResourcesError: the disk is full or the folder cannot be written.
         """
         for part in self.parts:
-            part.population.save(folder_of(folder, part.name))
+            part.population.save(folder_of(folder, part.name), again)
         of_parts = [(part.name, part.first, part.population.bands) for part in self.parts]
-        population_file.write(folder, self._arguments(), of_parts)
+        arguments = self._arguments()
+        if again:
+            arguments["profile_types"] = population_file.read_facts(folder).get("profile_types")
+        population_file.write(folder, arguments, of_parts)
 
     def _arguments(self) -> dict[str, Any]:
         """Return what it was made of but for ``parts``: the constructor's arguments by name."""
@@ -338,6 +347,7 @@ class Population:
             "pools": self.pools,
             "separator": self._separator,
             "views": {name: (store, self.view_lengths[name]) for name, store in self._views.items()},
+            "profile_types": self._profile_types,
         }
 
     def is_saved_in(self, folder: Path) -> bool:

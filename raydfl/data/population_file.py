@@ -14,7 +14,8 @@ Features are not in it; the facts name the stores in the cache where they lie. T
   carry the attack's trigger), and ``altered`` (bool [clients]: the features of its attack are in the last store).
 - With features normalised by group ``statistics/values`` (float64 [2, groups + 1, bands], those of
   raydfl.data.features.statistics) and ``statistics/of`` (int32 [clients], the client's place in them).
-- ``profile/NAME/of`` (int32 [clients]), the position of what is known of each client among the names ``profile/NAME/``.
+- ``profile/NAME/of`` (int32 [clients]), the position of what is known of each client among the names ``profile/NAME/``. The facts
+  name the type of values that are no text.
 - What transforms need of the outside world, under ``transforms/``.
 - Of a further view, where examples lie in it: the columns ``starts`` and ``counts`` (0: absent) of the parts ``train@NAME`` and so
   on; and ``presence/NAME`` (bool [clients]), who has it.
@@ -94,6 +95,8 @@ def _facts(arguments: Mapping[str, Any], parts: Sequence[tuple[str, int, int]] =
     }
     if arguments["columns"]:
         facts["columns"] = arguments["columns"]
+    if arguments["profile_types"]:
+        facts["profile_types"] = arguments["profile_types"]
     if len(arguments["pools"]) > 1:
         facts["pools"] = arguments["pools"]
     if parts:
@@ -144,6 +147,7 @@ def read(
         "pools": facts.get("pools", ("train",)),
         "separator": facts.get("separator"),
         "views": views,
+        "profile_types": facts.get("profile_types"),  # an early version read all columns as text
     }
     return arguments, [(name, first, None if bands is None else own) for name, first, own in facts.get("parts", ())]
 
@@ -167,8 +171,14 @@ def refusing_damage(folder: Path) -> Iterator[None]:
 
 def is_written_in(folder: Path, arguments: Mapping[str, Any]) -> bool:
     """Return whether the file in a folder is of the population with these arguments, whose stores may lie in another cache."""
+    return _identity(read_facts(folder)) == _identity(_facts(arguments))
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """Return what is kept beside the arrays in the file of a folder."""
     _, metadata = map_arrays(folder / POPULATION_FILE)
-    return _identity(json.loads(metadata["raydfl"])) == _identity(_facts(arguments))
+    facts: dict[str, Any] = json.loads(metadata["raydfl"])
+    return facts
 
 
 def _identity(facts: Mapping[str, Any]) -> tuple[str, list[str], list[str]]:

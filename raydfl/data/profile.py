@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from raydfl.core.errors import DataError, nearest
 from raydfl.core.seeds import generator
 from raydfl.core.settings import Settings
+from raydfl.data.client_profiles import TYPES
 from raydfl.data.names import Names
 from raydfl.data.partition import Partition
 
@@ -51,16 +52,18 @@ def dealt(name: str, settings: ProfileSettings, clients: int, seed: int) -> np.n
 
 def profile_arrays(
     manifest: pa.Table, partition: Partition, profile: Mapping[str, ProfileSettings]
-) -> dict[str, np.ndarray]:
-    """Return what a population keeps of profiles that are columns of the manifest.
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Return the arrays of profiles that are columns of the manifest or of the table of clients, and their types.
 
     Returns:
-        For each ``profile/NAME/of`` (int32 [clients]) and its values as Names.
+        For each name ``profile/NAME/of`` (int32 [clients]) and its values, as Names; and by name the type of values that are no
+        text: a key of raydfl.data.client_profiles.TYPES.
 
     Raises:
         DataError: there is no such column, or it has nulls, or several values for a client.
     """
     arrays: dict[str, np.ndarray] = {}
+    types: dict[str, str] = {}
     for name, settings in profile.items():
         if settings.column is None:
             continue
@@ -68,8 +71,9 @@ def profile_arrays(
         if partition.table is not None:
             column = partition.table.column(settings.column, where)
             encoded = column.combine_chunks().dictionary_encode()  # of several chunks each has codes of its own
-            codes, texts = encoded.indices.to_numpy(), [str(value) for value in encoded.dictionary.to_pylist()]
-            arrays |= _coded(name, texts, codes)
+            codes, values = encoded.indices.to_numpy(), encoded.dictionary.to_pylist()
+            arrays |= _coded(name, list(map(str, values)), codes)
+            types |= _type(name, values)
             continue
         if settings.column not in manifest.column_names:
             raise DataError(
@@ -83,8 +87,15 @@ def profile_arrays(
             _refuse(
                 [values[code] if code >= 0 else None for code in own], where, settings.column, partition.ids[client]
             )
-        arrays |= _coded(name, [str(value) for value in values], least)
-    return arrays
+        arrays |= _coded(name, list(map(str, values)), least)
+        types |= _type(name, values)
+    return arrays, types
+
+
+def _type(name: str, values: Sequence[object]) -> dict[str, str]:
+    """Return the type of a column by its name; nothing for text and for types that stay text."""
+    found = type(values[0]).__name__ if values else ""
+    return {name: found} if found in TYPES else {}
 
 
 def _coded(name: str, texts: Sequence[str], codes: np.ndarray) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.errors import ConfigError, InputError, nearest
 from raydfl.core.options import check_keys, explain, path_options, unknown_key
 from raydfl.core.remote import check_uri, is_uri
 from raydfl.core.settings import Settings
@@ -88,7 +88,7 @@ class ViewSettings(Settings):
             or (crop and crop.test == "segments")
         ):
             raise ConfigError(
-                "data.views: a further view has features of the kind logmel, kaldi, pretrained, model or image, is not normalised "
+                "a further view has features of the kind logmel, kaldi, pretrained, model or image, is not normalised "
                 "by group, client or part, and is not cut into segments, of which the first view alone decides; change its "
                 "features or transforms"
             )
@@ -99,7 +99,7 @@ class ViewSettings(Settings):
         """The way of stored features into a batch; built now."""
         from raydfl.data.transforms import make_transforms  # it imports PyTorch, which takes seconds
 
-        return make_transforms(self.transforms, self.features, "data.views: transforms")
+        return make_transforms(self.transforms, self.features, "data.transforms")
 
     @property
     def stored_features(self) -> AnyFeatures:
@@ -247,6 +247,14 @@ class DataSettings(Settings):
             raise ValueError("write a list of labels, like [_silence_]")
         return sorted({str(label) for label in value})
 
+    @field_validator("columns")
+    @classmethod
+    def _distinct_columns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if value.count(name) > 1:
+                raise ValueError(f"{name!r} is named more than once; name each column once")
+        return value
+
     @field_validator("profile")
     @classmethod
     def _names_of_profile(cls, value: dict[str, ProfileSettings]) -> dict[str, ProfileSettings]:
@@ -302,12 +310,11 @@ class DataSettings(Settings):
         for name, field in cls.model_fields.items():
             if name == "features" and isinstance(values.get(name), Mapping):
                 check_keys(values[name], kind_of(values[name]), "data.features", DataSettings, "data")
-            elif name == "views":
-                views = values.get(name)
-                for view, settings in (views if isinstance(views, Mapping) else {}).items():
-                    check_keys(settings, ViewSettings, f"data.views.{view}", ViewSettings, "data.views")
-            else:
+            elif name != "views":
                 check_keys(values.get(name), field.annotation, f"data.{name}", DataSettings, "data")
+        views = values.get("views")
+        if isinstance(views, Mapping):
+            values = {**values, "views": {view: _checked_view(view, settings) for view, settings in views.items()}}
         sites = values.get("sites")
         for name, site in (sites if isinstance(sites, Mapping) else {}).items():
             for key in site if isinstance(site, Mapping) else ():
@@ -476,7 +483,7 @@ class DataSettings(Settings):
         except ValidationError as error:
             raise ConfigError(explain(error, where, own, DataSettings)) from error
         except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
+            raise with_place(error, where) from error
 
     @property
     def each(self) -> dict[str, DataSettings]:
@@ -516,6 +523,37 @@ class DataSettings(Settings):
         """The options that are files or folders behind a URI, by name."""
         options = self.model_extra or {}
         return {key: options[key] for key in path_options(find_dataset(self.name)) if is_uri(options.get(key))}
+
+
+def with_place(error: InputError, where: str) -> InputError:
+    """Return an error with the settings of ``data`` in its message replaced by those of a part or a view.
+
+    Args:
+        error: an error from code for any data, such as ``data.features.kind is 3``.
+        where: the place of the part or the view: ``data.parts.NAME`` or ``data.views.NAME``.
+    """
+    settings = ViewSettings if where.startswith("data.views.") else DataSettings
+    own = "|".join(settings.model_fields.keys() - {"parts", "sites", "cache", "heads"})
+    text = re.sub(rf"(?<![\w./-])data\.(?=(?:{own})\b)", f"{where}.", str(error))
+    return type(error)(text if text.startswith(where) else f"{where}: {text}")
+
+
+def _checked_view(name: str, settings: Any) -> Any:
+    """Validate the settings of a view. A value of another type than a group is left to pydantic.
+
+    Raises:
+        ConfigError: a setting is wrong. The message names the view.
+    """
+    where = f"data.views.{name}"
+    check_keys(settings, ViewSettings, where, ViewSettings, "data.views")
+    if not isinstance(settings, Mapping):
+        return settings
+    try:
+        return ViewSettings.model_validate(settings)
+    except ValidationError as error:
+        raise ConfigError(explain(error, where, settings, ViewSettings)) from error
+    except InputError as error:
+        raise with_place(error, where) from error
 
 
 def _options_of(name: str) -> list[str]:

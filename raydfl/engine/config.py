@@ -212,7 +212,8 @@ class Config(Settings):
                     frames = None
                 if frames is not None and cut is not None:
                     frames = min(frames, cut)
-                check_encoder(architecture, own, seen.features, f"models.{name}")
+                place = f"data.views.{view}.features" if view else "data.features"
+                check_encoder(architecture, own, seen.features, f"models.{name}", place)
                 check_model(architecture, own, seen.pipeline.shape(seen.features.bands), frames, f"models.{name}")
         for name in data.views:
             if name not in read:

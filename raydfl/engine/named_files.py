@@ -75,8 +75,16 @@ def check_same_files(at_start: Mapping[str, tuple[str, str]], here: Mapping[str,
             )
 
 
-def check_encoder(architecture: str, options: Mapping[str, Any], features: AnyFeatures, where: str) -> None:
-    """Refuse a pretrained encoder and features that are not of one folder, or do not meet after the same layer."""
+def check_encoder(architecture: str, options: Mapping[str, Any], features: AnyFeatures, where: str, place: str) -> None:
+    """Refuse a pretrained encoder and features that are not of one folder, or do not meet after the same layer.
+
+    Args:
+        architecture: the name of the network.
+        options: its options.
+        features: the features that it reads.
+        where: the place of the network in the configuration.
+        place: that of the features.
+    """
     if not issubclass(find_architecture(architecture, where)[0], Pretrained) or not options.get("folder"):
         return
     folder, after = Path(options["folder"]), options.get("after")
@@ -84,7 +92,7 @@ def check_encoder(architecture: str, options: Mapping[str, Any], features: AnyFe
     if not isinstance(features, PretrainedFeatures):
         raise ConfigError(
             f"{where}: {architecture} reads what the encoder's own front end makes, and the features are of the kind "
-            f"{features.kind}; set data.features='{group}'"
+            f"{features.kind}; set {place}='{group}'"
         )
     if features.folder != folder:
         raise ConfigError(

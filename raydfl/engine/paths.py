@@ -52,16 +52,22 @@ def absolute(values: Mapping[str, Any]) -> dict[str, Any]:
         _resolve(attack, path_options(registry.find("raydfl.attacks", attack["name"], Attack, "attack")))
     data = result.get("data")
     if isinstance(data, dict):
-        _resolve_data(data)
+        _resolve_data(data, "data")
         parts = data.get("parts")
-        for part in parts.values() if isinstance(parts, dict) else ():
+        for part_name, part in parts.items() if isinstance(parts, dict) else ():
             if isinstance(part, dict):
-                _resolve_data(part, data.get("name"))
+                _resolve_data(part, f"data.parts.{part_name}", data.get("name"))
     return result
 
 
-def _resolve_data(data: dict[str, Any], name: Any = None) -> None:
-    """Make the paths of ``data`` or of a part of it absolute; ``name`` is the data set where it names none itself."""
+def _resolve_data(data: dict[str, Any], where: str, name: Any = None) -> None:
+    """Make the paths of a group of data settings absolute.
+
+    Args:
+        data: the group, which is changed.
+        where: its place in the configuration.
+        name: the data set of a group that names none.
+    """
     name = data.get("name", name)
     _resolve(data, ["cache", *(path_options(find_dataset(name)) if isinstance(name, str) and name else ())])
     transforms = data.get("transforms")
@@ -71,7 +77,7 @@ def _resolve_data(data: dict[str, Any], name: Any = None) -> None:
     if isinstance(data.get("partition"), dict):
         _resolve(data["partition"], ["file"])
     if isinstance(data.get("features"), dict):
-        _resolve(data["features"], path_options(kind_of(data["features"])))
+        _resolve(data["features"], path_options(kind_of(data["features"], f"{where}.features")))
     views = data.get("views")
     for view in views.values() if isinstance(views, dict) else ():
         features = view.get("features") if isinstance(view, dict) else None

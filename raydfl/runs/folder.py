@@ -67,7 +67,7 @@ def ensure_features(run_dir: Path, config: Config, progress: Progress) -> None:
             f"the recordings have changed since {run_dir} began, and its features are lost; restore the recordings, or start the "
             f"run again in a new folder"
         )
-    population.save(folder)
+    population.save(folder, again=True)
 
 
 _PATIENCE = 20.0

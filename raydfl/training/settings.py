@@ -64,7 +64,7 @@ class PhaseOptimiserSettings(Settings):
 class ClientSettings(Settings):
     """Clients: which of them take part in training, and how a round's are drawn."""
 
-    where: dict[str, list[Any]] = Field(
+    where: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(
         default_factory=dict,
         description="by column of the profile, the values that a client must have one of, such as {device: [phone, tablet]}",
     )

@@ -310,7 +310,8 @@ def test_what_is_there_is_told_even_if_it_cannot_be_divided(raydfl: Raydfl, trai
         "data", "info", recordings / "own.yaml", f"data.file={recordings}/clips.csv", "data.split.test={by: split}"
     )
     assert "anna (12), bert (12)" in said.out
-    said.refuses("no clip has 'test' in column 'split'")
+    assert "does not fit the clips: no clip has 'test' in column 'split'" in said.out
+    assert (said.code, said.err) == (0, "")
 
 
 # -- partitions and cohorts ------------------------------------------------------------------------------------------

@@ -267,11 +267,22 @@ def test_what_to_begin_with_can_be_run_as_it_is_printed(raydfl: Raydfl, tiny: Ti
     """Also where the file's own partition does not fit."""
     file = written(tiny("data.takes=6", "data.partition={by: iid, clients: 5000}"), tmp_path)
     said = raydfl("data", "info", file)
-    assert said.code == 2
-    assert "126 clips cannot give 5000 clients 1 each" in said.err
-    command = shlex.split(said.out.partition("Or on the command line:\n")[2].replace("\\\n", ""))
+    assert said.code == 0
+    assert "126 clips cannot give 5000 clients 1 each" in said.out
+    assert said.err == ""
+    command = shlex.split(said.out.partition("\nnext: ")[2].partition("\n")[2].replace("\\\n", ""))
     assert command[:3] == ["raydfl", "run", str(file)]
     assert raydfl(*command[1:], "train.rounds=1", "run.name=begun").code == 0
+
+
+def test_clips_that_no_proposal_fits_are_an_error(raydfl: Raydfl, tmp_path: Path) -> None:
+    (tmp_path / "yes").mkdir()
+    (tmp_path / "yes" / "a.wav").touch()
+    file = tmp_path / "one.yaml"
+    file.write_text(f"{{method: fedavg, data: {{name: folder, root: {tmp_path}}}}}")
+    said = raydfl("data", "info", file)
+    said.refuses("no clip has 'test' in column 'split'")
+    assert "next:" not in said.out
 
 
 def test_a_part_of_the_clips_may_belong_to_nobody(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:

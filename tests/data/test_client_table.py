@@ -1,18 +1,20 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
 import safetensors.numpy
 
 from raydfl.core.errors import ConfigError, DataError
-from raydfl.data.array_file import digest, file_digest, write_arrays
+from raydfl.data.array_file import digest, file_digest, map_arrays, write_arrays
 from raydfl.data.build import build_population
 from raydfl.data.client_table import ClientTable
 from raydfl.data.names import Names
@@ -28,6 +30,8 @@ def written(path: Path, **columns: Any) -> Path:
     table = pa.table(columns)
     if path.suffix == ".parquet":
         pa.parquet.write_table(table, path)
+    elif path.suffix == ".csv":
+        pa.csv.write_csv(table, path)
     elif path.suffix == ".feather":
         pa.feather.write_feather(table, path, chunksize=2)
     else:
@@ -45,14 +49,18 @@ GROUPS: dict[str, Any] = {
     "first": [20 * group for group in range(6)],
     "clips": [20] * 6,
     "room": ["hall", "kitchen"] * 3,
+    "power": [3, 1, 2, 2**62, 0, -1],
+    "share": [0.1, 1.0, 1e-300, 2.5, -0.0, 7.0],
+    "fast": [True, False, False, True, True, False],
 }
 """The groups of the made-up tones, which are neighbours in their list."""
 
 
-@pytest.mark.parametrize("kind", ["parquet", "arrow", "feather"])
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "feather", "csv"])
 def test_a_table_of_the_groups_gives_what_the_partition_by_group_gives(made: Make, tmp_path: Path, kind: str) -> None:
     expected = build_population(made(), 1)
-    profile = {"room": {"column": "room"}}
+    columns = ("room", "power", "share", "fast")
+    profile = {name: {"column": name} for name in columns}
     settings = made(**by_table(written(tmp_path / f"clients.{kind}", **GROUPS)), profile=profile)
     build_population(settings, 1).save(tmp_path)
     population = Population.load(tmp_path, verify=True)
@@ -67,8 +75,35 @@ def test_a_table_of_the_groups_gives_what_the_partition_by_group_gives(made: Mak
         for batch, same in zip(own.train.batches(4, None), other.train.batches(4, None), strict=True):
             np.testing.assert_array_equal(batch.x, same.x)
         assert len(own.validation) == len(own.test) == 0
-        known = {"noisy": False, "label_errors": False, "room": GROUPS["room"][client]}
+        known = {"noisy": False, "label_errors": False, **{name: GROUPS[name][client] for name in columns}}
         assert population.profile(client) == known
+        assert {name: type(value) for name, value in population.profile(client).items()} == {
+            name: type(value) for name, value in known.items()
+        }
+
+
+def test_a_population_of_an_early_version_keeps_its_columns_as_text(made: Make, tmp_path: Path) -> None:
+    """Also when its features are computed again: a run goes on as it began."""
+    settings = made(**by_table(written(tmp_path / "clients.parquet", **GROUPS)), profile={"power": {"column": "power"}})
+    population = build_population(settings, 1)
+    population.save(tmp_path)
+    file = tmp_path / "population.safetensors"
+    arrays, metadata = map_arrays(file)
+    facts = json.loads(metadata["raydfl"])
+    assert facts.pop("profile_types") == {"power": "int"}
+    write_arrays(tmp_path / "early", arrays, {"raydfl": json.dumps(facts)})
+    (tmp_path / "early").replace(file)
+    assert population.is_saved_in(tmp_path)
+    population.save(tmp_path, again=True)
+    assert Population.load(tmp_path, verify=True).profile(0)["power"] == "3"
+
+
+def test_ids_and_gaps_of_a_csv(made: Make, tmp_path: Path) -> None:
+    file = tmp_path / "clients.csv"
+    file.write_text("client;first;clips;room\n007;1;1;hall\n08;2;1;\n")
+    assert list(build_population(made(**by_table(file), unseen="keep"), 1).ids) == ["007", "08"]
+    with pytest.raises(DataError, match="row 2 of .* has no 'room'"):
+        build_population(made(**by_table(file), unseen="keep", profile={"room": {"column": "room"}}), 1)
 
 
 def test_clients_may_share_clips_and_leave_some_out(made: Make, tmp_path: Path) -> None:
@@ -145,7 +180,11 @@ def test_a_table_that_cannot_be_used_is_named(made: Make, tmp_path: Path, column
 
 
 def test_a_file_that_is_no_table_is_named(made: Make, tmp_path: Path) -> None:
-    for name, message in (("x.csv", "neither"), ("x.arrow", "cannot be read"), ("x.parquet", "cannot be read")):
+    for name, message in (
+        ("x.txt", "must end in one of .parquet"),
+        ("x.arrow", "cannot be read"),
+        ("x.parquet", "cannot be read"),
+    ):
         (tmp_path / name).write_text("first,clips\n0,1\n")
         with pytest.raises(DataError, match=message):
             build_population(made(**by_table(tmp_path / name)), 1)

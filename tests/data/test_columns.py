@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from raydfl.core.errors import DataError
 from raydfl.data.build import build_population
@@ -57,6 +58,11 @@ def test_a_column_that_is_not_there_is_refused_before_a_clip_is_read(
     monkeypatch.setattr("raydfl.data.build.prepare", None)
     with pytest.raises(DataError, match="no column 'takes'; did you mean 'take'"):
         build_population(made(columns=["takes"]), 1)
+
+
+def test_a_column_named_twice_is_refused(made: Make) -> None:
+    with pytest.raises(ValidationError, match="'take' is named more than once"):
+        made(columns=["take", "recording", "take"])
 
 
 def test_a_column_with_gaps_is_refused() -> None:

@@ -12,7 +12,7 @@ import pytest
 from raydfl.cli.proposal import STARTS, find, propose
 from raydfl.core.errors import DataError
 from raydfl.core.yaml import parse_yaml
-from raydfl.data.division import divide, list_clips
+from raydfl.data.division import CLIENT_TEST, TRAINING, divide, list_clips
 from raydfl.engine.config import Config, make_config
 from raydfl.engine.overrides import apply_overrides
 
@@ -31,11 +31,11 @@ def read_back(config: Config) -> tuple[Config, Config, list[str]]:
     """The configurations that the printed YAML and the printed command make, and what was printed."""
     lines = list(propose(config, ["FILE"]))
     text = "\n".join(lines)
-    yaml = text.partition("Beside what is in FILE:\n")[2].partition("Or on the command line:")[0]
+    yaml = text.partition("Beside what is in FILE:\n")[2].partition("next: ")[0]
     values = config.model_dump(mode="json")
     beside = parse_yaml(yaml, "the proposal")
-    merged = {**values, **{group: {**values[group], **beside[group]} for group in beside}}
-    command = shlex.split(text.partition("Or on the command line:\n")[2].replace("\\\n", ""))
+    merged = {**values, **beside, **{group: {**values[group], **beside[group]} for group in ("data", "train")}}
+    command = shlex.split(text.partition("\nnext: ")[2].partition("\n")[2].replace("\\\n", ""))
     assert command[:3] == ["raydfl", "run", "FILE"]
     return make_config(merged), make_config(apply_overrides(values, command[3:])), lines
 
@@ -121,6 +121,112 @@ def test_clips_of_nobody_among_speakers_are_dealt_out(tmp_path: Path) -> None:
     assert proposed.data.partition.by == "group"
     assert sum(sizes(proposed)[0]) + sizes(proposed)[1] == 71
     assert any("11 clips (silence) have no group" in line for line in lines)
+
+
+MACHINES: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "folders of nobody": (
+        [f"{condition}/{take}.wav" for condition, takes in (("normal", 60), ("abnormal", 12)) for take in range(takes)],
+        {},
+    ),
+    "folders with machines": (
+        [f"{condition}/m{m}_{take}.wav" for condition in ("Normal", "Anomaly") for m in range(3) for take in range(8)],
+        {"data": {"group_pattern": r"^(?P<group>m\d)_"}, "method": "fedlc"},
+    ),
+    "a published training set with anomalies": (
+        [
+            f"{part}/{condition}/{take}.wav"
+            for part in ("train", "test")
+            for condition in ("normal", "abnormal")
+            for take in range(20)
+        ],
+        {},
+    ),
+    "validation with anomalies": (
+        [],
+        {"data": {"name": "machines", "validation_clips": 5}, "objective": {"name": "compact", "size": 8}},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MACHINES)
+def test_no_client_trains_on_anomalies_of_machines(tmp_path: Path, case: str) -> None:
+    files, settings = MACHINES[case]
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    data = settings.get("data", {})
+    data = data if "name" in data else {"name": "folder", "root": str(tmp_path), **data}
+    in_file, on_line, _ = read_back(make_config({"method": "fedavg", **settings, "data": data}))
+    assert in_file.digest() == on_line.digest()
+    objective = on_line.parts.method.objective
+    manifest, classes = list_clips(on_line.data, 1)
+    division = divide(manifest, classes, on_line.data, 1, on_line.labels_needed)
+    anomalous = np.array([label not in objective.normal for label in manifest.column("label").to_pylist()])
+    anomalous = anomalous[division.partition.rows]
+    assert len(objective.normal) == 1
+    assert objective.answers == "score"
+    assert (on_line.objective or {}).items() >= settings.get("objective", {"name": "reconstruct"}).items()
+    assert not anomalous[division.role == TRAINING].any()
+    clients = np.repeat(np.arange(len(division.partition.ids)), np.diff(division.partition.offsets))
+    tested = division.role == CLIENT_TEST
+    for kind in (anomalous, ~anomalous):
+        assert set(clients[tested & kind]) == set(clients)
+
+
+def test_sections_with_conditions_are_machines_too(tmp_path: Path) -> None:
+    """Sections are the classes here, which clients learn to tell apart."""
+    rows = [
+        f"{section}_{take}.wav,{section},m{take % 3},{'anomaly' if take % 4 == 3 else 'normal'}"
+        for section in ("one", "two")
+        for take in range(48)
+    ]
+    (tmp_path / "list.csv").write_text("\n".join(["path,label,group,condition", *rows]))
+    (tmp_path / "one_0.wav").touch()
+    config = make_config({"method": "fedavg", "data": {"name": "manifest", "file": str(tmp_path / "list.csv")}})
+    _, on_line, _ = read_back(config)
+    assert on_line.objective == config.objective
+    manifest, classes = list_clips(on_line.data, 1)
+    division = divide(manifest, classes, on_line.data, 1)
+    condition = np.array(manifest.column("condition").to_pylist())[division.partition.rows]
+    assert set(condition[division.role == TRAINING]) == {"normal"}
+    assert set(condition[division.role == CLIENT_TEST]) == {"normal", "anomaly"}
+
+
+def test_an_objective_without_classes_stays(tmp_path: Path) -> None:
+    config = configure(tmp_path, MACHINES["folders of nobody"][0])
+    config = make_config({**config.model_dump(mode="json"), "objective": {"name": "contrast"}})
+    found = find(config)
+    assert found is not None
+    assert "objective" not in found.settings
+    assert found.settings["data.split"]["client_test"]["values"] == ["abnormal"]
+
+
+@pytest.mark.parametrize("column", ["speaker", "Speaker_ID", "client_id"])
+def test_a_column_with_speakers_names_the_owners(tmp_path: Path, column: str) -> None:
+    rows = [f"{label}{take}.wav,{label},00{take % 6},{take}" for label in ("yes", "no") for take in range(60)]
+    (tmp_path / "list.csv").write_text("\n".join([f"path,label,{column},take", *rows]))
+    (tmp_path / "yes0.wav").touch()
+    config = make_config({"method": "fedavg", "data": {"name": "manifest", "file": str(tmp_path / "list.csv")}})
+    in_file, on_line, lines = read_back(config)
+    assert in_file.digest() == on_line.digest()
+    manifest, classes = list_clips(on_line.data, 1)
+    division = divide(manifest, classes, on_line.data, 1)
+    owners = np.array(manifest.column("group").to_pylist())
+    assert set(owners) == {f"00{speaker}" for speaker in range(6)}
+    assert set(division.partition.ids) == set(owners[division.split.train])
+    assert set(owners[division.split.train]) & set(owners[division.split.test]) == set()
+    assert any(f"the column {column} names 6 owners" in line for line in lines)
+
+
+def test_settings_of_the_split_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
+    """The validation of clients stays as long as it can."""
+    files = [f"{label}/{take}.wav" for label in ("yes", "no") for take in range(50)]
+    for validation, kept in ((0.25, 0.25), ({"by": "session", "values": [1]}, 0.0)):
+        config = configure(tmp_path, files, split={"validation": validation})
+        in_file, on_line, lines = read_back(config)
+        assert in_file.data.split == on_line.data.split
+        assert on_line.data.split.validation == kept
+        assert any("other keys of data.split" in line for line in lines) == (kept == 0)
 
 
 def test_one_clip_is_no_federation(tmp_path: Path) -> None:

@@ -296,6 +296,8 @@ def test_an_example_does_not_depend_on_the_longest_beside_it() -> None:
         ([{"name": "noise", "snr": 3}], {}, "unknown key 'snr'.*snr_db"),
         ([{"name": "noise", "snr_db": ["loud", 3]}], {}, "snr_db"),
         ([{"name": "noise", "snr_db": [20, 0]}], {}, "the lowest, 20, comes first"),
+        ([{"name": "reverberation", "seconds": [0.5, 3.5]}], {}, "from 0 to 3 s; longer ones would be cut"),
+        ([{"name": "reverberation", "seconds": [-1, 1]}], {}, "from 0 to 3 s"),
         ([{"name": "random_crop", "size": 200}], {"seconds": 1.0}, "at least 200 frames.*longest has 101"),
         ([{"name": "spec_augment", "frames": 200}], {"seconds": 1.0}, "at least 200 frames"),
         ([{"name": "spec_augment", "bands": 20}], {"seconds": 1.0}, "at least 20 bands.*has 12"),

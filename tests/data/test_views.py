@@ -240,5 +240,17 @@ def test_what_does_not_fit_is_refused(tiny: Tiny, folder: Path) -> None:
     refused(
         "8 rows and 9 columns, not 8 and 8", error=DataError, view="{column: frame, features: {kind: image, size: 8}}"
     )
+    place = r"^data\.views\.picture"
+    for features, says in {
+        "{kind: imag}": r"\.features\.kind is 'imag'; did you mean 'image'",
+        "{kind: image, size: many}": r"\.features\.size.* is ",
+        "{kind: image, size: 8, bands: 4}": r"\.features: 'bands' is a setting of the kind .*data\.views\.picture\.features='",
+        "5": r"\.features is 5; it must be a group",
+        "{kind: file, path: x, bands: 4}": ": a further view has features of the kind logmel",
+        f"{{kind: model, model: {folder}/none.py:Net, bands: 4}}": r"\.features\.model: .*there is no file",
+    }.items():
+        refused(
+            place + says, "models.eye={name: crnn_tiny, view: picture}", view=f"{{column: frame, features: {features}}}"
+        )
     (folder / "1.png").unlink()
-    refused("clips cannot be read", error=DataError)
+    refused(place + r": 1 of \d+ clips cannot be read", error=DataError)

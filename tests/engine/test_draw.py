@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
 import pytest
 from helpers import finish, same
 from scipy.stats import chisquare
@@ -96,6 +99,31 @@ def test_only_who_fits_takes_part(asked: str, fits: Callable[[Client], bool], ti
     assert f"{len(wanted)} of 6 clients may take part" in (folder / "run.json").read_text()  # which the page shows
 
 
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_a_column_of_a_table_of_clients_is_a_weight(kind: str, tiny: Tiny, tmp_path: Path) -> None:
+    columns = {
+        "client": [*"abcdef"],
+        "first": [0] * 6,
+        "clips": [40] * 6,
+        "power": [1, 0, 0, 2, 1, 0],
+        "fast": [True] * 6,
+    }
+    write = pa.csv.write_csv if kind == "csv" else pa.parquet.write_table
+    write(pa.table(columns), tmp_path / f"clients.{kind}")
+    config = tiny(
+        f"data.partition={{by: table, file: {tmp_path / f'clients.{kind}'}}}",
+        "data.profile={power: {column: power}, fast: {column: fast}}",
+        "data.split.validation=0",
+        "train.clients={weight: power, where: {fast: true, power: [0, 1, 2]}}",
+        "train.cohort=3",
+        "train.rounds=1",
+        "run.name=weighted",
+    )
+    finish(config)
+    rows = to_rows(read_rows(Path(config.run.dir, "weighted")))
+    assert {row.client for row in rows if row.client and row.metric == "loss"} == {"a", "d", "e"}
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -106,6 +134,7 @@ def test_only_who_fits_takes_part(asked: str, fits: Callable[[Client], bool], ti
         ("{where: {device: [fone]}}", "train.clients.where.device: no client has fone; did you mean 'phone'"),
         ("{ids: [s9]}", "train.clients.ids: there is no client 's9'"),
         ("{weight: device}", "train.clients.weight: device has 'phone'; a weight must be a number from 0 on"),
+        ("{where: {power: []}}", r"train\.clients\.where\.power is \[\]; it must be at least 1 item long"),
         ("{min_examples: 1000}", "train.clients leaves none of 6 clients; take back one of its conditions"),
         ("{strata: part}, train.cohort: 7", "7 clients a round, but train.clients leaves 6"),
         ("{where: {device: [phone]}}, method: OWN", "plans client 's1', which does not take part"),

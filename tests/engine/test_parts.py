@@ -212,6 +212,17 @@ def test_only_what_a_part_comes_to_is_in_the_digest(tiny: Tiny) -> None:
         (["data.parts={a: {speakers: many}}"], "fedavg", "data.parts.a: .*speakers"),
         (["data.parts={a: {cache: x}}"], "fedavg", "data.parts.a.cache: a part has no cache of its own"),
         (["data.parts={a: {name: ''}}"], "fedavg", "data.parts.a.name is missing"),
+        (["data.parts={a: {features: {kind: logmell}}}"], "fedavg", r"^data\.parts\.a\.features\.kind is 'logmell'"),
+        (
+            ["data.parts={a: {segment: {frames: 5, stride: 5}}}"],
+            "fedavg",
+            r"^data\.parts\.a\.segment cuts clips .*set data\.parts\.a\.features\.seconds to null",
+        ),
+        (
+            ["data.parts={a: {views: {x: {column: c, features: {kind: 3}}}}}"],
+            "fedavg",
+            r"^data\.parts\.a\.views\.x\.features\.kind is 3",
+        ),
         ([PARTS, "data.sites={x: {folder: /x}}"], "fedavg", "either several parts or several sites"),
         ([PARTS], "fedkad", "method 'fedkad' needs one list of classes"),
         ([PARTS, "attack=sign_flip"], "fedavg", "attack: simulated attackers need one list of classes"),
@@ -234,7 +245,7 @@ def test_two_parts_of_one_name_are_refused() -> None:
 
 def test_a_part_without_clips_is_named(tiny: Tiny) -> None:
     config = tiny("data.parts={a: {}, b: {leave_out: [tone0, tone1, tone2]}}")
-    with pytest.raises(Exception, match="data.parts.b: data.leave_out names every label"):
+    with pytest.raises(Exception, match="data.parts.b.leave_out names every label"):
         create(config, Progress("quiet"))
 
 

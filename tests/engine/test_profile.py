@@ -66,7 +66,7 @@ def test_values_are_dealt_by_turn_or_drawn(tiny: Tiny) -> None:
 def test_a_column_of_the_manifest(tiny: Tiny) -> None:
     config = tiny(f"data.name={HERE}:Rooms", "data.profile={room: {column: room}, storey: {column: floor}}")
     found = [(client.profile["group"], client.profile["room"], client.profile["storey"]) for client in clients(config)]
-    expected = [(f"s{number}", ("kitchen", "hall")[number % 2], str(number // 2)) for number in range(6)]
+    expected = [(f"s{number}", ("kitchen", "hall")[number % 2], number // 2) for number in range(6)]
     assert found == expected
 
 

@@ -60,6 +60,7 @@ from raydfl.data.features.file import FileFeatures, features_digests, missing_fe
 from raydfl.data.features.image import ImageFeatures
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.log_mel import FeatureSettings
+from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures
 from raydfl.data.features.wave import BY_TRAINING_CLIPS
 
@@ -219,12 +220,14 @@ def prepare(
         else:
             digests, missing = content_digests(source.open(), manifest, cache, progress)
             if missing and unreadable == "stop":
-                raise _unreadable(manifest, missing)
+                raise _unreadable(manifest, features, missing)
         folder = cache / _store_key(digests, features, noise, alterations)
         work = _Preparation(source, manifest, features, folder, noise, alterations, unreadable)
     store = found_or_made(folder, needed, lambda: work.run(run_chunks or run_locally, progress))
     if store.failures and unreadable == "stop":
-        raise _unreadable(manifest, store.failures, f" (as recorded in {folder}; delete that folder to try them again)")
+        raise _unreadable(
+            manifest, features, store.failures, f" (as recorded in {folder}; delete that folder to try them again)"
+        )
     return store
 
 
@@ -253,11 +256,21 @@ def _store_key(
     return digest.hexdigest()
 
 
-def _unreadable(manifest: pa.Table, failures: Mapping[int, str], note: str = "") -> DataError:
-    shown = [
-        f"  {manifest.column('path')[index].as_py() or manifest.column('clip')[index].as_py()}: {reason}"
-        for index, reason in sorted(failures.items())[:5]
+def _unreadable(manifest: pa.Table, features: AnyFeatures, failures: Mapping[int, str], note: str = "") -> DataError:
+    """Return the error for clips without features: the encoder's, where it fails on several clips for one reason."""
+    places = [
+        manifest.column("path")[index].as_py() or manifest.column("clip")[index].as_py() for index in sorted(failures)
     ]
+    reasons = set(failures.values())
+    if isinstance(features, ModelFeatures | PretrainedFeatures) and len(failures) > 1 == len(reasons):
+        (reason,) = reasons
+        if reason.startswith(f"{features.title}: "):
+            return DataError(
+                f"data.features: {reason}. This is so for {places[0]} and {len(places) - 1} more of {manifest.num_rows} "
+                f"clips{note}. Correct the encoder or its options. If these clips are at fault, leave them out with "
+                f"data.unreadable=skip"
+            )
+    shown = [f"  {place}: {failures[index]}" for place, index in zip(places[:5], sorted(failures), strict=False)]
     more = f"\n  and {len(failures) - len(shown)} more" if len(failures) > len(shown) else ""
     return DataError(
         f"{len(failures)} of {manifest.num_rows} clips cannot be read{note}:\n"
@@ -383,7 +396,7 @@ class _Preparation:
                 reports[report.number] = report
                 if report.failures and self.unreadable == "stop":
                     failed = {starts[report.number] + position: why for position, why in report.failures.items()}
-                    raise _unreadable(self.manifest, failed)
+                    raise _unreadable(self.manifest, self.features, failed)
                 advance(report.clips)
         absent = [chunk.path for chunk in chunks if chunk.number not in reports or not Path(chunk.path).exists()]
         if absent:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from raydfl.core.errors import RaydflError
+from raydfl.core.errors import DataError, RaydflError
 from raydfl.core.files import write_atomically
 from raydfl.core.processes import available_cpus, share_with_processes
 from raydfl.core.registry import build
@@ -182,7 +182,15 @@ def _computed(chunk: Chunk, settings: WaveFeatures) -> FeaturesOf:
             wave = add_noise(wave, noise.snr_db, noise.seeds[position])
         if alterations is not None and alterations.seeds[position] != UNALTERED:
             wave = alterations.what(wave[: settings.samples], extractor, alterations.seeds[position])
-        return extractor.features(wave)
+        if not isinstance(settings, ModelFeatures | PretrainedFeatures):
+            return extractor.features(wave)
+        try:
+            return extractor.features(wave)
+        except MemoryError:
+            raise
+        except Exception as error:  # whatever a user's network or a strange option of an encoder raises
+            reason = str(error) if isinstance(error, RaydflError) else f"{type(error).__name__}: {error}"
+            raise DataError(f"{settings.title}: {reason}") from error
 
     return compute
 

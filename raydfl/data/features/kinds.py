@@ -27,22 +27,26 @@ _KINDS: dict[str, type[AnyFeatures]] = {
 }
 
 
-def kind_of(values: Mapping[str, Any]) -> type[AnyFeatures]:
+def kind_of(values: Mapping[str, Any], where: str = "data.features") -> type[AnyFeatures]:
     """Return the settings of the kind that ``values`` name; log-mel where they name none.
+
+    Args:
+        values: the group of settings.
+        where: its place in the configuration.
 
     Raises:
         ConfigError: there is no such kind, or a setting of another kind is among the values.
     """
     kind = values.get("kind", "logmel")
-    if kind not in _KINDS:
-        raise ConfigError(f"data.features.kind is {kind!r}; {nearest(str(kind), _KINDS)}")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ConfigError(f"{where}.kind is {kind!r}; {nearest(str(kind), _KINDS)}")
     cls = _KINDS[kind]
     for key in values:
         others = [name for name, other in _KINDS.items() if key in other.model_fields]
         if key not in cls.model_fields and others:
             raise ConfigError(
-                f"data.features: {key!r} is a setting of the kind {' and '.join(others)}, not of {kind}, which has "
-                f"{', '.join(cls.model_fields)}; give the whole group: data.features='{{kind: {kind}, ...}}'"
+                f"{where}: {key!r} is a setting of the kind {' and '.join(others)}, not of {kind}, which has "
+                f"{', '.join(cls.model_fields)}; give the whole group: {where}='{{kind: {kind}, ...}}'"
             )
     return cls
 

@@ -178,7 +178,7 @@ class NamedModel:
 
         with torch.no_grad(), _same_draws():
             returned = self._model(torch.from_numpy(np.array(wave, np.float32)))
-        settings, what = self._settings, f"{self._settings.model} returns"
+        settings, what = self._settings, "it returns"
         if not isinstance(returned, torch.Tensor | np.ndarray):
             raise DataError(f"{what} {type(returned).__name__}; it must be a tensor or array [frames, bands]")
         tensor = torch.as_tensor(returned).detach()

@@ -222,7 +222,11 @@ class ArrowTable(Table):
             )
         content = values.field("bytes") if nested else values
         _, offsets, data = content.buffers()
-        if data is not None and not whole.address <= data.address < whole.address + whole.size:
+        if (
+            len(content) > content.null_count
+            and data is not None
+            and not whole.address <= data.address < whole.address + whole.size
+        ):
             raise DataError(
                 f"{self.path}: it is compressed, so a recording in it cannot be reached by itself; save it without compression"
             )

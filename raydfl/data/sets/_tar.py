@@ -20,17 +20,40 @@ _BLOCK = 512
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A file in an archive."""
+    """A file in an archive, or a link."""
 
     name: str
-    address: str
-    """See raydfl.data.packed."""
-    content: Callable[[], bytes]
-    """Reads it; only until the next member is asked for."""
+    _address: str
+    _content: Callable[[], bytes]
+    _link: str
+    """The reason why a link cannot be read; empty for a file."""
+
+    @property
+    def address(self) -> str:
+        """The address of the file in the archive (raydfl.data.packed).
+
+        Raises:
+            DataError: the member is a link.
+        """
+        self._check()
+        return self._address
+
+    def content(self) -> bytes:
+        """Read the file. It can be read until the next member is asked for.
+
+        Raises:
+            DataError: the member is a link.
+        """
+        self._check()
+        return self._content()
+
+    def _check(self) -> None:
+        if self._link:
+            raise DataError(self._link)
 
 
 def members(path: Path) -> Iterator[Member]:
-    """Yield the files in a tar archive, in their order; one at a time is in memory.
+    """Yield the files and links in a tar archive, in their order; one at a time is in memory.
 
     Raises:
         DataError: it is missing, compressed, truncated, or no tar archive; or a member's name is not UTF-8.
@@ -54,7 +77,7 @@ def members(path: Path) -> Iterator[Member]:
                         raise DataError(
                             f"{path}: truncated: its member {shown_name(info.name)} ends at byte {end}, and the file has {size}"
                         )
-                    if info.isreg() and not info.issparse():
+                    if (info.isreg() and not info.issparse()) or info.issym() or info.islnk():
                         yield _member(path, archive, info)
                 file.seek(archive.offset)
                 if file.read(_BLOCK) != bytes(_BLOCK):  # the library takes damage for the end
@@ -78,4 +101,8 @@ def _member(path: Path, archive: tarfile.TarFile, info: tarfile.TarInfo) -> Memb
         opened = archive.extractfile(info)
         return b"" if opened is None else opened.read()
 
-    return Member(info.name, address, content)
+    link = (
+        f"{path}: its member {info.name} is a link to {shown_name(info.linkname)}, and has no content of its own; pack the "
+        f"files again with tar --dereference --hard-dereference"
+    )
+    return Member(info.name, address, content, "" if info.isreg() else link)

@@ -17,13 +17,13 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.csv
 import pyarrow.parquet
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError, nearest
 from raydfl.data.audio import read_audio
+from raydfl.data.csv_file import read_csv
 from raydfl.data.dataset import Card, Dataset
 from raydfl.data.manifest import make_manifest
 from raydfl.data.packed import file_and_place
@@ -127,7 +127,6 @@ class Manifest(Dataset):
             if file.suffix.lower() == ".parquet":
                 return pa.parquet.read_table(file)
             if file.suffix.lower() == ".csv":
-                # Mapped columns stay text: a speaker 007 is not the number 7.
                 names = (
                     self.path_column,
                     self.label_column,
@@ -135,13 +134,7 @@ class Manifest(Dataset):
                     self.split_column or "split",
                     *_PART,
                 )
-                return pa.csv.read_csv(
-                    file,
-                    parse_options=pa.csv.ParseOptions(delimiter=_delimiter(file)),
-                    convert_options=pa.csv.ConvertOptions(
-                        column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True, null_values=[""]
-                    ),
-                )
+                return read_csv(file, names)
         except (OSError, pa.ArrowException) as error:
             reason = (isinstance(error, OSError) and error.strerror) or error
             raise DataError(f"{file} cannot be read: {reason}; expected {self.card.layout}") from error
@@ -164,17 +157,6 @@ class Manifest(Dataset):
 def _clip(path: str, root: Path) -> str:
     found = Path(path)
     return found.relative_to(root).as_posix() if found.is_relative_to(root) else found.as_posix()
-
-
-def _delimiter(file: Path) -> str:
-    """Find what separates the columns in the header line: spreadsheets of many countries write semicolons."""
-    with file.open("rb") as opened:
-        header = opened.readline()
-    try:
-        header.decode()
-    except UnicodeDecodeError:
-        raise DataError(f"{file} is not UTF-8 text; save it as UTF-8") from None
-    return next((mark for mark in (";", "\t") if mark.encode() in header and b"," not in header), ",")
 
 
 def _seconds(table: pa.Table, name: str, file: Path) -> list[float | None]:

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
@@ -28,6 +28,12 @@ _LOUDNESS_DB = 60.0
 _LONGEST_S = 3.0
 
 
+def _check_times(value: tuple[float, float]) -> tuple[float, float]:
+    if not 0 <= value[0] <= value[1] <= _LONGEST_S:
+        raise ValueError(f"reverberation times are from 0 to {_LONGEST_S:g} s; longer ones would be cut")
+    return value
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reverberation(Transform):
     """A room around the example."""
@@ -37,9 +43,10 @@ class Reverberation(Transform):
 
     seconds: Annotated[
         Range,
+        AfterValidator(_check_times),
         Field(
             description="Shortest and longest reverberation time in s (until sound has fallen by 60 dB), between which it is drawn "
-            "evenly; used without folder. To 3."
+            "evenly, 0 to 3; used without folder."
         ),
     ] = (0.2, 0.8)
     share: Annotated[float, Field(ge=0, le=1, description="Share of the examples that get a room, drawn anew.")] = 1.0

@@ -103,6 +103,24 @@ def test_one_folder_of_save_to_disk_has_no_split() -> None:
     assert rows[0]["speaker"] == "s0"
 
 
+@pytest.mark.parametrize("footer", [True, False])
+def test_rows_of_arrow_may_name_files(tmp_path: Path, footer: bool) -> None:
+    """The output of ``save_to_disk`` before anything was decoded: paths, and no bytes in any row."""
+    paths = [tmp_path / f"{number}.wav" for number in range(len(CLIPS))]
+    for path, clip in zip(paths, CLIPS, strict=True):
+        path.write_bytes(encoded(tone(*clip), "WAV"))
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    audio = pa.array([{"bytes": None, "path": str(path)} for path in paths], kind)
+    new = pa.ipc.new_file if footer else pa.ipc.new_stream
+    table = table_of_clips(audio=audio)
+    with pa.OSFile(str(tmp_path / "rows.arrow"), "wb") as file, new(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+    dataset = HuggingFace(root=tmp_path / "rows.arrow")
+    rows = dataset.manifest().to_pylist()
+    assert [row["path"] for row in rows] == [str(path) for path in paths]
+    assert np.abs(dataset.read(rows[5])[0][:, 0] - tone(*CLIPS[5])).max() < STEP
+
+
 def test_a_cut_has_the_samples_that_lhotse_reads() -> None:
     """Oracle: ``MonoCut.load_audio``, to the bit."""
     dataset = Lhotse(root=PACKED / "lhotse")
@@ -318,6 +336,8 @@ def spoil(folder: Path, kind: str) -> dict[str, Any]:
         "no label": lambda: write_tar(shard, {"a.wav": wav, "a.txt": b"yes"}),
         "no name": lambda: write_tar(shard, {"a.wav": wav, "a.cls": b"2"}),
         "twice": lambda: write_tar(shard, {"a.wav": wav, "a.WAV": wav}),
+        "link": lambda: write_link(shard, tarfile.SYMTYPE),
+        "hard link": lambda: write_link(shard, tarfile.LNKTYPE),
         "no shard": (folder / "readme.txt").touch,
         "split": lambda: [write_shard(folder / f"{name}.tar") for name in ("train-0", "other-0")],
         "no such split": lambda: write_shard(folder / "train-0.tar"),
@@ -344,6 +364,17 @@ def spoil(folder: Path, kind: str) -> dict[str, Any]:
     return {"name": "webdataset" if kind in of_shards else "huggingface", "root": folder, **options.get(kind, {})}
 
 
+def write_link(path: Path, kind: bytes) -> None:
+    """A shard whose second sample has the class of the first by a link, and a link that means nothing."""
+    wav = encoded(tone(0, 0), "WAV")
+    write_tar(path, {"a.wav": wav, "a.cls": b"1", "b.wav": wav})
+    with tarfile.open(path, "a") as archive:
+        for name in ("README", "b.cls"):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, "a.cls"
+            archive.addfile(info)
+
+
 def write_compressed(path: Path) -> None:
     table, options = table_of_clips(), pa.ipc.IpcWriteOptions(compression="zstd")
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema, options=options) as writer:
@@ -364,6 +395,8 @@ def write_compressed(path: Path) -> None:
         ("no label", r"no clip has a field 'label' \(data\.label_column\); .*txt"),
         ("no name", r"a\.tar/a\.wav has the class '2', and data\.names has 2 names"),
         ("twice", r"a\.tar: the sample a has two files a\.wav; names must differ"),
+        ("link", r"a\.tar: its member b\.cls is a link to a\.cls, .*tar --dereference --hard-dereference"),
+        ("hard link", r"a\.tar: its member b\.cls is a link to a\.cls"),
         ("no shard", r"there is no file \*\*/\*\.tar \(data\.files\) in .*Found: readme\.txt"),
         ("split", r"nothing says of which split other-0\.tar is, .* data\.splits='\{other: train, \.\.\.\}'"),
         ("no such split", r"data\.splits: .* has no files of a split 'tset'"),
