@@ -20,10 +20,10 @@ from raydfl.engine.adversary import Adversary
 from raydfl.engine.arrivals import Arrivals
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
+from raydfl.engine.entries import received_entries
 from raydfl.engine.evaluation import Evaluation, Variants, pooled
 from raydfl.engine.orders import SERVER, Measurement, Order, Reply, check_tasks, grouped, in_order, keys_of
 from raydfl.engine.parts import join_states
-from raydfl.engine.phases import Phases
 from raydfl.engine.pool import Pool
 from raydfl.engine.recall import recalled
 from raydfl.engine.storage import record
@@ -75,7 +75,9 @@ class Federation:
             for part, of_part in self.clients.variants_of_parts().items()
         }
         shards = {part: of.shards for part, of in population.each.items()}
-        self._evaluation = Evaluation(config.evaluate, self.method, self.clients, shards, variants, self._orders)
+        self._evaluation = Evaluation(
+            config.evaluate, self.method, self.clients, shards, variants, self._orders, self._received_entries
+        )
         self._rows: list[record.MetricRow] = []
         """Measurements of the rounds since the last commit."""
         self._marked = time.perf_counter()
@@ -96,8 +98,7 @@ class Federation:
             store.together = self._choose_width()
             store.commit(self.state, self._private)
         else:
-            if commit.begun:
-                self._phases = Phases(self._phases.names, commit.begun)
+            self._phases = self._phases.as_begun(commit.begun)
             self.state, self._private, store.together = self._in_phase(commit.state), commit.private, commit.together
             record.discard_rows(store.folder, self.state.round_index)
             self._recall()
@@ -331,6 +332,10 @@ class Federation:
                     f"train.clients: method {self.config.method['name']!r} plans client {task.client_id!r}, which does not take "
                     f"part; its plan() must draw with raydfl.drawn, or leave train.clients out"
                 )
+
+    def _received_entries(self, state: State) -> frozenset[str]:
+        """Return the keys of a state's entries that clients receive."""
+        return received_entries(self.config, state, self.clients, self._phases.first)
 
     def _orders(self, tasks: Sequence[Task], measure: tuple[Measurement, ...] | None) -> list[Order]:
         """Return orders for what a method planned, in client order."""

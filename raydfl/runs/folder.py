@@ -21,16 +21,17 @@ from raydfl.core.errors import DataError, RunDirectoryError
 from raydfl.core.files import default_cache, write_durably
 from raydfl.core.lock import FileLock
 from raydfl.core.tensor_file import to_safetensors
-from raydfl.core.types import ModelSpec, State
+from raydfl.core.types import ModelSpec
 from raydfl.core.version import __version__
 from raydfl.data import Population, build_population
-from raydfl.engine import Clients, Config, best_of, build_models, try_models
+from raydfl.engine import Clients, Config, best_of, build_models, received_entries, try_models
 from raydfl.engine.storage import (
+    Commit,
     RunStore,
     check_same,
     code_of,
     file_name_of,
-    final_state,
+    final_commit,
     local_runs,
     mirror_of,
     remember_code,
@@ -258,11 +259,9 @@ def _forget_unbegun(run_dir: Path, config: Config) -> bool:
     return True
 
 
-def _fixed_tensors(run_dir: Path, config: Config) -> dict[str, dict[str, Tensor]]:
+def _fixed_tensors(config: Config, clients: Clients) -> dict[str, dict[str, Tensor]]:
     """Return the fixed tensors of the models by part, as they are built; of a model that clients build differently none."""
-    population = Population.load(run_dir / "population", bands=config.data.features.bands)
-    variants = Clients(population, config).variants_of_parts()
-    return {part: _fixed_of_all(config, of_part) for part, of_part in variants.items()}
+    return {part: _fixed_of_all(config, of_part) for part, of_part in clients.variants_of_parts().items()}
 
 
 def _fixed_of_all(config: Config, variants: Sequence[tuple[ModelSpec, ...]]) -> dict[str, Tensor]:
@@ -283,43 +282,49 @@ def _short(name: str) -> str:
 
 
 def export(run_dir: Path, config: Config) -> list[Path]:
-    """Return the shared models as safetensors: ``model.safetensors``, or ``model-<key>.safetensors`` for each of several keys.
+    """Write the shared models as safetensors: ``model.safetensors``, or ``model-<key>.safetensors`` for each of several keys.
+
+    If several entries of the state hold models, only those that clients receive are written.
 
     Tensor names are ``model/layer.weight``; the metadata says architecture, classes, features and round. What is fixed of a model
     is in the file of each key that has tensors of the model. With ``run.best`` those of the best round are beside them, in
     ``model-best.safetensors`` and ``model-best-<key>.safetensors``, which also say by which metric and value.
     """
-    fixed = _fixed_tensors(run_dir, config)
-    paths = _export(run_dir, config, final_state(run_dir), "model", fixed, {})
+    population = Population.load(run_dir / "population", bands=config.data.features.bands)
+    clients = Clients(population, config)
+    paths = _export(run_dir, config, clients, final_commit(run_dir), "model", {})
     best = best_of(run_dir, config)
     if best is not None:
         leader = best.leader
         chosen = {"metric": leader.criterion.metric, "value": leader.value, "chosen_by": leader.criterion.chooser}
-        paths += _export(run_dir, config, best.commit.state, "model-best", fixed, {"best": json.dumps(chosen)})
+        paths += _export(run_dir, config, clients, best.commit, "model-best", {"best": json.dumps(chosen)})
     return paths
 
 
 def _export(
     run_dir: Path,
     config: Config,
-    state: State,
+    clients: Clients,
+    commit: Commit,
     stem: str,
-    fixed: Mapping[str, Mapping[str, Tensor]],
     more: Mapping[str, str],
 ) -> list[Path]:
     """Write the shared models of one round.
 
     Args:
         stem: of the files' names.
-        fixed: tensors by part, see :func:`_fixed_tensors`.
         more: metadata.
     """
-    about = stored_about(run_dir)
-    names = tuple(config.parts.models)
+    about, state, fixed = stored_about(run_dir), commit.state, _fixed_tensors(config, clients)
+    names = tuple(f"{name}/" for name in config.parts.models)
+    keys = [key for key, each in state.tensors.items() if any(part_names.plain_name(n).startswith(names) for n in each)]
+    if len(keys) > 1:
+        received = received_entries(config, state, clients, commit.begun)
+        keys = [key for key in keys if key in received]
     paths = []
-    for key, (part, data) in itertools.product(state.tensors, config.data.each.items()):
+    for key, (part, data) in itertools.product(keys, config.data.each.items()):
         tensors = part_names.of_part(state.tensors[key], part)
-        models = {n: t.contiguous() for n, t in tensors.items() if n.partition("/")[0] in names}
+        models = {n: t.contiguous() for n, t in tensors.items() if n.startswith(names)}
         if not models:
             continue
         there = {n.partition("/")[0] for n in models}

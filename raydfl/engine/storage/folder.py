@@ -14,7 +14,7 @@ from raydfl.core.nested import flatten
 from raydfl.core.types import State
 from raydfl.core.yaml import parse_yaml, to_yaml
 from raydfl.engine.config import Config, make_config
-from raydfl.engine.storage.store import RunStore
+from raydfl.engine.storage.store import Commit, RunStore
 from raydfl.engine.storage.trust import check_code
 
 
@@ -230,8 +230,8 @@ def _without_folder(value: Any) -> Any:
     return re.sub(r"^.*/([^/]+\.py:\w+)$", r"\1", value) if isinstance(value, str) else value
 
 
-def final_state(run_dir: Path) -> State:
-    """Return the server's state after the last committed round.
+def final_commit(run_dir: Path) -> Commit:
+    """Return the newest commit.
 
     Raises:
         RunDirectoryError: there is none, or it is damaged.
@@ -239,7 +239,16 @@ def final_state(run_dir: Path) -> State:
     commit = RunStore(run_dir).newest()
     if commit is None:
         raise RunDirectoryError(f"{run_dir} has no committed round yet")
-    return commit.state
+    return commit
+
+
+def final_state(run_dir: Path) -> State:
+    """Return the server's state after the last committed round.
+
+    Raises:
+        RunDirectoryError: there is none, or it is damaged.
+    """
+    return final_commit(run_dir).state
 
 
 def file_name_of(key: str) -> str:

@@ -21,7 +21,7 @@ from raydfl.core.errors import InputError, RunDirectoryError, nearest
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import Batch, ModelSpec, Tensors
 from raydfl.data import DataSettings, Population, ViewSettings
-from raydfl.engine import KEPT_MODEL, SERVER, Clients, Config, best_of, build_models
+from raydfl.engine import KEPT_MODEL, SERVER, Clients, Config, best_of, build_models, received_entries
 from raydfl.engine.storage import Commit, PrivateStore, RunStore, local_run, stored_config
 from raydfl.methods import Method
 from raydfl.objectives import Classify, Objective
@@ -308,7 +308,10 @@ class _Run:
                         if self._is_whole(networks, name, tensors):
                             label = [part] * bool(part) + [key] * (key != "global")
                             found.setdefault(":".join([*label, name]), (specs, name, key, part))
-        return found
+        if len({key for *_, key, _ in found.values()}) < 2:
+            return found
+        keys = received_entries(self.config, self.commit.state, self.clients, self.commit.begun)
+        return {label: model for label, model in found.items() if model[2] in keys}
 
     def _is_whole(self, networks: Mapping[str, nn.Module], name: str, tensors: Tensors) -> bool:
         fixed = fixed_tensors(networks, self.method.fixed)
