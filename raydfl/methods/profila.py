@@ -426,7 +426,7 @@ class ProFiLA(Method):
 def add_prototype(network: nn.Module, size: int) -> None:
     """Add the prototypes of length ``size``: the buffer ``prototype`` unless the network has it, and the client's own.
 
-    The common prototype begins as 0.1 times normal numbers. The client's own is renewed in each round, so it is neither sent nor kept.
+    The common prototype begins as 0.1 times normal numbers. The client's own is renewed in each round, so it is not kept.
 
     Raises:
         ConfigError: it has something else of that name, or one of another size.
