@@ -18,7 +18,7 @@ from raydfl.engine.selection import Leader
 from raydfl.engine.settings import RaySettings, TrackSettings, without_password
 from raydfl.engine.telemetry import TIMELINE, WALL, RoundReport, with_spans
 from raydfl.engine.validation import UpdateChecker
-from raydfl.engine.worker import KEPT_MODEL, Worker, build_models
+from raydfl.engine.worker import KEPT_MODEL, Worker, build_models, fixed_of_whole
 
 __all__ = [
     "KEPT_MODEL",
@@ -43,6 +43,7 @@ __all__ = [
     "apply_values",
     "best_of",
     "build_models",
+    "fixed_of_whole",
     "in_groups",
     "keys_of",
     "load_config",

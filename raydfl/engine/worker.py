@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from raydfl.attacks import Attack
 from raydfl.core import seeds
+from raydfl.core.cuts import cut_tensors
 from raydfl.core.errors import ClientError, RaydflError
 from raydfl.core.files import default_cache
 from raydfl.core.memory import keep_freed_memory
@@ -91,6 +92,15 @@ def build_models(method: Method, models: Sequence[ModelSpec], run_seed: int) -> 
         return built
 
 
+def fixed_of_whole(method: Method, models: Sequence[ModelSpec], run_seed: int) -> FlatTensors:
+    """Return the fixed tensors of the whole networks that a client's networks are parts of; none if it has no such parts."""
+    if all(spec.whole is None for spec in models):
+        return FlatTensors.of({})
+    built = build_models(method, [spec.whole or spec for spec in models], run_seed)
+    states = {f"{name}/{key}": value for name, model in built.items() for key, value in model.state_dict().items()}
+    return FlatTensors.of({name: states[name] for name in sorted(fixed_tensors(built, method.fixed))})
+
+
 class Worker:
     """Carries out orders. Owns nothing: any worker of a run can serve any client at any time."""
 
@@ -139,6 +149,8 @@ class Worker:
         self._users_code = any(is_users(type(part).__module__) for part in at_clients)
         """True if code of a user's works with clients' networks, beside that of the networks themselves."""
         self._built: dict[tuple[tuple[ModelSpec, ...], int], Replica] = {}
+        self._fixed: dict[tuple[ModelSpec, ...], FlatTensors] = {}
+        """Fixed tensors of whole networks, by the networks that are parts of them."""
         self._phases = config.phases
         self._training: dict[str, TrainSettings] = {}
         self._samples: dict[tuple[str, str, int], Examples] = {}
@@ -280,10 +292,11 @@ class Worker:
         seed_torch(seeds.seed_for(self.config.run.seed, order.round_index, client.id, f"torch/{purpose}"), self.device)
         sent = received(order, broadcast, self._lacks(order))
         kept = self.private.read(order.private) if order.private is not None else {}
-        built = self._build(client.models, place)
-        built.start(
-            sent, _without(KEPT_MODEL, kept), self.method.shared, f"{order.subject}, round {order.round_number}"
-        )
+        built, whose = self._build(client.models, place), f"{order.subject}, round {order.round_number}"
+        if client.models not in self._fixed:
+            self._fixed[client.models] = fixed_of_whole(self.method, client.models, self.config.run.seed)
+        fixed = cut_tensors(self._fixed[client.models], task.cuts, whose)
+        built.start(sent, _without(KEPT_MODEL, kept), self.method.shared, whose, fixed)
         return Step(
             client=client,
             models=dict(built.models),
