@@ -133,7 +133,7 @@ class Worker:
         self.private = private
         self.device = torch.device(device)
         if self.device.type == "cpu":
-            config.check_operators()
+            config.check_kernels()
         if self.device.type == "cuda":
             if self.device.index is None:  # tensors name theirs, and parts of torch.cuda ask for it
                 self.device = torch.device("cuda", torch.cuda.current_device())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import shlex
 import time
@@ -15,7 +14,6 @@ import pyarrow.compute as pc
 
 from raydfl.cluster import RemoteServer, Server, connected, ray_session, with_share
 from raydfl.core import ops
-from raydfl.core.files import write_durably
 from raydfl.core.nested import flatten
 from raydfl.core.remote import is_uri, parted
 from raydfl.engine import Config, RoundReport, apply_overrides, best_of, make_config
@@ -31,7 +29,7 @@ from raydfl.engine.storage import (
     stored_config,
     write_config,
 )
-from raydfl.runs.folder import driving, ensure_features, export, folder_of, prepare_run
+from raydfl.runs.folder import driving, ensure_features, export, folder_of, note_resume, prepare_run, write_about
 from raydfl.runs.progress import Progress, default_progress
 from raydfl.runs.report import write_page
 from raydfl.runs.report.data import read_run
@@ -158,6 +156,8 @@ def execute(
             tracker = make_tracker(
                 config.track, local_runs(config.run.dir, config.data.cache), run_dir, progress.message
             )
+            if 0 < round_index < config.train.rounds and not ended:
+                note_resume(run_dir, config, about, round_index, progress)
             run_id = tracker.start(
                 about["id"],
                 flatten(config.model_dump(mode="json")),
@@ -166,9 +166,7 @@ def execute(
             )
             if run_id != about.get("mlflow_run_id"):
                 about["mlflow_run_id"] = run_id
-                write_durably(run_dir / "run.json", json.dumps(about, indent=2).encode())
-                if mirror is not None:
-                    mirror.put("run.json")
+                write_about(run_dir, config, about)
             try:
                 result = _rounds(run_dir, config, server, round_index, ended, tracker, progress, on_round, durable)
             except BaseException as error:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from raydfl.cluster import check_kept, in_a_job, prepare_sites
-from raydfl.core import part_names
-from raydfl.core.errors import DataError, RunDirectoryError
+from raydfl.core import ops, part_names
+from raydfl.core.errors import DataError, RunDirectoryError, printable
 from raydfl.core.files import default_cache, write_durably
 from raydfl.core.lock import FileLock
 from raydfl.core.tensor_file import to_safetensors
@@ -214,8 +214,9 @@ def begin(
     write_config(run_dir, config)
     about = {
         "id": run_dir.name,
-        "created": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "created": _now(),
         "raydfl": __version__,
+        "kernels": ops.kernels(),
         "digest": config.digest(),
         "config": config.model_dump(mode="json"),
         "files": config.files(),
@@ -238,6 +239,36 @@ def begin(
     if site_key:
         about["site_key"] = site_key
     write_durably(run_dir / "run.json", json.dumps(about, indent=2).encode())
+
+
+def note_resume(run_dir: Path, config: Config, about: dict[str, Any], round_index: int, progress: Progress) -> None:
+    """Record a resume with this machine's kernels in ``run.json``, and warn if they are not those of the last start or resume.
+
+    Args:
+        about: what ``run.json`` holds; changed.
+        round_index: rounds completed before.
+    """
+    resumes = about["resumes"] = about.get("resumes") or []
+    differing = ops.differing_kernels((resumes or [about])[-1].get("kernels") or {})
+    resumes.append({"round": round_index, "at": _now(), "raydfl": __version__, "kernels": ops.kernels()})
+    write_about(run_dir, config, about)
+    if differing and config.ray.gpus == 0:
+        progress.message(
+            f"warning: the run resumes on other kernels ({printable(differing)}): its last digits may differ from those of an "
+            f"uninterrupted run"
+        )
+
+
+def write_about(run_dir: Path, config: Config, about: Mapping[str, Any]) -> None:
+    """Write ``run.json``, also to the mirror."""
+    write_durably(run_dir / "run.json", json.dumps(about, indent=2).encode())
+    mirror = mirror_of(config.run.dir, run_dir)
+    if mirror is not None:
+        mirror.put("run.json")
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def _forget_unbegun(run_dir: Path, config: Config) -> bool:

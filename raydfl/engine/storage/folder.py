@@ -105,6 +105,8 @@ _ALSO_ABOUT = {
     "mlflow_run_id": str,
     "branches": list,
     "skipped": list,
+    "kernels": dict,
+    "resumes": list,
 }
 """What it may say."""
 _KINDS = {str: "text", list: "a list", dict: "a group", int: "a whole number"}
@@ -145,6 +147,9 @@ def check_about(about: Mapping[str, Any]) -> None:
         absent = key not in about or (about[key] is None and key in _ALSO_ABOUT)
         if not absent and type(about[key]) is not kind:
             raise ValueError(f"{key} is {str(about[key])[:40]!r}, which must be {_KINDS[kind]}")
+    for resume in about.get("resumes") or ():
+        if not isinstance(resume, dict) or not isinstance(resume.get("kernels"), dict):
+            raise ValueError(f"resumes has {str(resume)[:40]!r}, which must be a group with kernels")
 
 
 def write_config(run_dir: Path, config: Config) -> None:
