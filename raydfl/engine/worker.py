@@ -38,7 +38,7 @@ from raydfl.engine.config import Config
 from raydfl.engine.messages import by_servers_names, received, received_bytes, sent_updates
 from raydfl.engine.orders import SERVER, SERVER_VALIDATION, TRIGGERED, Measurement, Order, Reply, in_groups
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
-from raydfl.engine.validation import check_weights, checked_metrics, reason_of
+from raydfl.engine.validation import check_number, check_weights, checked_metrics, reason_of
 from raydfl.methods import Method
 from raydfl.models import start_from_file
 from raydfl.training import Clock, DeadlineExceededError, Replica, Step, TrainSettings, check_device, fixed_tensors
@@ -368,6 +368,8 @@ class Worker:
         with _malformed(order):
             updates = sent_updates(found, order.subject)
             measured = [reduced(checked_metrics(update.metrics, order.subject)) for update in updates]
+            together = {name: value for metrics in measured for name, value in metrics.items()}
+            check_number(together, order.subject)
         names = [name for update in updates for name in update.tensors]
         hidden = [name for name in names if not self.method.shared(name)]
         if hidden:
@@ -413,7 +415,7 @@ class Worker:
             update=updates[0],
             further=tuple(updates[1:]),
             largest=max(map(abs, extremes), default=0.0),
-            measured={"train": {name: value for metrics in measured for name, value in metrics.items()}},
+            measured={"train": together},
             private=self._keep(order, step),
             bytes_up=sum(flat.vector.nbytes for flat in sent)
             + sum(w.nbytes if isinstance(w, Tensor) else 8 for w in weights),

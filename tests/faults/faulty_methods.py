@@ -277,6 +277,7 @@ SENT: dict[str, Callable[[Update], Any]] = {
     "metric objects": lambda update: _metrics(update, seen=np.array([None, "a", 1])),
     "metric confusion": lambda update: _metrics(update, **{"model/confusion": np.ones(3)}),
     "metrics": lambda update: dataclasses.replace(update, metrics=[1.0]),
+    "metrics without end": lambda update: _metrics(update, **{f"m{i}": Ratio(1, 2) for i in range(10_000)}),
     "huge": _first(lambda tensor: torch.full_like(tensor, 3e38)),
     "addition": lambda update: _tensors(update, **{"own/counts": torch.ones(2)}),
     "other key": lambda update: dataclasses.replace(update, key="mine"),
