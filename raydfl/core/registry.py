@@ -26,6 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.options import explain
+from raydfl.core.users_code import RAISED
 
 T = TypeVar("T")
 
@@ -132,7 +133,7 @@ def load_object(reference: str) -> Any:
             module = importlib.import_module(place)
     except ConfigError:
         raise
-    except Exception as error:  # whatever a user's module does at import
+    except RAISED as error:  # whatever a user's module does at import
         raise ConfigError(f"{reference!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not hasattr(module, name):
         if place == "__main__":

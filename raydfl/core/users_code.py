@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 import traceback
 
+RAISED: tuple[type[BaseException], ...] = (Exception, GeneratorExit, SystemExit)
+"""What a user's code may raise. KeyboardInterrupt is not among them: it comes from the terminal."""
+
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "numpy", "raydfl", "torch", "torchvision"})
 
 
@@ -29,3 +32,8 @@ def place_of(error: BaseException, otherwise: str = "") -> str:
         return otherwise
     frame, line = (own or frames)[-1]
     return f"{frame.f_code.co_filename}:{line}"
+
+
+def describe(error: BaseException) -> str:
+    """Return ``ValueError: text (at file.py:12)``: an exception with the place that raised it."""
+    return f"{type(error).__name__}: {error} (at {place_of(error)})"

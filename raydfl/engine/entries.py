@@ -9,6 +9,7 @@ from raydfl.core import seeds
 from raydfl.core.types import State
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
+from raydfl.engine.method_calls import naming_failures
 
 
 def received_entries(config: Config, state: State, clients: Clients, begun: Sequence[int] = ()) -> frozenset[str]:
@@ -25,9 +26,8 @@ def received_entries(config: Config, state: State, clients: Clients, begun: Sequ
     # A plan may read a schedule that has no round after the last one, so the last round is planned once more.
     before = dataclasses.replace(state, round_index=last, phase=phase)
     cohort = config.train.in_phase(phase).cohort_size(clients.eligible)
-    tasks = [
-        *method.plan(before, clients, seeds.generator(config.run.seed, last, "", "plan"), cohort),
-        *method.plan_evaluation(state, clients),
-        *method.plan_evaluation(state, []),
-    ]
+    with naming_failures(method, "plan", f"round {last + 1}"):
+        tasks = [*method.plan(before, clients, seeds.generator(config.run.seed, last, "", "plan"), cohort)]
+    with naming_failures(method, "plan_evaluation", f"the evaluation after round {state.round_index}"):
+        tasks += [*method.plan_evaluation(state, clients), *method.plan_evaluation(state, [])]
     return frozenset(["global", *(key for task in tasks for key in task.receive)])

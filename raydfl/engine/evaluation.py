@@ -14,9 +14,10 @@ from raydfl.core import part_names
 from raydfl.core.errors import ClientError, ConfigError
 from raydfl.core.metrics import pool as pool_metrics
 from raydfl.core.metrics import summarise
-from raydfl.core.types import Metrics, ModelSpec, Ratio, State, Task, Tensors
+from raydfl.core.types import Client, Metrics, ModelSpec, Ratio, State, Task, Tensors
 from raydfl.data import Shard
 from raydfl.engine.clients import Clients
+from raydfl.engine.method_calls import naming_failures
 from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Reply, check_server_tasks
 from raydfl.engine.settings import EvaluateSettings
 from raydfl.engine.storage import record
@@ -81,7 +82,7 @@ class Evaluation:
         """
         if not self._settings.server:
             return []
-        planned = [task for task in self._method.plan_evaluation(state, []) if task.client_id == SERVER]
+        planned = [task for task in self._plan(state, []) if task.client_id == SERVER]
         names = [spec.name for shared in self._fully_shared.values() for spec in shared]
         check_server_tasks(planned, state.tensors, list(dict.fromkeys(names)), list(self._shards))
         orders: list[Order] = []
@@ -108,6 +109,11 @@ class Evaluation:
                     )
                 )
         return orders
+
+    def _plan(self, state: State, clients: Sequence[Client]) -> list[Task]:
+        """Return the tasks that the method plans for an evaluation."""
+        with naming_failures(self._method, "plan_evaluation", f"the evaluation after round {state.round_index}"):
+            return self._method.plan_evaluation(state, clients)
 
     def _whole_entries(self, state: State) -> list[Task]:
         """Return a task for each entry that holds a model whole; of several only those that clients receive."""
@@ -156,7 +162,7 @@ class Evaluation:
                 for split in ("test", TRIGGERED)
                 if split in there
             ]
-        tasks = [task for task in self._method.plan_evaluation(state, chosen) if task.client_id != SERVER]
+        tasks = [task for task in self._plan(state, chosen) if task.client_id != SERVER]
         orders = self._order(tasks, tuple(measure))
         return [dataclasses.replace(order, position=first_position + order.position) for order in orders]
 

@@ -14,7 +14,7 @@ from torch import nn
 from raydfl.core import part_names, seeds
 from raydfl.core.errors import ConfigError, RunDirectoryError
 from raydfl.core.tensors import FlatTensors
-from raydfl.core.types import Client, Metrics, ModelSpec, Ratio, State, Task
+from raydfl.core.types import Client, Metrics, ModelSpec, Ratio, State, Task, Update
 from raydfl.data import Population
 from raydfl.engine.adversary import Adversary
 from raydfl.engine.arrivals import Arrivals
@@ -22,6 +22,7 @@ from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.entries import received_entries
 from raydfl.engine.evaluation import Evaluation, Variants, pooled
+from raydfl.engine.method_calls import naming_failures
 from raydfl.engine.orders import SERVER, Measurement, Order, Reply, check_tasks, grouped, in_order, keys_of
 from raydfl.engine.parts import join_states
 from raydfl.engine.pool import Pool
@@ -182,7 +183,8 @@ class Federation:
         return dataclasses.replace(state, phase=self._phases.at(state.round_index))
 
     def _init(self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]]) -> State:
-        return self.method.init(clients, models, seeds.generator(self.config.run.seed, 0, "", "init"))
+        with naming_failures(self.method, "init", "before the first round"):
+            return self.method.init(clients, models, seeds.generator(self.config.run.seed, 0, "", "init"))
 
     def _with_another_class(self, variants: Mapping[str, Variants]) -> State:
         """Return what the first part's state would be with one class more: what then has another shape depends on classes."""
@@ -313,7 +315,8 @@ class Federation:
     def plan(self) -> list[Order]:
         """Return the orders of the next round: the same whenever they are asked for."""
         rng = seeds.generator(self.config.run.seed, self.state.round_index, "", "plan")
-        tasks = self.method.plan(self.state, self.clients, rng, self._cohorts[self.state.phase])
+        with naming_failures(self.method, "plan", f"round {self.state.round_index + 1}"):
+            tasks = self.method.plan(self.state, self.clients, rng, self._cohorts[self.state.phase])
         if self.config.train.clients is not None:
             self._check_take_part(tasks)
         return self._orders(tasks, None)
@@ -377,14 +380,25 @@ class Federation:
         """Return the state that the method makes of the clients' updates, and what it measured."""
         rng = seeds.generator(self.config.run.seed, self.state.round_index, "", "aggregate")
         plain = part_names.plain_name if self.config.data.parts else str
-        updates = self._attackers.sent(
+        sent = self._attackers.sent(
             arrivals.updates(self.state.tensors, lambda key, name: self.method.may_send(key, plain(name))),
             {order.task.client_id: order.cost for order in orders},
             frozenset(attackers),
             self.state.tensors,
             self.state.round_index,
         )
-        state, metrics = self.method.aggregate(self.state, updates, rng)
+        elsewhere: list[BaseException] = []
+
+        def arriving() -> Iterator[Update]:
+            try:
+                yield from sent
+            except BaseException as error:
+                elsewhere.append(error)
+                raise
+
+        updates = arriving()
+        with naming_failures(self.method, "aggregate", f"round {self.state.round_index + 1}", elsewhere):
+            state, metrics = self.method.aggregate(self.state, updates, rng)
         for _ in updates:
             pass  # a rule need not look at every update, but every client's reply counts
         return dataclasses.replace(as_stored(state), phase=self.state.phase), metrics
@@ -449,7 +463,9 @@ class Federation:
 
     def _begun(self, state: State) -> State:
         """Return the state with which the phase that it names begins."""
-        return dataclasses.replace(as_stored(self.method.begin_phase(state)), phase=state.phase)
+        with naming_failures(self.method, "begin_phase", f"after round {state.round_index}, phase {state.phase!r}"):
+            begun = self.method.begin_phase(state)
+        return dataclasses.replace(as_stored(begun), phase=state.phase)
 
     def heaviest(self) -> list[list[Order]]:
         """Return what of the next round needs the most memory: the largest client's training with its group, and evaluations."""

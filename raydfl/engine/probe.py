@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from raydfl.core.errors import ConfigError, DataError, RaydflError
 from raydfl.core.types import Batch, ModelSpec
-from raydfl.core.users_code import place_of
+from raydfl.core.users_code import RAISED, place_of
 from raydfl.data import DataSettings, Population
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
@@ -115,7 +115,7 @@ def _built(method: Method, specs: Sequence[ModelSpec], seed: int) -> Mapping[str
         models: Any = build_models(method, specs, seed)
     except RaydflError:
         raise
-    except Exception as error:  # whatever a user's code raises
+    except RAISED as error:  # whatever a user's code raises
         raise ConfigError(f"{where} fails: {type(error).__name__}: {error} (at {place_of(error)})") from error
     if not isinstance(models, dict) or not all(isinstance(model, nn.Module) for model in models.values()):
         raise ConfigError(f"{where} returns {_what(models)}; it must be a dict of networks (torch.nn.Module) by name")
@@ -141,7 +141,7 @@ def _try(
         logits: Any = method.logits(models, name, batch)
     except RaydflError as error:
         raise ConfigError(f"{where}: {error}") from error
-    except Exception as error:  # whatever a user's code raises
+    except RAISED as error:  # whatever a user's code raises
         raise ConfigError(
             f"{where} cannot compute a batch of x {list(batch.x.shape)}: {type(error).__name__}: {error} (at "
             f"{place_of(error, place)}); it is called as forward(x, lengths), where lengths may be None"

@@ -30,7 +30,7 @@ from raydfl.core.memory import keep_freed_memory
 from raydfl.core.metrics import attack_success, reduced
 from raydfl.core.tensors import FlatTensors, OwnTensors
 from raydfl.core.types import Client, Metrics, ModelSpec
-from raydfl.core.users_code import is_users, place_of
+from raydfl.core.users_code import RAISED, describe, is_users
 from raydfl.data import ClientData, Examples, Population
 from raydfl.engine.autotune import best_width, remembered
 from raydfl.engine.clients import Clients
@@ -51,11 +51,6 @@ KEPT_MODEL, KEPT_STATE, KEPT_MOMENTS = "model:", "state:", "moments:"
 def _without(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors whose names begin with a prefix, by the rest of the name."""
     return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-def _named(error: Exception) -> str:
-    """Return an exception with the place that raised it."""
-    return f"{type(error).__name__}: {error} (at {place_of(error)})"
 
 
 @contextlib.contextmanager
@@ -210,12 +205,12 @@ class Worker:
             return self._left_out(order, broadcast, f"error: {error}")
         except RaydflError:
             raise  # the folder, the disk or the configuration: not this client's
-        except Exception as error:  # whatever a method's code raises
+        except RAISED as error:  # whatever a method's code raises
             if not self._may_drop(order):
                 raise ClientError(self._describe(order, error)) from error
             if isinstance(error, torch.OutOfMemoryError):
                 torch.cuda.empty_cache()
-            return self._left_out(order, broadcast, f"error: {_named(error)}")
+            return self._left_out(order, broadcast, f"error: {describe(error)}")
 
     def _may_drop(self, order: Order) -> bool:
         """Return whether a failure of this order leaves its client out; failures on the server's data always stop the run."""
@@ -266,10 +261,10 @@ class Worker:
                 self.private = private
                 self._built.clear()
 
-    def _describe(self, order: Order, error: Exception) -> str:
+    def _describe(self, order: Order, error: BaseException) -> str:
         task = order.task
         round_ = order.round_number
-        text = f"{order.subject} failed in round {round_}, phase {task.phase!r}: {_named(error)}"
+        text = f"{order.subject} failed in round {round_}, phase {task.phase!r}: {describe(error)}"
         if isinstance(error, torch.OutOfMemoryError):
             text += "; lower train.batch_size, evaluate.batch_size or train.together, or give actors more of a GPU (ray.gpus)"
         if task.client_id and order.measure is None:

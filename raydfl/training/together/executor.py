@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from raydfl.core.types import Batch, Metrics, Ratio
+from raydfl.core.users_code import RAISED
 from raydfl.data import Examples
 from raydfl.training.moments import Moments, begin_with_all_kept, keep
 from raydfl.training.optimiser import Optimiser
@@ -195,7 +196,7 @@ def _failures(kind: Hashable, remember: bool) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise NotBatchableError(f"not enough memory for so many clients at once: {error}") from error
-    except Exception as error:
+    except RAISED as error:
         reason = str(error) if isinstance(error, NotBatchableError) else f"{type(error).__name__}: {error}"
         if remember and not isinstance(error, UnlikeError):
             if len(_refused) >= _REMEMBERED:

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
+from raydfl.core.users_code import RAISED
 from raydfl.training.randomness import generator_states, set_generator_states
 
 T = TypeVar("T")
@@ -126,7 +127,7 @@ class _Member:
         self.turn = _closed()
         self.call: Call | None = None
         self.answer: Any = None
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self.outcome: Any = None
         self.fatal: BaseException | None = None
         self.done = False
@@ -212,5 +213,5 @@ def _compute(members: Sequence[_Member]) -> None:
         with member.own_randomness():
             try:
                 member.answer = call.alone()
-            except Exception as error:  # noqa: BLE001 - the client's own, raised where it made the call
+            except RAISED as error:  # the client's own, raised where it made the call
                 member.failure = error
