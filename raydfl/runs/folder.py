@@ -7,6 +7,7 @@ import itertools
 import json
 import shutil
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from raydfl.cluster import check_kept, in_a_job, prepare_sites
 from raydfl.core import ops, part_names
-from raydfl.core.errors import DataError, RunDirectoryError, printable
+from raydfl.core.errors import ConfigError, DataError, RunDirectoryError, printable
 from raydfl.core.files import default_cache, write_durably
 from raydfl.core.lock import FileLock
 from raydfl.core.tensor_file import to_safetensors
@@ -165,6 +166,7 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
         population = build_population(
             config.data, config.run.seed, progress, attack=config.parts.attack, labels_needed=config.labels_needed
         )
+    _check_ids(config)
     eligible = Clients(population, config).eligible
     for name in config.phases.names or ("",):
         config.train.in_phase(name).cohort_size(eligible)
@@ -175,6 +177,16 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
     for message in (*population.messages, *remarks):
         progress.message(message)
     begin(run_dir, config, population, models, site_key, remarks)
+
+
+def _check_ids(config: Config) -> None:
+    """Refuse a client that ``train.clients.ids`` lists twice. A run that began with such a list keeps it."""
+    ids = [] if config.train.clients is None else config.train.clients.ids or []
+    for client, times in Counter(ids).items():
+        if times > 1:
+            raise ConfigError(
+                f"train.clients.ids lists {client!r} {times} times; a client is drawn at most once, so list it once"
+            )
 
 
 def _remarks(config: Config, population: Population) -> list[str]:
