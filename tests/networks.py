@@ -25,6 +25,28 @@ class FrozenStem(nn.Module):
         return self.output(self.embed(x, lengths))  # type: ignore[no-any-return]
 
 
+class NarrowStem(nn.Module):
+    """An encoder of one frozen layer, of which methods can cut channels, and a head."""
+
+    pure = True
+
+    def __init__(self, inputs: int, classes: int, width: float = 1.0) -> None:
+        super().__init__()
+        kept = round(WIDTH * width)
+        self.stem = nn.Linear(inputs, kept).requires_grad_(False)
+        self.output = nn.Linear(kept, classes)
+
+    def channels(self) -> dict[str, tuple[tuple[str, ...], ...]]:
+        return {
+            "stem.weight": (("stem",), ()),
+            "stem.bias": (("stem",),),
+            "output.weight": ((), ("stem",)),
+        }
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        return self.output(self.stem(x.mean(dim=1)).relu())  # type: ignore[no-any-return]
+
+
 class FrozenLinear(nn.Module):
     """An encoder of one layer, frozen or not."""
 

@@ -41,7 +41,7 @@ class ResourcesError(InputError):
 
 
 class ClientError(RaydflError):
-    """A method's code failed on one client; the run stopped at its last commit."""
+    """A method's code failed on one client or at the server; the run stopped at its last commit."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

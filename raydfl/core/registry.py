@@ -17,15 +17,16 @@ import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.options import explain
+from raydfl.core.users_code import FAILURES
 
 T = TypeVar("T")
 
@@ -41,12 +42,21 @@ def _names(package: str) -> tuple[str, ...]:
     return tuple(sorted(m.name for m in pkgutil.iter_modules(module.__path__) if not m.name.startswith("_")))
 
 
+class _SourceLoader(SourceFileLoader):
+    """Loader that compiles the source itself: a cached file beside it could hold other code than the user has read."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Compile the source."""
+        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
+        return code
+
+
 @functools.cache
 def _load_file(path: Path) -> ModuleType:
     """Load a module from a file; its name depends only on the path, so that classes pickle between processes that share it."""
     name = f"raydfl_user_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
+    spec = importlib.util.spec_from_file_location(name, path, loader=_SourceLoader(name, str(path)))
+    if path.suffix != ".py" or spec is None or spec.loader is None:
         raise ConfigError(f"{path} is not a Python file; name your class as my_file.py:Class")
     _NEIGHBOURS.admit(path.parent)
     module = importlib.util.module_from_spec(spec)
@@ -101,8 +111,11 @@ class _Neighbours(MetaPathFinder):
     @staticmethod
     def _spec(name: str, folder: Path) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, [str(folder)])
-        # Any folder at all would do as a package without __init__.py, also one that is called like a library that is not there.
-        return None if spec is None or spec.origin is None else spec
+        # Source alone: nobody can read a compiled file before approving it. A folder without __init__.py has no loader.
+        if spec is None or not isinstance(spec.loader, SourceFileLoader):
+            return None
+        spec.loader = _SourceLoader(name, spec.loader.path)
+        return spec
 
 
 _NEIGHBOURS = _Neighbours()
@@ -132,7 +145,7 @@ def load_object(reference: str) -> Any:
             module = importlib.import_module(place)
     except ConfigError:
         raise
-    except Exception as error:  # whatever a user's module does at import
+    except FAILURES as error:  # whatever a user's module does at import
         raise ConfigError(f"{reference!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not hasattr(module, name):
         if place == "__main__":

@@ -7,8 +7,7 @@ import traceback
 
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "numpy", "raydfl", "torch", "torchvision"})
 
-
-FAILURES = (Exception, SystemExit, GeneratorExit)
+FAILURES: tuple[type[BaseException], ...] = (Exception, SystemExit, GeneratorExit)
 """Exceptions with which a user's code fails. A KeyboardInterrupt is the user's wish to stop the run."""
 
 
@@ -33,3 +32,8 @@ def place_of(error: BaseException, otherwise: str = "") -> str:
         return otherwise
     frame, line = (own or frames)[-1]
     return f"{frame.f_code.co_filename}:{line}"
+
+
+def describe(error: BaseException) -> str:
+    """Return ``ValueError: text (at file.py:12)``: an exception with the place that raised it."""
+    return f"{type(error).__name__}: {error} (at {place_of(error)})"

@@ -7,10 +7,10 @@ write, storage/ what a run keeps on the disk.
 from raydfl.engine.autotune import remembered
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config, load_config, make_config
+from raydfl.engine.entries import received_entries
 from raydfl.engine.federation import Federation
 from raydfl.engine.orders import SERVER, Order, Reply, in_groups, keys_of
 from raydfl.engine.overrides import apply_overrides, apply_values
-from raydfl.engine.phases import Phases
 from raydfl.engine.pool import Pool, SerialPool
 from raydfl.engine.probe import try_models
 from raydfl.engine.recall import Best, best_of
@@ -18,7 +18,7 @@ from raydfl.engine.selection import Leader
 from raydfl.engine.settings import RaySettings, TrackSettings, without_password
 from raydfl.engine.telemetry import TIMELINE, WALL, RoundReport, with_spans
 from raydfl.engine.validation import UpdateChecker
-from raydfl.engine.worker import KEPT_MODEL, Worker, build_models
+from raydfl.engine.worker import KEPT_MODEL, Worker, build_models, fixed_of_whole
 
 __all__ = [
     "KEPT_MODEL",
@@ -31,7 +31,6 @@ __all__ = [
     "Federation",
     "Leader",
     "Order",
-    "Phases",
     "Pool",
     "RaySettings",
     "Reply",
@@ -44,10 +43,12 @@ __all__ = [
     "apply_values",
     "best_of",
     "build_models",
+    "fixed_of_whole",
     "in_groups",
     "keys_of",
     "load_config",
     "make_config",
+    "received_entries",
     "remembered",
     "try_models",
     "with_spans",

@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from raydfl.attacks import Attack
 from raydfl.core.errors import ConfigError, nearest
-from raydfl.core.ops import compiled
+from raydfl.core.ops import differing_kernels, kernels
 from raydfl.core.options import check_keys, explain, plain
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import read_yaml
@@ -43,8 +43,8 @@ _FILES = "_files_at_start"
 """Where a configuration that travels holds what :meth:`Config.files` was in the process that it comes from."""
 
 
-_OPERATORS = "_operators_at_start"
-"""Likewise: whether the compiled operators were there."""
+_KERNELS = "_kernels_at_start"
+"""Likewise: the kernels of that machine."""
 _log = logging.getLogger(__name__)
 
 
@@ -235,7 +235,7 @@ class Config(Settings):
         state = super().__getstate__()
         state["__dict__"] = {key: value for key, value in state["__dict__"].items() if key != "parts"}
         state["__dict__"].setdefault(_FILES, self.files() if "parts" in self.__dict__ else {})
-        state["__dict__"].setdefault(_OPERATORS, compiled())
+        state["__dict__"].setdefault(_KERNELS, kernels())
         return state
 
     def check_files(self) -> None:
@@ -247,16 +247,15 @@ class Config(Settings):
         if self.__dict__.get(_FILES):
             check_same_files(self.__dict__[_FILES], self.files())
 
-    def check_operators(self) -> None:
-        """Warn where training on a CPU gives other last digits here than where this configuration comes from."""
-        here = compiled()
-        if self.__dict__.get(_OPERATORS, here) != here:
+    def check_kernels(self) -> None:
+        """Warn if training on a CPU gives other last digits here than on the machine that this configuration comes from."""
+        differing = differing_kernels(self.__dict__.get(_KERNELS, {}))
+        if differing:
             _log.warning(
-                "raydfl on %s has %s compiled operators, unlike where the run was started (%s here): the last digits of the models "
-                "depend on which worker trains a client; install the same raydfl on every node",
+                "raydfl on %s has other kernels than where the run was started (%s): the last digits of the models depend on which "
+                "worker trains a client; use equal CPUs, and install the same raydfl on every node",
                 platform.node(),
-                "its" if here else "no",
-                Path(__file__).parents[1],
+                differing,
             )
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:

@@ -13,6 +13,9 @@ from raydfl.data import Population
 from raydfl.engine.assembly import text_of
 from raydfl.training import ClientSettings
 
+_LARGEST = 1e100
+"""Largest weight, and the inverse of the smallest: sums of them and shares of the sums are finite and above 0."""
+
 Column = Callable[[str], tuple[Sequence[Any], np.ndarray]]
 """A function that gives, for a column's name, its values and int [clients], the position of each client's; -1: none is known."""
 
@@ -84,12 +87,17 @@ def _numbers(name: str, values: Sequence[Any], places: np.ndarray) -> np.ndarray
     """Return a column as weights: float64 [clients], 0 where nothing is known.
 
     Raises:
-        ConfigError: a value is no number, or below 0.
+        ConfigError: a value is no number, below 0, or so large or small that shares of sums are not numbers.
     """
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
             raise ConfigError(
                 f"train.clients.weight: {name} has {text_of(value)!r}; a weight must be a number from 0 on, or take examples"
+            )
+        if value and not 1 / _LARGEST <= value <= _LARGEST:
+            raise ConfigError(
+                f"train.clients.weight: {name} has {text_of(value)!r}; a weight must be 0 or from {1 / _LARGEST:g} to "
+                f"{_LARGEST:g}, because only ratios count: divide all of them by the same number"
             )
     weights: np.ndarray = np.array([*map(float, values), 0.0])[places]
     return weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,9 +14,10 @@ from raydfl.core import part_names
 from raydfl.core.errors import ClientError, ConfigError
 from raydfl.core.metrics import pool as pool_metrics
 from raydfl.core.metrics import summarise
-from raydfl.core.types import Metrics, ModelSpec, Ratio, State, Task, Tensors
+from raydfl.core.types import Client, Metrics, ModelSpec, Ratio, State, Task, Tensors
 from raydfl.data import Shard
 from raydfl.engine.clients import Clients
+from raydfl.engine.method_calls import naming_failures
 from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Reply, check_server_tasks
 from raydfl.engine.settings import EvaluateSettings
 from raydfl.engine.storage import record
@@ -38,6 +39,7 @@ class Evaluation:
         shards: of each part's data at the server; under no name where there are no parts.
         variants: of each part.
         order: makes orders of tasks that measure something.
+        received: returns the keys of a state's entries that clients receive.
     """
 
     def __init__(
@@ -48,12 +50,14 @@ class Evaluation:
         shards: Mapping[str, Sequence[Shard]],
         variants: Mapping[str, Variants],
         order: Callable[[Sequence[Task], tuple[Measurement, ...]], list[Order]],
+        received: Callable[[State], Collection[str]],
     ) -> None:
         self._settings = settings
         self._method = method
         self._clients = clients
         self._shards = shards
         self._order = order
+        self._received = received
         of_all = (spec.name for of_part in variants.values() for specs, _ in of_part for spec in specs)
         self._models = tuple(dict.fromkeys(of_all))
         self._fully_shared = {part: _shared_models(method, of_part) for part, of_part in variants.items()}
@@ -71,19 +75,18 @@ class Evaluation:
     def server_orders(self, state: State) -> list[Order]:
         """Return orders for the shared models, on shards of the server's data.
 
-        What the method planned for the server; else every entry of the state that holds models whole, on every split.
+        What the method planned for the server; else every entry that clients receive and that holds models whole, on every split.
 
         Raises:
             ConfigError: what the method planned cannot be measured.
         """
         if not self._settings.server:
             return []
-        planned = [task for task in self._method.plan_evaluation(state, []) if task.client_id == SERVER]
+        planned = [task for task in self._plan(state, []) if task.client_id == SERVER]
         names = [spec.name for shared in self._fully_shared.values() for spec in shared]
         check_server_tasks(planned, state.tensors, list(dict.fromkeys(names)), list(self._shards))
-        entries = [Task(SERVER, phase="evaluate", receive=(key,)) for key in state.tensors]
         orders: list[Order] = []
-        for task, part in itertools.product(planned or entries, self._shards):
+        for task, part in itertools.product(planned or self._whole_entries(state), self._shards):
             if part not in task.options.get("parts", self._shards):
                 continue
             specs = self._measured_models(task, state, part)
@@ -106,6 +109,20 @@ class Evaluation:
                     )
                 )
         return orders
+
+    def _plan(self, state: State, clients: Sequence[Client]) -> list[Task]:
+        """Return the tasks that the method plans for an evaluation."""
+        with naming_failures(self._method, "plan_evaluation", f"the evaluation after round {state.round_index}"):
+            return self._method.plan_evaluation(state, clients)
+
+    def _whole_entries(self, state: State) -> list[Task]:
+        """Return a task for each entry that holds a model whole; of several only those that clients receive."""
+        tasks = [Task(SERVER, phase="evaluate", receive=(key,)) for key in state.tensors]
+        whole = [task for task in tasks if any(self._measured_models(task, state, part) for part in self._shards)]
+        if len(whole) < 2:
+            return whole
+        received = self._received(state)
+        return [task for task in whole if task.receive[0] in received]
 
     def _measured_models(self, task: Task, state: State, part: str) -> tuple[ModelSpec, ...]:
         """Return the models of a part that a task of the server measures.
@@ -145,7 +162,7 @@ class Evaluation:
                 for split in ("test", TRIGGERED)
                 if split in there
             ]
-        tasks = [task for task in self._method.plan_evaluation(state, chosen) if task.client_id != SERVER]
+        tasks = [task for task in self._plan(state, chosen) if task.client_id != SERVER]
         orders = self._order(tasks, tuple(measure))
         return [dataclasses.replace(order, position=first_position + order.position) for order in orders]
 

@@ -14,16 +14,17 @@ from torch import nn
 from raydfl.core import part_names, seeds
 from raydfl.core.errors import ConfigError, RunDirectoryError
 from raydfl.core.tensors import FlatTensors
-from raydfl.core.types import Client, Metrics, ModelSpec, Ratio, State, Task
+from raydfl.core.types import Client, Metrics, ModelSpec, Ratio, State, Task, Update
 from raydfl.data import Population
 from raydfl.engine.adversary import Adversary
 from raydfl.engine.arrivals import Arrivals
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
+from raydfl.engine.entries import received_entries
 from raydfl.engine.evaluation import Evaluation, Variants, pooled
+from raydfl.engine.method_calls import naming_failures
 from raydfl.engine.orders import SERVER, Measurement, Order, Reply, check_tasks, grouped, in_order, keys_of
 from raydfl.engine.parts import join_states
-from raydfl.engine.phases import Phases
 from raydfl.engine.pool import Pool
 from raydfl.engine.recall import recalled
 from raydfl.engine.storage import record
@@ -75,7 +76,9 @@ class Federation:
             for part, of_part in self.clients.variants_of_parts().items()
         }
         shards = {part: of.shards for part, of in population.each.items()}
-        self._evaluation = Evaluation(config.evaluate, self.method, self.clients, shards, variants, self._orders)
+        self._evaluation = Evaluation(
+            config.evaluate, self.method, self.clients, shards, variants, self._orders, self._received_entries
+        )
         self._rows: list[record.MetricRow] = []
         """Measurements of the rounds since the last commit."""
         self._marked = time.perf_counter()
@@ -96,8 +99,7 @@ class Federation:
             store.together = self._choose_width()
             store.commit(self.state, self._private)
         else:
-            if commit.begun:
-                self._phases = Phases(self._phases.names, commit.begun)
+            self._phases = self._phases.as_begun(commit.begun)
             self.state, self._private, store.together = self._in_phase(commit.state), commit.private, commit.together
             record.discard_rows(store.folder, self.state.round_index)
             self._recall()
@@ -181,7 +183,8 @@ class Federation:
         return dataclasses.replace(state, phase=self._phases.at(state.round_index))
 
     def _init(self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]]) -> State:
-        return self.method.init(clients, models, seeds.generator(self.config.run.seed, 0, "", "init"))
+        with naming_failures(self.method, "init", "before the first round"):
+            return self.method.init(clients, models, seeds.generator(self.config.run.seed, 0, "", "init"))
 
     def _with_another_class(self, variants: Mapping[str, Variants]) -> State:
         """Return what the first part's state would be with one class more: what then has another shape depends on classes."""
@@ -312,7 +315,8 @@ class Federation:
     def plan(self) -> list[Order]:
         """Return the orders of the next round: the same whenever they are asked for."""
         rng = seeds.generator(self.config.run.seed, self.state.round_index, "", "plan")
-        tasks = self.method.plan(self.state, self.clients, rng, self._cohorts[self.state.phase])
+        with naming_failures(self.method, "plan", f"round {self.state.round_index + 1}"):
+            tasks = self.method.plan(self.state, self.clients, rng, self._cohorts[self.state.phase])
         if self.config.train.clients is not None:
             self._check_take_part(tasks)
         return self._orders(tasks, None)
@@ -331,6 +335,10 @@ class Federation:
                     f"train.clients: method {self.config.method['name']!r} plans client {task.client_id!r}, which does not take "
                     f"part; its plan() must draw with raydfl.drawn, or leave train.clients out"
                 )
+
+    def _received_entries(self, state: State) -> frozenset[str]:
+        """Return the keys of a state's entries that clients receive."""
+        return received_entries(self.config, state, self.clients, self._phases.first)
 
     def _orders(self, tasks: Sequence[Task], measure: tuple[Measurement, ...] | None) -> list[Order]:
         """Return orders for what a method planned, in client order."""
@@ -372,14 +380,25 @@ class Federation:
         """Return the state that the method makes of the clients' updates, and what it measured."""
         rng = seeds.generator(self.config.run.seed, self.state.round_index, "", "aggregate")
         plain = part_names.plain_name if self.config.data.parts else str
-        updates = self._attackers.sent(
+        sent = self._attackers.sent(
             arrivals.updates(self.state.tensors, lambda key, name: self.method.may_send(key, plain(name))),
             {order.task.client_id: order.cost for order in orders},
             frozenset(attackers),
             self.state.tensors,
             self.state.round_index,
         )
-        state, metrics = self.method.aggregate(self.state, updates, rng)
+        elsewhere: list[BaseException] = []
+
+        def arriving() -> Iterator[Update]:
+            try:
+                yield from sent
+            except BaseException as error:
+                elsewhere.append(error)
+                raise
+
+        updates = arriving()
+        with naming_failures(self.method, "aggregate", f"round {self.state.round_index + 1}", elsewhere):
+            state, metrics = self.method.aggregate(self.state, updates, rng)
         for _ in updates:
             pass  # a rule need not look at every update, but every client's reply counts
         return dataclasses.replace(as_stored(state), phase=self.state.phase), metrics
@@ -444,7 +463,9 @@ class Federation:
 
     def _begun(self, state: State) -> State:
         """Return the state with which the phase that it names begins."""
-        return dataclasses.replace(as_stored(self.method.begin_phase(state)), phase=state.phase)
+        with naming_failures(self.method, "begin_phase", f"after round {state.round_index}, phase {state.phase!r}"):
+            begun = self.method.begin_phase(state)
+        return dataclasses.replace(as_stored(begun), phase=state.phase)
 
     def heaviest(self) -> list[list[Order]]:
         """Return what of the next round needs the most memory: the largest client's training with its group, and evaluations."""

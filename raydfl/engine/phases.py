@@ -50,6 +50,10 @@ class Phases:
             )
         return cls(tuple(names), tuple(first))
 
+    def as_begun(self, first: Sequence[int]) -> Phases:
+        """Return the phases with the rounds in which they really began; ``first`` is empty if none has ended early."""
+        return Phases(self.names, tuple(first)) if first else self
+
     def ended(self, name: str, round_index: int) -> Phases:
         """Return the phases of a run of which one ends after so many completed rounds: the next begins then.
 

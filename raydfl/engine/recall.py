@@ -33,7 +33,7 @@ def best_of(run_dir: Path, config: Config) -> Best | None:
     newest = store.newest()
     if newest is None or config.run.best is None:
         return None
-    phases = Phases(config.phases.names, newest.begun) if newest.begun else config.phases
+    phases = config.phases.as_begun(newest.begun)
     leader = recalled(store, config.selection, phases, newest.state.round_index)[0].best
     name = None if leader is None else store.commit_of(leader.round)
     return None if leader is None or name is None or not leader.round else Best(leader, store.load(name))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from raydfl.core.tensors import Layout
 from raydfl.core.types import Metric, Metrics, Ratio, Scores, Tensors, Update
 from raydfl.rules import cut_misfit, weight_of
 
+MAX_METRICS = 1_000
+"""Names of metrics that one client may send. Each becomes rows and curves, so without a limit one client could stall the run."""
 _REASON = 500
 """Characters that are kept of why a client was left out."""
 _ADVICE = {
@@ -84,6 +86,22 @@ def check_weights(update: Update, layout: Layout) -> None:
         weight_of(update, update.weight, name, shape)
 
 
+def check_number(metrics: Collection[str], who: str) -> None:
+    """Check that there are at most :data:`MAX_METRICS` metrics.
+
+    Args:
+        metrics: their names.
+        who: the client, for the message.
+
+    Raises:
+        RaydflError: there are more.
+    """
+    if len(metrics) > MAX_METRICS:
+        raise RaydflError(
+            f"{who}: {len(metrics):,} metrics; a client may send at most {MAX_METRICS:,} in a round, so send fewer names"
+        )
+
+
 def checked_metrics(metrics: Any, who: str) -> Metrics:
     """Return metrics with plain numbers in their ratios.
 
@@ -92,12 +110,14 @@ def checked_metrics(metrics: Any, who: str) -> Metrics:
         who: the client, for the message.
 
     Raises:
-        RaydflError: one is neither a ratio nor an array of numbers nor scores, or a confusion matrix is not square.
+        RaydflError: one is neither a ratio nor an array of numbers nor scores, a confusion matrix is not square, or there are too
+            many.
     """
     if not isinstance(metrics, Mapping):
         raise RaydflError(
             f"{who}: the metrics are a {type(metrics).__name__}; give a dict of raydfl.Ratio(total, count)"
         )
+    check_number(metrics, who)
     found: dict[str, Metric] = {}
     for name, value in metrics.items():
         if isinstance(value, Ratio):

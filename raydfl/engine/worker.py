@@ -23,13 +23,14 @@ from torch import Tensor, nn
 
 from raydfl.attacks import Attack
 from raydfl.core import seeds
+from raydfl.core.cuts import cut_tensors
 from raydfl.core.errors import ClientError, RaydflError
 from raydfl.core.files import default_cache
 from raydfl.core.memory import keep_freed_memory
 from raydfl.core.metrics import attack_success, reduced
 from raydfl.core.tensors import FlatTensors, OwnTensors
 from raydfl.core.types import Client, Metrics, ModelSpec
-from raydfl.core.users_code import FAILURES, is_users, place_of
+from raydfl.core.users_code import FAILURES, describe, is_users
 from raydfl.data import ClientData, Examples, Population
 from raydfl.engine.autotune import best_width, remembered
 from raydfl.engine.clients import Clients
@@ -37,7 +38,7 @@ from raydfl.engine.config import Config
 from raydfl.engine.messages import by_servers_names, received, received_bytes, sent_updates
 from raydfl.engine.orders import SERVER, SERVER_VALIDATION, TRIGGERED, Measurement, Order, Reply, in_groups
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
-from raydfl.engine.validation import check_weights, checked_metrics, reason_of
+from raydfl.engine.validation import check_number, check_weights, checked_metrics, reason_of
 from raydfl.methods import Method
 from raydfl.models import start_from_file
 from raydfl.training import Clock, DeadlineExceededError, Replica, Step, TrainSettings, check_device, fixed_tensors
@@ -50,11 +51,6 @@ KEPT_MODEL, KEPT_STATE, KEPT_MOMENTS = "model:", "state:", "moments:"
 def _without(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors whose names begin with a prefix, by the rest of the name."""
     return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-def _named(error: BaseException) -> str:
-    """Return an exception with the place that raised it."""
-    return f"{type(error).__name__}: {error} (at {place_of(error)})"
 
 
 @contextlib.contextmanager
@@ -91,6 +87,15 @@ def build_models(method: Method, models: Sequence[ModelSpec], run_seed: int) -> 
         return built
 
 
+def fixed_of_whole(method: Method, models: Sequence[ModelSpec], run_seed: int) -> FlatTensors:
+    """Return the fixed tensors of the whole networks that a client's networks are parts of; none if it has no such parts."""
+    if all(spec.whole is None for spec in models):
+        return FlatTensors.of({})
+    built = build_models(method, [spec.whole or spec for spec in models], run_seed)
+    states = {f"{name}/{key}": value for name, model in built.items() for key, value in model.state_dict().items()}
+    return FlatTensors.of({name: states[name] for name in sorted(fixed_tensors(built, method.fixed))})
+
+
 class Worker:
     """Carries out orders. Owns nothing: any worker of a run can serve any client at any time."""
 
@@ -123,7 +128,7 @@ class Worker:
         self.private = private
         self.device = torch.device(device)
         if self.device.type == "cpu":
-            config.check_operators()
+            config.check_kernels()
         if self.device.type == "cuda":
             if self.device.index is None:  # tensors name theirs, and parts of torch.cuda ask for it
                 self.device = torch.device("cuda", torch.cuda.current_device())
@@ -139,6 +144,8 @@ class Worker:
         self._users_code = any(is_users(type(part).__module__) for part in at_clients)
         """True if code of a user's works with clients' networks, beside that of the networks themselves."""
         self._built: dict[tuple[tuple[ModelSpec, ...], int], Replica] = {}
+        self._fixed: dict[tuple[ModelSpec, ...], FlatTensors] = {}
+        """Fixed tensors of whole networks, by the networks that are parts of them."""
         self._phases = config.phases
         self._training: dict[str, TrainSettings] = {}
         self._samples: dict[tuple[str, str, int], Examples] = {}
@@ -205,7 +212,7 @@ class Worker:
                 raise ClientError(self._describe(order, error)) from error
             if isinstance(error, torch.OutOfMemoryError):
                 torch.cuda.empty_cache()
-            return self._left_out(order, broadcast, f"error: {_named(error)}")
+            return self._left_out(order, broadcast, f"error: {describe(error)}")
 
     def _may_drop(self, order: Order) -> bool:
         """Return whether a failure of this order leaves its client out; failures on the server's data always stop the run."""
@@ -259,7 +266,7 @@ class Worker:
     def _describe(self, order: Order, error: BaseException) -> str:
         task = order.task
         round_ = order.round_number
-        text = f"{order.subject} failed in round {round_}, phase {task.phase!r}: {_named(error)}"
+        text = f"{order.subject} failed in round {round_}, phase {task.phase!r}: {describe(error)}"
         if isinstance(error, torch.OutOfMemoryError):
             text += "; lower train.batch_size, evaluate.batch_size or train.together, or give actors more of a GPU (ray.gpus)"
         if task.client_id and order.measure is None:
@@ -282,10 +289,11 @@ class Worker:
         seed_torch(seeds.seed_for(self.config.run.seed, order.round_index, client.id, f"torch/{purpose}"), self.device)
         sent = received(order, broadcast, self._lacks(order))
         kept = self.private.read(order.private) if order.private is not None else {}
-        built = self._build(client.models, place)
-        built.start(
-            sent, _without(KEPT_MODEL, kept), self.method.shared, f"{order.subject}, round {order.round_number}"
-        )
+        built, whose = self._build(client.models, place), f"{order.subject}, round {order.round_number}"
+        if client.models not in self._fixed:
+            self._fixed[client.models] = fixed_of_whole(self.method, client.models, self.config.run.seed)
+        fixed = cut_tensors(self._fixed[client.models], task.cuts, whose)
+        built.start(sent, _without(KEPT_MODEL, kept), self.method.shared, whose, fixed)
         return Step(
             client=client,
             models=dict(built.models),
@@ -357,6 +365,8 @@ class Worker:
         with _malformed(order):
             updates = sent_updates(found, order.subject)
             measured = [reduced(checked_metrics(update.metrics, order.subject)) for update in updates]
+            together = {name: value for metrics in measured for name, value in metrics.items()}
+            check_number(together, order.subject)
         names = [name for update in updates for name in update.tensors]
         hidden = [name for name in names if not self.method.shared(name)]
         if hidden:
@@ -402,7 +412,7 @@ class Worker:
             update=updates[0],
             further=tuple(updates[1:]),
             largest=max(map(abs, extremes), default=0.0),
-            measured={"train": {name: value for metrics in measured for name, value in metrics.items()}},
+            measured={"train": together},
             private=self._keep(order, step),
             bytes_up=sum(flat.vector.nbytes for flat in sent)
             + sum(w.nbytes if isinstance(w, Tensor) else 8 for w in weights),

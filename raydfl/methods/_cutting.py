@@ -75,10 +75,6 @@ class CuttingMethod(Method, ABC):
             )
         return share
 
-    def fixed(self, name: str, trains: bool) -> bool:
-        """Fix nothing: a client knows the part that it has of a frozen layer from the server alone."""
-        return self.share == 1 and super().fixed(name, trains)
-
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
         """Give each client of the cohort its slices."""
         return [Task(client.id, cuts=self._cuts(state, client)) for client in drawn(clients, rng, cohort)]

@@ -62,6 +62,11 @@ HEADS = "updates of last layers"
 """The entry of the state with what ``accumulate`` keeps: tensors ``NUMBER OF CLIENT/name``."""
 
 
+def _layers_of(tensors: Iterable[str]) -> list[str]:
+    """Return the names of the layers that have these tensors, in their order."""
+    return list(dict.fromkeys(plain_name(name).rpartition(".")[0] for name in tensors))
+
+
 @dataclass(frozen=True, kw_only=True)
 class KnownTasks(StrictTypes):
     """Groups by a column of the clients' profile."""
@@ -118,7 +123,7 @@ class DiscoveredTasks(StrictTypes):
         """
         names = list(tensors)
         if isinstance(self.layers, int):
-            modules = list(dict.fromkeys(plain_name(name).rpartition(".")[0] for name in names))[-self.layers :]
+            modules = _layers_of(names)[-self.layers :]
             return [name for name in names if plain_name(name).rpartition(".")[0] in modules]
         found = [name for name in names if plain_name(name).startswith(self.layers)]
         if not found:
@@ -126,6 +131,23 @@ class DiscoveredTasks(StrictTypes):
                 f"method.tasks.layers: no tensor's name begins with {' or '.join(self.layers)}; {nearest(self.layers[0], names)}"
             )
         return found
+
+    def check_layers(self, tensors: Iterable[str]) -> None:
+        """Check that the server has the layers that are compared.
+
+        Args:
+            tensors: names of its tensors.
+
+        Raises:
+            ConfigError: it has fewer, or none with such a name.
+        """
+        names = list(tensors)
+        found = len(_layers_of(names))
+        if isinstance(self.layers, int) and self.layers > found:
+            raise ConfigError(
+                f"method.tasks.layers is {self.layers}, but the clients share {found} layers; take at most {found}"
+            )
+        self.head(names)
 
     def labels(self, heads: Sequence[Mapping[str, Tensor]]) -> tuple[np.ndarray, int, bool]:
         """Return the cluster of each client, how many of them were noise, and whether the clients were not divided at all."""
@@ -248,7 +270,7 @@ class WithTasks(Method):
         """Return the method's state; all clients begin with ``global``.
 
         Raises:
-            ConfigError: ``known``, and the clients' profile has no such name.
+            ConfigError: ``known``, and the clients' profile has no such name; or ``hdbscan``, and there are fewer layers.
         """
         state = super().init(clients, models, rng)
         tasks = self.built_tasks
@@ -256,6 +278,8 @@ class WithTasks(Method):
             return state
         column = tasks.by if isinstance(tasks, KnownTasks) else tasks.truth
         told = all(column in client.profile for client in clients)
+        if isinstance(tasks, DiscoveredTasks):
+            tasks.check_layers(name for name in state.tensors[GLOBAL] if not name.startswith(type(self).changes))
         if isinstance(tasks, KnownTasks) and not told:
             raise ConfigError(
                 f"method.tasks.by: clients have no {column!r} in their profile; {nearest(column, clients[0].profile)} Several data "

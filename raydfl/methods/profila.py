@@ -59,6 +59,7 @@ from raydfl.core.types import Batch, Client, Metrics, ModelSpec, Ratio, Scores, 
 from raydfl.methods._layers import check_prefixes
 from raydfl.methods._method import Counted, Method
 from raydfl.methods._spool import Spool
+from raydfl.objectives import Centres
 from raydfl.training import Plan, Step, TrainSettings, fit, predict
 
 PROTOTYPE = "model/prototype"
@@ -228,8 +229,8 @@ class ProFiLA(Method):
         z = F.normalize(step.forward("model", batch), dim=1)
         anomalous = batch.columns["pool"] if self.mode == "as_run" else None
         learnt = batch if anomalous is None or self.centre_of == "all" else _only(batch, anomalous == 0)
-        own = _centre(network)
-        means = objective.follow(network.objective, z, learnt)
+        own = self._prototype(network)
+        means = objective.follow(self._centres(network), z, learnt)
         mean = means[0]
         smoothed = F.normalize(self.memory * own + (1 - self.memory) * mean, dim=0)
         value = cast(
@@ -280,7 +281,7 @@ class ProFiLA(Method):
         metrics = self._train(step, rate)
         tensors = {name: value for name, value in step.floating_state().items() if self.shared(name)}
         if self.prototype_momentum < 1:
-            tensors[PROTOTYPE] = _centre(step.models["model"])
+            tensors[PROTOTYPE] = self._prototype(step.models["model"])
         performance = self._performance(step)
         if performance is not None:
             step.state[_AUC] = torch.tensor(performance, dtype=torch.float32)
@@ -302,6 +303,10 @@ class ProFiLA(Method):
                 step.state[_LAMBDA] = torch.tensor(weight, dtype=torch.float32, device=step.device)
             found.append(fit(step, self.loss, epochs=None if epoch is None else 1, batches=self._plan(step), lr=rate))
         step.state.pop(_LAMBDA, None)
+        if renews:  # The objective scores clips by their distance to the prototype.
+            network = cast(Any, step.models["model"])
+            network.objective.sums.copy_(network.own_prototype.sums)
+            network.objective.counts.copy_(network.own_prototype.counts)
         steps = sum(cast(Ratio, metrics["steps"]).total for metrics in found)
         return {**pool(found), "steps": Ratio(steps, 1)}
 
@@ -324,12 +329,22 @@ class ProFiLA(Method):
         outputs = F.normalize(predict(step, "model", examples, step.training.batch_size), dim=1)
         mean = F.normalize(outputs.mean(dim=0), dim=0).to(step.device)
         if not first:
-            mean = F.normalize(self.renewal * _centre(network) + (1 - self.renewal) * mean, dim=0)
-        # As many clips as keep the running mean in balance, so that a batch then counts 1 - momentum.
-        count = step.training.batch_size / (1 - cast(Any, self.objective).momentum)
-        with torch.no_grad():
-            network.objective.sums.copy_(mean * count)
-            network.objective.counts.fill_(count)
+            mean = F.normalize(self.renewal * self._prototype(network) + (1 - self.renewal) * mean, dim=0)
+        # Decayed counts of full batches stay at this weight, so a full batch counts 1 - momentum.
+        size = step.training.batch_size
+        clips = min(size, len(step.data.train)) if self.mode == "normal" else size
+        weight = clips / (1 - cast(Any, self.objective).momentum)
+        network.own_prototype.sums.copy_(mean * weight)
+        network.own_prototype.counts.fill_(weight)
+
+    def _centres(self, network: Any) -> Centres:
+        """Return the running mean whose direction is the client's prototype."""
+        centres: Centres = network.own_prototype if self.task == "prototype" else network.objective
+        return centres
+
+    def _prototype(self, network: Any) -> Tensor:
+        """Return the client's prototype, of length 1: float32 [size]."""
+        return F.normalize(self._centres(network).sums[0], dim=0)
 
     @property
     def steers(self) -> bool:
@@ -409,7 +424,9 @@ class ProFiLA(Method):
 
 
 def add_prototype(network: nn.Module, size: int) -> None:
-    """Give a network the buffer ``prototype`` of ``size`` numbers, 0.1 times normal ones, unless it has one.
+    """Add the prototypes of length ``size``: the buffer ``prototype`` unless the network has it, and the client's own.
+
+    The common prototype begins as 0.1 times normal numbers. The client's own is renewed in each round, so it is not kept.
 
     Raises:
         ConfigError: it has something else of that name, or one of another size.
@@ -422,11 +439,7 @@ def add_prototype(network: nn.Module, size: int) -> None:
             f"models.model: {type(network).__name__} has an attribute 'prototype' that is no tensor [{size}], as many numbers as "
             f"it gives; rename it, or make it one"
         )
-
-
-def _centre(network: Any) -> Tensor:
-    """Return a client's prototype, of length 1: float32 [size]."""
-    return F.normalize(network.objective.sums[0], dim=0)
+    network.own_prototype = Centres(1, size, kept=False)
 
 
 def _only(batch: Batch, which: Tensor) -> Batch:

@@ -18,6 +18,7 @@ from raydfl.core.errors import ConfigError, DataError, nearest
 from raydfl.core.options import explain
 from raydfl.core.settings import StrictTypes
 from raydfl.core.types import ModelSpec
+from raydfl.core.users_code import FAILURES
 
 _PACKAGE = "raydfl.models"
 
@@ -43,7 +44,7 @@ def build_model(spec: ModelSpec) -> nn.Module:
         network = cls(spec.inputs, spec.width, **options)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-    except Exception as error:  # whatever a user's constructor does
+    except FAILURES as error:  # whatever a user's constructor does
         raise ConfigError(f"{where}: {spec.architecture} cannot be built: {type(error).__name__}: {error}") from error
     if spec.view:
         network.view = spec.view  # type: ignore[assignment]  # what Batch.input_of looks for

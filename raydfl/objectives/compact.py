@@ -148,15 +148,21 @@ def _narrowness(z: Tensor, batch: Batch) -> Tensor:
 
 
 class Centres(nn.Module):
-    """Sums and counts of what the network gave, decayed step by step; their quotients are the centres."""
+    """Sums and counts of what the network gave, decayed step by step; their quotients are the centres.
+
+    Args:
+        centres: how many.
+        size: numbers of each.
+        kept: whether they are in the network's state dict, and so sent or kept.
+    """
 
     sums: Tensor
     counts: Tensor
 
-    def __init__(self, centres: int, size: int) -> None:
+    def __init__(self, centres: int, size: int, kept: bool = True) -> None:
         super().__init__()
-        self.register_buffer("sums", torch.zeros(centres, size))
-        self.register_buffer("counts", torch.zeros(centres))
+        self.register_buffer("sums", torch.zeros(centres, size), persistent=kept)
+        self.register_buffer("counts", torch.zeros(centres), persistent=kept)
 
 
 class _Distance(nn.Module):

@@ -12,7 +12,7 @@ from raydfl.core.errors import InputError, RunDirectoryError
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import Client, Update
 from raydfl.data import Population
-from raydfl.engine import Config, Federation, Phases, UpdateChecker
+from raydfl.engine import Config, Federation, UpdateChecker
 from raydfl.engine.storage import RunStore, local_run, round_of, stored_about, stored_config
 
 
@@ -67,7 +67,7 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
         )
     newest = store.newest()
     begun = () if newest is None else newest.begun
-    phases = Phases(config.phases.names, begun) if begun else config.phases
+    phases = config.phases.as_begun(begun)
     own = config.train.phases.get(phases.at(round_number - 1))
     first = phases.first[phases.number(phases.at(round_number - 1)) - 1] if phases.names else 0
     if own is not None and own.begin == "best" and round_of(before[-1]) < first:

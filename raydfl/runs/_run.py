@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow.compute as pc
 
 from raydfl.cluster import RemoteServer, Server, check_without_actors, connected, ray_session, with_share
 from raydfl.core import ops
-from raydfl.core.files import displayed_path, write_durably
+from raydfl.core.files import displayed_path
 from raydfl.core.nested import flatten
 from raydfl.core.remote import is_uri, parted
 from raydfl.engine import Config, RoundReport, apply_overrides, best_of, make_config
@@ -31,7 +29,7 @@ from raydfl.engine.storage import (
     stored_config,
     write_config,
 )
-from raydfl.runs.folder import driving, ensure_features, export, folder_of, prepare_run
+from raydfl.runs.folder import driving, ensure_features, export, folder_of, note_resume, prepare_run, write_about
 from raydfl.runs.progress import Progress, default_progress
 from raydfl.runs.report import write_page
 from raydfl.runs.report.data import read_run
@@ -168,15 +166,18 @@ def execute(
             tracker = make_tracker(
                 config.track, local_runs(config.run.dir, config.data.cache), run_dir, progress.message
             )
+            if 0 < round_index < config.train.rounds and not ended:
+                note_resume(run_dir, config, about, round_index, progress)
             run_id = tracker.start(
                 about["id"],
                 flatten(config.model_dump(mode="json")),
                 {"raydfl.digest": about["digest"]},
                 about.get("mlflow_run_id"),
             )
-            facts = {"mlflow_run_id": run_id, "cpu_fallback": _cpu_fallback(config, server, progress)}
-            if _note(run_dir, about, facts) and mirror is not None:
-                mirror.put("run.json")
+            facts = {**about, "mlflow_run_id": run_id, "cpu_fallback": _cpu_fallback(config, server, progress)}
+            facts = {name: value for name, value in facts.items() if value is not None}
+            if facts != about:
+                write_about(run_dir, config, facts)
             try:
                 result = _rounds(run_dir, config, server, round_index, ended, tracker, progress, on_round, durable)
             except BaseException as error:
@@ -210,15 +211,6 @@ def _cpu_fallback(config: Config, server: Server | RemoteServer, progress: Progr
     if reason:
         progress.message(f"warning: {reason}")
     return reason or None
-
-
-def _note(run_dir: Path, about: Mapping[str, Any], facts: Mapping[str, str | None]) -> bool:
-    """Write facts into run.json and return whether it changed. ``None`` removes a fact."""
-    noted = {name: value for name, value in {**about, **facts}.items() if value is not None}
-    if noted == about:
-        return False
-    write_durably(run_dir / "run.json", json.dumps(noted, indent=2).encode())
-    return True
 
 
 def _nothing_to_do(config: Config, name: str, round_index: int, ended: str) -> str:

@@ -7,6 +7,7 @@ import itertools
 import json
 import shutil
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -16,22 +17,23 @@ import torch
 from torch import Tensor
 
 from raydfl.cluster import check_kept, in_a_job, prepare_sites
-from raydfl.core import part_names
-from raydfl.core.errors import DataError, RunDirectoryError
+from raydfl.core import ops, part_names
+from raydfl.core.errors import ConfigError, DataError, RunDirectoryError, printable
 from raydfl.core.files import default_cache, write_durably
 from raydfl.core.lock import FileLock
 from raydfl.core.tensor_file import to_safetensors
-from raydfl.core.types import ModelSpec, State
+from raydfl.core.types import ModelSpec
 from raydfl.core.version import __version__
 from raydfl.data import Population, build_population
-from raydfl.engine import Clients, Config, best_of, build_models, try_models
+from raydfl.engine import Clients, Config, best_of, build_models, received_entries, try_models
 from raydfl.engine.storage import (
+    Commit,
     RunStore,
     approve_code,
     check_same,
     code_of,
     file_name_of,
-    final_state,
+    final_commit,
     local_runs,
     mirror_of,
     remember_code,
@@ -166,6 +168,7 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
         population = build_population(
             config.data, config.run.seed, progress, attack=config.parts.attack, labels_needed=config.labels_needed
         )
+    _check_ids(config)
     eligible = Clients(population, config).eligible
     for name in config.phases.names or ("",):
         config.train.in_phase(name).cohort_size(eligible)
@@ -176,6 +179,16 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
     for message in (*population.messages, *remarks):
         progress.message(message)
     begin(run_dir, config, population, models, site_key, remarks)
+
+
+def _check_ids(config: Config) -> None:
+    """Refuse a client that ``train.clients.ids`` lists twice. A run that began with such a list keeps it."""
+    ids = [] if config.train.clients is None else config.train.clients.ids or []
+    for client, times in Counter(ids).items():
+        if times > 1:
+            raise ConfigError(
+                f"train.clients.ids lists {client!r} {times} times; a client is drawn at most once, so list it once"
+            )
 
 
 def _remarks(config: Config, population: Population) -> list[str]:
@@ -215,8 +228,9 @@ def begin(
     write_config(run_dir, config)
     about = {
         "id": run_dir.name,
-        "created": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "created": _now(),
         "raydfl": __version__,
+        "kernels": ops.kernels(),
         "digest": config.digest(),
         "config": config.model_dump(mode="json"),
         "files": config.files(),
@@ -241,6 +255,36 @@ def begin(
     write_durably(run_dir / "run.json", json.dumps(about, indent=2).encode())
 
 
+def note_resume(run_dir: Path, config: Config, about: dict[str, Any], round_index: int, progress: Progress) -> None:
+    """Record a resume with this machine's kernels in ``run.json``, and warn if they are not those of the last start or resume.
+
+    Args:
+        about: what ``run.json`` holds; changed.
+        round_index: rounds completed before.
+    """
+    resumes = about["resumes"] = about.get("resumes") or []
+    differing = ops.differing_kernels((resumes or [about])[-1].get("kernels") or {})
+    resumes.append({"round": round_index, "at": _now(), "raydfl": __version__, "kernels": ops.kernels()})
+    write_about(run_dir, config, about)
+    if differing and config.ray.gpus == 0:
+        progress.message(
+            f"warning: the run resumes on other kernels ({printable(differing)}): its last digits may differ from those of an "
+            f"uninterrupted run"
+        )
+
+
+def write_about(run_dir: Path, config: Config, about: Mapping[str, Any]) -> None:
+    """Write ``run.json``, also to the mirror."""
+    write_durably(run_dir / "run.json", json.dumps(about, indent=2).encode())
+    mirror = mirror_of(config.run.dir, run_dir)
+    if mirror is not None:
+        mirror.put("run.json")
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
 def _forget_unbegun(run_dir: Path, config: Config) -> bool:
     """Remove another configuration's run without a completed round from the folder; return whether there was one.
 
@@ -260,11 +304,9 @@ def _forget_unbegun(run_dir: Path, config: Config) -> bool:
     return True
 
 
-def _fixed_tensors(run_dir: Path, config: Config) -> dict[str, dict[str, Tensor]]:
+def _fixed_tensors(config: Config, clients: Clients) -> dict[str, dict[str, Tensor]]:
     """Return the fixed tensors of the models by part, as they are built; of a model that clients build differently none."""
-    population = Population.load(run_dir / "population", bands=config.data.features.bands)
-    variants = Clients(population, config).variants_of_parts()
-    return {part: _fixed_of_all(config, of_part) for part, of_part in variants.items()}
+    return {part: _fixed_of_all(config, of_part) for part, of_part in clients.variants_of_parts().items()}
 
 
 def _fixed_of_all(config: Config, variants: Sequence[tuple[ModelSpec, ...]]) -> dict[str, Tensor]:
@@ -285,43 +327,49 @@ def _short(name: str) -> str:
 
 
 def export(run_dir: Path, config: Config) -> list[Path]:
-    """Return the shared models as safetensors: ``model.safetensors``, or ``model-<key>.safetensors`` for each of several keys.
+    """Write the shared models as safetensors: ``model.safetensors``, or ``model-<key>.safetensors`` for each of several keys.
+
+    If several entries of the state hold models, only those that clients receive are written.
 
     Tensor names are ``model/layer.weight``; the metadata says architecture, classes, features and round. What is fixed of a model
     is in the file of each key that has tensors of the model. With ``run.best`` those of the best round are beside them, in
     ``model-best.safetensors`` and ``model-best-<key>.safetensors``, which also say by which metric and value.
     """
-    fixed = _fixed_tensors(run_dir, config)
-    paths = _export(run_dir, config, final_state(run_dir), "model", fixed, {})
+    population = Population.load(run_dir / "population", bands=config.data.features.bands)
+    clients = Clients(population, config)
+    paths = _export(run_dir, config, clients, final_commit(run_dir), "model", {})
     best = best_of(run_dir, config)
     if best is not None:
         leader = best.leader
         chosen = {"metric": leader.criterion.metric, "value": leader.value, "chosen_by": leader.criterion.chooser}
-        paths += _export(run_dir, config, best.commit.state, "model-best", fixed, {"best": json.dumps(chosen)})
+        paths += _export(run_dir, config, clients, best.commit, "model-best", {"best": json.dumps(chosen)})
     return paths
 
 
 def _export(
     run_dir: Path,
     config: Config,
-    state: State,
+    clients: Clients,
+    commit: Commit,
     stem: str,
-    fixed: Mapping[str, Mapping[str, Tensor]],
     more: Mapping[str, str],
 ) -> list[Path]:
     """Write the shared models of one round.
 
     Args:
         stem: of the files' names.
-        fixed: tensors by part, see :func:`_fixed_tensors`.
         more: metadata.
     """
-    about = stored_about(run_dir)
-    names = tuple(config.parts.models)
+    about, state, fixed = stored_about(run_dir), commit.state, _fixed_tensors(config, clients)
+    names = tuple(f"{name}/" for name in config.parts.models)
+    keys = [key for key, each in state.tensors.items() if any(part_names.plain_name(n).startswith(names) for n in each)]
+    if len(keys) > 1:
+        received = received_entries(config, state, clients, commit.begun)
+        keys = [key for key in keys if key in received]
     paths = []
-    for key, (part, data) in itertools.product(state.tensors, config.data.each.items()):
+    for key, (part, data) in itertools.product(keys, config.data.each.items()):
         tensors = part_names.of_part(state.tensors[key], part)
-        models = {n: t.contiguous() for n, t in tensors.items() if n.partition("/")[0] in names}
+        models = {n: t.contiguous() for n, t in tensors.items() if n.startswith(names)}
         if not models:
             continue
         there = {n.partition("/")[0] for n in models}

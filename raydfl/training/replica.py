@@ -68,6 +68,7 @@ class Replica:
         kept: Mapping[str, Tensor],
         shared: Callable[[str], bool],
         whose: str = "",
+        fixed: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Make them what the next client begins with; nothing of the last client's is left.
 
@@ -76,6 +77,7 @@ class Replica:
             kept: tensors that the client itself has kept, by flat name, for those that are not shared.
             shared: the method's.
             whose: for a message: whose networks they become.
+            fixed: the client's part of fixed tensors, by flat name, if its networks are parts of whole ones.
 
         Raises:
             ConfigError: one of these tensors has another shape than the network's.
@@ -84,6 +86,10 @@ class Replica:
             self._vector.load(received, kept, self._fates(shared), whose)
         else:
             self._load(received, kept, self._fates(shared), whose)
+        if fixed:
+            state = _state(self.models)
+            for name, value in fixed.items():
+                state[name].copy_(value)
         for tensor, initial in self._others:
             tensor.copy_(initial)
         for leaf, trainable in self._leaves:

@@ -31,7 +31,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raydfl.core.types import Batch
-from raydfl.core.users_code import is_users
+from raydfl.core.users_code import FAILURES, is_users
 from raydfl.training.networks import layers_and_tensors
 from raydfl.training.precision import computing_in
 from raydfl.training.randomness import generator_states, seed_of_step, set_generator_states, step_randomness
@@ -310,7 +310,7 @@ class _Player:
             recording.tape, recording.reports = tape, tuple(reports)
             if self.step.known and all(isinstance(name, str) or cast(Any, name)[0] == "model" for name in tape.inputs):
                 recording.inputs = inputs
-        except Exception as error:  # noqa: BLE001 - the loss goes on as it is, without a tape
+        except FAILURES as error:  # the loss goes on as it is, without a tape
             name = getattr(self.losses[number % len(self.losses)], "__qualname__", "the loss")
             logger.info("train.tape: %s runs by its code in every step: %s: %s", name, type(error).__name__, error)
         finally:

@@ -281,6 +281,7 @@ def test_a_damaged_run_json(raydfl: Raydfl, run_dir: Path, content: str) -> None
         ("clients", True, "clients is 'True', which must be a whole number"),
         ("id", 5, "id is '5', which must be text"),
         ("config", "x", "config is 'x', which must be a group"),
+        ("resumes", [{"kernels": 1}], "resumes has .*, which must be a group with kernels"),
     ],
 )
 def test_what_run_json_lacks_or_has_of_another_kind(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import py_compile
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +15,14 @@ import soundfile
 from commands import Raydfl, written
 from helpers import same, truth
 
+from raydfl.core import registry
 from raydfl.core.errors import DataError
 from raydfl.core.yaml import parse_yaml, to_yaml
 from raydfl.data.features.cache import FORMAT, open_store
 from raydfl.data.features.kinds import make_features
 from raydfl.engine.config import Config
 from raydfl.engine.storage.trust import code_digest
+from raydfl.methods import Method
 from raydfl.runs._run import run
 
 Tiny = Callable[..., Config]
@@ -51,7 +55,7 @@ def own(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return folder
 
 
-def rename_method(folder: Path, value: str | bytes) -> None:
+def rename_method(folder: Path, value: str) -> None:
     """Name another method in a run's configuration."""
     config = parse_yaml((folder / "config.yaml").read_text(), "config")
     config["method"]["name"] = value
@@ -64,13 +68,24 @@ def list_code(folder: Path, digests: dict[str, str] | None) -> None:
     (folder / "run.json").write_text(json.dumps({key: about[key] for key in about if about[key] is not None}))
 
 
-ATTACKS: list[tuple[str, str | bytes]] = [
+def test_a_compiled_file_beside_a_users_file_is_not_run(tmp_path: Path) -> None:
+    """Python itself would run an unchecked cache file in place of the source that the user has read."""
+    source, marker = tmp_path / "read_and_approved.py", tmp_path / "harm"
+    source.write_text("from raydfl.methods.fedavg import FedAvg\n\n\nclass Own(FedAvg):\n    pass\n")
+    evil = tmp_path / "evil.py"
+    evil.write_text(source.read_text() + HARM.format(path=str(marker)))
+    cache = importlib.util.cache_from_source(str(source))
+    py_compile.compile(str(evil), cache, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    assert registry.find("raydfl.methods", f"{source}:Own", Method, "method").__name__ == "Own"  # type: ignore[type-abstract]
+    assert not marker.exists()
+
+
+ATTACKS: list[tuple[str, str]] = [
     ("lib/evil_file.py", "{folder}/lib/evil_file.py:Own"),
     ("lib/evil_link.py", "{folder}/link/evil_link.py:Own"),
     ("lib/evil_current.py", "/proc/self/cwd/lib/evil_current.py:Own"),
     ("lib/evil_relative.py", "lib/evil_relative.py:Own"),
     ("lib/evil_name.py", "{folder}/lib/evil_name.py:no identifier"),
-    ("b'/evil_bytes.py", b"/evil_bytes.py:Own"),  # a path of a folder b' once the configuration is text
     ("evil_module.py", "evil_module:Own"),
     ("evil_parent.py", "evil_parent.nothing:Own"),
     ("evil_package/__init__.py", "evil_package.nothing:Own"),
@@ -93,7 +108,7 @@ def test_code_of_a_stranger_does_not_run_whatever_the_folder_lists(
         file = folder / name
         file.parent.mkdir(exist_ok=True)
         file.write_text(METHOD.format(neighbour="json") + HARM.format(path=str(harm)))
-        rename_method(folder, reference.format(folder=folder) if isinstance(reference, str) else reference)
+        rename_method(folder, reference.format(folder=folder))
         for digests in ({code_digest(file): str(file)}, None):
             list_code(folder, digests)
             for command, more in commands if name == ATTACKS[0][0] else commands[::2]:

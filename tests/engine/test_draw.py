@@ -133,6 +133,14 @@ def test_a_column_of_a_table_of_clients_is_a_weight(kind: str, tiny: Tiny, tmp_p
         ),
         ("{where: {device: [fone]}}", "train.clients.where.device: no client has fone; did you mean 'phone'"),
         ("{ids: [s9]}", "train.clients.ids: there is no client 's9'"),
+        (
+            "{ids: [s0, s1, s0]}",
+            "train.clients.ids lists 's0' 2 times; a client is drawn at most once, so list it once",
+        ),
+        (
+            "{weight: power}",
+            "power has '1e\\+308'; a weight must be 0 or from 1e-100 to 1e\\+100, because only ratios count",
+        ),
         ("{weight: device}", "train.clients.weight: device has 'phone'; a weight must be a number from 0 on"),
         ("{where: {power: []}}", r"train\.clients\.where\.power is \[\]; it must be at least 1 item long"),
         ("{min_examples: 1000}", "train.clients leaves none of 6 clients; take back one of its conditions"),
@@ -145,6 +153,8 @@ def test_bad_settings(asked: str, message: str, tiny: Tiny) -> None:
     settings = [DEVICES, f"train.clients={clients}{'}' if more else ''}", "run.name=bad", "train.cohort=2"]
     if "cohort" in more:
         settings[-1] = "train.cohort=7"
+    if "power" in clients:
+        settings.append(DEVICES.replace("[1, 2, 3]", "[1.0e+308, 1.0e+308, 3]"))
     if "OWN" in more:
         settings.append(f"method={__file__}:FirstTwo")
     with pytest.raises(InputError, match=message):

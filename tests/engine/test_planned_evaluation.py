@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import finish, same, start
+import torch
+from helpers import final_state, finish, same, start
 from pydantic.dataclasses import dataclass
 
-from raydfl.core.errors import ConfigError
+from raydfl.core.errors import ConfigError, InputError
 from raydfl.core.types import Client, Metrics, Ratio, State, Task, Update
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
@@ -64,6 +65,15 @@ class ByLoss(Method):
         return new, {**report, "losses": Ratio(sum(loss.value for loss in seen), len(seen))}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Momentum(Method):
+    """The step that the server keeps has the names and shapes of the model, and no task receives it."""
+
+    def init(self, clients, models, rng):  # type: ignore[no-untyped-def]
+        state = super().init(clients, models, rng)
+        return dataclasses.replace(state, tensors={"velocity": state.tensors["global"], **state.tensors})
+
+
 def measured(run_dir: Path, split: str = "test") -> set[str]:
     rows = record.read_rows(run_dir).to_pandas()
     names = set(rows.loc[(rows["split"] == split) & (rows["metric"].str.endswith("accuracy")), "metric"])
@@ -74,7 +84,7 @@ def test_the_server_measures_what_is_planned(tiny: Tiny) -> None:
     default = run(
         tiny("run.name=default", f"method.name={HERE}:Planned", "method.receive=[]", "train.rounds=1")
     ).run_dir
-    assert measured(default) == {"model/accuracy", "best:model/accuracy"}
+    assert measured(default) == {"model/accuracy"}  # nobody receives the other entries
     planned = run(tiny("run.name=planned", f"method.name={HERE}:Planned", "train.rounds=1")).run_dir
     assert measured(planned) == {"best:model/accuracy"}
     assert measured(planned, "validation") == {"model/accuracy"}  # clients' own are measured as ever
@@ -93,6 +103,16 @@ def test_the_server_measures_what_is_planned(tiny: Tiny) -> None:
     assert values[0]
     some = tiny("run.name=some", f"method.name={HERE}:Planned", "method.options={split: test, models: [model]}")
     assert measured(run(some).run_dir) == {"best:model/accuracy"}
+
+
+def test_an_entry_that_no_task_receives_is_no_model(tiny: Tiny) -> None:
+    run_dir = run(tiny(f"method.name={HERE}:Momentum", "train.rounds=1", "run.best={}")).run_dir
+    assert measured(run_dir) == {"model/accuracy"}
+    weights = load_model(run_dir).network.state_dict()
+    assert torch.equal(weights["output.weight"], final_state(run_dir).tensors["global"]["model/output.weight"])
+    assert {path.name for path in run_dir.glob("*.safetensors")} == {"model.safetensors", "model-best.safetensors"}
+    with pytest.raises(InputError, match="no model 'velocity:model'"):
+        load_model(run_dir, "velocity:model")
 
 
 @pytest.mark.parametrize(

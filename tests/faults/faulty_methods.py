@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,6 +35,10 @@ def happen(what: str) -> None:
         raise MemoryError("no more")
     if what == "cuda":
         raise torch.OutOfMemoryError("CUDA out of memory (pretended)")
+    if what == "generator":
+        raise GeneratorExit("closed")
+    if what == "leave":
+        sys.exit("left")
     if what == "exit":
         os._exit(1)
     if what == "hang":
@@ -59,6 +64,35 @@ class Fails(Method):
         update = super().local(step)
         self.fate(step)
         return update
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailsAtServer(Method):
+    """``what`` happens in round ``round`` in the method's ``call``."""
+
+    call: str = "aggregate"
+    round: int = 2
+    what: str = "value"
+
+    def _fate(self, call: str, round_number: int) -> None:
+        if (call, round_number) == (self.call, self.round):
+            happen(self.what)
+
+    def init(self, clients, models, rng):  # type: ignore[no-untyped-def]
+        self._fate("init", self.round)
+        return super().init(clients, models, rng)
+
+    def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
+        self._fate("plan", state.round_index + 1)
+        return super().plan(state, clients, rng, cohort)
+
+    def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:
+        self._fate("plan_evaluation", state.round_index)
+        return super().plan_evaluation(state, clients)
+
+    def aggregate(self, state, updates, rng):  # type: ignore[no-untyped-def]
+        self._fate("aggregate", state.round_index + 1)
+        return super().aggregate(state, updates, rng)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +312,7 @@ SENT: dict[str, Callable[[Update], Any]] = {
     "metric objects": lambda update: _metrics(update, seen=np.array([None, "a", 1])),
     "metric confusion": lambda update: _metrics(update, **{"model/confusion": np.ones(3)}),
     "metrics": lambda update: dataclasses.replace(update, metrics=[1.0]),
+    "metrics without end": lambda update: _metrics(update, **{f"m{i}": Ratio(1, 2) for i in range(10_000)}),
     "huge": _first(lambda tensor: torch.full_like(tensor, 3e38)),
     "addition": lambda update: _tensors(update, **{"own/counts": torch.ones(2)}),
     "other key": lambda update: dataclasses.replace(update, key="mine"),

@@ -59,6 +59,7 @@ SAID = {
     "metric objects": r"client 's2': metric 'seen' is array.*; give a raydfl.Ratio",
     "metric confusion": r"client 's2': metric 'model/confusion' is an array \[3\]; a confusion matrix is square",
     "metrics": "client 's2': the metrics are a list; give a dict",
+    "metrics without end": r"client 's2': 10,\d{3} metrics; a client may send at most 1,000 in a round, so send fewer names",
 }
 
 
@@ -106,7 +107,17 @@ def test_what_is_wrong_with_an_update_is_said(what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["no update", "shape", "key", "weight nan", "weight of elements", "cut outside", "metric kind", "metrics"]
+    "what",
+    [
+        "no update",
+        "shape",
+        "key",
+        "weight nan",
+        "weight of elements",
+        "cut outside",
+        "metric kind",
+        "metrics without end",
+    ],
 )
 def test_a_malformed_update_is_left_out_or_stops_the_run(
     tiny: Tiny, known: dict[str, dict[str, bytes]], what: str

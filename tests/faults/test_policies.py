@@ -58,7 +58,15 @@ def notes(config: Config, metric: str) -> list[tuple[int, str, str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("what", "after"), [("value", "true"), ("value", "false"), ("memory", "true"), ("cuda", "true")]
+    ("what", "after"),
+    [
+        ("value", "true"),
+        ("value", "false"),
+        ("memory", "true"),
+        ("cuda", "true"),
+        ("generator", "true"),
+        ("leave", "true"),
+    ],
 )
 def test_a_client_that_raises_is_dropped_as_if_it_had_not_been_asked(tiny: Tiny, what: str, after: str) -> None:
     common = ["train.cohort=1.0", "run.on_error=drop"]
@@ -70,6 +78,8 @@ def test_a_client_that_raises_is_dropped_as_if_it_had_not_been_asked(tiny: Tiny,
         "value": ("ValueError", "a client's own mistake"),
         "memory": ("MemoryError", "no more"),
         "cuda": ("OutOfMemoryError", "CUDA out of memory (pretended)"),
+        "generator": ("GeneratorExit", "closed"),
+        "leave": ("SystemExit", "left"),
     }[what]
     ((round_, phase, client, note),) = notes(config, "failed")
     assert (round_, phase, client) == (2, "train", "s2")
@@ -188,10 +198,33 @@ def test_a_dropped_client_is_replayed_with_its_error(tiny: Tiny) -> None:
 
 def test_the_servers_own_mistakes_are_never_dropped(tiny: Tiny) -> None:
     extra = Path(__file__).parent.parent / "extra_methods.py"
-    with pytest.raises(KeyError, match="no such entry"):
+    with pytest.raises(ClientError, match="round 1: aggregate.. of method Forgetful failed: KeyError: 'no such entry'"):
         run(tiny(f"method.name={extra}:Forgetful", "run.on_error=drop", "run.name=forgetful"))
     with pytest.raises(ClientError, match=r"the evaluation on the server's data failed in round 1.*ValueError"):
         run(tiny(faulty("CannotEvaluate"), 'method.client=""', "run.on_error=drop", "run.name=server"))
+
+
+@pytest.mark.parametrize(
+    ("call", "what", "when"),
+    [
+        ("init", "value", "before the first round"),
+        ("plan", "value", "round 2"),
+        ("aggregate", "value", "round 2"),
+        ("aggregate", "generator", "round 2"),
+        ("aggregate", "leave", "round 2"),
+        ("plan_evaluation", "value", "the evaluation after round 2"),
+    ],
+)
+def test_what_the_method_raises_at_the_server_is_said_as_for_clients(
+    tiny: Tiny, call: str, what: str, when: str
+) -> None:
+    """In the last round too. The message names method, file and line, and the rounds before count."""
+    config = tiny(faulty("FailsAtServer"), f"method.call={call}", f"method.what={what}", "train.rounds=2")
+    place = rf"{when}: {call}\(\) of method FailsAtServer failed: \w+: .* \(at {FAULTY}:\d+\); the last commit counts"
+    with pytest.raises(ClientError, match=f"(?s){place}"):
+        run(config)
+    if call != "init":
+        assert final_state(Path(config.run.dir) / "tiny").round_index == 1
 
 
 def test_a_client_that_cannot_be_evaluated_is_left_out_there(tiny: Tiny) -> None:

@@ -22,6 +22,7 @@ from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
 from raydfl.methods import Method
+from raydfl.methods.feddrop import FedDrop
 from raydfl.runs._run import resume, run
 from raydfl.runs.inference.model import load_model
 from raydfl.training._fit import fit
@@ -39,6 +40,16 @@ HEAD = {"model/output.weight", "model/output.bias"}
 @dataclass(frozen=True, kw_only=True)
 class AllSent(Method):
     """Frozen or not, all is sent, as if nothing were fixed."""
+
+    def fixed(self, name: str, trains: bool) -> bool:
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutAndAllSent(FedDrop):
+    """Parts of the network in which all travels, as if nothing were fixed."""
+
+    pure: ClassVar[bool] = True
 
     def fixed(self, name: str, trains: bool) -> bool:
         return False
@@ -122,6 +133,28 @@ def test_the_result_is_that_of_sending_everything(tiny: Tiny) -> None:
     assert sent.keys() - fixed.keys() == {"model/stem.weight", "model/stem.bias"}
     for name in HEAD:
         torch.testing.assert_close(fixed[name], sent[name], rtol=1e-5, atol=1e-6)
+
+
+def test_of_a_cut_network_fixed_tensors_stay_where_they_are(tiny: Tiny) -> None:
+    """Clients take their channels from the whole network, which they build themselves."""
+    network = [f"models.model={NETWORKS}:NarrowStem", "train.cohort=1.0", "method.share=0.5"]
+    found = finish(tiny(*network, "run.name=fixed", method="feddrop"))
+    run_dir = Path(tiny().run.dir) / "fixed"
+    head = final_state(run_dir).tensors["global"]
+    assert head.keys() == HEAD
+    finish(tiny(*network, "run.name=sent", f"method.name={HERE}:CutAndAllSent"))
+    sent = final_state(Path(tiny().run.dir) / "sent").tensors["global"]
+    assert sent.keys() - HEAD == {"model/stem.weight", "model/stem.bias"}
+    finish(tiny(*network, "run.name=joint", "train.together=4", method="feddrop"))
+    joint = final_state(Path(tiny().run.dir) / "joint").tensors["global"]
+    for name in HEAD:
+        torch.testing.assert_close(head[name], sent[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(head[name], joint[name], rtol=1e-4, atol=1e-5)
+    same(found, finish(tiny(*network, "run.name=untaped", "train.tape=false", method="feddrop")))
+    part = load_model(run_dir, client="s1").network.state_dict()["stem.weight"]
+    whole = load_model(run_dir).network.state_dict()["stem.weight"]
+    assert len(whole) == 2 * len(part)
+    assert {*map(raw, part)} < {*map(raw, whole)}
 
 
 def test_a_fixed_part_is_one_function_in_training_and_evaluation(tiny: Tiny) -> None:

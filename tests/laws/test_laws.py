@@ -304,7 +304,7 @@ def test_law_2_nothing_counts_of_a_round_that_fails(tiny: Tiny, monkeypatch: pyt
 
     with monkeypatch.context() as patch:
         patch.setattr(FedMLAC, "aggregate", failing)
-        with pytest.raises(KeyError):
+        with pytest.raises(ClientError, match="KeyError"):
             server.round()
     while server.round_index < config.train.rounds:
         server.round()

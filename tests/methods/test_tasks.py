@@ -233,6 +233,11 @@ def test_known_tasks_are_the_mean_of_their_own_clients_and_resume_to_the_bit(tin
         ({"name": "hdbscan", "distance": "euclid"}, "method.tasks.distance"),
         ({"name": "hdbscan", "min_cluster_size": 1}, "method.tasks.min_cluster_size"),
         ({"name": "known", "by": "task"}, "clients have no 'task' in their profile"),
+        (
+            {"name": "hdbscan", "layers": 99},
+            r"method.tasks.layers is 99, but the clients share \d layers; take at most \d",
+        ),
+        ({"name": "hdbscan", "layers": ["model/head"]}, "no tensor's name begins with model/head"),
     ],
 )
 def test_tasks_that_cannot_be(tasks: object, message: str) -> None:

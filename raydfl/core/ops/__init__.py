@@ -19,7 +19,7 @@ made of.
 from __future__ import annotations
 
 from raydfl.core.ops import spectra
-from raydfl.core.ops._backend import compiled, use
+from raydfl.core.ops._backend import compiled, differing_kernels, kernels, use
 from raydfl.core.ops.conv import Conv1d, conv1d
 from raydfl.core.ops.drift import drift_term
 from raydfl.core.ops.dropout import Dropout, random_state, uniform
@@ -42,9 +42,11 @@ __all__ = [
     "compiled",
     "conv1d",
     "conv2d",
+    "differing_kernels",
     "drift_term",
     "group_norm",
     "gru",
+    "kernels",
     "mean_over_time",
     "random_state",
     "relu_pool",

@@ -7,7 +7,8 @@ of a torch.autograd.Function take for each call.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -62,6 +63,28 @@ def _compiled() -> _Compiled | None:
 def compiled() -> bool:
     """Return whether the operators in C++ are available."""
     return _compiled() is not None
+
+
+def kernels() -> dict[str, str]:
+    """Return the names and versions of the kernels on this machine's CPU. The last digits of results depend on them."""
+    built = torch.__config__.show()
+    mkl = re.search(r"Math Kernel Library Version (\S+)", built)
+    onednn = re.search(r"(?:MKL-DNN|oneDNN) v(\S+)", built)
+    return {
+        "torch": torch.__version__,
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "onednn": onednn[1] if onednn else "none",
+        "mkl": mkl[1] if mkl else "none",
+        "operators": torch.ops.raydfl.instruction_set() if compiled() else "none",
+    }
+
+
+def differing_kernels(before: Mapping[str, object]) -> str:
+    """Return how this machine's kernels differ from others: ``instruction_set AVX512 there, AVX2 here``; empty if they do not."""
+    here = kernels()
+    return ", ".join(
+        f"{name} {before[name]} there, {here[name]} here" for name in here if before.get(name, here[name]) != here[name]
+    )
 
 
 @contextmanager

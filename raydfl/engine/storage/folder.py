@@ -14,7 +14,7 @@ from raydfl.core.nested import flatten
 from raydfl.core.types import State
 from raydfl.core.yaml import read_yaml, to_yaml
 from raydfl.engine.config import Config, make_config
-from raydfl.engine.storage.store import RunStore
+from raydfl.engine.storage.store import Commit, RunStore
 from raydfl.engine.storage.trust import check_code
 
 
@@ -105,6 +105,8 @@ _ALSO_ABOUT = {
     "cpu_fallback": str,
     "branches": list,
     "skipped": list,
+    "kernels": dict,
+    "resumes": list,
 }
 """What it may say."""
 _KINDS = {str: "text", list: "a list", dict: "a group", int: "a whole number"}
@@ -145,6 +147,9 @@ def check_about(about: Mapping[str, Any]) -> None:
         absent = key not in about or (about[key] is None and key in _ALSO_ABOUT)
         if not absent and type(about[key]) is not kind:
             raise ValueError(f"{key} is {str(about[key])[:40]!r}, which must be {_KINDS[kind]}")
+    for resume in about.get("resumes") or ():
+        if not isinstance(resume, dict) or not isinstance(resume.get("kernels"), dict):
+            raise ValueError(f"resumes has {str(resume)[:40]!r}, which must be a group with kernels")
 
 
 def write_config(run_dir: Path, config: Config) -> None:
@@ -251,8 +256,8 @@ def _without_folder(value: Any) -> Any:
     return re.sub(r"^.*/([^/]+\.py:\w+)$", r"\1", value) if isinstance(value, str) else value
 
 
-def final_state(run_dir: Path) -> State:
-    """Return the server's state after the last committed round.
+def final_commit(run_dir: Path) -> Commit:
+    """Return the newest commit.
 
     Raises:
         RunDirectoryError: there is none, or it is damaged.
@@ -260,7 +265,16 @@ def final_state(run_dir: Path) -> State:
     commit = RunStore(run_dir).newest()
     if commit is None:
         raise RunDirectoryError(f"{run_dir} has no committed round yet")
-    return commit.state
+    return commit
+
+
+def final_state(run_dir: Path) -> State:
+    """Return the server's state after the last committed round.
+
+    Raises:
+        RunDirectoryError: there is none, or it is damaged.
+    """
+    return final_commit(run_dir).state
 
 
 def file_name_of(key: str) -> str:

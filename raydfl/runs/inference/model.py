@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from raydfl.core import part_names
-from raydfl.core.cuts import cut_tensors
+from raydfl.core.cuts import Cuts, cut_tensors
 from raydfl.core.errors import InputError, RunDirectoryError, nearest
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import Batch, ModelSpec, Tensors
 from raydfl.data import DataSettings, Population, ViewSettings
-from raydfl.engine import KEPT_MODEL, SERVER, Clients, Config, best_of, build_models
+from raydfl.engine import KEPT_MODEL, SERVER, Clients, Config, best_of, build_models, fixed_of_whole, received_entries
 from raydfl.engine.storage import Commit, PrivateStore, RunStore, local_run, stored_config
 from raydfl.methods import Method
 from raydfl.objectives import Classify, Objective
@@ -267,12 +267,11 @@ class _Run:
         keys = tasks[0].receive if tasks else tuple(self.commit.state.tensors)
         part = self.population.part_of(client.index)
         received = self._received(keys, part)
-        if tasks and tasks[0].cuts:
+        cuts = tasks[0].cuts if tasks else {}
+        if cuts:
             whole = {key: FlatTensors.of(tensors) for key, tensors in received.items()}
-            received = {
-                key: cut_tensors(tensors, tasks[0].cuts, f"client {client_id!r}") for key, tensors in whole.items()
-            }
-        networks, absent = self._load(client.models, received, kept, f"client {client_id!r}")
+            received = {key: cut_tensors(tensors, cuts, f"client {client_id!r}") for key, tensors in whole.items()}
+        networks, absent = self._load(client.models, received, kept, f"client {client_id!r}", cuts)
         if model is None:
             fixed = fixed_tensors(networks, self.method.fixed)
             own = [
@@ -308,7 +307,10 @@ class _Run:
                         if self._is_whole(networks, name, tensors):
                             label = [part] * bool(part) + [key] * (key != "global")
                             found.setdefault(":".join([*label, name]), (specs, name, key, part))
-        return found
+        if len({key for *_, key, _ in found.values()}) < 2:
+            return found
+        keys = received_entries(self.config, self.commit.state, self.clients, self.commit.begun)
+        return {label: model for label, model in found.items() if model[2] in keys}
 
     def _is_whole(self, networks: Mapping[str, nn.Module], name: str, tensors: Tensors) -> bool:
         fixed = fixed_tensors(networks, self.method.fixed)
@@ -319,14 +321,15 @@ class _Run:
         )
 
     def _load(
-        self, specs: Specs, received: Mapping[str, Tensors], kept: Tensors, whose: str
+        self, specs: Specs, received: Mapping[str, Tensors], kept: Tensors, whose: str, cuts: Cuts | None = None
     ) -> tuple[dict[str, nn.Module], set[str]]:
         """Networks as the engine loads them, and the tensors that nobody has."""
         networks = build_models(self.method, specs, self.config.run.seed)
         own = {name.removeprefix(KEPT_MODEL): value for name, value in kept.items() if name.startswith(KEPT_MODEL)}
         flat = {key: FlatTensors.of(tensors) for key, tensors in received.items()}
         fixed = fixed_tensors(networks, self.method.fixed)
-        Replica(networks, fixed).start(flat, own, self.method.shared, f"{self.run_dir}, {whose}")
+        parts = cut_tensors(fixed_of_whole(self.method, specs, self.config.run.seed), cuts or {}, whose)
+        Replica(networks, fixed).start(flat, own, self.method.shared, f"{self.run_dir}, {whose}", parts)
         there = {name for tensors in flat.values() for name in tensors}
         names = {tensor for name in networks for tensor in _names(networks, name)} - fixed
         return networks, {name for name in names if name not in (there if self.method.shared(name) else own)}

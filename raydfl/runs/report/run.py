@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import numpy as np
@@ -218,18 +219,27 @@ def _learning_curves(run: RunRecord, pictures: Pictures) -> list[Picture]:
     return made
 
 
+_REPORTED = 40
+"""Figures of reported numbers on a page. To draw one takes a tenth of a second, and clients choose how many there are."""
+
+
 def _reported_pictures(run: RunRecord, pictures: Pictures) -> list[Picture]:
-    """Return a figure for each number that losses report besides their value."""
-    made = []
-    for (split, name), curve in run.curves.items():
-        of_engine = (
-            name in OF_FIT or name.endswith((*OF_CLIENTS, HARMONIC_MEAN)) or base_name(name) in SCORES or "/" in name
-        )
-        if split == "train" and not of_engine:
-            series = [Series(name, curve.rounds, curve.values)]
-            caption = "Reported by the losses in training, over all clients of a round."
-            made.append(pictures.add(name, caption, plots.curves, series, name))
-    return made
+    """Return a figure for each number that losses report besides their value, up to :data:`_REPORTED`."""
+    reported = {
+        name: Series(name, curve.rounds, curve.values)
+        for (split, name), curve in run.curves.items()
+        if split == "train" and not _is_of_engine(name)
+    }
+    caption = "Reported by the losses in training, over all clients of a round."
+    if len(reported) > _REPORTED:
+        caption += f" Of {len(reported):,} numbers the page draws the first {_REPORTED}; all are in the record."
+    shown = itertools.islice(reported.items(), _REPORTED)
+    return [pictures.add(name, caption, plots.curves, [series], name) for name, series in shown]
+
+
+def _is_of_engine(name: str) -> bool:
+    """Return whether a metric of training is none that a loss reports."""
+    return name in OF_FIT or name.endswith((*OF_CLIENTS, HARMONIC_MEAN)) or base_name(name) in SCORES or "/" in name
 
 
 def _look(run: RunRecord, key: Key) -> tuple[str, int, int]:

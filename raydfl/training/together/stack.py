@@ -103,7 +103,9 @@ class StackedClients:
         self.steps = steps
         self.names = names
         self.trained = trained
-        self.tensors = [_Tensors({name: step.models[name] for name in names}, step.fixed) for step in steps]
+        # Of a network that is cut, each client has other channels of a fixed tensor.
+        alike = steps[0].fixed.difference(*(step.cuts for step in steps))
+        self.tensors = [_Tensors({name: step.models[name] for name in names}, alike) for step in steps]
         self.sources: tuple[Source, ...] = ()
         """The tensors of its step that the loss reads, as far as they are known; :meth:`start` stacks them."""
         for step in steps:
