@@ -1,9 +1,10 @@
 """raydfl: federated learning for audio on Ray.
 
-What users need is imported from here (``from raydfl import run, Method``) and from :mod:`raydfl.ops`. The code lives in thirteen
+What users need is imported from here (``from raydfl import run, Method``) and from :mod:`raydfl.ops`. The code lives in fourteen
 rooms, and each imports only rooms below it:
 
 - ``cli``: the command line; words on a terminal
+- ``testing``: helpers for tests of federations
 - ``experiments``: many runs: grids, and searches on Ray Tune
 - ``runs``: one run from its folder to its page: run, resume, replay, progress, tracking, report, inference
 - ``cluster``: all that needs Ray: actors, the pool, nodes, GPUs, sites, jobs

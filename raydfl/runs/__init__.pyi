@@ -3,6 +3,7 @@
 from raydfl.runs._replay import replay as replay
 from raydfl.runs._run import resume as resume
 from raydfl.runs._run import run as run
+from raydfl.runs.folder import create as create
 from raydfl.runs.folder import driving as driving
 from raydfl.runs.progress import Advance as Advance
 from raydfl.runs.progress import Progress as Progress

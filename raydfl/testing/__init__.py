@@ -1,0 +1,27 @@
+"""Helpers to test federations: train to the end, compare every bit, and list who owns which examples.
+
+They serve raydfl's own tests, and authors who test a method, a rule or a data set of their own. Imports runs and every room
+below it. Begin with _federations.py.
+"""
+
+from raydfl.testing._federations import (
+    assert_same_bits,
+    describe_kernels,
+    digest,
+    list_ownership,
+    read_run,
+    start_server,
+    to_bytes,
+    train,
+)
+
+__all__ = [
+    "assert_same_bits",
+    "describe_kernels",
+    "digest",
+    "list_ownership",
+    "read_run",
+    "start_server",
+    "to_bytes",
+    "train",
+]

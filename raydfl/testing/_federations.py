@@ -1,0 +1,146 @@
+"""Train federations in this process, read every bit of a run, and list who owns which examples."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raydfl.cluster import Server
+from raydfl.core.ops import compiled
+from raydfl.data import Examples, Population, build_population
+from raydfl.engine import Config
+from raydfl.engine.storage import PrivateStore, RunStore
+from raydfl.runs import Progress, create
+
+
+def start_server(config: Config) -> Server:
+    """Create a run's folder and open its server in this process, before the first round."""
+    return Server(create(config, Progress("quiet")), config)
+
+
+def train(config: Config) -> dict[str, bytes]:
+    """Train a federation to its last round in this process and return the bytes of its tensors (see :func:`read_run`)."""
+    run_dir = create(config, Progress("quiet"))
+    with contextlib.closing(Server(run_dir, config)) as server:
+        while server.round_index < config.train.rounds:
+            server.round()
+    return read_run(run_dir)
+
+
+def read_run(run_dir: Path, *sites: Path) -> dict[str, bytes]:
+    """Read the last commit of a run: the server's tensors and every client's private tensors.
+
+    Args:
+        run_dir: folder of the run.
+        sites: folders with private state at sites.
+
+    Returns:
+        The bytes of each tensor by name, and under ``round`` and ``extra`` the rest of the server's state.
+
+    Raises:
+        ValueError: the run has no commit.
+    """
+    store = RunStore(run_dir)
+    latest = store.latest()
+    if latest is None:
+        raise ValueError(f"{run_dir} has no commit")
+    commit = store.load(latest)
+    private = PrivateStore(run_dir / "private", sites)
+    content = {"round": str(commit.state.round_index).encode(), "extra": repr(commit.state.extra).encode()}
+    groups = {f"server {key}": tensors for key, tensors in commit.state.tensors.items()}
+    groups.update({f"client {index}": private.read(ref) for index, ref in commit.private.items()})
+    for group, tensors in groups.items():
+        for name, tensor in tensors.items():
+            content[f"{group} {name}"] = to_bytes(tensor)
+    return content
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    """Copy the memory of a tensor."""
+    return np.ascontiguousarray(tensor.detach().cpu().numpy()).tobytes()
+
+
+def assert_same_bits(first: Mapping[str, bytes], second: Mapping[str, bytes]) -> None:
+    """Raise an AssertionError that names the tensors in which two runs differ."""
+    if set(first) != set(second):
+        raise AssertionError(f"only one run has {sorted(set(first) ^ set(second))[:5]}")
+    differing = [name for name in first if first[name] != second[name]]
+    if differing:
+        raise AssertionError(f"{len(differing)} of {len(first)} differ: {differing[:5]}")
+
+
+def digest(content: Mapping[str, bytes]) -> str:
+    """Return a SHA-256 digest of named bytes (16 hexadecimal digits)."""
+    total = hashlib.sha256()
+    for name in sorted(content):
+        total.update(f"{name} {len(content[name])}\n".encode() + content[name])
+    return total.hexdigest()[:16]
+
+
+def describe_kernels() -> str:
+    """Name what decides the last bits of a result on this machine: instruction set, PyTorch, NumPy, and compiled operators."""
+    operators = "compiled" if compiled() else "plain"
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{capability}, torch {torch.__version__}, numpy {np.__version__}, {operators} operators"
+
+
+def list_ownership(config: Config) -> dict[str, Any]:
+    """List who owns which examples, after every step from the clips to the clients.
+
+    Returns:
+        Values for JSON. ``clients`` has an entry for each client: id, part, site, profile, and its examples by split.
+        ``server`` has the examples of the server by part and split. An example is a list of integers: clip, first frame in its
+        feature store, frames, label, columns, and the frames of each further view.
+    """
+    population = build_population(
+        config.data, config.run.seed, attack=config.parts.attack, labels_needed=config.labels_needed
+    )
+    attacked = config.parts.attack is not None
+    return {
+        "clients": [_describe_client(population, index, attacked) for index in range(len(population))],
+        "server": {
+            part: {
+                "classes": list(of_part.classes),
+                "test": _describe(of_part.test),
+                "triggered": _describe(of_part.triggered),
+                "validation": _describe(of_part.validation),
+            }
+            for part, of_part in population.each.items()
+        },
+        "sizes": population.sizes().tolist(),
+        "label_counts": population.label_counts().tolist(),
+    }
+
+
+def _describe_client(population: Population, index: int, attacked: bool) -> dict[str, Any]:
+    data = population.data(index)
+    splits = {
+        "train": data.train,
+        "validation": data.validation,
+        "test": data.test,
+        **{f"train@{name}": examples for name, examples in data.further.items()},
+    }
+    if attacked:
+        splits["attack"] = population.data(index, attacking=True).train
+    return {
+        "id": population.ids[index],
+        "part": population.part_of(index),
+        "site": population.site_of(index),
+        "profile": population.profile(index),
+        **{name: _describe(examples) for name, examples in splits.items()},
+    }
+
+
+def _describe(examples: Examples) -> list[list[int]]:
+    columns = [examples.clips, examples.starts, examples.counts, examples.labels]
+    columns += [examples.columns[name] for name in sorted(examples.columns)]
+    columns += [examples.views[name].counts for name in sorted(examples.views)]
+    rows: list[list[int]] = np.stack([np.asarray(column, np.int64) for column in columns], axis=1).tolist()
+    return rows

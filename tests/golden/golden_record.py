@@ -1,0 +1,95 @@
+"""Records the bits and the ownership of every case in ``golden.json``, and the digest of every job.
+
+Run ``python tests/golden/golden_record.py`` after an intended change, and name in the commit the cases that changed, and why.
+Bits are recorded per set of kernels; the digests of ownership and of jobs hold on every machine.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent.parent
+sys.path[:0] = [str(TESTS), str(TESTS / "golden"), str(TESTS.parent)]
+
+import numpy as np
+from conftest import TINY, TINY_DATA, TINY_METHOD, TINY_MODELS, TINY_OBJECTIVE
+from golden_cases import Case, cases
+
+from raydfl import Config, load_config, load_sweep, make_config
+from raydfl.engine import apply_overrides
+from raydfl.testing import describe_kernels, digest, list_ownership, train
+
+FILE = TESTS / "golden" / "golden.json"
+
+
+def configure(name: str, case: Case, folder: Path, cache: Path) -> Config:
+    """Make the configuration of a case whose run is written to ``folder``."""
+    values = copy.deepcopy(TINY)
+    values["method"] = {"name": case.method, **TINY_METHOD.get(case.method, {})}
+    values["models"] = copy.deepcopy(TINY_MODELS.get(case.method, TINY["models"]))
+    if case.method in TINY_OBJECTIVE:
+        values["objective"] = copy.deepcopy(TINY_OBJECTIVE[case.method])
+    values["data"] |= {**TINY_DATA.get(case.method, {}), "cache": str(cache)}
+    values["run"] |= {"dir": str(folder), "name": name.replace(" ", "-")}
+    values["train"]["rounds"] = 2
+    return make_config(apply_overrides(values, case.overrides))
+
+
+def measure(config: Config) -> dict[str, Any]:
+    """Train a case and return what is recorded of it."""
+    bits = train(config)
+    values = np.frombuffer(b"".join(bits[name] for name in sorted(bits) if name.startswith("server ")), np.float32)
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], len(values))
+    return {
+        "ownership": digest({"": json.dumps(list_ownership(config), sort_keys=True).encode()}),
+        "bits": digest(bits),
+        "signed_sum": round(float(signs @ values), 4),
+    }
+
+
+JOBS = sorted(str(path.relative_to(TESTS.parent)) for path in (TESTS.parent / "jobs").rglob("*.yaml"))
+SWEEPS = [name for name in JOBS if "\naxes:" in (TESTS.parent / name).read_text()]
+RUNS = [name for name in JOBS if name not in SWEEPS and "/clusters/" not in name]
+
+
+def job_digest(name: str) -> str:
+    """Return a digest of what decides the numbers of a job, with recordings below ``/recordings``.
+
+    Relative paths are below ``/`` while this runs, so that the digest is the same on every machine.
+    """
+    file, folder = TESTS.parent / name, Path.cwd()
+    os.environ["RAYDFL_DATA"] = "/recordings"
+    os.chdir("/")
+    try:
+        if name in RUNS:
+            return load_config(file).digest()
+        return digest({run.name: run.config.digest().encode() for run in load_sweep(file).runs})
+    finally:
+        os.chdir(folder)
+        del os.environ["RAYDFL_DATA"]
+
+
+def record() -> None:
+    """Write ``golden.json``, keeping what was recorded with other kernels of cases whose bits are as before."""
+    known, kernels = json.loads(FILE.read_text()) if FILE.exists() else {"cases": {}}, describe_kernels()
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, case in cases().items():
+            measured = measure(configure(name, case, Path(folder), Path(folder, "cache")))
+            before = known["cases"].get(name, {"bits": {}})
+            if measured["bits"] != before["bits"].get(kernels):
+                print("changed:", name)
+                before = {"bits": {}}
+            found[name] = {**measured, "bits": {**before["bits"], kernels: measured["bits"]}}
+    jobs = {name: job_digest(name) for name in (*RUNS, *SWEEPS)}
+    FILE.write_text(json.dumps({"cases": found, "jobs": jobs}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    record()
