@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import copy
 import gc
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 # Ray reads these when it is imported: its token must be there before, and never in the user's home.
 _secrets = tempfile.mkdtemp(prefix="raydfl-tests-")
@@ -28,49 +27,14 @@ gc.disable()  # while modules are imported and tests collected, none of which is
 
 import hypothesis
 import pytest
+from tiny_federation import tiny_values
 
 if TYPE_CHECKING:  # the process that only hands out the tests needs no PyTorch
     from raydfl.engine.config import Config
 
-TESTS = Path(__file__).parent
-
 # A busy machine is no failure, and a test fails for everybody or for nobody.
 hypothesis.settings.register_profile("all", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("fast", parent=hypothesis.settings.get_profile("all"), max_examples=30)
-
-TINY: dict[str, Any] = {
-    "method": {"name": "fedavg"},
-    "models": {"model": {"name": "crnn_tiny", "hidden": 8, "filters": [4]}},
-    "data": {
-        "name": f"{TESTS / 'tones.py'}:Tones",
-        "features": {"sample_rate": 8000, "bands": 16, "window_ms": 25, "hop_ms": 10, "seconds": 0.25},
-        "partition": {"by": "group"},
-        "split": {"validation": 0.2},
-    },
-    "train": {"rounds": 3, "cohort": 0.5, "batch_size": 8, "optimiser": {"lr": 0.1}},
-    "evaluate": {"every": 1, "client_test_clips": 10},
-    "ray": {"actors": 0},
-    "track": {"mlflow": False},
-    "run": {"seed": 1, "name": "tiny"},
-}
-
-FEDMLAC_MODELS = {
-    "plugin": TINY["models"]["model"],
-    "local": [TINY["models"]["model"], {"name": "crnn_tiny", "hidden": 4, "filters": [4]}],
-}
-OF_VIEWS = {
-    "audio": TINY["models"]["model"],
-    "video": {"name": "crnn_tiny", "hidden": 4, "filters": [4]},
-    "fusion": {"name": "fusion", "hidden": 4},
-}
-TINY_METHOD = {"fedgen": {"noise": 4, "hidden": 8, "server_steps": 5, "server_batch": 8}}
-TINY_OBJECTIVE = {"profila": {"name": "compact", "size": 4, "normal": ["tone0"]}}
-TINY_DATA = {"fedstar": {"unlabelled": {"keep": 0.4}}}
-TINY_MODELS = {
-    "fedmlac": FEDMLAC_MODELS,
-    f"{TESTS}/extra_methods.py:Slow": FEDMLAC_MODELS,
-    **dict.fromkeys(("multifl", "unifl", "harmony", "modality_mirror"), OF_VIEWS),
-}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -129,12 +93,7 @@ def tiny(tmp_path: Path, feature_cache: Path) -> Callable[..., Config]:
     from raydfl.engine.overrides import apply_overrides
 
     def configure(*overrides: str, method: str = "fedavg") -> Config:
-        values = copy.deepcopy(TINY)
-        values["method"] = {"name": method, **TINY_METHOD.get(method, {})}
-        values["models"] = copy.deepcopy(TINY_MODELS.get(method, TINY["models"]))
-        if method in TINY_OBJECTIVE:
-            values["objective"] = copy.deepcopy(TINY_OBJECTIVE[method])
-        values["data"].update(TINY_DATA.get(method, {}))
+        values = tiny_values(method)
         values["data"]["cache"] = str(feature_cache)
         values["run"]["dir"] = str(tmp_path / "runs")
         return make_config(apply_overrides(values, overrides))

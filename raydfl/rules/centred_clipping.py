@@ -41,6 +41,7 @@ class CentredClipping(RobustRule):
         float | None,
         Field(
             gt=0,
+            allow_inf_nan=True,
             description="longest difference to the server's model that counts in full; null: the median of the clients' "
             "in each iteration (a deviation from the paper, which sets it by hand); .inf: the uniform mean",
         ),

@@ -40,6 +40,7 @@ class NormClipping(WeightedMean):
         float | None,
         Field(
             gt=0,
+            allow_inf_nan=True,
             description="longest change that counts in full; null: the median over the round's clients (a deviation from the "
             "paper, which sets it by hand); .inf: the weighted mean",
         ),

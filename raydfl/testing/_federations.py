@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from raydfl.cluster import Server
-from raydfl.core.ops import compiled
+from raydfl.core.ops import kernels
 from raydfl.data import Examples, Population, build_population
 from raydfl.engine import Config
 from raydfl.engine.storage import PrivateStore, RunStore
@@ -85,10 +85,11 @@ def digest(content: Mapping[str, bytes]) -> str:
 
 
 def describe_kernels() -> str:
-    """Name what decides the last bits of a result on this machine: instruction set, PyTorch, NumPy, and compiled operators."""
-    operators = "compiled" if compiled() else "plain"
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{capability}, torch {torch.__version__}, numpy {np.__version__}, {operators} operators"
+    """Name what decides the last bits of a result on this machine: its kernels, and the processor that selects them."""
+    model = re.findall(r"^(?:cpu family|model|stepping)\s*: (\d+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[
+        :3
+    ]
+    return ", ".join([*kernels().values(), f"numpy {np.__version__}", f"processor {'-'.join(model)}"])
 
 
 def list_ownership(config: Config) -> dict[str, Any]:

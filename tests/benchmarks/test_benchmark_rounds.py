@@ -74,8 +74,10 @@ def test_bare_loop_and_raydfl_end_at_one_model(
     trained = dict(final_state(run_dir).tensors["global"])
     if name != rounds.MIRROR:
         trained = {key.partition("/")[2]: value for key, value in trained.items()}
-    assert rounds.largest_difference(bare.weights, trained) < 1e-6
-    assert rounds.largest_difference(bare.weights, {key: before[key] for key in trained}) > 1e-3
+    # Kernels round differently, and one rounding may change which element a maximum pooling of split_cnn keeps.
+    limit = 5e-4 if name == "split_cnn" else 1e-6
+    assert rounds.largest_difference(bare.weights, trained) < limit
+    assert rounds.largest_difference(bare.weights, {key: before[key] for key in trained}) > max(1e-3, 20 * limit)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError
-from raydfl.core.ops import compiled
+from raydfl.core.ops import kernels
 from raydfl.engine.config import Config
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.worker import Worker
@@ -101,19 +101,20 @@ def test_a_process_loads_users_files_by_itself(tiny: Tiny, tmp_path: Path) -> No
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "Mine\n"
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_operators_that_only_some_workers_have_are_said(
-    tiny: Tiny, tmp_path: Path, there: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("equal", [False, True])
+def test_a_worker_warns_if_its_kernels_are_not_those_of_the_driver(
+    tiny: Tiny, tmp_path: Path, equal: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They compute other last digits than PyTorch's, so law 1 would not hold between such workers."""
     config = tiny("train.rounds=1")
     with monkeypatch.context() as at_the_driver:
-        at_the_driver.setattr("raydfl.engine.config.compiled", lambda: there)
+        there = kernels() if equal else {**kernels(), "operators": "another"}
+        at_the_driver.setattr("raydfl.engine.config.kernels", lambda: there)
         sent = pickle.loads(pickle.dumps(config))
     run_dir = create(sent, Progress("quiet"))
     Worker(run_dir, sent, PrivateStore(run_dir / "private"), "cpu")
     said = [record.getMessage() for record in caplog.records if "last digits" in record.getMessage()]
-    assert bool(said) == (there != compiled())
+    assert bool(said) == (not equal)
 
 
 @pytest.mark.parametrize("own", ["method.name={}:Mine", "models.model={}:Net"])

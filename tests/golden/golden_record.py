@@ -6,7 +6,6 @@ Bits are recorded per set of kernels; the digests of ownership and of jobs hold 
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import sys
@@ -18,8 +17,8 @@ TESTS = Path(__file__).parent.parent
 sys.path[:0] = [str(TESTS), str(TESTS / "golden"), str(TESTS.parent)]
 
 import numpy as np
-from conftest import TINY, TINY_DATA, TINY_METHOD, TINY_MODELS, TINY_OBJECTIVE
 from golden_cases import Case, cases
+from tiny_federation import tiny_values
 
 from raydfl import Config, load_config, load_sweep, make_config
 from raydfl.engine import apply_overrides
@@ -30,12 +29,8 @@ FILE = TESTS / "golden" / "golden.json"
 
 def configure(name: str, case: Case, folder: Path, cache: Path) -> Config:
     """Make the configuration of a case whose run is written to ``folder``."""
-    values = copy.deepcopy(TINY)
-    values["method"] = {"name": case.method, **TINY_METHOD.get(case.method, {})}
-    values["models"] = copy.deepcopy(TINY_MODELS.get(case.method, TINY["models"]))
-    if case.method in TINY_OBJECTIVE:
-        values["objective"] = copy.deepcopy(TINY_OBJECTIVE[case.method])
-    values["data"] |= {**TINY_DATA.get(case.method, {}), "cache": str(cache)}
+    values = tiny_values(case.method)
+    values["data"]["cache"] = str(cache)
     values["run"] |= {"dir": str(folder), "name": name.replace(" ", "-")}
     values["train"]["rounds"] = 2
     return make_config(apply_overrides(values, case.overrides))

@@ -68,7 +68,7 @@ def test_one_shard_is_a_bare_loop(tiny: Tiny) -> None:
     trained = final_state(folder).tensors["global"]
     assert len(clips) > 2 * BATCH
     for name, tensor in network.state_dict().items():
-        torch.testing.assert_close(trained[f"model/{name}"], tensor, rtol=0, atol=1e-6)
+        torch.testing.assert_close(trained[f"model/{name}"], tensor, rtol=0, atol=5e-6)
 
 
 def test_a_federation_begins_with_its_encoder(tiny: Tiny) -> None:

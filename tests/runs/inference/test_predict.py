@@ -366,7 +366,7 @@ def test_folders_and_files_that_cannot_be_looked_into(raydfl: Raydfl, mutual: Fi
             "4 of 5 could not be classified",
             "loop/again is a link to a folder that it lies in itself",
             r"strange/caf\\xe9\.wav: the file's name is not UTF-8; rename it",
-            r"strange/pipe\.wav: is a pipe, a socket or a device, not a file",
+            r"strange/pipe\.wav: cannot be read: it is a pipe, a socket or a device, not a file",
             "self: cannot be read: Too many levels of symbolic links",
         )
         assert str(good) in said.out
