@@ -118,7 +118,7 @@ class Config(Settings):
     @property
     def phases(self) -> Phases:
         """The phases of the method, and in which round each begins."""
-        return Phases.of(type(self.parts.method).phases, self.train, self.method["name"])
+        return Phases.from_settings(type(self.parts.method).phases, self.train, self.method["name"])
 
     @property
     def selection(self) -> Selection:
@@ -130,7 +130,7 @@ class Config(Settings):
         model, headline = next(iter(self.parts.models), ""), self.parts.method.objective.headline
         splits = [data.split for data in self.data.each.values()]
         validation = "server_validation" if self.evaluate.server and server_validates(splits) else "validation"
-        return Selection.of(self.run, self.phases, model, headline, validation, self.method["name"])
+        return Selection.from_settings(self.run, self.phases, model, headline, validation, self.method["name"])
 
     def _check_parts(self) -> None:
         """Refuse what cannot be done over several data sets."""

@@ -18,7 +18,7 @@ class Phases:
     """Rounds that are completed before each begins."""
 
     @classmethod
-    def of(cls, names: Sequence[str], train: TrainSettings, method: str) -> Phases:
+    def from_settings(cls, names: Sequence[str], train: TrainSettings, method: str) -> Phases:
         """Return the phases of a run.
 
         Args:
@@ -54,7 +54,7 @@ class Phases:
         """Return the phases with the rounds in which they really began; ``first`` is empty if none has ended early."""
         return Phases(self.names, tuple(first)) if first else self
 
-    def ended(self, name: str, round_index: int) -> Phases:
+    def end(self, name: str, round_index: int) -> Phases:
         """Return the phases of a run of which one ends after so many completed rounds: the next begins then.
 
         Those after that keep their numbers of rounds, and the last has what is left.

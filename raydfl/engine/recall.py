@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.compute as pc
 
+from raydfl.core.errors import ConfigError
 from raydfl.engine.config import Config
 from raydfl.engine.phases import Phases
 from raydfl.engine.selection import Leader, Selection
+from raydfl.engine.storage.folder import file_name_of
 from raydfl.engine.storage.record import read_rows
 from raydfl.engine.storage.store import Commit, RunStore
 
@@ -34,15 +37,15 @@ def best_of(run_dir: Path, config: Config) -> Best | None:
     if newest is None or config.run.best is None:
         return None
     phases = config.phases.as_begun(newest.begun)
-    leader = recalled(store, config.selection, phases, newest.state.round_index)[0].best
+    leader = restore_selection(store, config.selection, phases, newest.state.round_index)[0].best
     name = None if leader is None else store.commit_of(leader.round)
     return None if leader is None or name is None or not leader.round else Best(leader, store.load(name))
 
 
-def recalled(
+def restore_selection(
     store: RunStore, selection: Selection, phases: Phases, round_index: int
 ) -> tuple[Selection, Collection[str], Leader | None]:
-    """Return how the evaluated rounds of a run compare; best can only be one whose commit is kept.
+    """Restore the comparison of a run's evaluated rounds. The best round is one whose commit is kept.
 
     Args:
         store: of the run.
@@ -69,7 +72,25 @@ def recalled(
         if phase != found.phase:
             names = {}
         names |= dict.fromkeys(measured)
-        found = found.noted(done, phase, measured, done in kept)
-        every = every.noted(done, phase, measured)
+        found = found.update(done, phase, measured, done in kept)
+        every = every.update(done, phase, measured)
     lost = every.best if every.best is not None and found.best != every.best and every.best.round not in kept else None
     return found, names, lost
+
+
+def check_file_names(selection: Selection, names: Iterable[str]) -> None:
+    """Refuse names whose models would be written into the files of the best round.
+
+    Args:
+        selection: of the run.
+        names: of the state's entries and of parts.
+
+    Raises:
+        ConfigError: naming the first.
+    """
+    for name in names if selection.for_best else ():
+        if re.match(r"best($|-)", file_name_of(name)):
+            raise ConfigError(
+                f"run.best: the models of {name!r} would be written into model-best.safetensors, which is the best round's; "
+                f"give it another name, or leave run.best out"
+            )

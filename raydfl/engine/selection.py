@@ -63,7 +63,7 @@ class Leader:
     waited: int = 0
     """Evaluations since then that were not better."""
 
-    def noted(self, round_index: int, scores: Mapping[str, float], by: float = 0.0, kept: bool = True) -> Leader:
+    def update(self, round_index: int, scores: Mapping[str, float], by: float = 0.0, kept: bool = True) -> Leader:
         """Return the leader after one more evaluated round; a round that is not ``kept`` cannot become it."""
         value = scores.get(self.criterion.metric, math.nan)
         if kept and self.criterion.better(value, self.value, by):
@@ -94,7 +94,9 @@ class Selection:
     """The last round of that phase that was better by ``min_delta`` than all before it."""
 
     @classmethod
-    def of(cls, run: RunSettings, phases: Phases, model: str, headline: str, validation: str, method: str) -> Selection:
+    def from_settings(
+        cls, run: RunSettings, phases: Phases, model: str, headline: str, validation: str, method: str
+    ) -> Selection:
         """Return the selection of a run of which no round is evaluated yet.
 
         Args:
@@ -142,7 +144,7 @@ class Selection:
                 found.setdefault(phase, []).append((setting, criterion))
         return found
 
-    def noted(self, round_index: int, phase: str, scores: Mapping[str, float], kept: bool = True) -> Selection:
+    def update(self, round_index: int, phase: str, scores: Mapping[str, float], kept: bool = True) -> Selection:
         """Return the selection after one more evaluated round.
 
         Args:
@@ -153,9 +155,9 @@ class Selection:
         """
         best, progress = (self.best, self.progress) if phase == self.phase else (None, None)
         if self.for_best:
-            best = (best or Leader(self.for_best[phase])).noted(round_index, scores, kept=kept)
+            best = (best or Leader(self.for_best[phase])).update(round_index, scores, kept=kept)
         if self.for_stop:
-            progress = (progress or Leader(self.for_stop[phase])).noted(round_index, scores, self.min_delta)
+            progress = (progress or Leader(self.for_stop[phase])).update(round_index, scores, self.min_delta)
         return dataclasses.replace(self, phase=phase, best=best, progress=progress)
 
     def check(self, phase: str, names: Collection[str]) -> None:

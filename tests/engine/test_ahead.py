@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import cast
+from unittest import mock
 
 import pytest
 from helpers import known, same, start, truth
@@ -34,10 +36,9 @@ class Apart(SerialPool):
 
 
 def open_apart(config: Config) -> tuple[Server, Apart]:
-    server = start(config)
-    pool = Apart(server._federation.pool._worker)  # type: ignore[attr-defined]
-    server._federation.pool = pool
-    return server, pool
+    with mock.patch("raydfl.cluster.pool.SerialPool", Apart):
+        server = start(config)
+    return server, cast(Apart, server._pool)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedapta", "modality_mirror"])

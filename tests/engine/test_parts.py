@@ -81,7 +81,7 @@ def test_the_trunk_is_everybodys_mean_and_a_head_its_parts(tiny: Tiny) -> None:
     assert {name.partition("@")[2] for name in heads} == {"low", "high"}
     sent: list[tuple[str, float, dict[str, torch.Tensor]]] = []
     orders = federation.plan()
-    for order, result in zip(orders, federation._carry_out(orders), strict=True):
+    for order, result in zip(orders, federation._send(orders), strict=True):
         assert result.update is not None
         assert isinstance(result.update.weight, float)
         assert {name.partition("@")[2] for name in result.update.tensors} == {"", order.part}

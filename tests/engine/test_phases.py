@@ -30,13 +30,13 @@ def test_the_last_phase_has_what_is_left() -> None:
         train = TrainSettings.model_validate(
             {"rounds": rounds, "phases": {n: {"rounds": r} for n, r in phases.items()}}
         )
-        return Phases.of(("a", "b", "c"), train, "some").first
+        return Phases.from_settings(("a", "b", "c"), train, "some").first
 
     assert begins(9) == (0, 3, 6)
     assert begins(1) == (0, 1, 2)
     assert begins(9, a=1) == (0, 1, 4)
     assert begins(9, a=5, b=4) == (0, 5, 9)
-    found = Phases.of(("a", "b"), TrainSettings(rounds=4), "some")
+    found = Phases.from_settings(("a", "b"), TrainSettings(rounds=4), "some")
     assert [found.at(done) for done in range(5)] == ["a", "a", "b", "b", "b"]
     assert Phases().at(7) == ""
     with pytest.raises(ConfigError, match="'c' would begin after round 10, and train.rounds is 9"):

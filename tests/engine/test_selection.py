@@ -50,10 +50,10 @@ def tensors(path: Path) -> dict[str, bytes]:
 def noted(values: Sequence[float], metric: str = "test m/loss", **stop: float) -> list[tuple[int, bool]]:
     """The best round and whether to stop, after each of some evaluations."""
     settings = RunSettings(best=BestSettings(metric=metric), stop=StopSettings(metric=metric, **stop))  # type: ignore[arg-type]
-    selection = Selection.of(settings, Phases(), "m", "accuracy", "validation", "some")
+    selection = Selection.from_settings(settings, Phases(), "m", "accuracy", "validation", "some")
     found = []
     for place, value in enumerate(values, 1):
-        selection = selection.noted(place, "", {metric: value})
+        selection = selection.update(place, "", {metric: value})
         assert selection.best is not None
         found.append((selection.best.round, bool(selection.reason)))
     return found
@@ -75,7 +75,7 @@ def test_counted_by_hand() -> None:
     ]
     assert [stops for _, stops in noted([nan, nan, nan], patience=2)] == [False, True, True]
     # A phase that ends early brings all later ones forward.
-    assert Phases(("a", "b", "c"), (0, 10, 15)).ended("a", 4) == Phases(("a", "b", "c"), (0, 4, 9))
+    assert Phases(("a", "b", "c"), (0, 10, 15)).end("a", 4) == Phases(("a", "b", "c"), (0, 4, 9))
 
 
 def test_a_run_stops_and_keeps_the_best_wherever_it_was_killed(tiny: Tiny) -> None:

@@ -246,7 +246,7 @@ def test_the_ratio_is_that_of_the_profile_and_masks_follow_the_received_model(ti
         network_ = build_model(ModelSpec("model", "crnn_tiny", 16, 3, (("filters", (4,)), ("hidden", 8))))
         layers = prunable_layers({"model": network_}, (), ("convolution", "recurrent"))
         expected = pruned_masks(layers, received, 0.5)
-        for order, result in zip(orders, federation._carry_out(orders), strict=True):
+        for order, result in zip(orders, federation._send(orders), strict=True):
             assert result.update is not None
             for name, mask in expected.items():
                 own = result.update.tensors[f"mask/{name}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from raydfl.core.types import State
@@ -27,23 +27,29 @@ class Committer:
     is handed out, so that clients need not wait for the disk.
     """
 
-    def __init__(self, store: RunStore, newest: State, private: PrivateIndex) -> None:
+    def __init__(
+        self, store: RunStore, newest: State, private: PrivateIndex, remove: Callable[[Collection[str]], None]
+    ) -> None:
         """Open it.
 
         Args:
             store: must be locked; while a commit is under way nobody else may change what is in it.
             newest: the state of the newest commit.
             private: where private state lies by that commit.
+            remove: removes segments that no commit refers to, outside the run's folder.
         """
         self.round_index = newest.round_index
         """The last round that is committed, or will be once :meth:`begin` has been called."""
         self.mirror: RunMirror | None = None
         """The mirror to which each commit is copied; ``None``: there is none."""
-        self.seconds = 0.0
+        self._seconds = 0.0
         """Seconds that the last finished commit took."""
-        self.waited = 0.0
-        """Seconds for which rounds had to wait for commits, since somebody last set it to 0."""
+        self._waited = 0.0
+        """Seconds for which rounds had to wait for commits, since :meth:`take_seconds`."""
         self._store = store
+        self._remove = remove
+        self._pending: list[MetricRow] = []
+        """Rows of the rounds since the last commit."""
         self._usage = SegmentUsage(private, store.sizes_of_segments())
         self._thread = ThreadPoolExecutor(1, "commit")
         self._prepared: (
@@ -67,11 +73,19 @@ class Committer:
         self._usage = self._usage.replaced(SegmentUsage(private, self._store.sizes_of_segments()))
         self._store.go_back_to(private)
 
+    def add_rows(self, rows: Sequence[MetricRow]) -> None:
+        """Add rows of a round to the next commit."""
+        self._pending += rows
+
+    def take_seconds(self) -> tuple[float, float]:
+        """Return the seconds of the last finished commit, and those that rounds have waited for commits since the last call."""
+        waited, self._waited = self._waited, 0.0
+        return self._seconds, waited
+
     def prepare(
         self,
         state: State,
         private: PrivateIndex,
-        rows: Sequence[MetricRow],
         best: bool = False,
         begun: tuple[int, ...] = (),
     ) -> None:
@@ -83,7 +97,8 @@ class Committer:
         """
         if self._under_way is not None or self._prepared is not None:
             raise AssertionError("a commit is still under way")
-        self._prepared = (_held(state), private, *self._usage.take(), best, begun, rows)
+        self._prepared = (_held(state), private, *self._usage.take(), best, begun, self._pending)
+        self._pending = []
         self.round_index = state.round_index
 
     def begin(self) -> None:
@@ -120,13 +135,15 @@ class Committer:
         Raises:
             ResourcesError: the disk is full, and the commit before still counts; or the mirror cannot be reached.
         """
-        if self._under_way is None:
-            return ()
         under_way, rows = self._under_way, self._rows
         self._under_way, self._rows = None, ()
-        asked = time.perf_counter()
-        self.seconds = under_way.result()
-        self.waited += time.perf_counter() - asked
+        if under_way is not None:
+            asked = time.perf_counter()
+            self._seconds = under_way.result()
+            self._waited += time.perf_counter() - asked
+        forgotten = self._store.take_forgotten()
+        if forgotten:
+            self._remove(forgotten)
         return rows
 
     def close(self) -> None:

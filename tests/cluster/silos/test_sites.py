@@ -20,7 +20,8 @@ from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirect
 from raydfl.data.build import build_population
 from raydfl.data.population import Population
 from raydfl.engine.config import Config, make_config
-from raydfl.engine.federation import Federation
+from raydfl.engine.listeners import Compaction
+from raydfl.engine.rounds import Checkpoint
 from raydfl.engine.storage.folder import stored_about, stored_config
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.record import read_rows
@@ -306,17 +307,17 @@ def test_sparse_segments_are_compacted_at_their_sites(silos: Silos, monkeypatch:
         for name in ("plain", "moved")
     )
     compacted: list[int] = []
-    compact = Federation._compact
+    compact = Compaction.before_commit
 
-    def noted(self: Federation) -> None:
-        before = self._private
-        compact(self)
-        compacted.append(before is not self._private)
+    def noted(self: Compaction, before: Checkpoint) -> Checkpoint:
+        after = compact(self, before)
+        compacted.append(before is not after)
+        return after
 
-    monkeypatch.setattr(Federation, "_compact", noted)
+    monkeypatch.setattr(Compaction, "before_commit", noted)
     runs.run(moved)
     assert any(compacted)
-    monkeypatch.setattr(Federation, "_compact", lambda self: None)
+    monkeypatch.setattr(Compaction, "before_commit", lambda self, before: before)
     runs.run(plain)
     same(whole(plain), whole(moved))
 

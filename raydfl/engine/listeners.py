@@ -1,0 +1,229 @@
+"""Listeners: the decisions that follow a round, one class each.
+
+The federation calls ``after_round`` of each in the order of :class:`Federation`'s list, and continues from the checkpoint that the
+last one returns. If one of them fails, nothing of the round counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from raydfl.core.errors import RunDirectoryError
+from raydfl.core.types import Ratio, State
+from raydfl.engine.clients import Clients
+from raydfl.engine.config import Config
+from raydfl.engine.method_calls import naming_failures
+from raydfl.engine.pool import Pool
+from raydfl.engine.rounds import Checkpoint, Round
+from raydfl.engine.storage.committer import Committer
+from raydfl.engine.storage.store import RunStore, as_stored
+from raydfl.engine.telemetry import RoundRows
+
+
+class Listener(Protocol):
+    """A decision that follows a round."""
+
+    def after_round(self, done: Round, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint from which the next round begins.
+
+        Args:
+            done: the aggregated and evaluated round; a listener may add to its rows.
+            checkpoint: the checkpoint so far.
+        """
+        ...
+
+
+class BestRound:
+    """Tracks the best round by ``run.best`` and ``run.stop``."""
+
+    def after_round(self, done: Round, checkpoint: Checkpoint) -> Checkpoint:
+        """Add the scores of an evaluated round to the selection."""
+        if not done.evaluated or not checkpoint.selection.wanted:
+            return checkpoint
+        selection = checkpoint.selection.update(done.report.round, done.report.phase, done.report.scores)
+        if selection.best is not None and selection.best.round:
+            done.measured.add_fact("best_round", selection.best.round, selection.best.text)
+        return dataclasses.replace(checkpoint, selection=selection)
+
+
+class StopRule:
+    """Ends the training, or its phase, by ``run.stop``."""
+
+    def after_round(self, done: Round, checkpoint: Checkpoint) -> Checkpoint:
+        """End the phase of an evaluated round, or the training if the phase is the last, once the metric stops improving."""
+        report, reason, phases = done.report, checkpoint.selection.reason, checkpoint.phases
+        if not done.evaluated or not reason:
+            return checkpoint
+        report.stopped = checkpoint.stopped
+        if report.stopped:
+            done.measured.add_fact("stopped", report.round, report.stopped)
+        elif phases.at(report.round) == report.phase:
+            done.measured.add_fact("phase_stopped", report.round, f"{report.phase}: {reason}")
+            return dataclasses.replace(checkpoint, phases=phases.end(report.phase, report.round))
+        return checkpoint
+
+
+class PhaseChange:
+    """Begins the next phase after the last round of a phase.
+
+    Args:
+        config: of the run.
+        store: of the run.
+        committer: of the run.
+    """
+
+    def __init__(self, config: Config, store: RunStore, committer: Committer) -> None:
+        self._config = config
+        self._store = store
+        self._committer = committer
+
+    def after_round(self, done: Round, checkpoint: Checkpoint) -> Checkpoint:
+        """Begin the next phase, with the models of this round or of the best one.
+
+        Raises:
+            ClientError: the method's code failed.
+            RunDirectoryError: the best round's commit is missing.
+        """
+        checkpoint = checkpoint.with_state(checkpoint.state)
+        phase, best = checkpoint.state.phase, checkpoint.selection.best
+        if phase == done.report.phase:
+            return checkpoint
+        own = self._config.train.phases.get(phase)
+        if own is not None and own.begin == "best" and best is not None and 0 < best.round < done.report.round:
+            done.went_back = True
+            checkpoint = self._restore(best.round, done, checkpoint)
+        return dataclasses.replace(checkpoint, state=begin_phase(self._config, checkpoint.state))
+
+    def _restore(self, best: int, done: Round, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint with the models and the private state of an earlier round."""
+        done.report.rows += self._committer.wait()
+        name = self._store.commit_of(best)
+        if name is None:
+            raise RunDirectoryError(
+                f"phase {checkpoint.state.phase!r} begins with the models of round {best}, whose commit is not in "
+                f"{self._store.folder / 'commits'} any more; restore it from a copy, or start the run again"
+            )
+        commit = self._store.load(name)
+        state = dataclasses.replace(commit.state, round_index=done.report.round)
+        return dataclasses.replace(checkpoint, private=commit.private).with_state(state)
+
+
+class ReadAhead:
+    """Has clients begin the next round while the server records this one.
+
+    Args:
+        config: of the run.
+        pool: of the run.
+        committer: of the run.
+        begin: plans the next round and sends its orders.
+    """
+
+    def __init__(self, config: Config, pool: Pool, committer: Committer, begin: Callable[[], Round]) -> None:
+        self._train = config.train
+        self._pool = pool
+        self._committer = committer
+        self._begin = begin
+        self.begun: Round | None = None
+        """The next round, if clients work on it already."""
+
+    def take(self, round_index: int) -> Round | None:
+        """Return the round that clients have begun after so many completed rounds, if any, and forget it."""
+        begun, self.begun = self.begun, None
+        return begun if begun is not None and begun.before.state.round_index == round_index else None
+
+    def after_round(self, done: Round, checkpoint: Checkpoint) -> Checkpoint:
+        """Begin the next round if the pool works beside this process, and neither a deadline nor a compaction is due."""
+        train, state = self._train, checkpoint.state
+        if not done.read_ahead or done.went_back or done.report.stopped:
+            return checkpoint
+        if not self._pool.apart or state.round_index >= train.rounds:
+            return checkpoint
+        # Nobody watches a deadline until the round is asked for.
+        moving = self._committer.worth_moving(checkpoint.private) is not None
+        if not moving and train.in_phase(state.phase).deadline is None:
+            with contextlib.suppress(Exception):  # the next round raises it again
+                self.begun = self._begin()
+                done.times["next started"] = self.begun.times["started"]
+        return checkpoint
+
+
+class Recorder:
+    """Writes the rows of a round into the metrics table.
+
+    Args:
+        config: of the run.
+        clients: of the run.
+        pool: of the run.
+        store: of the run.
+        committer: of the run; a commit makes the rows durable.
+    """
+
+    def __init__(self, config: Config, clients: Clients, pool: Pool, store: RunStore, committer: Committer) -> None:
+        self._config = config
+        self._clients = clients
+        self._pool = pool
+        self._store = store
+        self._committer = committer
+        self._marked = time.perf_counter()
+
+    def after_round(self, done: Round, checkpoint: Checkpoint) -> Checkpoint:
+        """Record the training, the attackers, the phase, the evaluation and the times of a round."""
+        report, rows, arrivals = done.report, RoundRows(done.report.round), done.received
+        arrivals.record(rows, self._store.together > 1, self._config.train.deadline is not None)
+        if self._config.parts.attack is not None:
+            rows.add({"attackers": Ratio(len(done.attackers), 1)})
+            for client in done.attackers:
+                rows.add({"attacker": Ratio(1, 1)}, client)
+        rows.add(done.metrics)
+        if report.phase:
+            rows.add({"phase": Ratio(checkpoint.phases.number(report.phase), 1)})
+        rows.extend(done.measured)
+        arrivals.record_work(rows, self._pool.places(), done.times["started"], self._clients.index_of)
+        # A commit runs beside the next round, so its time is known one round later.
+        now = done.times.get("next started") or time.perf_counter()
+        commit, waited = self._committer.take_seconds()
+        report.seconds |= done.seconds | {"round": now - self._marked, "commit": commit, "commit_wait": waited}
+        self._marked = now
+        rows.add({f"seconds/{what}": Ratio(seconds, 1) for what, seconds in report.seconds.items()})
+        self._committer.add_rows(rows)
+        return checkpoint
+
+
+class Compaction:
+    """Keeps the private segments below about twice the size of their live records.
+
+    Args:
+        pool: of the run.
+        committer: of the run.
+        ahead: the listener that begins rounds; clients that work already read their private state where it is.
+    """
+
+    def __init__(self, pool: Pool, committer: Committer, ahead: ReadAhead) -> None:
+        self._pool = pool
+        self._committer = committer
+        self._ahead = ahead
+
+    def before_commit(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Move the records of sparse segments into a new one."""
+        sparse = None if self._ahead.begun is not None else self._committer.worth_moving(checkpoint.private)
+        if sparse is None:
+            return checkpoint
+        moved = self._pool.compact(checkpoint.state.round_index, sparse)
+        self._committer.note_moved(checkpoint.private, moved)
+        return dataclasses.replace(checkpoint, private=checkpoint.private.changed(moved))
+
+
+def begin_phase(config: Config, state: State) -> State:
+    """Return the state with which a method begins the phase that the given state names.
+
+    Raises:
+        ClientError: the method's code failed.
+    """
+    method = config.parts.method
+    with naming_failures(method, "begin_phase", f"after round {state.round_index}, phase {state.phase!r}"):
+        begun = method.begin_phase(state)
+    return dataclasses.replace(as_stored(begun), phase=state.phase)
