@@ -136,7 +136,9 @@ def both(method: Method, networks: Networks, *, expect_together: bool = True, **
     expected = looped(method, alone)
     found = jointly(method, joint)
     if expect_together:
-        assert [step.together for step in joint] == [len(joint)] * len(joint), joint[0].looped_because
+        assert [step.execution.together for step in joint] == [len(joint)] * len(joint), joint[
+            0
+        ].execution.looped_because
     assert_same_clients(joint, found, alone, expected)
     after = joint[0].floating_state()
     assert any(not torch.equal(before[name], after[name]) for name in before), "nothing was trained"

@@ -41,7 +41,16 @@ from raydfl.engine.storage.private import PrivateRef, PrivateStore
 from raydfl.engine.validation import check_number, check_weights, checked_metrics, reason_of
 from raydfl.methods import Method
 from raydfl.models import start_from_file
-from raydfl.training import Clock, DeadlineExceededError, Replica, Step, TrainSettings, check_device, fixed_tensors
+from raydfl.training import (
+    Clock,
+    DeadlineExceededError,
+    Execution,
+    Replica,
+    Step,
+    TrainSettings,
+    check_device,
+    fixed_tensors,
+)
 from raydfl.training.together import run_in_lockstep
 
 KEPT_MODEL, KEPT_STATE, KEPT_MOMENTS = "model:", "state:", "moments:"
@@ -311,8 +320,10 @@ class Worker:
             cuts=task.cuts,
             shared=self.method.shared,
             fixed=built.fixed,
-            networks=built.networks,
-            recordings=built.recordings if type(self.method).pure and type(self.method.objective).pure else None,
+            execution=Execution(
+                recordings=built.recordings if type(self.method).pure and type(self.method.objective).pure else None,
+                networks=built.networks,
+            ),
             clock=Clock()
             if order.measure is not None
             else Clock(training.deadline, training.late == "partial", self.device),
@@ -360,7 +371,7 @@ class Worker:
         step.clock.start()
         attack = self.attack if order.attacking else None
         if attack is not None and type(attack).local is not Attack.local:
-            step.recordings = None  # it may train with a loss of its own
+            step.execution.recordings = None  # it may train with a loss of its own
         found = self.method.local(step) if attack is None else attack.local(self.method, step)
         with _malformed(order):
             updates = sent_updates(found, order.subject)
@@ -392,8 +403,8 @@ class Worker:
             step.client.id,
             private=order.private,
             bytes_down=bytes_down,
-            together=step.together,
-            looped_because=step.looped_because,
+            together=step.execution.together,
+            looped_because=step.execution.looped_because,
             cut=step.clock.steps if step.clock.cut else None,
         )
         # A NaN is both.

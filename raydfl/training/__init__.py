@@ -5,6 +5,7 @@ Imports data and core. Begin with step.py and _fit.py; together/ trains several 
 
 from raydfl.training._fit import fit, predict
 from raydfl.training.clock import Clock, DeadlineExceededError
+from raydfl.training.execution import Execution
 from raydfl.training.fates import fixed_tensors
 from raydfl.training.plan import Plan
 from raydfl.training.precision import check_device, computing_in
@@ -18,6 +19,7 @@ __all__ = [
     "ClientSettings",
     "Clock",
     "DeadlineExceededError",
+    "Execution",
     "Loss",
     "PhaseSettings",
     "Plan",

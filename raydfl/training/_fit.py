@@ -255,10 +255,10 @@ class _Fit:
                 answers = fit_together(steps, self.losses, self.models, self.epochs, self.plan, data, rates)
         except together.NotBatchableError as error:
             for step in steps:
-                step.looped_because = str(error)
+                step.execution.looped_because = str(error)
             raise
         for step in steps:
-            step.together, step.looped_because = len(steps), ""
+            step.execution.together, step.execution.looped_because = len(steps), ""
         return answers
 
     def apart(self, others: Sequence[_Fit | _Predict]) -> None:
@@ -266,7 +266,7 @@ class _Fit:
         plain = [dataclasses.replace(call, losses=self.losses).key() for call in calls]
         if len(calls) > 1 and plain[0] is not None and len(set(plain)) == 1:  # else they have other work to do
             for call in calls:
-                call.step.looped_because = _DIFFERENT_LOSSES
+                call.step.execution.looped_because = _DIFFERENT_LOSSES
 
     def alone(self) -> Metrics:
         with self.step.clock.computing():
@@ -274,7 +274,7 @@ class _Fit:
 
     def _alone(self) -> Metrics:
         step, losses = self.step, self.losses
-        step.together = 1
+        step.execution.together = 1
         parameters = _trainable(step, self.models)
         trained = [parameter for those in parameters.values() for parameter in those.values()]
         lists = {name: [*those.values()] for name, those in parameters.items()}
@@ -288,7 +288,8 @@ class _Fit:
             if clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(trained, clip_norm)
 
-        if step.fixed or step.known is None or not all(layer.training for layer in step.known.layers):
+        known = step.execution.networks_of(step.models)
+        if step.fixed or known is None or not all(layer.training for layer in known.layers):
             begin_training(step.models.items(), step.fixed)
         seed_of_fit = fit_seed(step)
         seed = torch.tensor(seed_of_fit).to(step.device)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from raydfl.core.metrics import OF_FIT
 from raydfl.core.types import Batch, Client, Metrics, Tensors, Update
 from raydfl.data import ClientData
 from raydfl.training.clock import Clock
-from raydfl.training.networks import Networks
+from raydfl.training.execution import Execution
 from raydfl.training.replica import check_shape
 from raydfl.training.settings import TrainSettings
 from raydfl.training.substitute import computing_with, evaluating
@@ -51,21 +52,14 @@ class Step:
     """Flat names of the tensors that never change and are neither sent nor kept (raydfl.training.fates)."""
     moments: dict[str, Tensor] = field(default_factory=dict)
     """The optimiser's moments that ``fit`` keeps for this client with ``train.optimiser.keep``. They never leave the client."""
-    together: int = 1
-    """Set by ``fit``: clients, this one included, whose last training was one batched computation; 1: looped."""
-    looped_because: str = ""
-    """Set by ``fit``: why this client's last training could not be batched with others' where that was tried."""
-    recordings: dict[Hashable, dict[Hashable, Any]] | None = None
-    """Recordings of losses over these networks (tape.py); ``None``: losses run by their code in every step."""
-    networks: Networks | None = None
-    """The networks' parts, where they are known without looking; ask :attr:`known`, which says whether that still holds."""
     clock: Clock = field(default_factory=Clock)
     """The time that this client has trained; ``fit`` stops at its deadline."""
+    execution: Execution = field(default_factory=Execution)
+    """The executor's values; methods do not need them."""
 
-    @property
-    def known(self) -> Networks | None:
-        """Return the parts of these models; ``None``: a user's code can change them, or has put other models in their place."""
-        return self.networks if self.networks is not None and self.networks.models == self.models else None
+    def __post_init__(self) -> None:
+        # A copy of a step notes its own training.
+        self.execution = dataclasses.replace(self.execution)
 
     def forward(self, model: str, batch: Batch, tensors: Tensors | None = None) -> Tensor:
         """Return logits float32 [batch, classes] of the named model, whatever train.precision it computes in.
@@ -113,8 +107,9 @@ class Step:
 
     def named_parameters(self, model: str) -> Mapping[str, Tensor]:
         """Return one model's parameters by flat name, fixed ones too: the live tensors."""
-        if self.known is not None:
-            return self.known.parameters[model]
+        known = self.execution.networks_of(self.models)
+        if known is not None:
+            return known.parameters[model]
         return {f"{model}/{key}": parameter for key, parameter in self.models[model].named_parameters()}
 
     def floating_state(self, *models: str) -> dict[str, Tensor]:
@@ -122,7 +117,7 @@ class Step:
 
         Integer buffers (counters) and fixed tensors are neither sent nor kept, and are not among them.
         """
-        known = self.known
+        known = self.execution.networks_of(self.models)
         if known is not None:
             return {k: v.detach() for name in (models or self.models) for k, v in known.floating[name].items()}
         return {
@@ -198,11 +193,12 @@ def computed(loss: Loss, step: Step, batch: Batch) -> tuple[Tensor, dict[str, Te
     Raises:
         ValueError: a report has a name that ``fit`` uses itself, or is not a sum and a count.
     """
-    known, step.networks = step.networks, None  # in its networks' place a loss may compute with other tensors
+    execution = step.execution
+    known, execution.networks = execution.networks, None  # in its networks' place a loss may compute with other tensors
     try:
         found = loss(step, batch)
     finally:
-        step.networks = known
+        execution.networks = known
     if not isinstance(found, tuple):
         return found, {}
     value, reported = found

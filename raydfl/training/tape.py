@@ -202,15 +202,16 @@ def recorded(step: Step, losses: Sequence[Loss], parameters: Sequence[Tensor], s
     """Return what computes the losses of one client's fit, from recordings where that is possible.
 
     Args:
-        step: the client's; :attr:`Step.recordings` has what was recorded with its networks.
+        step: the client's; :attr:`Step.execution` has what was recorded with its networks.
         losses: of the fit; they take turns.
         parameters: that are trained.
         seed: of the fit's dropout.
         code: runs the losses' own code.
     """
-    if step.recordings is None or not step.training.tape or step.training.precision == "float16":
+    recordings = step.execution.recordings
+    if recordings is None or not step.training.tape or step.training.precision == "float16":
         return code
-    known = step.known
+    known = step.execution.networks_of(step.models)
     layers, tensors = layers_and_tensors(step.models) if known is None else (known.layers, known.tensors)
     own = (*tensors, *step.state.values())
     if known is None:
@@ -233,9 +234,9 @@ def recorded(step: Step, losses: Sequence[Loss], parameters: Sequence[Tensor], s
         step.training.precision,
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
     )
-    if kind not in step.recordings and len(step.recordings) >= _MOST:
-        step.recordings.clear()
-    return _Player(step, losses, parameters, seed, code, tensors, step.recordings.setdefault(kind, {})).compute
+    if kind not in recordings and len(recordings) >= _MOST:
+        recordings.clear()
+    return _Player(step, losses, parameters, seed, code, tensors, recordings.setdefault(kind, {})).compute
 
 
 def _declared(layer: nn.Module) -> bool:
@@ -308,7 +309,8 @@ class _Player:
             expected = [value, *reports.values(), *gradients, *after]
             torch.testing.assert_close([*played, *self._values()], expected, **_SAME_BITS)
             recording.tape, recording.reports = tape, tuple(reports)
-            if self.step.known and all(isinstance(name, str) or cast(Any, name)[0] == "model" for name in tape.inputs):
+            known = self.step.execution.networks_of(self.step.models)
+            if known and all(isinstance(name, str) or cast(Any, name)[0] == "model" for name in tape.inputs):
                 recording.inputs = inputs
         except FAILURES as error:  # the loss goes on as it is, without a tape
             name = getattr(self.losses[number % len(self.losses)], "__qualname__", "the loss")

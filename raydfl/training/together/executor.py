@@ -5,7 +5,7 @@ one client, over it; the gradients of the summed losses are each client's own, b
 parameters; the optimiser acts on the stacked parameters element by element. Nothing of a client is changed before all is done,
 so whatever goes wrong on the way, the clients can still be computed one after another.
 
-Rules for a loss that can be computed so (one that breaks them is computed looped, and ``step.looped_because`` says why):
+Rules for a loss that can be computed so (one that breaks them is computed looped, and ``step.execution.looped_because`` says why):
 
 - no Python branch on a tensor's value, no ``.item()``;
 - what differs between clients comes from ``step.models``, ``step.received``, ``step.state`` or the batch, as tensors of equal

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from raydfl.core.types import Batch
+from raydfl.training.execution import Execution
 from raydfl.training.fates import begin_training
 from raydfl.training.randomness import step_randomness
 from raydfl.training.step import Step
@@ -163,7 +164,7 @@ class StackedClients:
             received=cast(Any, received),
             state=cast(Any, TensorHandle(None, [s.state for s in self.steps], self._given, self._wanted)),
             models={name: first.models[name] for name in self.names},
-            networks=None,
+            execution=Execution(),
         )
 
     def keep(self, clients: int) -> None:

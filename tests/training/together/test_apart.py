@@ -53,7 +53,7 @@ def compare(method: Method, networks: Callable[[], dict[str, nn.Module]] = mlp) 
     for a, b in zip(joint, alone, strict=True):
         assert a.rng.bit_generator.state == b.rng.bit_generator.state
         assert a.state.keys() == b.state.keys()
-        assert a.together == 1
+        assert a.execution.together == 1
     return joint
 
 
@@ -121,7 +121,7 @@ def mixes_examples(step: Step, batch: Batch) -> Tensor:
 def test_losses_that_break_a_rule(loss: Loss, reason: str) -> None:
     for _ in range(2):  # found out the first time, remembered the second
         steps = compare(With(make=lambda step: loss))
-        assert all(reason in step.looped_because for step in steps), steps[0].looped_because
+        assert all(reason in step.execution.looped_because for step in steps), steps[0].execution.looped_because
 
 
 class Replacing(nn.Module):
@@ -181,7 +181,7 @@ def test_models_that_cannot_be_vectorised(network: Callable[[], nn.Module], reas
         assert int(joint[0].models["model"].normalise.num_batches_tracked) == 4
     else:
         joint = compare(FedAvg(), lambda: {"model": network()})
-    assert all(reason in step.looped_because for step in joint), joint[0].looped_because
+    assert all(reason in step.execution.looped_because for step in joint), joint[0].execution.looped_because
 
 
 def capturing_a_tensor(step: Step) -> Loss:
@@ -221,7 +221,7 @@ def scaled(scale: float, step: Step, batch: Batch) -> Tensor:
 )
 def test_losses_that_capture_something_of_their_client_are_not_mixed(make: Callable[[Step], Loss]) -> None:
     steps = compare(With(make=make))
-    assert all("captured something that differs" in step.looped_because for step in steps)
+    assert all("captured something that differs" in step.execution.looped_because for step in steps)
 
 
 def test_losses_that_capture_the_same_are_computed_together() -> None:
@@ -240,7 +240,7 @@ def test_losses_that_capture_the_same_are_computed_together() -> None:
 
     steps = make_steps(With(), mlp)
     jointly(With(make=make), steps)
-    assert [step.together for step in steps] == [4] * 4, steps[0].looped_because
+    assert [step.execution.together for step in steps] == [4] * 4, steps[0].execution.looped_because
 
 
 def test_a_hook_on_one_clients_model_acts_on_that_client_alone() -> None:
@@ -251,7 +251,7 @@ def test_a_hook_on_one_clients_model_acts_on_that_client_alone() -> None:
         return steps
 
     one, other = local(FedAvg(), True), local(FedAvg(), False)
-    assert [step.together for step in one] == [3, 1, 3, 3]
+    assert [step.execution.together for step in one] == [3, 1, 3, 3]
     for a, b in zip(one, other, strict=True):
         for name, value in a.floating_state().items():
             torch.testing.assert_close(value, b.floating_state()[name], rtol=1e-4, atol=1e-5)
@@ -262,7 +262,7 @@ def test_a_plain_attribute_of_a_model_keeps_clients_apart() -> None:
     for index, step in enumerate(steps):
         step.models["model"].output.slope = index % 2
     jointly(FedAvg(), steps)
-    assert [step.together for step in steps] == [2] * 4
+    assert [step.execution.together for step in steps] == [2] * 4
 
 
 def test_clients_that_hold_different_tensors_do_not_spoil_it_for_others() -> None:
@@ -276,13 +276,13 @@ def test_clients_that_hold_different_tensors_do_not_spoil_it_for_others() -> Non
         for step in steps[:having]:
             step.state["extra"] = torch.ones(2)
         jointly(With(make=lambda step: loss), steps)
-        assert [step.looped_because for step in steps] == [reason] * 4
-        assert steps[0].together == (1 if reason else 4)
+        assert [step.execution.looped_because for step in steps] == [reason] * 4
+        assert steps[0].execution.together == (1 if reason else 4)
     steps = make_steps(FedAvg(), mlp)
     for index, step in enumerate(steps):
         step.state["extra"] = torch.ones(index)
     jointly(With(make=lambda step: loss), steps)
-    assert steps[0].looped_because == "step.state['extra'] differs between clients in shape or type"
+    assert steps[0].execution.looped_because == "step.state['extra'] differs between clients in shape or type"
 
 
 def test_clients_that_received_different_entries_are_not_mixed() -> None:
@@ -290,10 +290,10 @@ def test_clients_that_received_different_entries_are_not_mixed() -> None:
     for index, step in enumerate(steps):
         step.received = {f"cluster {index % 2}": step.received["global"]}
     jointly(FedAvg(), steps)
-    assert [step.together for step in steps] == [2] * 4
+    assert [step.execution.together for step in steps] == [2] * 4
     steps[0].options = {"mask": [1, 2]}
     jointly(FedAvg(), steps)
-    assert [step.together for step in steps] == [1, 2, 1, 2]
+    assert [step.execution.together for step in steps] == [1, 2, 1, 2]
 
 
 def test_a_loss_that_is_no_scalar_is_refused_as_in_a_loop() -> None:
@@ -303,7 +303,7 @@ def test_a_loss_that_is_no_scalar_is_refused_as_in_a_loop() -> None:
     steps = make_steps(FedAvg(), mlp, sizes=(4, 8))
     found = together.run_in_lockstep([lambda s=s: With(make=lambda step: loss).local(s) for s in steps])
     assert all("grad can be implicitly created only for scalar outputs" in str(error) for error in found)
-    assert "the loss is not a scalar but (4,)" in steps[0].looped_because
+    assert "the loss is not a scalar but (4,)" in steps[0].execution.looped_because
 
 
 def test_a_failure_in_the_middle_leaves_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,11 +320,11 @@ def test_a_failure_in_the_middle_leaves_nothing_changed(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(StackedClients, "compute", failing)
     found = jointly(FedAvg(), steps)
-    assert steps[0].looped_because == "RuntimeError: in the middle"
+    assert steps[0].execution.looped_because == "RuntimeError: in the middle"
     for a, b in zip(found, looped(FedAvg(), alone), strict=True):
         assert all(torch.equal(a.tensors[name], b.tensors[name]) for name in b.tensors)
     jointly(FedAvg(), again := make_steps(FedAvg(), mlp))
-    assert again[0].together == 4, "what went wrong once in the middle is no property of the loss"
+    assert again[0].execution.together == 4, "what went wrong once in the middle is no property of the loss"
 
 
 def test_too_little_memory_means_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,9 +334,9 @@ def test_too_little_memory_means_one_after_another(monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patched:
         patched.setattr(StackedClients, "compute", full)
         steps = compare(FedAvg())
-    assert steps[0].looped_because == "not enough memory for so many clients at once: no room"
+    assert steps[0].execution.looped_because == "not enough memory for so many clients at once: no room"
     jointly(FedAvg(), again := make_steps(FedAvg(), mlp))
-    assert again[0].together == 4
+    assert again[0].execution.together == 4
 
 
 def test_a_client_that_fails_fails_alone() -> None:
@@ -366,7 +366,7 @@ def test_a_loss_that_writes_into_its_state_is_computed_apart_from_the_start() ->
             run(With(make=lambda step: writes_into_state), steps)
             both.append(steps)
         for joint, alone in zip(*both, strict=True):
-            assert joint.together == 1
+            assert joint.execution.together == 1
             assert torch.equal(joint.state["count"], alone.state["count"])
             for name, value in joint.floating_state().items():
                 assert torch.equal(value, alone.floating_state()[name])
@@ -393,7 +393,7 @@ def test_layers_that_stay_in_evaluation_do_so_from_the_first_fit_on() -> None:
     joint, alone = (make_steps(FedAvg(), lambda: {"model": Frozen()}) for _ in range(2))
     jointly(FedAvg(), joint)
     looped(FedAvg(), alone)
-    assert [step.together for step in joint] == [4] * 4, joint[0].looped_because
+    assert [step.execution.together for step in joint] == [4] * 4, joint[0].execution.looped_because
     for a, b in zip(joint, alone, strict=True):
         for name, value in a.floating_state().items():
             torch.testing.assert_close(value, b.floating_state()[name], rtol=1e-4, atol=1e-5)
@@ -404,7 +404,7 @@ def test_a_private_attribute_of_a_model_keeps_clients_apart() -> None:
     for step in steps:
         step.models["model"]._scale = torch.tensor(1.0 + step.client.index)
     jointly(FedAvg(), steps)
-    assert [step.together for step in steps] == [1] * 4
+    assert [step.execution.together for step in steps] == [1] * 4
 
 
 def test_no_epochs_are_no_training_and_spoil_nothing() -> None:
@@ -418,7 +418,7 @@ def test_no_epochs_are_no_training_and_spoil_nothing() -> None:
     for epochs, together_ in ((0, 1), (1, 4), (0, 1)):
         steps = make_steps(FedAvg(), mlp)
         jointly(Lazy(epochs=epochs), steps)
-        assert [step.together for step in steps] == [together_] * 4, steps[0].looped_because
+        assert [step.execution.together for step in steps] == [together_] * 4, steps[0].execution.looped_because
 
 
 def test_what_a_loss_captured_is_part_of_what_was_found_out_about_it() -> None:
@@ -428,17 +428,17 @@ def test_what_a_loss_captured_is_part_of_what_was_found_out_about_it() -> None:
         return lambda step, batch: 2 * inner(step, batch)
 
     jointly(With(make=lambda step: wrapped(entropy)), good := make_steps(FedAvg(), mlp))
-    assert good[0].together == 4
+    assert good[0].execution.together == 4
 
     def unweighted(step: Step, batch: Batch) -> Tensor:
         return F.cross_entropy(step.forward("model", batch), batch.y)  # padding would count
 
     steps = compare(With(make=lambda step: wrapped(unweighted)))
-    assert "padding changes the loss" in steps[0].looped_because
+    assert "padding changes the loss" in steps[0].execution.looped_because
 
     def switched(padding: bool) -> Loss:
         return lambda step, batch: unweighted(step, batch) if padding else entropy(step, batch)
 
     jointly(With(make=lambda step: switched(False)), good := make_steps(FedAvg(), mlp))
-    assert good[0].together == 4
-    assert "padding changes the loss" in compare(With(make=lambda step: switched(True)))[0].looped_because
+    assert good[0].execution.together == 4
+    assert "padding changes the loss" in compare(With(make=lambda step: switched(True)))[0].execution.looped_because

@@ -246,7 +246,7 @@ def test_fedmlac_with_old_and_new_clients_in_one_group() -> None:
     method = FedMLAC(warm_epochs=2)
     states = [{"warm": torch.ones(())} if old else {} for old in (True, False, False, True)]
     steps = both(method, networks(method), states=states, expect_together=False)
-    assert [step.together for step in steps] == [2, 2, 2, 2], steps[0].looped_because
+    assert [step.execution.together for step in steps] == [2, 2, 2, 2], steps[0].execution.looped_because
     assert all("warm" in step.state for step in steps)
 
 
@@ -345,7 +345,7 @@ def test_torchs_dropout_works_and_is_repeatable() -> None:
         torch.manual_seed(7)
         steps = make_steps(FedAvg(), lambda: {"model": WithMiddle(nn.Dropout(0.5))})
         jointly(FedAvg(), steps)
-        assert steps[0].together == 4, steps[0].looped_because
+        assert steps[0].execution.together == 4, steps[0].execution.looped_because
         found.append([step.floating_state() for step in steps])
     for one, other in zip(*found, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
@@ -375,7 +375,7 @@ def test_clients_without_data_and_of_other_architectures_in_one_group() -> None:
 
     alone, joint = mixed(), mixed()
     expected, found = looped(FedAvg(), alone), jointly(FedAvg(), joint)
-    assert [step.together for step in joint] == [2, 1, 2, 2, 2]
+    assert [step.execution.together for step in joint] == [2, 1, 2, 2, 2]
     assert_same_clients(joint, found, alone, expected)
 
 

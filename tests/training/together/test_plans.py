@@ -152,7 +152,7 @@ def test_a_planned_loss_is_recorded_with_the_bits_of_its_code(monkeypatch: pytes
     results = []
     for recordings in (None, {}):
         (step,) = make_steps(Guessing(), networks, sizes=(5,), epochs=8)
-        step.data, step.recordings = pooled(4, 9), recordings
+        step.data, step.execution.recordings = pooled(4, 9), recordings
         results.append(dataclasses.replace(step.update(Guessing().local(step).metrics), metrics={}))
     played = [one.played for kinds in recordings.values() for one in kinds.values()]  # type: ignore[union-attr]
     assert sum(played) > 10

@@ -158,7 +158,7 @@ def test_kept_moments_stacked_and_looped(
         updates = work(TwoFits(), steps)
         runs.append((steps, updates))
     (alone, expected), (joint, found) = runs
-    assert [step.together for step in joint] == [len(joint)] * len(joint), joint[0].looped_because
+    assert [step.execution.together for step in joint] == [len(joint)] * len(joint), joint[0].execution.looped_because
     for a, b, x, y in zip(alone, joint, expected, found, strict=True):
         close(dict(x.tensors), dict(y.tensors))
         close(a.moments, b.moments)

@@ -40,8 +40,10 @@ _recordings: list[dict[Hashable, dict[Hashable, tape.Recording]]] = []
 @pytest.fixture(autouse=True)
 def recorded_early(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def noted(step: Step, *given: Any) -> tape.Compute:
-        if step.recordings is not None and all(step.recordings is not known for known in _recordings):
-            _recordings.append(step.recordings)
+        if step.execution.recordings is not None and all(
+            step.execution.recordings is not known for known in _recordings
+        ):
+            _recordings.append(step.execution.recordings)
         return tape.recorded(step, *given)
 
     monkeypatch.setattr(tape, "FIRST", 1)
@@ -82,7 +84,7 @@ def rounds(
         steps = make_steps(method, build, round_index=index, **of)
         for step in steps:
             step.training = step.training.model_copy(update={"tape": tape})
-            step.recordings = recordings if type(method).pure else None
+            step.execution.recordings = recordings if type(method).pure else None
             if change is not None:
                 change(step)
             torch.manual_seed(index)
@@ -565,7 +567,7 @@ class Own(Attack):
     """Trains on, with a loss that is not the method's."""
 
     def local(self, method, step):
-        assert step.recordings is None
+        assert step.execution.recordings is None
         return step.update(fit(step, lambda step, batch: -method.loss(step, batch)))
 '''
 

@@ -85,7 +85,7 @@ def test_nothing_is_read_back_between_a_fits_first_step_and_its_last(
     steps = make_steps(method, networks(method, "bidirectional"), sizes=(6, 4), optimiser=optimiser, lengths=lengths)
     with use("torch"):
         jointly(method, steps)
-    assert steps[0].together == len(steps), steps[0].looped_because
+    assert steps[0].execution.together == len(steps), steps[0].execution.looped_because
     assert as_on_a_gpu.counts["baddbmm"] > 0
     assert not as_on_a_gpu.reads
 
@@ -103,7 +103,7 @@ def test_what_is_read_back_is_seen(as_on_a_gpu: Operations) -> None:
     """The test above can fail: a read that is mapped is refused by PyTorch, any other is counted."""
     steps = make_steps(Reading(), lambda: {"model": CRNN(BANDS, CLASSES, filters=(4,), hidden=3)})
     jointly(Reading(), steps)
-    assert steps[0].together == 1
+    assert steps[0].execution.together == 1
     with as_on_a_gpu:
         float(torch.ones(()))
     assert as_on_a_gpu.reads == {"_local_scalar_dense"}
