@@ -78,6 +78,9 @@ check: $(INSTALLED)
 	.venv/bin/mypy --strict -p raydfl
 	.venv/bin/lint-imports --no-logo --no-cache
 	$(MAKE) docs
+	@echo 'lines by room:'
+	@for room in raydfl/*/; do find $$room -name '*.py' -o -name '*.pyi' -o -name '*.cpp' -o -name '*.h' | xargs -r cat | wc -l | tr '\n' ' '; \
+		basename $$room; done | grep -v __pycache__
 
 # Not --quiet: mkdocs then counts no warnings, so --strict accepts broken links. The variable silences an advertisement.
 docs: $(INSTALLED)
