@@ -55,7 +55,7 @@ test-wheel: $(INSTALLED) wheel
 	cp build/wheel/packages.pth build/wheel/venv/lib/python3.*/site-packages
 	build/wheel/venv/bin/python -m pip install --no-deps build/wheel/*.whl
 	build/wheel/venv/bin/python -P -c 'import raydfl, sys; sys.exit(sys.prefix not in raydfl.__file__)'
-	build/wheel/venv/bin/python -P -m pytest tests/docs $(ARGS)
+	PATH="$$PATH:$(CURDIR)/.venv/bin" build/wheel/venv/bin/python -P -m pytest tests/docs $(ARGS) # there: the command ray
 
 # Each end in an environment of its own, 6 GB; raydfl in it is a copy (-P: not this folder's), built there against its PyTorch.
 test-versions: .venv-versions/oldest/.installed .venv-versions/newest/.installed
