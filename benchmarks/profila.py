@@ -251,7 +251,8 @@ class Bench:
             federation = server._federation
             own = federation.state.tensors["global"]
             given = {name: tensors.get(name.removeprefix("model/"), value) for name, value in own.items()}
-            federation.state = dataclasses.replace(federation.state, tensors={"global": given})
+            state = dataclasses.replace(federation.state, tensors={"global": given})
+            federation.checkpoint = federation.checkpoint.with_state(state)
             return _machines(server, config)
 
 

@@ -9,6 +9,7 @@ from raydfl.cluster import write_recordings as write_recordings
 from raydfl.core.cuts import Cut as Cut
 from raydfl.core.errors import ConfigError as ConfigError
 from raydfl.core.errors import RaydflError as RaydflError
+from raydfl.core.needs import Needs as Needs
 from raydfl.core.types import Batch as Batch
 from raydfl.core.types import Client as Client
 from raydfl.core.types import Ratio as Ratio

@@ -10,6 +10,7 @@ import soundfile
 from PIL import Image
 from pydantic.dataclasses import dataclass
 
+from raydfl.core.needs import Needs
 from raydfl.core.types import Client, State, Task
 from raydfl.engine.config import Config
 from raydfl.methods import Method
@@ -90,9 +91,9 @@ class OfKind(Method):
     views: tuple[str, ...] = ("video",)
     phase: str = "train"
 
-    def reads_views(self) -> tuple[str, ...]:
-        """Return the view by which clients are chosen."""
-        return ("video",)
+    def needs(self) -> Needs:
+        """Need the view by which clients are chosen."""
+        return Needs(views=("video",))
 
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
         """Draw from those clients."""

@@ -22,6 +22,7 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.attacks._statistics import HonestUpdates
 from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.needs import Needs
 from raydfl.core.seeds import generator
 from raydfl.core.settings import StrictTypes
 from raydfl.core.types import Update
@@ -94,6 +95,11 @@ class Attack(StrictTypes):
         """
         drawn = self.attackers(ids, seed, self.start - 1)
         return np.full(len(ids), drawn.any()) if self.draw == "round" and not isinstance(self.clients, tuple) else drawn
+
+    def needs(self) -> Needs:
+        """Return what the attack needs of the other settings: recordings or labels that it can change, and one list of classes."""
+        aims = type(self).labels is not Attack.labels or type(self).target_class is not Attack.target_class
+        return Needs(recordings=self.alters, labels="one" if aims else "any", one_class_list=True)
 
     def check(self, classes: Sequence[str], features: AnyFeatures) -> None:
         """Refuse options that do not fit the data, with a ConfigError or DataError."""

@@ -12,6 +12,7 @@ __all__ = [
     "lock",
     "memory",
     "metrics",
+    "needs",
     "nested",
     "ops",
     "options",

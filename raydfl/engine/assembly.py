@@ -11,7 +11,7 @@ from raydfl.core import registry
 from raydfl.core.errors import ConfigError
 from raydfl.methods import Method
 from raydfl.models import INIT_FROM, find_architecture, read_init_from
-from raydfl.objectives import Objective, find_objective
+from raydfl.objectives import find_objective
 from raydfl.rules import Rule
 
 T = TypeVar("T")
@@ -51,12 +51,12 @@ def assemble(
         objective: ``None``: classification.
 
     Raises:
-        ConfigError: an objective that the method is not defined for, an unknown name, an option that is unknown, of the wrong type
-            or out of range, or a user's file that cannot be loaded in this process.
+        ConfigError: an unknown name, an option that is unknown, of the wrong type or out of range, or a user's file that cannot be
+            loaded in this process.
     """
     built = _build("raydfl.methods", Method, method, "method")
     chosen = {"name": "classify"} if objective is None else objective
-    _give(built, str(method["name"]), find_objective(chosen), str(chosen["name"]))
+    object.__setattr__(built, "objective", find_objective(chosen))  # not an option of the frozen method
     attackers = None if attack is None else _build("raydfl.attacks", Attack, attack, "attack")
     chosen_by, lists = _chosen_by(_with_copies(models, type(built).copies))
     return Parts(built, built.built_rule, attackers, _models(built.models_for(tuple(models)), lists), chosen_by)
@@ -104,21 +104,6 @@ def _chosen_by(
         chosen[name] = value["by"], tuple(map(text_of, choices))
         lists[name] = list(choices.values())
     return chosen, lists
-
-
-def _give(method: Method, name: str, objective: Objective, chosen: str) -> None:
-    """Give a method its objective.
-
-    Raises:
-        ConfigError: it is not defined for that.
-    """
-    accepted = type(method).objectives
-    if accepted is not None and chosen not in accepted:
-        raise ConfigError(
-            f"objective: method {name!r} is defined for {', '.join(accepted)} only, not for {chosen!r}; take one of these, or a "
-            f"method that takes any objective (fedavg, fedprox, scaffold ...)"
-        )
-    object.__setattr__(method, "objective", objective)  # the run's, and no option of the frozen method's own
 
 
 def _build(package: str, base: type[T], setting: Mapping[str, Any], what: str) -> T:

@@ -16,6 +16,7 @@ from raydfl.data import DataSettings, Population, dealt
 from raydfl.engine.assembly import split_view, text_of
 from raydfl.engine.config import Config
 from raydfl.engine.draw import Draw, make_draw
+from raydfl.methods import needs_of
 from raydfl.models import INIT_FROM
 
 _REMEMBERED = 4096
@@ -70,6 +71,7 @@ class Clients(OnDemand[Client]):
         self._settings = config.train.clients
         self._client = functools.lru_cache(_REMEMBERED)(self._make)
         self._method = config.parts.method
+        self._read = needs_of(self._method).columns
         self._own_models = functools.lru_cache(_REMEMBERED)(self._narrowed)
 
     def __len__(self) -> int:
@@ -82,7 +84,7 @@ class Clients(OnDemand[Client]):
 
     def _make(self, position: int) -> Client:
         profile = self._profile(position)
-        read = tuple((name, profile[name]) for name in self._method.reads_profile() if name in profile)
+        read = tuple((name, profile[name]) for name in self._read if name in profile)
         return Client(
             id=self._population.ids[position],
             index=position,
@@ -193,7 +195,7 @@ class Clients(OnDemand[Client]):
         Raises:
             ConfigError: there is no such network for a client's profile.
         """
-        read = [self._codes(name) for name in self._method.reads_profile()]
+        read = [self._codes(name) for name in self._read]
         return {
             part: [
                 own

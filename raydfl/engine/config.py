@@ -8,7 +8,6 @@ and range of each field.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import platform
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,25 +17,23 @@ from typing import Any, Self
 import torch
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from raydfl.attacks import Attack
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.ops import differing_kernels, kernels
 from raydfl.core.options import check_keys, explain, plain
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import read_yaml
-from raydfl.data import KNOWN, LABELLED, UNLABELLED, DataSettings, ProfileSettings
-from raydfl.data.features import needs_waves
+from raydfl.data import KNOWN, DataSettings, ProfileSettings
 from raydfl.engine.assembly import ModelChoice, Parts, assemble, split_view, text_of
 from raydfl.engine.digest import deciding, hashed, method_options, without_neutral
 from raydfl.engine.named_files import check_encoder, check_same_files, named_files
+from raydfl.engine.needs import check_needs
 from raydfl.engine.overrides import apply_overrides
 from raydfl.engine.paths import absolute
 from raydfl.engine.phases import Phases
 from raydfl.engine.selection import Selection, check_begins, check_measured, server_validates
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
-from raydfl.methods import Method
+from raydfl.methods import needs_of
 from raydfl.models import INIT_FROM, check_model
-from raydfl.objectives import Objective
 from raydfl.training import PhaseSettings, TrainSettings, check_device
 
 _FILES = "_files_at_start"
@@ -78,23 +75,11 @@ class Config(Settings):
     @model_validator(mode="after")
     def _parts_fit(self) -> Config:
         method, rule, attack = self.parts.method, self.parts.rule, self.parts.attack
-        for name in self.phases.names or ("",):
-            method.check(self.train.in_phase(name))
+        phases = [self.train.in_phase(name) for name in self.phases.names or ("",)]
+        names = self.method["name"], self.objective["name"], str((self.attack or {}).get("name"))
+        check_needs(names, method, attack, rule, self.data, self.train.clients, phases)
         if self.ray.actors == 0 or self.ray.gpus == 0 or self.ray.cpu_actors:
             check_device(self.train.precision, torch.device("cpu"))
-        if rule.relative and method.changes:
-            raise ConfigError(
-                f"method.rule: {type(rule).__name__} measures how far clients are from the server's tensors, but the clients of "
-                f"{self.method['name']!r} also send changes, which are not near them; take a rule that compares clients with each "
-                f"other (geometric_median, multi_krum, dnc ...)"
-            )
-        if self.data.features.kind in ("file", "image") and attack is not None and attack.alters:
-            raise needs_waves(f"attack {str((self.attack or {})['name'])!r}")
-        if self.data.parts:
-            self._check_parts()
-        for data in self.data.each.values():
-            self._objective_fits(method.objective, attack, data)
-            self._pools_fit(method, data)
         declared = self.parts.models
         _check_known(self.models, declared, f"models: {self.method['name']}")
         for data in self.data.each.values():
@@ -102,10 +87,6 @@ class Config(Settings):
         profiles = [data.profile for data in self.data.each.values()]
         for name, (column, keys) in self.parts.chosen_by.items():
             _check_choices(f"models.{name}", column, keys, profiles, list(self.data.parts))
-        _check_read(f"method {self.method['name']!r}", method.reads_profile(), profiles)
-        if self.train.clients is not None:
-            for setting, name in self.train.clients.columns.items():
-                _check_read(f"train.clients.{setting}", (name,), profiles)
         rates = {f"phases.{phase}.": own.optimiser.models or {} for phase, own in self.train.phases.items()}
         for place, of_models in {"": self.train.optimiser.models, **rates}.items():
             _check_known(of_models, declared, f"train.{place}optimiser.models: {self.method['name']}")
@@ -132,68 +113,9 @@ class Config(Settings):
         validation = "server_validation" if self.evaluate.server and server_validates(splits) else "validation"
         return Selection.from_settings(self.run, self.phases, model, headline, validation, self.method["name"])
 
-    def _check_parts(self) -> None:
-        """Refuse what cannot be done over several data sets."""
-        if self.attack is not None:
-            raise ConfigError(
-                "attack: simulated attackers need one list of classes, which data.parts does not give; leave one of both out"
-            )
-        if self.data.heads == "common" and self.parts.method.objective.labels == "sets":
-            raise ConfigError(
-                f"data.heads: objective {self.objective['name']!r} needs exactly one output for each class of a part; leave it at "
-                f"part, or take objective=classify"
-            )
-        if not type(self.parts.method).across_parts:
-            raise ConfigError(
-                f"method {self.method['name']!r} needs one list of classes for all clients, which data.parts does not give; take "
-                f"another method, or one data set"
-            )
-
-    def _objective_fits(self, objective: Objective, attack: Attack | None, data: DataSettings) -> None:
-        """Refuse data and attacks that an objective cannot take."""
-        name = self.objective["name"]
-        if objective.labels == "one" and data.label_sets is not None:
-            raise ConfigError(
-                f"objective: {name!r} needs one label for each clip, but data.label_sets makes sets of classes of them; take "
-                f"objective=multi_label, or set data.label_sets to null"
-            )
-        if objective.labels == "sets" and data.label_sets is None:
-            raise ConfigError(
-                f"objective: {name!r} learns sets of classes, but here a label is one class; say what stands between a label's "
-                f"classes with data.label_sets.separator, or take objective=classify"
-            )
-        aims = attack is not None and (
-            type(attack).labels is not Attack.labels or type(attack).target_class is not Attack.target_class
-        )
-        if aims and objective.labels != "one":
-            raise ConfigError(
-                f"attack {str((self.attack or {})['name'])!r} changes what class clips are of, which objective {name!r} does not "
-                f"learn; take an attack on updates (sign_flip, gaussian_noise ...), or objective=classify"
-            )
-
-    def _pools_fit(self, method: Method, data: DataSettings) -> None:
-        """Refuse data without the pools that a method draws from."""
-        made = [*data.pools] if data.unlabelled is None else [LABELLED, UNLABELLED]
-        for pool in method.needs_pools():
-            if pool not in made:
-                raise ConfigError(
-                    f"method {self.method['name']!r} learns from the pool {pool!r}, and data has {made or 'none'}; hide labels "
-                    f"with data.unlabelled='{{keep: 0.1}}', or take clips by a column with data.pools"
-                )
-            if pool == UNLABELLED and data.unlabelled is not None and data.unlabelled.use == 0:
-                raise ConfigError(
-                    f"method {self.method['name']!r} learns from clips without labels, and data.unlabelled.use is 0: none of them "
-                    f"is used; set it above 0, or take a method that learns from labels alone"
-                )
-
     def _models_fit(self, data: DataSettings) -> None:
         """Refuse networks that cannot read their views, and views that nobody reads."""
-        read = set(self.parts.method.reads_views())
-        for view in read:
-            if view not in data.views:
-                raise ConfigError(
-                    f"method {self.method['name']!r}: there is no view {view!r} in data.views; {nearest(view, data.views)}"
-                )
+        read = set(needs_of(self.parts.method).views)
         for name, choices in self.parts.models.items():
             for architecture, options in choices:
                 if name in type(self.parts.method).on_features:
@@ -320,16 +242,6 @@ def _check_known(names: Iterable[str], models: Iterable[str], where: str) -> Non
     for name in names:
         if name not in models:
             raise ConfigError(f"{where} has no model {name!r}; {nearest(name, models)}")
-
-
-def _check_read(who: str, names: Sequence[str], profiles: Sequence[Mapping[str, ProfileSettings]]) -> None:
-    """Refuse what reads what clients do not have in their profile."""
-    for name, profile in itertools.product(names, profiles):
-        if name not in profile and name not in KNOWN:
-            raise ConfigError(
-                f"{who}: clients have no {name!r} in their profile; {nearest(name, [*profile, *KNOWN])}, or deal it "
-                f"with data.profile.{name}='{{values: [...]}}'"
-            )
 
 
 def _check_choices(

@@ -5,6 +5,6 @@ scaffold.py (state on both sides). A method of your own is a subclass of :class:
 """
 
 from raydfl.methods._cutting import CuttingMethod
-from raydfl.methods._method import Method, drawn
+from raydfl.methods._method import Method, drawn, needs_of
 
-__all__ = ["CuttingMethod", "Method", "drawn"]
+__all__ = ["CuttingMethod", "Method", "drawn", "needs_of"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.core.cuts import Cut
 from raydfl.core.errors import ConfigError
+from raydfl.core.needs import Needs
 from raydfl.core.types import Client, ModelSpec, State, Task
 from raydfl.methods._method import Method, drawn
 from raydfl.models import cuts_of, narrow
@@ -47,9 +49,9 @@ class CuttingMethod(Method, ABC):
             kept: that the client has.
         """
 
-    def reads_profile(self) -> tuple[str, ...]:
-        """Return the name of the clients' shares."""
-        return (self.share,) if isinstance(self.share, str) else ()
+    def needs(self) -> Needs:
+        """Need the profile column of the clients' shares."""
+        return dataclasses.replace(super().needs(), columns=(self.share,) if isinstance(self.share, str) else ())
 
     def client_models(self, models: Sequence[ModelSpec], profile: Mapping[str, Any]) -> tuple[ModelSpec, ...]:
         """Return the networks with the client's share of their channels."""

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import types
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
@@ -22,13 +23,15 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
+from raydfl.core.needs import Needs
 from raydfl.core.settings import StrictTypes
 from raydfl.core.types import Batch, Client, Metrics, ModelSpec, State, Task, Tensors, Update
+from raydfl.core.users_code import is_users
 from raydfl.data import Examples
 from raydfl.models import build_model
 from raydfl.objectives import Classify, Objective
 from raydfl.rules import Rule, WeightedMean, find_rule
-from raydfl.training import Step, TrainSettings, fit, fixed_tensors
+from raydfl.training import Step, fit, fixed_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +45,6 @@ class Method(StrictTypes):
 
     objective: Objective = dataclasses.field(default=Classify(), init=False)
     """The run's ``objective``, what is learnt; no option of the method. :meth:`loss` and :meth:`evaluate` ask it by default."""
-
-    objectives: ClassVar[tuple[str, ...] | None] = None
-    """Names of the objectives that the method is defined for; ``None``: any, because it asks :attr:`objective` and nothing else."""
 
     models: ClassVar[Mapping[str, str]] = {"model": "crnn_base"}
     """Names of the models that a client has, in building order, with the architecture to use when none is configured."""
@@ -70,9 +70,6 @@ class Method(StrictTypes):
     """Names of the phases that follow one another, where there are several: ``state.phase`` says which it is. ``train.phases`` says
     how many rounds each has and what of the training is different in it."""
 
-    across_parts: ClassVar[bool] = True
-    """True where it can be trained over several ``data.parts``, where tensors that depend on the classes are each part's own."""
-
     def __init_subclass__(cls) -> None:
         """Let no class inherit ``pure``, and refuse a method that was written when ``build`` still got a client.
 
@@ -81,6 +78,13 @@ class Method(StrictTypes):
         """
         if "pure" not in vars(cls):
             cls.pure = False
+        for hook in vars(cls).keys() & _FORMER.keys() if is_users(cls.__module__) else ():
+            warnings.warn(
+                f"{cls.__name__}.{hook} is a hook of earlier versions. Write needs(), which returns raydfl.Needs with the field "
+                f"{_FORMER[hook]}.",
+                FutureWarning,
+                stacklevel=2,
+            )
         build = vars(cls).get("build")
         if isinstance(build, types.FunctionType) and "client" in inspect.signature(build).parameters:
             raise ConfigError(
@@ -100,27 +104,16 @@ class Method(StrictTypes):
         """
         return type(self).models
 
-    def check(self, train: TrainSettings) -> None:
-        """Refuse training settings that the method is not defined for, with a ConfigError."""
-
-    def needs_pools(self) -> tuple[str, ...]:
-        """Return the names of the pools that the method draws from by name: data without them are refused."""
-        return ()
-
-    def reads_views(self) -> tuple[str, ...]:
-        """Return the names of the views that the method reads itself, besides those of its models."""
-        return ()
-
-    def reads_profile(self) -> tuple[str, ...]:
-        """Return the names of what the method reads of clients' profiles: data that do not say it are refused."""
-        return ()
+    def needs(self) -> Needs:
+        """Return what the method needs of the other settings, and what it excludes; by default nothing."""
+        return Needs()
 
     def client_models(self, models: Sequence[ModelSpec], profile: Mapping[str, Any]) -> tuple[ModelSpec, ...]:
         """Return the networks that a client builds in place of those that the server has; by default the same.
 
         Args:
             models: that the configuration gives the client.
-            profile: of the client, but only what :meth:`reads_profile` names.
+            profile: of the client, but only the columns that :meth:`needs` names.
 
         Raises:
             ConfigError: there is no such network for this profile.
@@ -277,6 +270,28 @@ class Method(StrictTypes):
             for name in step.models
             for metric, value in self.objective.evaluate(step, name, examples, batch_size).items()
         }
+
+
+_FORMER = {
+    "needs_pools": "pools",
+    "reads_views": "views",
+    "reads_profile": "columns",
+    "objectives": "objectives",
+    "across_parts": "one_class_list",
+    "check": "optimiser or batch_size",
+}
+"""Hooks of earlier versions, and the fields of :class:`Needs` in their place."""
+
+
+def needs_of(method: Method) -> Needs:
+    """Return a method's needs, including those that a user's class still declares by hooks of earlier versions."""
+    found = dict[str, Any]()
+    for hook, field in _FORMER.items():
+        former = getattr(method, hook, None)
+        if former is not None and hook != "check":
+            value = former() if callable(former) else former
+            found[field] = not value if hook == "across_parts" else tuple(value)
+    return dataclasses.replace(method.needs(), **found)
 
 
 def drawn(clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Client]:

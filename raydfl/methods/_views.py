@@ -21,6 +21,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.needs import Needs
 from raydfl.core.types import Batch, Client, Metrics, ModelSpec, Ratio, State, Task, Tensors, view_of
 from raydfl.data import Examples
 from raydfl.methods._layers import last_layer
@@ -41,10 +42,6 @@ ALL, SOME = "a", "s"
 class WithViews(Method):
     """Base of methods with an encoder for each view."""
 
-    objectives: ClassVar[tuple[str, ...] | None] = ("classify",)
-
-    across_parts: ClassVar[bool] = False  # who has which view is known by the clients' places
-
     on_features: ClassVar[tuple[str, ...]] = (FUSION,)
 
     models: ClassVar[Mapping[str, str]] = {"audio": "crnn_lite", "video": "cnn_small", FUSION: "fusion"}
@@ -55,6 +52,11 @@ class WithViews(Method):
             description="the model whose accuracy counts, trained where there is no other view; null: the first of models"
         ),
     ] = None
+
+    def needs(self) -> Needs:
+        """Need the objective ``classify``, one list of clients, and the views that each client has."""
+        # who has which view is known by the clients' places
+        return dataclasses.replace(super().needs(), objectives=("classify",), one_class_list=True, columns=("views",))
 
     def models_for(self, configured: Sequence[str]) -> Mapping[str, str]:
         """Return the configured encoders, the student first, and ``fusion``; where none is configured audio and video.
@@ -75,10 +77,6 @@ class WithViews(Method):
         if student not in given:
             raise ConfigError(f"method.student: there is no model {student!r}; {nearest(student, given)}")
         return {student: given.pop(student), **given, FUSION: "fusion"}
-
-    def reads_profile(self) -> tuple[str, ...]:
-        """Return the views that a client has."""
-        return ("views",)
 
     def client_models(self, models: Sequence[ModelSpec], profile: Mapping[str, Any]) -> tuple[ModelSpec, ...]:
         """Return the networks of the views that a client has, and ``fusion`` where these are all."""

@@ -44,7 +44,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from raydfl.core.errors import ConfigError
+from raydfl.core.needs import Needs
 from raydfl.core.ops import drift_term
 from raydfl.core.part_names import beside, plain_name
 from raydfl.core.types import Batch, Client, Metrics, State, Task, Tensors, Update
@@ -65,7 +65,7 @@ from raydfl.methods._pruning import (
 )
 from raydfl.methods._tasks import Membership, WithTasks
 from raydfl.methods.scaffold import effective_steps
-from raydfl.training import Step, TrainSettings, fit
+from raydfl.training import Step, fit
 
 DRIFT, CONTROL = "drift/", "control/"
 """Beginnings of the names of h and g."""
@@ -124,14 +124,9 @@ class FedAPTA(WithTasks):
         """True where any client may prune."""
         return self.ratio > 0 or self.ratio_from is not None
 
-    def check(self, train: TrainSettings) -> None:
-        """Refuse other optimisers than SGD with the full correction, whose scale is that of SGD's steps."""
-        super().check(train)
-        if self.drift == "full" and train.optimiser.name != "sgd":
-            raise ConfigError(
-                f"fedapta with method.drift=full needs train.optimiser.name=sgd, not {train.optimiser.name!r}; or set method.drift "
-                f"to server or off"
-            )
+    def needs(self) -> Needs:
+        """Need SGD with the full correction, whose scale is that of SGD's steps."""
+        return dataclasses.replace(super().needs(), optimiser="sgd" if self.drift == "full" else "")
 
     def may_send(self, key: str, name: str) -> bool:
         """Clients send their masks and drifts, which the server does not keep."""

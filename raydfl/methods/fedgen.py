@@ -39,6 +39,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
+from raydfl.core.needs import Needs
 from raydfl.core.ops import uniform
 from raydfl.core.part_names import beside
 from raydfl.core.types import Batch, Client, Metrics, Ratio, State, Task, Tensors, Update
@@ -65,8 +66,6 @@ class FedGen(Method):
 
     pure: ClassVar[bool] = True
 
-    objectives: ClassVar[tuple[str, ...] | None] = ("classify",)
-
     alpha: Annotated[
         float, Field(ge=0, description="weight of the cross-entropy of generated features, in the first round; 0: none")
     ] = 10.0
@@ -89,6 +88,10 @@ class FedGen(Method):
     diversity: Annotated[
         float, Field(ge=0, description="weight of the term that keeps generated features apart; 0: none")
     ] = 1.0
+
+    def needs(self) -> Needs:
+        """Need the objective ``classify``."""
+        return dataclasses.replace(super().needs(), objectives=("classify",))
 
     def init(
         self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator

@@ -40,6 +40,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
+from raydfl.core.needs import Needs
 from raydfl.core.seeds import generator
 from raydfl.core.types import Batch, Client, Metrics, State, Update, same_view
 from raydfl.data import Examples
@@ -58,10 +59,6 @@ class FedKAD(Method):
 
     pure: ClassVar[bool] = True
 
-    objectives: ClassVar[tuple[str, ...] | None] = ("classify",)
-
-    across_parts: ClassVar[bool] = False  # it compares class means, and every part has classes of its own
-
     lam: Annotated[
         float, Field(ge=0, description="weight of the distance to the class means; 0: every client trains for itself")
     ] = 1.0
@@ -71,6 +68,11 @@ class FedKAD(Method):
     weights: Annotated[
         bool, Field(description="average the networks' weights too, as in FedAvg; needs one architecture for all")
     ] = False
+
+    def needs(self) -> Needs:
+        """Need the objective ``classify``, and the same classes at all clients."""
+        # it compares class means, and every part has classes of its own
+        return dataclasses.replace(super().needs(), objectives=("classify",), one_class_list=True)
 
     def shared(self, name: str) -> bool:
         """Share the class means and counts; the network only with ``weights``."""

@@ -19,6 +19,7 @@ Readings and deviations:
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -27,6 +28,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from raydfl.core.needs import Needs
 from raydfl.core.types import Batch, Update
 from raydfl.methods._method import Method
 from raydfl.training import Step, fit
@@ -42,8 +44,6 @@ class FedLC(Method):
 
     pure: ClassVar[bool] = True
 
-    objectives: ClassVar[tuple[str, ...] | None] = ("classify",)
-
     tau: Annotated[
         float,
         Field(
@@ -54,6 +54,10 @@ class FedLC(Method):
         Literal["all", "others"],
         Field(description="classes that a logit is held against: all, or all others, as the paper prints it"),
     ] = "all"
+
+    def needs(self) -> Needs:
+        """Need the objective ``classify``."""
+        return dataclasses.replace(super().needs(), objectives=("classify",))
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
         """Return the loss of the shifted logits."""

@@ -30,6 +30,7 @@ Readings of what the paper leaves open, and deviations:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
@@ -39,6 +40,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from raydfl.core.needs import Needs
 from raydfl.core.types import Batch, Update
 from raydfl.methods._tasks import WithTasks
 from raydfl.rules import LayerwisePruning, Rule, WeightedMean
@@ -55,8 +57,6 @@ class FedMLAC(WithTasks):
     """Mutual learning of a private local model and a shared plug-in model."""
 
     pure: ClassVar[bool] = True
-
-    objectives: ClassVar[tuple[str, ...] | None] = ("classify",)
 
     models: ClassVar[Mapping[str, str]] = {"plugin": "crnn_lite", "local": "crnn_base"}
 
@@ -92,6 +92,10 @@ class FedMLAC(WithTasks):
     mutual: Annotated[
         bool, Field(description="false: without mutual learning, both models learn from labels alone")
     ] = True
+
+    def needs(self) -> Needs:
+        """Need the objective ``classify``."""
+        return dataclasses.replace(super().needs(), objectives=("classify",))
 
     def shared(self, name: str) -> bool:
         """Share only the plug-in."""

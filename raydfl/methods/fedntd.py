@@ -11,6 +11,7 @@ No gradient reaches z_g. The factor tau^2, which the authors' code has too, keep
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from raydfl.core.needs import Needs
 from raydfl.core.types import Batch
 from raydfl.methods._method import Method
 from raydfl.training import Step
@@ -30,12 +32,14 @@ class FedNTD(Method):
 
     pure: ClassVar[bool] = True
 
-    objectives: ClassVar[tuple[str, ...] | None] = ("classify",)
-
     beta: Annotated[float, Field(ge=0, description="weight of the distillation; 0 is FedAvg")] = 1.0
     tau: Annotated[float, Field(gt=0, description="softening of both models' outputs in the distillation; 1: none")] = (
         1.0
     )
+
+    def needs(self) -> Needs:
+        """Need the objective ``classify``."""
+        return dataclasses.replace(super().needs(), objectives=("classify",))
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
         """Return cross-entropy plus the distillation."""

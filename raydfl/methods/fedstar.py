@@ -40,11 +40,11 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from raydfl.core.errors import ConfigError
+from raydfl.core.needs import Needs
 from raydfl.core.types import Batch, Update
 from raydfl.data import LABELLED, UNLABELLED
 from raydfl.methods._method import Method
-from raydfl.training import Plan, Reported, Step, TrainSettings, fit, predict
+from raydfl.training import Plan, Reported, Step, fit, predict
 
 _THRESHOLD = "threshold"
 
@@ -56,8 +56,6 @@ class FedSTAR(Method):
     """Federated self-training."""
 
     pure: ClassVar[bool] = True
-
-    objectives: ClassVar[tuple[str, ...] | None] = ("classify",)
 
     models: ClassVar[Mapping[str, str]] = {"model": "split_cnn"}
 
@@ -101,21 +99,15 @@ class FedSTAR(Method):
         str | None, Field(description="view of data.views that learns the guesses (FixMatch); null: the model's own")
     ] = None
 
-    def check(self, train: TrainSettings) -> None:
-        """Refuse batches that have no room for clips of both kinds."""
-        if train.batch_size < 2 and self.learn_from == "all":
-            raise ConfigError(
-                f"train.batch_size is {train.batch_size}, but half of a batch of fedstar has labels and half has none; take at "
-                f"least 2"
-            )
-
-    def needs_pools(self) -> tuple[str, ...]:
-        """Return both pools, which the baseline that counts FedSTAR's steps needs, too."""
-        return () if self.learn_from == "labelled" else (LABELLED, UNLABELLED)
-
-    def reads_views(self) -> tuple[str, ...]:
-        """Return the strong view."""
-        return () if self.strong is None else (self.strong,)
+    def needs(self) -> Needs:
+        """Need both pools (the baseline that counts FedSTAR's steps does, too), room for both in a batch, and the strong view."""
+        return dataclasses.replace(
+            super().needs(),
+            objectives=("classify",),
+            pools=() if self.learn_from == "labelled" else (LABELLED, UNLABELLED),
+            views=() if self.strong is None else (self.strong,),
+            batch_size=2 if self.learn_from == "all" else 1,
+        )
 
     def self_training(self, step: Step, batch: Batch) -> tuple[Tensor, Reported]:
         """Return the loss of a batch of both kinds, with the reports ``accepted`` and ``pseudo_label_accuracy``.

@@ -28,6 +28,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
+from raydfl.core.needs import Needs
 from raydfl.core.part_names import plain_name
 from raydfl.core.types import Batch, Client, Metrics, Ratio, State, Update
 from raydfl.data import Examples
@@ -57,8 +58,6 @@ class Hermes(Method):
 
     pure: ClassVar[bool] = True
 
-    objectives: ClassVar[tuple[str, ...] | None] = ("classify",)
-
     target: Annotated[
         float, Field(ge=0, lt=1, description="share of each layer that a client prunes at most; 0 is FedAvg")
     ] = 0.5
@@ -69,6 +68,10 @@ class Hermes(Method):
     prune: Annotated[
         tuple[Kind, ...], Field(description="layers that are pruned; linear: hidden ones, the last one never")
     ] = ("convolution", "recurrent")
+
+    def needs(self) -> Needs:
+        """Need the objective ``classify``."""
+        return dataclasses.replace(super().needs(), objectives=("classify",))
 
     def may_send(self, key: str, name: str) -> bool:
         """Clients send their masks, which the server does not keep."""

@@ -17,6 +17,7 @@ FedAvg to the bit. With the head, mu 0 is FedAvg of the larger network, as the p
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, cast
 
@@ -25,6 +26,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
+from raydfl.core.needs import Needs
 from raydfl.core.types import Batch, ModelSpec, Update
 from raydfl.methods._layers import check_features, last_layer
 from raydfl.methods._method import Method
@@ -39,8 +41,6 @@ class Moon(Method):
 
     pure: ClassVar[bool] = True
 
-    objectives: ClassVar[tuple[str, ...] | None] = ("classify",)
-
     mu: Annotated[float, Field(ge=0, description="weight of the contrast; 0 is FedAvg; the paper tries 0.1 to 10")] = (
         1.0
     )
@@ -48,6 +48,10 @@ class Moon(Method):
     projection: Annotated[
         int | None, Field(ge=1, description="outputs of the projection head; null: none, z is what the last layer sees")
     ] = 256
+
+    def needs(self) -> Needs:
+        """Need the objective ``classify``."""
+        return dataclasses.replace(super().needs(), objectives=("classify",))
 
     def build(self, models: Sequence[ModelSpec]) -> dict[str, nn.Module]:
         """Build the network, and the projection head before its last layer.

@@ -44,23 +44,24 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.metrics import pool, ranking_metrics
+from raydfl.core.needs import Needs
 from raydfl.core.types import Batch, Client, Metrics, ModelSpec, Ratio, Scores, State, Update
 from raydfl.methods._layers import check_prefixes
 from raydfl.methods._method import Counted, Method
 from raydfl.methods._spool import Spool
 from raydfl.objectives import Centres
-from raydfl.training import Plan, Step, TrainSettings, fit, predict
+from raydfl.training import Plan, Step, fit, predict
 
 PROTOTYPE = "model/prototype"
 """The common prototype, a buffer of the network; what clients send under this name is theirs."""
@@ -84,8 +85,6 @@ class ProFiLA(Method):
     """Prototypes, private adapters, and weights and learning rates by what clients detect."""
 
     pure: ClassVar[bool] = True
-
-    objectives: ClassVar[tuple[str, ...] | None] = ("compact",)
 
     models: ClassVar[Mapping[str, str]] = {"model": "film_cnn"}
 
@@ -181,20 +180,23 @@ class ProFiLA(Method):
         0.2
     )
 
-    def check(self, train: TrainSettings) -> None:
-        """Refuse batches and weights that leave nothing."""
+    @model_validator(mode="after")
+    def _weights_fit(self) -> Self:
         if self.alpha + self.beta == 0:
             raise ConfigError("method.alpha and method.beta are both 0, so that no client counts; raise one of them")
         if self.lr_min > self.lr_max:
             raise ConfigError(f"method.lr_min {self.lr_min} is above method.lr_max {self.lr_max}; swap them")
-        if self.mode == "as_run" and train.batch_size < 2:
-            raise ConfigError(
-                "train.batch_size is 1, but a batch of method.mode=as_run has clips of two kinds; take at least 2"
-            )
+        return self
 
-    def needs_pools(self) -> tuple[str, ...]:
-        """Return the pools of normal and anomalous clips where both are learnt from."""
-        return (NORMAL, ANOMALOUS) if self.mode == "as_run" else ()
+    def needs(self) -> Needs:
+        """Need the objective ``compact``, and with ``mode: as_run`` both pools and room for both in a batch."""
+        both = self.mode == "as_run"
+        return dataclasses.replace(
+            super().needs(),
+            objectives=("compact",),
+            pools=(NORMAL, ANOMALOUS) if both else (),
+            batch_size=2 if both else 1,
+        )
 
     def shared(self, name: str) -> bool:
         """Share all but the personal tensors."""

@@ -28,13 +28,13 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from raydfl.core.errors import ConfigError
+from raydfl.core.needs import Needs
 from raydfl.core.ops import drift_term
 from raydfl.core.part_names import beside
 from raydfl.core.types import Batch, Client, Metrics, Ratio, State, Update
 from raydfl.methods._method import Counted, Method
 from raydfl.rules import Rule, UniformMean
-from raydfl.training import Step, TrainSettings, fit
+from raydfl.training import Step, fit
 
 CONTROL = "control/"
 
@@ -51,10 +51,9 @@ class Scaffold(Method):
         float, Field(gt=0, description="server step along the mean change; 1 takes the clients' mean")
     ] = 1.0
 
-    def check(self, train: TrainSettings) -> None:
-        """Refuse other optimisers: the correction is defined for SGD only."""
-        if train.optimiser.name != "sgd":
-            raise ConfigError(f"scaffold needs train.optimiser.name=sgd, not {train.optimiser.name!r}")
+    def needs(self) -> Needs:
+        """Need SGD, for which the correction is defined."""
+        return dataclasses.replace(super().needs(), optimiser="sgd")
 
     def init(
         self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator

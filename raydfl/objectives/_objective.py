@@ -12,6 +12,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
+from raydfl.core.needs import Labels, Needs
 from raydfl.core.settings import StrictTypes
 from raydfl.core.types import Batch, Metrics, ModelSpec, same_view
 from raydfl.data import Examples, Population
@@ -25,7 +26,7 @@ EXTENSION = "objective"
 class Objective(StrictTypes):
     """Base of every objective. A frozen dataclass: its fields are its options. It holds no state."""
 
-    labels: ClassVar[Literal["one", "sets", "any"]] = "any"
+    labels: ClassVar[Labels] = "any"
     """The labels that it needs of a clip: one, a set of labels (``data.label_sets``), or nothing, whatever labels there are."""
 
     headline: ClassVar[str] = "loss"
@@ -41,6 +42,10 @@ class Objective(StrictTypes):
         """Let no class inherit ``pure``."""
         if "pure" not in vars(cls):
             cls.pure = False
+
+    def needs(self) -> Needs:
+        """Return what the objective needs of the other settings; by default its :attr:`labels`."""
+        return Needs(labels=self.labels, own_outputs=self.labels == "sets")
 
     def check(self, classes: Sequence[str], length: int | None) -> None:
         """Refuse options that do not fit the data, with a ConfigError, before the first round.

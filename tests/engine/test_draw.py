@@ -129,7 +129,7 @@ def test_a_column_of_a_table_of_clients_is_a_weight(kind: str, tiny: Tiny, tmp_p
     [
         (
             "{where: {devise: [phone]}}",
-            "train.clients.where.devise: clients have no 'devise' in their profile; did you mean 'device'",
+            "data.profile: train.clients.where.devise needs the column 'devise', but clients have no such column in their profile.",
         ),
         ("{where: {device: [fone]}}", "train.clients.where.device: no client has fone; did you mean 'phone'"),
         ("{ids: [s9]}", "train.clients.ids: there is no client 's9'"),

@@ -30,7 +30,7 @@ PARTS = "data.parts={low: {speakers: 4}, high: {classes: 5, first: 10, speakers:
 ACROSS = [
     name
     for name in registry.names("raydfl.methods")
-    if registry.find("raydfl.methods", name, Method, "method").across_parts  # type: ignore[type-abstract]
+    if not registry.find("raydfl.methods", name, Method, "method")().needs().one_class_list  # type: ignore[type-abstract]
     and name != "profila"  # it answers no class
 ]
 
@@ -225,7 +225,11 @@ def test_only_what_a_part_comes_to_is_in_the_digest(tiny: Tiny) -> None:
         ),
         ([PARTS, "data.sites={x: {folder: /x}}"], "fedavg", "either several parts or several sites"),
         ([PARTS], "fedkad", "method 'fedkad' needs one list of classes"),
-        ([PARTS, "attack=sign_flip"], "fedavg", "attack: simulated attackers need one list of classes"),
+        (
+            [PARTS, "attack=sign_flip"],
+            "fedavg",
+            "data.parts: attack 'sign_flip' needs one list of classes for all clients, but each part has its own. Remove",
+        ),
     ],
 )
 def test_parts_that_cannot_be(tiny: Tiny, overrides: list[str], method: str, message: str) -> None:

@@ -48,7 +48,7 @@ def test_parts_may_have_labels_that_are_sets(tiny: Tiny) -> None:
     population = Population.load(folder / "population")
     assert all(each.sets is not None and "|" not in "".join(each.classes) for each in population.each.values())
     assert population.label_counts().shape[1] == len(population.classes)
-    with pytest.raises(ConfigError, match="'multi_label' learns sets of classes"):
+    with pytest.raises(ConfigError, match="'multi_label' needs a set of classes"):
         tiny(f"data.parts={{a: {{name: '{CHORDS}', label_sets: {{}}}}, b: {{}}}}", "objective=multi_label")
     with pytest.raises(ConfigError, match="'classify' needs one label for each clip"):
         tiny(f"data.parts={{a: {{name: '{CHORDS}', label_sets: {{}}}}, b: {{}}}}")

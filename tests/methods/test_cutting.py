@@ -164,7 +164,7 @@ PROFILE = "data.profile={capability: {values: [%s]}}"
         (["method.share=1.5"], "method.share is 1.5; it must be at most 1"),
         (
             ["method.share=capacity", PROFILE % "1"],
-            "clients have no 'capacity' in their profile; did you mean 'capability'",
+            "'feddrop' needs the column 'capacity', but clients have no such column in their profile.",
         ),
         (["method.share=capability", PROFILE % "0.5, 0"], "profile says 0 under 'capability'; it must be the share"),
         (["method.share=capability", PROFILE % "low"], "profile says 'low' under 'capability'; it must be the share"),

@@ -248,13 +248,20 @@ def test_all_labels_run_and_no_unlabelled_clips_are_refused(tiny: Tiny) -> None:
             np.testing.assert_allclose(
                 np.frombuffer(whole[name], np.float32), np.frombuffer(tensor, np.float32), rtol=1e-4, atol=1e-5
             )
-    with pytest.raises(ConfigError, match=r"data.unlabelled.use is 0: none of them is used; set it above 0"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data.unlabelled.use: method 'fedstar' needs clips without labels, but none of them is used. Set it above 0",
+    ):
         tiny("data.unlabelled.use=0", method="fedstar")
-    with pytest.raises(ConfigError, match=r"'fedstar' learns from the pool 'labelled', and data has none; hide labels"):
+    with pytest.raises(ConfigError, match=r"'fedstar' needs the pool 'labelled', but data has none. Hide labels"):
         tiny("data.unlabelled=null", method="fedstar")
-    with pytest.raises(ConfigError, match="train.batch_size is 1, but half of a batch"):
+    with pytest.raises(
+        ConfigError, match="train.batch_size: method 'fedstar' needs batches of at least 2 clips, but it is 1"
+    ):
         tiny("train.batch_size=1", method="fedstar")
-    with pytest.raises(ConfigError, match="'fedstar': there is no view 'loud' in data.views"):
+    with pytest.raises(
+        ConfigError, match="data.views: method 'fedstar' needs the view 'loud', but there is no such view"
+    ):
         tiny("method.strong=loud", method="fedstar")
 
 

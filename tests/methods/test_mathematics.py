@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.types import Batch, Client, Ratio, State, Update
+from raydfl.engine.config import Config
 from raydfl.methods import Method
 from raydfl.methods.fedavg import FedAvg
 from raydfl.methods.fedmlac import FedMLAC
@@ -298,9 +299,9 @@ def test_scaffold_server_moves_the_control_by_the_cohorts_share() -> None:
     torch.testing.assert_close(new.tensors["global"]["control/model/output.bias"], torch.full((CLASSES,), 2 / 8 * 2.0))
 
 
-def test_scaffold_refuses_adam() -> None:
-    with pytest.raises(ConfigError, match=r"scaffold needs train.optimiser.name=sgd, not 'adam'"):
-        Scaffold().check(TrainSettings(optimiser=OptimiserSettings(name="adam")))
+def test_scaffold_refuses_adam(tiny: Callable[..., Config]) -> None:
+    with pytest.raises(ConfigError, match=r"'scaffold' needs train.optimiser.name=sgd, but it is 'adam'"):
+        tiny("train.optimiser.name=adam", method="scaffold")
 
 
 def test_fedper_keeps_what_it_names_and_refuses_names_of_nothing() -> None:

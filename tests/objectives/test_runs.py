@@ -54,8 +54,8 @@ Tiny = Callable[..., Config]
 
 
 def accepts(method: str, objective: str) -> bool:
-    accepted = registry.find("raydfl.methods", method, Method, "method").objectives
-    return accepted is None or objective in accepted
+    accepted = registry.find("raydfl.methods", method, Method, "method")().needs().objectives
+    return not accepted or objective in accepted
 
 
 SEEN = f"data.name={HERE / 'seen.py'}:Seen"
@@ -115,8 +115,10 @@ def test_every_method_learns_every_objective_that_it_takes_from_every_view_and_r
         names = [name for name in cls.models if name not in (*cls.copies, *cls.on_features)]
         given += [f"models.{name}={network}" for name in (names if view == "image" else names[-1:])]
     if not accepts(method, objective):
-        only = ", ".join(registry.find("raydfl.methods", method, Method, "method").objectives or ())
-        with pytest.raises(ConfigError, match=f"method '{method}' is defined for {only} only, not for '{objective}'"):
+        (only,) = registry.find("raydfl.methods", method, Method, "method")().needs().objectives
+        with pytest.raises(
+            ConfigError, match=f"method '{method}' needs objective={only}, but the objective is '{objective}'"
+        ):
             tiny(*given, "data.unlabelled=null", method=method)
         return
     config = tiny(*given, method=method)
@@ -371,7 +373,7 @@ def test_an_objective_of_ones_own_is_a_class_in_a_file(tiny: Tiny, tmp_path: Pat
     rows = read_rows(folder, where=pc.field("metric") == "model/accuracy").to_pylist()
     assert {row["split"] for row in rows} >= {"test", "validation"}
     assert config.digest() != tiny().digest()
-    with pytest.raises(ConfigError, match="method 'fedkad' is defined for classify only"):
+    with pytest.raises(ConfigError, match="method 'fedkad' needs objective=classify"):
         tiny(f"objective={tmp_path}/mine.py:Margin", method="fedkad")
     with pytest.raises(ConfigError, match=r"mine.py:Nothing' has no loss\(\); write it in the class Nothing"):
         tiny(f"objective={tmp_path}/mine.py:Nothing")
@@ -386,14 +388,14 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "no name": (("objective={frames: 3}",), "objective: a name is missing; known: classify, compact"),
     "sets for classes": (("data.label_sets={}",), "needs one label for each clip, but data.label_sets makes sets"),
     "top k": (("objective={name: classify, top_k: 3}",), "objective.top_k is 3, and there are 3 classes"),
-    "classes for sets": (("objective=multi_label",), "learns sets of classes, but here a label is one class"),
+    "classes for sets": (("objective=multi_label",), "needs a set of classes for each clip, but a label is one class"),
     "wrong labels of sets": (
         (CHORDS, "data.label_sets={}", "objective=multi_label", "data.corrupt.labels={clients: 0.5, rate: 0.5}"),
         "data.corrupt.labels puts one class in another's place",
     ),
     "attack": (
         (*SETTINGS["compact"], "attack={name: label_flip}"),
-        "attack 'label_flip' changes what class clips are of, which objective 'compact' does not learn",
+        "attack 'label_flip' needs an objective that learns one class for each clip, but the objective is 'compact'",
     ),
     "normal": (
         (MACHINES, "objective={name: compact, normal: [nromal]}"),

@@ -1,0 +1,128 @@
+"""The checker of needs: one place and one wording for conflicts between the groups of a configuration.
+
+A method, an objective, an attack and a rule declare their needs (:class:`raydfl.core.needs.Needs`). The other groups must meet
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from raydfl.attacks import Attack
+from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.needs import Needs
+from raydfl.data import KNOWN, LABELLED, UNLABELLED, DataSettings
+from raydfl.methods import Method, needs_of
+from raydfl.rules import Rule
+from raydfl.training import ClientSettings, TrainSettings
+
+Conflict = tuple[str, str, str, str]
+"""The setting in conflict, the need that it does not meet, the reason, and the remedy."""
+
+
+def check_needs(
+    names: tuple[str, str, str],
+    method: Method,
+    attack: Attack | None,
+    rule: Rule,
+    data: DataSettings,
+    clients: ClientSettings | None,
+    phases: Sequence[TrainSettings],
+) -> None:
+    """Refuse a configuration whose groups do not meet each other's needs.
+
+    Args:
+        names: of the method, the objective and the attack.
+        method: with its objective.
+        attack: ``None``: every client is honest.
+        rule: with which the method aggregates.
+        data: of all parts.
+        clients: ``train.clients``.
+        phases: the training settings of each phase.
+
+    Raises:
+        ConfigError: naming the first conflict.
+    """
+    needs = {f"method {names[0]!r}": needs_of(method), f"objective {names[1]!r}": method.objective.needs()}
+    if attack is not None:
+        needs[f"attack {names[2]!r}"] = attack.needs()
+    needs[f"rule {type(rule).__name__}"] = Needs(new_values=rule.relative)
+    if clients is not None:
+        needs |= {f"train.clients.{at}": Needs(columns=(name,)) for at, name in clients.columns.items()}
+    former = getattr(method, "check", None)
+    if former is not None:  # a hook of earlier versions
+        for train in phases:
+            former(train)
+    for who, of in needs.items():
+        found = (
+            *_method_conflicts(of, method, names),
+            *_training_conflicts(of, phases),
+            *_parts_conflicts(of, data),
+            *(conflict for part in data.each.values() for conflict in _data_conflicts(of, part)),
+        )
+        for place, need, reason, remedy in found:
+            raise ConfigError(f"{place}: {who} needs {need}, but {reason}. {remedy[0].upper()}{remedy[1:]}.")
+
+
+def _method_conflicts(needs: Needs, method: Method, names: tuple[str, str, str]) -> Iterator[Conflict]:
+    name, objective, _ = names
+    given = f"the objective is {objective!r}"
+    if needs.objectives and objective not in needs.objectives:
+        remedy = "choose one that it takes, or a method that takes any objective (fedavg, fedprox, scaffold ...)"
+        yield "objective", f"objective={' or '.join(needs.objectives)}", given, remedy
+    if needs.labels not in ("any", method.objective.needs().labels):
+        remedy = "choose another objective, or an attack on updates (sign_flip, gaussian_noise ...)"
+        learnt = "one class for each clip" if needs.labels == "one" else "sets of classes"
+        yield "objective", f"an objective that learns {learnt}", given, remedy
+    if needs.new_values and method.changes:
+        remedy = "choose a rule that compares clients with each other (geometric_median, multi_krum, dnc ...)"
+        yield "method.rule", "updates near the server's tensors", f"method {name!r} also sends changes", remedy
+
+
+def _training_conflicts(needs: Needs, phases: Sequence[TrainSettings]) -> Iterator[Conflict]:
+    for train in phases:
+        name, size = train.optimiser.name, train.batch_size
+        if needs.optimiser not in ("", name):
+            remedy = f"set it to {needs.optimiser}, or choose another method"
+            yield "train.optimiser.name", f"train.optimiser.name={needs.optimiser}", f"it is {name!r}", remedy
+        if size < needs.batch_size:
+            remedy = f"set it to at least {needs.batch_size}"
+            yield "train.batch_size", f"batches of at least {needs.batch_size} clips", f"it is {size}", remedy
+
+
+def _parts_conflicts(needs: Needs, data: DataSettings) -> Iterator[Conflict]:
+    if needs.one_class_list and data.parts:
+        yield "data.parts", "one list of classes for all clients", "each part has its own", "remove one of the two"
+    if needs.own_outputs and data.parts and data.heads == "common":
+        remedy = "set it to part, or choose objective=classify"
+        yield "data.heads", "one output for each class of a part", "the outputs are common", remedy
+
+
+def _data_conflicts(needs: Needs, data: DataSettings) -> Iterator[Conflict]:
+    kind = data.features.kind
+    if needs.recordings and kind in ("file", "image"):
+        remedy = "set it to logmel, or attack with the model that made the features"
+        yield "data.features.kind", "recordings", f"features of the kind {kind} have none", remedy
+    if needs.labels == "one" and data.label_sets is not None:
+        remedy = "choose objective=multi_label, or set data.label_sets to null"
+        yield "data.label_sets", "one label for each clip", "data.label_sets makes sets of classes of them", remedy
+    if needs.labels == "sets" and data.label_sets is None:
+        remedy = "set data.label_sets.separator to the text between a label's classes, or choose objective=classify"
+        yield "data.label_sets", "a set of classes for each clip", "a label is one class", remedy
+    pools = [*data.pools] if data.unlabelled is None else [LABELLED, UNLABELLED]
+    for pool in needs.pools:
+        if pool not in pools:
+            remedy = "hide labels with data.unlabelled='{keep: 0.1}', or select clips by a column with data.pools"
+            yield "data.pools", f"the pool {pool!r}", f"data has {', '.join(pools) or 'none'}", remedy
+        elif pool == UNLABELLED and data.unlabelled is not None and data.unlabelled.use == 0:
+            remedy = "set it above 0, or choose a method that learns from labels alone"
+            yield "data.unlabelled.use", "clips without labels", "none of them is used", remedy
+    for view in needs.views:
+        if view not in data.views:
+            remedy = f"add it, or choose another view ({nearest(view, data.views)})"
+            yield "data.views", f"the view {view!r}", "there is no such view", remedy
+    for column in needs.columns:
+        if column not in data.profile and column not in KNOWN:
+            hint = nearest(column, [*data.profile, *KNOWN])
+            remedy = f"set data.profile.{column}='{{values: [...]}}', or choose another column ({hint})"
+            yield "data.profile", f"the column {column!r}", "clients have no such column in their profile", remedy

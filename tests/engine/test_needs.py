@@ -1,0 +1,96 @@
+"""Declared needs: every field refuses a configuration that does not meet it, in one wording."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import raydfl
+from raydfl.core.errors import ConfigError
+from raydfl.engine.config import Config
+
+Tiny = Callable[..., Config]
+UNMET: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "pools": ("('far',)", (), "data.pools: {} needs the pool 'far', but data has none. Hide labels"),
+    "views": ("('video',)", (), "data.views: {} needs the view 'video', but there is no such view. Add it"),
+    "columns": ("('age',)", (), "data.profile: {} needs the column 'age', but clients have no such column"),
+    "objectives": (
+        "('compact',)",
+        (),
+        "objective: {} needs objective=compact, but the objective is 'classify'. Choose one",
+    ),
+    "labels": ("'sets'", (), "objective: {} needs an objective that learns sets of classes, but the objective is"),
+    "optimiser": (
+        "'sgd'",
+        ("train.optimiser.name=adam",),
+        "train.optimiser.name: {} needs train.optimiser.name=sgd, but it is 'adam'. Set it",
+    ),
+    "batch_size": (
+        "9",
+        (),
+        "train.batch_size: {} needs batches of at least 9 clips, but it is 8. Set it to at least 9.",
+    ),
+    "one_class_list": (
+        "True",
+        ("data.parts={a: {}, b: {}}",),
+        "data.parts: {} needs one list of classes for all clients, but each part has its own. Remove one of the two.",
+    ),
+    "own_outputs": (
+        "True",
+        ("data.parts={a: {}, b: {}}", "data.heads=common"),
+        "data.heads: {} needs one output for each class of a part, but the outputs are common. Set it to part",
+    ),
+    "recordings": (
+        "True",
+        ("data.features={kind: file, path: x.npz, bands: 16}",),
+        "data.features.kind: {} needs recordings, but features of the kind file have none. Set it to logmel",
+    ),
+    "new_values": ("True", (), "method.rule: {} needs updates near the server's tensors, but method '"),
+}
+
+
+def test_every_field_has_a_case() -> None:
+    assert UNMET.keys() == {field.name for field in fields(raydfl.Needs)}
+
+
+@pytest.mark.parametrize("field", UNMET)
+def test_a_configuration_that_does_not_meet_a_need_is_refused(tiny: Tiny, tmp_path: Path, field: str) -> None:
+    value, settings, message = UNMET[field]
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import raydfl\nclass Mine(raydfl.Method):\n    changes = ('control/',)\n"
+        f"    def needs(self):\n        return raydfl.Needs({field}={value})\n"
+    )
+    with pytest.raises(ConfigError) as refused:
+        tiny(*settings, method=f"{file}:Mine")
+    assert message.format(f"method '{file}:Mine'") in str(refused.value)
+
+
+OLD = """
+import raydfl
+class Mine(raydfl.Method):
+    across_parts = False
+    def needs_pools(self):
+        return ("far",)
+    def check(self, train):
+        if train.batch_size == 7:
+            raise raydfl.ConfigError("seven")
+"""
+
+
+def test_hooks_of_earlier_versions_still_refuse_and_warn(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OLD)
+    method = f"{tmp_path / 'mine.py'}:Mine"
+    with (
+        pytest.warns(FutureWarning, match=r"Mine\.(\w+) is a hook of earlier versions. Write needs\(\)") as warned,
+        pytest.raises(ConfigError, match="needs the pool 'far', but data has none"),
+    ):
+        tiny(method=method)
+    assert len(warned) == 3
+    with pytest.raises(ConfigError, match="seven"):
+        tiny("train.batch_size=7", method=method)
+    with pytest.raises(ConfigError, match="data.parts: method .* needs one list of classes"):
+        tiny("data.parts={a: {}, b: {}}", method=method)
