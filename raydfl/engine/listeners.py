@@ -218,7 +218,7 @@ class Compaction:
 
 
 def begin_phase(config: Config, state: State) -> State:
-    """Return the state with which a method begins the phase that the given state names.
+    """Return the method's first state of a phase, named by ``state.phase``.
 
     Raises:
         ClientError: the method's code failed.

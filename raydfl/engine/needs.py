@@ -29,7 +29,7 @@ def check_needs(
     clients: ClientSettings | None,
     phases: Sequence[TrainSettings],
 ) -> None:
-    """Refuse a configuration whose groups do not meet each other's needs.
+    """Refuse conflicts between the groups of a configuration.
 
     Args:
         names: of the method, the objective and the attack.

@@ -259,7 +259,7 @@ def test_what_does_not_fit_is_refused(tiny: Tiny, root: Path) -> None:
         federation(tiny, root, "data.transforms=[noise]")
     with pytest.raises(ConfigError, match="is noise in recordings"):
         federation(tiny, root, "data.corrupt={noise: {snr_db: 3, clients: 1}}")
-    with pytest.raises(ConfigError, match="alters recordings"):
+    with pytest.raises(ConfigError, match="needs recordings"):
         federation(tiny, root, "attack={name: corrupt_recordings, clients: 1}")
     with pytest.raises(ValueError, match="2 numbers for 1 channels"):
         ImageFeatures(kind="image", size=(8, 8), mean=(0.1, 0.2))
