@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from raydfl.core.ops import uniform
 from raydfl.core.part_names import beside
 from raydfl.core.types import Batch, Client, Metrics, Ratio, State, Task, Tensors, Update
+from raydfl.methods._distillation import softened_divergences
 from raydfl.methods._generator import Generator, adam, similarity
 from raydfl.methods._layers import last_layer
 from raydfl.methods._method import Method
@@ -131,9 +132,8 @@ class FedGen(Method):
             value = value + alpha * F.cross_entropy(network.output(self._features(step, labels)), labels)
         if self.beta:
             with torch.no_grad():
-                target = F.log_softmax(network.output(self._features(step, batch.y)), dim=1)
-            each = target.exp() * (target - F.log_softmax(logits, dim=1))
-            value = value + beta * batch.mean(each.sum(dim=1))
+                target = network.output(self._features(step, batch.y))
+            value = value + beta * batch.mean(softened_divergences(target, logits))
         return value
 
     def _features(self, step: Step, labels: Tensor) -> Tensor:
