@@ -55,10 +55,10 @@ from raydfl.methods._control import (
     tell_mean_examples,
     zero_controls,
 )
+from raydfl.methods._masking import MaskingMethod
 from raydfl.methods._pruning import (
     MASK,
     Importance,
-    Kind,
     Solver,
     kept_by,
     layers_by_tensor,
@@ -68,7 +68,6 @@ from raydfl.methods._pruning import (
     put_masks,
     ratio_of,
     recovered,
-    take_masks,
 )
 from raydfl.methods._tasks import Membership, WithTasks
 from raydfl.training import Step, TrainSettings, fit
@@ -77,7 +76,7 @@ _PRUNED = "pruned"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAPTA(WithTasks):
+class FedAPTA(MaskingMethod, WithTasks):
     """Pruning by device, recovery, drift correction, and a model for each discovered task."""
 
     pure: ClassVar[bool] = True
@@ -94,9 +93,6 @@ class FedAPTA(WithTasks):
     ratio_from: Annotated[
         str | None, Field(description="name in the clients' profile that says each client's ratio, in place of ratio")
     ] = None
-    prune: Annotated[
-        tuple[Kind, ...], Field(description="layers that are pruned; linear: hidden ones, the last one never")
-    ] = ("convolution", "recurrent")
     solver: Annotated[Solver, Field(description="how the ratio is spread over the layers (equation 1)")] = "ramp"
     importance: Annotated[
         Importance,
@@ -130,7 +126,7 @@ class FedAPTA(WithTasks):
 
     def may_send(self, key: str, name: str) -> bool:
         """Clients send their masks and drifts, which the server does not keep."""
-        return name.startswith((MASK, DRIFT))
+        return super().may_send(key, name) or name.startswith(DRIFT)
 
     def init(
         self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
@@ -180,9 +176,7 @@ class FedAPTA(WithTasks):
         if self.drift == "full":
             put_drift_terms(step, self.alpha)
         metrics = fit(step, self.loss)
-        of_tensors = take_masks(step)
-        tensors = {name: value for name, value in step.floating_state().items() if self.shared(name)}
-        tensors |= {name: tensors[name] * mask for name, mask in of_tensors.items()}
+        tensors, of_tensors = self.take_masked(step)
         if self.drift != "off":
             tensors |= renew_drifts(step, tensors, of_tensors, controls=self.drift == "full")
         tensors |= {MASK + name: mask for name, mask in masks.items()}
