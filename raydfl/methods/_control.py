@@ -38,10 +38,20 @@ def require_sgd(train: TrainSettings, method: str, remedy: str = "") -> None:
         raise ConfigError(f"{method} needs train.optimiser.name=sgd, not {train.optimiser.name!r}{remedy}")
 
 
+def global_parameters(state: State, models: Sequence[Mapping[str, nn.Module]], tied: bool = False) -> dict[str, Tensor]:
+    """Return the parameters in the global model, by name; with ``tied`` a tied weight under each of its names."""
+    names = {
+        f"{name}/{key}"
+        for built in models
+        for name, model in built.items()
+        for key, _ in model.named_parameters(remove_duplicate=not tied)
+    }
+    return {name: value for name, value in state.tensors["global"].items() if name in names}
+
+
 def zero_controls(state: State, models: Sequence[Mapping[str, nn.Module]]) -> dict[str, Tensor]:
     """Return a control variate of zeros for each parameter of the global model."""
-    parameters = {f"{n}/{k}" for built in models for n, m in built.items() for k, _ in m.named_parameters()}
-    return {CONTROL + n: torch.zeros_like(v) for n, v in state.tensors["global"].items() if n in parameters}
+    return {CONTROL + name: torch.zeros_like(value) for name, value in global_parameters(state, models).items()}
 
 
 def move_controls(state: State, averaged: State, senders: Mapping[str, int]) -> dict[str, Tensor]:
