@@ -139,7 +139,7 @@ def test_every_method_learns_every_objective_that_it_takes_from_every_view_and_r
 def test_only_methods_that_need_class_probabilities_refuse() -> None:
     refusing = {m for m in registry.names("raydfl.methods") if not accepts(m, "compact")}
     of_views = {"multifl", "unifl", "harmony", "modality_mirror"}
-    assert refusing == {"fedgen", "fedkad", "fedlc", "fedmlac", "fedntd", "fedstar", "hermes", "moon", *of_views}
+    assert refusing == {"fedgen", "fedkad", "fedlc", "fedmlac", "fedntd", "fedproto", "fedstar", "hermes", "moon", *of_views}
 
 
 def test_an_anomaly_detector_is_measured_as_scikit_learn_does(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
