@@ -39,6 +39,8 @@ class FedNova(Method):
 
     pure: ClassVar[bool] = True
 
+    changes: ClassVar[tuple[str, ...]] = (STEPS,)  # no values near the server's
+
     def check(self, train: TrainSettings) -> None:
         """Reject other optimisers than SGD."""
         require_sgd(train, "fednova")
