@@ -24,7 +24,7 @@ CONTROL, DRIFT = "control/", "drift/"
 """Prefixes of control variates and of FedDC's local drifts."""
 
 MEAN_EXAMPLES = "mean_examples"
-"""Name of the option by which a task tells a client the mean number of examples of all clients."""
+"""Name of a task's option with the mean number of examples of all clients."""
 
 CLIENTS = "clients"
 """Name of the number of all clients in the extra facts of the state."""
@@ -141,6 +141,6 @@ def _pace(step: Step) -> float:
 
 
 def tell_mean_examples(tasks: Sequence[Task], clients: Sequence[Client]) -> list[Task]:
-    """Return tasks that tell each client the mean number of examples of all clients."""
+    """Add the mean number of examples of all clients to the options of tasks."""
     mean = sum(client.num_examples for client in clients) / len(clients)
     return [dataclasses.replace(task, options={**task.options, MEAN_EXAMPLES: mean}) for task in tasks]

@@ -1,4 +1,4 @@
-"""Methods in which a client trains a part of the network under masks, in place of a smaller network (_cutting.py)."""
+"""Methods with masked networks. Masks keep the network's size; _cutting.py builds smaller networks."""
 
 from __future__ import annotations
 

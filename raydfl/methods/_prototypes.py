@@ -29,7 +29,7 @@ those who held the class when somebody last did; 0: it is not known yet."""
 
 @dataclass(frozen=True, kw_only=True)
 class PrototypeMethod(Method, ABC):
-    """Networks that are drawn to common class means; a subclass says what else clients share, and the means' size."""
+    """Networks drawn to common class means. Subclasses may share more, and change the size of the means."""
 
     objectives: ClassVar[tuple[str, ...] | None] = ("classify",)
 
@@ -55,7 +55,7 @@ class PrototypeMethod(Method, ABC):
     def init(
         self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
     ) -> State:
-        """Class means of which none is known, and FedAvg's state of what is shared.
+        """Return FedAvg's state of the shared tensors, with class means of 0 and no examples.
 
         Raises:
             ConfigError: a network has no ``embed``, or its features are not as many as another network's.

@@ -1,4 +1,4 @@
-"""A module that the server trains with Adam: one vector for each part of a federation, in entries of the server's state."""
+"""A module under training at the server: one vector for each part of a federation, in entries of the server's state."""
 
 from __future__ import annotations
 

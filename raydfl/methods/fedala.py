@@ -70,17 +70,17 @@ class FedALA(Method):
         Raises:
             ConfigError: an entry of ``layers`` names no tensor.
         """
-        check_prefixes(models, self.layers, "method.layers")
+        check_prefixes([{"model": built["model"]} for built in models], self.layers, "method.layers")
         return super().init(clients, models, rng)
 
     def mixing_loss(self, step: Step, batch: Batch) -> Tensor:
         """Return the objective's loss of the mixture, with gradients for the weights alone."""
-        tensors = {name: value.detach() for name, value in step.parameters("model").items()} | self._mixed(step)
+        tensors = {name: value.detach() for name, value in step.parameters("model").items()} | self._mix(step)
         with computing_with("model", step.models["model"], tensors):
             return self.loss(step, batch)
 
-    def _mixed(self, step: Step) -> dict[str, Tensor]:
-        """Return the upper layers of v. Before the first participation there are none."""
+    def _mix(self, step: Step) -> dict[str, Tensor]:
+        """Return the upper layers of v, or nothing before the first participation."""
         mixed: dict[str, Tensor] = {}
         for of_weight, weight in step.parameters("weights").items():
             name = "model/" + of_weight.removeprefix("weights/")
@@ -104,7 +104,7 @@ class FedALA(Method):
                 for weight in step.floating_state("weights").values():
                     weight.clamp_(0, 1)
                 live = step.floating_state("model")
-                for name, value in self._mixed(step).items():
+                for name, value in self._mix(step).items():
                     live[name].copy_(value)
         metrics = fit(step, self.loss, models=("model",))
         upper = {name: value for name, value in step.floating_state("model").items() if name.startswith(self.layers)}
@@ -121,7 +121,7 @@ class FedALA(Method):
     @torch.no_grad()
     def _personal(self, step: Step) -> nn.Module:
         """Return a network with v."""
-        network, mixed = copy.deepcopy(step.models["weights"]), self._mixed(step)
+        network, mixed = copy.deepcopy(step.models["weights"]), self._mix(step)
         received = next(iter(step.received.values()))
         for key, value in network.state_dict().items():
             name = f"model/{key}"

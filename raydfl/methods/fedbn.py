@@ -61,6 +61,6 @@ class FedBN(Method):
             raise ConfigError(
                 f"method.layers: no word of {', '.join(self.layers)} is in the names of "
                 f"{', '.join(missed) or 'any tensor'}. Add a word from the names of the normalisation layers, or choose a network "
-                f"that has some, such as film_cnn."
+                f"with normalisation layers, such as film_cnn."
             )
         return super().init(clients, models, rng)

@@ -57,7 +57,7 @@ class FedDC(Method):
     ] = 0.1
 
     def check(self, train: TrainSettings) -> None:
-        """Reject other optimisers than SGD."""
+        """Reject optimisers other than SGD."""
         require_sgd(train, "feddc")
 
     def init(

@@ -42,7 +42,7 @@ class FedNova(Method):
     changes: ClassVar[tuple[str, ...]] = (STEPS,)  # no values near the server's
 
     def check(self, train: TrainSettings) -> None:
-        """Reject other optimisers than SGD."""
+        """Reject optimisers other than SGD."""
         require_sgd(train, "fednova")
 
     def init(

@@ -31,7 +31,7 @@ from raydfl.methods._prototypes import PrototypeMethod
 
 @dataclass(frozen=True, kw_only=True)
 class FedProto(PrototypeMethod):
-    """Private networks whose features are drawn to common class means."""
+    """Private networks with features near common class means."""
 
     pure: ClassVar[bool] = True
 

@@ -26,7 +26,7 @@ from raydfl.training import Step, computing_with, fit
 
 @dataclass(frozen=True, kw_only=True)
 class FedRep(FedPer):
-    """FedPer whose clients train the personal layers before the others."""
+    """FedPer with the personal layers trained before the shared layers."""
 
     pure: ClassVar[bool] = True
 
@@ -47,7 +47,7 @@ class FedRep(FedPer):
             return super().loss(step, batch)
 
     def local(self, step: Step) -> Update:
-        """Train the personal layers, then the shared ones."""
+        """Train the personal layers, then the shared layers."""
         if self.personal:
             fit(step, self.head_loss, epochs=self.head_epochs)
         return step.update(fit(step, self.loss))

@@ -47,7 +47,7 @@ class PerFedAvg(Method):
     alpha: Annotated[float, Field(ge=0, description="rate of the step to the adapted model; 0 is FedAvg")] = 0.01
 
     def check(self, train: TrainSettings) -> None:
-        """Reject optimisers whose step is not the learning rate times the gradient."""
+        """Reject optimisers other than plain SGD."""
         require_sgd(train, "perfedavg")
         if train.optimiser.momentum or train.optimiser.clip_norm is not None:
             raise ConfigError(
@@ -69,7 +69,7 @@ class PerFedAvg(Method):
         return value + drift_term(list(own.values()), 1 / self.alpha, received)
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
-        """Return the objective's loss at v, whose gradient is taken for that of w_i."""
+        """Return the objective's loss at v, with its gradient for w_i."""
         if self.alpha == 0:
             return super().loss(step, batch)
         adapted = step.parameters("adapted").values()
@@ -80,7 +80,7 @@ class PerFedAvg(Method):
             return super().loss(step, _half(batch, 1))
 
     def local(self, step: Step) -> Update:
-        """Train the global model for the adapted one."""
+        """Train the global model by the loss of the adapted model."""
         if self.alpha == 0:
             return step.update(fit(step, self.loss, models=("model",)))
         # fit() decays rates, but alpha stays.
@@ -94,6 +94,6 @@ class PerFedAvg(Method):
 
 
 def _half(batch: Batch, first: int) -> Batch:
-    """Return a batch in which only every second example counts, from the given one."""
+    """Return a batch with weight 0 for every second example. ``first`` is the first with weight 1."""
     counts = (torch.arange(len(batch.y), device=batch.y.device) % 2 == first).float()
     return dataclasses.replace(batch, weight=counts if batch.weight is None else counts * batch.weight)

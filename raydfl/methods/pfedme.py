@@ -46,7 +46,7 @@ class PFedMe(Method):
     ] = 15.0
     personal_steps: Annotated[int, Field(ge=1, description="steps of the personal model for each batch")] = 5
     personal_lr: Annotated[
-        float | None, Field(gt=0, description="learning rate of the personal model; null: that of the run")
+        float | None, Field(gt=0, description="learning rate of the personal model; null: the run's")
     ] = None
     beta: Annotated[float, Field(gt=0, description="server step along the mean change; 1 takes the clients' mean")] = (
         1.0
