@@ -25,6 +25,8 @@ class Needs:
     """The labels that it learns from or changes."""
     optimiser: str = ""
     """The optimiser for which it is defined. Empty: any."""
+    plain_steps: bool = False
+    """Whether the optimiser must have neither momentum nor clipping."""
     batch_size: int = 1
     """The smallest batch, in clips."""
     one_class_list: bool = False

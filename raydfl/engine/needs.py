@@ -85,6 +85,9 @@ def _training_conflicts(needs: Needs, phases: Sequence[TrainSettings]) -> Iterat
         if needs.optimiser not in ("", name):
             remedy = f"set it to {needs.optimiser}, or choose another method"
             yield "train.optimiser.name", f"train.optimiser.name={needs.optimiser}", f"it is {name!r}", remedy
+        if needs.plain_steps and (train.optimiser.momentum or train.optimiser.clip_norm is not None):
+            remedy = "remove train.optimiser.momentum and train.optimiser.clip_norm"
+            yield "train.optimiser", "plain steps", "it has momentum or clipping", remedy
         if size < needs.batch_size:
             remedy = f"set it to at least {needs.batch_size}"
             yield "train.batch_size", f"batches of at least {needs.batch_size} clips", f"it is {size}", remedy

@@ -384,13 +384,11 @@ def test_attacks_that_alter_recordings_need_recordings(tmp_path: Path, attack: d
     values = configure(tmp_path, LOG_MEL).model_dump(mode="json")
     made = make_config({**values, "attack": attack})
     features = {"kind": "file", "path": "x.npz", "bands": 16}
-    with pytest.raises(
-        ConfigError, match=f"attack '{attack['name']}' needs recordings, but features of the kind"
-    ):
+    with pytest.raises(ConfigError, match=f"attack '{attack['name']}' needs recordings, but features of the kind"):
         make_config({**values, "attack": attack, "data": {**values["data"], "features": features}})
     path = write_npz(tmp_path / "features", log_mels())
     data = made.data.model_copy(update={"features": from_file(path)})
-    with pytest.raises(ConfigError, match="needs recordings"):
+    with pytest.raises(ConfigError, match="alters recordings"):
         build_population(data, 1, attack=made.parts.attack)
     flipped = {**values, "attack": "label_flip", "data": {**values["data"], "features": from_file(path).model_dump()}}
     assert make_config(flipped).parts.attack is not None

@@ -28,6 +28,11 @@ UNMET: dict[str, tuple[str, tuple[str, ...], str]] = {
         ("train.optimiser.name=adam",),
         "train.optimiser.name: {} needs train.optimiser.name=sgd, but it is 'adam'. Set it",
     ),
+    "plain_steps": (
+        "True",
+        ("train.optimiser.momentum=0.5",),
+        "train.optimiser: {} needs plain steps, but it has momentum or clipping. Remove train.optimiser.momentum and",
+    ),
     "batch_size": (
         "9",
         (),

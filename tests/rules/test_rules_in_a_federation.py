@@ -122,7 +122,8 @@ def test_without_influences_nobody_is_named_and_a_torn_record_is_an_error(tiny: 
 @pytest.mark.parametrize("rule", [name for name, cls in RULES.items() if cls.relative])
 def test_rules_that_start_from_the_server_are_refused_where_changes_are_sent(tiny: Tiny, rule: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"method.rule: rule {RULES[rule].__name__} needs updates near .*'scaffold' also sends changes"
+        ConfigError,
+        match=rf"method.rule: rule {RULES[rule].__name__} needs updates near .*'scaffold' also sends changes",
     ):
         tiny(f"method.rule={rule}", method="scaffold")
 
