@@ -1,34 +1,63 @@
-"""The clients of a federation and the server's held-out data: who has which examples, in a few memory-mapped arrays.
+"""The clients of a federation and the server's held-out data: two tables, mapped into memory, and queries of them.
 
-A client is a range of those arrays and nothing else, so 100,000 of them cost some megabytes that all processes of a node share.
+``clips.arrow`` has a row for each example, sorted by role, pool and client:
+
+=================== ============ ==================================================================================
+column              type         meaning
+=================== ============ ==================================================================================
+role                dictionary   one of :data:`ROLES`; ``attack`` is what attackers train on in place of ``train``
+pool                dictionary   pool of a training example; null for other roles
+client              int32        position of the owner; -1: the server, or clients that share clips
+store               int8         feature store: 0 clean, then noisy and altered features if there are any
+clip                int32        row of the manifest; the segments of a clip follow one another
+label               int32        index into the labels; negative: none
+start, frames       int64, int32 place of the features in the store
+column:NAME         dictionary   further columns (``data.columns``)
+VIEW:start, :frames int64, int32 place of a further view's features; 0 frames: the clip lacks the view
+=================== ============ ==================================================================================
+
+``clients.arrow`` has a row for each client. Only ``client`` is always there. Private state and commits name a client by its row.
+
+=================== ============ ==================================================================================
+client              large_string id
+by_id               int32        positions in the order of the ids, unless the ids ascend
+group               dictionary   group of which the client was made
+noisy, label_errors bool         whether its training data are corrupted; without the column nobody's are
+first, stop         int32        range of the client's rows of the first pool, where clients share clips
+statistics          int32        index of the client's statistics (see :meth:`Population.statistics`)
+profile:NAME        dictionary   ``data.profile``, if its source is a column
+examples            int64        number of training examples, where the clips are elsewhere (sites, parts)
+has:VIEW            bool         whether the client has a further view, where the clips are elsewhere
+=================== ============ ==================================================================================
 """
 
 from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
+import pyarrow as pa
 
 from raydfl.core.errors import DataError, nearest
-from raydfl.data import population_file
-from raydfl.data.client_profiles import ClientProfiles, joined
+from raydfl.data import population_folder
 from raydfl.data.examples import ClientData, Examples
-from raydfl.data.features.cache import FeatureStore
-from raydfl.data.holdings import block_diagonal, holdings_of
+from raydfl.data.features.cache import FeatureStore, open_store
 from raydfl.data.label_sets import sets_of
-from raydfl.data.names import Names
-from raydfl.data.population_file import folder_of, table_prefix
 from raydfl.data.settings import DataSettings
 from raydfl.data.shards import Shard, Site, only_site, shards_at
+from raydfl.data.tables import POOLED, ROLES, ClientIds, table_prefix, to_numbers
 from raydfl.data.transforms import PLAIN
 
 CLEAN, NOISY = 0, 1
 """Positions in a population's stores."""
+Column = tuple[Sequence[Any], np.ndarray]
+"""Values, and int [clients]: the position of each client's value; -1 if it is unknown."""
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,41 +75,38 @@ class Population:
     """Clients and held-out data. Made by raydfl.data.build, raydfl.cluster.sites, or :meth:`load`.
 
     Args:
-        classes: the labels that clips have; an example's label is an index into it.
+        clips: the table of clips.
+        clients: the table of clients.
+        classes: labels of the clips; a label with a separator names several classes.
         length: frames of every example, ``None`` when they differ.
-        stores: the clean features, and the noisy ones if some clients have them.
-        arrays: raydfl.data.population_file says which, and what is in them.
-        skipped: clips that were left out because they cannot be read, or of which a further view cannot, with the reasons.
-        messages: what the user should know about how this population came about.
+        stores: the clean features, and the noisy and altered ones if there are any. Empty: no example will be read.
+        arrays: ``statistics`` (see :meth:`statistics`) and tables of transforms (:func:`table_prefix`), by name.
+        skipped: names of unreadable clips, or clips without a readable view, with the reasons.
+        messages: messages to the user about the clips and clients.
         bands: features of a frame; ``None``: those of the stores.
-        sites: where the data lie, if not here: there are no stores then, and no examples.
-        columns: names of the values of further columns, by column: a code is an index into them.
-        pools: names of the pools of training clips, that of the part train first.
-        parts: where the federation is of several: then all is theirs but the clients' names and how many training examples each
-            has (see raydfl.data.parts).
-        separator: what stands between the classes that a label names; ``None``: a label is one class.
-        views: of each further view by name its store (``None``: at the sites), and the frames of every example that has it,
-            ``None`` when they differ. No pool has the name of a view.
-        profile_types: types of the columns of profiles that are no text (see raydfl.data.client_profiles).
+        sites: places of the data, if they are not here.
+        parts: parts of the federation. The clients' ids and numbers of examples are then all that this population has itself.
+        separator: separator of the classes in a label; ``None``: a label is one class.
+        views: for each further view its store (``None``: not opened) and the frames of every example, ``None`` when they differ.
     """
 
     def __init__(
         self,
+        clips: pa.RecordBatch,
+        clients: pa.RecordBatch,
         classes: Sequence[str],
         length: int | None,
         stores: Sequence[FeatureStore],
-        arrays: Mapping[str, np.ndarray],
+        arrays: Mapping[str, np.ndarray] | None = None,
         skipped: Sequence[tuple[str, str]] = (),
         messages: Sequence[str] = (),
         bands: int | None = None,
         sites: Sequence[Site] = (),
-        columns: Mapping[str, Sequence[str]] | None = None,
-        pools: Sequence[str] = ("train",),
         parts: Sequence[Part] = (),
         separator: str | None = None,
         views: Mapping[str, tuple[FeatureStore | None, int | None]] | None = None,
-        profile_types: Mapping[str, str] | None = None,
     ) -> None:
+        self._clips, self._clients, self._arrays = clips, clients, dict(arrays or {})
         self._labels, self._separator = tuple(classes), separator
         self.classes: tuple[str, ...] = self._labels
         """Names of the classes."""
@@ -93,11 +119,13 @@ class Population:
         self.stores = tuple(stores)
         self.skipped: tuple[tuple[str, str], ...] = tuple((clip, reason) for clip, reason in skipped)
         self.messages: tuple[str, ...] = tuple(messages)
-        self._arrays = dict(arrays)
-        self._holdings = holdings_of(self._arrays, len(self._labels))
-        self.columns: Mapping[str, tuple[str, ...]] = {name: tuple(values) for name, values in (columns or {}).items()}
-        """The values that the codes of examples' columns stand for, by column."""
-        self.pools: tuple[str, ...] = tuple(pools)
+        self.columns: Mapping[str, tuple[str, ...]] = {
+            name.removeprefix("column:"): tuple(clips.column(name).dictionary.to_pylist())
+            for name in clips.schema.names
+            if name.startswith("column:")
+        }
+        """The values of further columns by name; an example has an index into them."""
+        self.pools: tuple[str, ...] = tuple(clips.column("pool").dictionary.to_pylist())
         """Names of the pools of training examples."""
         self.bands = stores[CLEAN].bands if bands is None else bands
         """Features of a frame."""
@@ -106,19 +134,20 @@ class Population:
         """Like :attr:`length`, of each further view by name, for examples that have it."""
         self._pipelines = dict.fromkeys(self._views, PLAIN)
         self.pipeline = PLAIN
-        """The way of stored features into a batch: see :meth:`use`."""
-        self.ids = Names.among(arrays, "ids")
-        self._profile_types = dict(profile_types or {})
-        self._profiles = ClientProfiles(self._arrays, len(self.ids), tuple(self._views), self._profile_types)
+        """The pipeline from stored features to a batch, set by :meth:`use`."""
+        self.ids = ClientIds.from_table(clients)
         self.parts = tuple(parts)
         """Data sets with classes of their own; empty: this is one."""
         self._sites = tuple(sites)
+        self._known: dict[str, Any] = {}
+        self._blocks = _find_blocks(clips, self.pools)
+        self._used = {role for (role, _), rows in self._blocks.items() if rows.start < rows.stop}
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def use(self, data: DataSettings) -> Population:
-        """Have batches made as the settings say, with the tables that are kept with the population; return the population."""
+        """Apply the transforms of the settings to batches, with the tables of this population; return the population."""
         for part in self.parts:
             part.population.use(data.each[part.name])
         self.pipeline = data.pipeline.with_tables(self._arrays, table_prefix(""))
@@ -134,7 +163,7 @@ class Population:
         """The sites at which the data lie, in the clients' order; a single one without a name unless there are several."""
         if self._sites:
             return self._sites
-        if self.parts:  # what is measured there, each of them says
+        if self.parts:  # each has shards of its own
             return (only_site(len(self), {}),)
         splits = {"test": self.test, "triggered": self.triggered, "server_validation": self.validation}
         return (only_site(len(self), {split: examples.clips for split, examples in splits.items()}),)
@@ -166,7 +195,7 @@ class Population:
         """Return the position of a client.
 
         Raises:
-            DataError: there is none of that id.
+            DataError: there is no client with this id.
         """
         try:
             return self.ids.index(client_id)
@@ -175,24 +204,67 @@ class Population:
                 f"there is no client {client_id!r} among {len(self)}; {nearest(client_id, self.ids)}"
             ) from None
 
+    def _of_clients(self, name: str) -> np.ndarray | None:
+        """Return a column of the clients table as numbers, ``None`` if there is none."""
+        if name not in self._clients.schema.names:
+            return None
+        return self._remember(f"clients {name}", lambda: to_numbers(self._clients.column(name)))
+
+    def _remember(self, key: str, make: Callable[[], _T]) -> _T:
+        if key not in self._known:
+            self._known[key] = make()
+        found: _T = self._known[key]
+        return found
+
+    def _of_clips(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """Return some rows of a column of the clips table as numbers."""
+        first, stop, _ = rows.indices(self._clips.num_rows)
+        return to_numbers(self._clips.column(name).slice(first, stop - first))
+
+    def _rows(self, role: str, index: int, pool: str = "") -> slice:
+        """Return the rows of a client in the clips table."""
+        block = self._blocks[role, pool or self.pools[0] if role in POOLED else ""]
+        first, stop = self._of_clients("first"), self._of_clients("stop")
+        if first is not None and stop is not None:
+            if role != "train":
+                return slice(0, 0)
+            return slice(block.start + int(first[index]), block.start + int(stop[index]))
+        wanted = np.array([index, index + 1], np.int32)  # of the column's type, or searchsorted copies the column
+        begin, end = (np.searchsorted(self._of_clips("client", block), wanted) + block.start).tolist()
+        return slice(begin, end)
+
     def num_examples(self, index: int) -> int:
         """Return how many training examples a client has in the first pool."""
-        return self._size(self.pools[0], index)
+        examples = self._of_clients("examples")
+        return self._size("", index) if examples is None else int(examples[index])
 
     def _size(self, pool: str, index: int) -> int:
-        mine = self._holdings.range_of("train" if pool == self.pools[0] else f"train@{pool}", index)
-        return int(mine.stop - mine.start)
+        rows = self._rows("train", index, pool)
+        return int(rows.stop - rows.start)
 
     def num_with_view(self, name: str) -> int:
         """Return how many training examples of the first pool have a further view."""
-        return int(np.count_nonzero(self._arrays[f"train@{name}/counts"]))
+        return int(np.count_nonzero(self._of_clips(f"{name}:frames", self._blocks["train", self.pools[0]])))
 
     def owners(self, view: str) -> np.ndarray:
         """Return which clients have a further view of any of their training examples: bool [clients]."""
-        return self._profiles.owners(view)
+        stored = self._of_clients(f"has:{view}")
+        return self._remember(f"owners {view}", lambda: self._find_owners(view)) if stored is None else stored
+
+    def _find_owners(self, view: str) -> np.ndarray:
+        first, stop = self._of_clients("first"), self._of_clients("stop")
+        train = slice(self._blocks["train", self.pools[0]].start, self._blocks["train", self.pools[-1]].stop)
+        present = self._of_clips(f"{view}:frames", train) > 0
+        if first is not None and stop is not None:
+            before = np.r_[0, np.cumsum(present)]
+            shared: np.ndarray = before[stop] > before[first]
+            return shared
+        found = np.zeros(len(self), bool)
+        found[self._of_clips("client", train)[present]] = True
+        return found
 
     def profile(self, index: int) -> dict[str, Any]:
-        """Return what else is known of a client.
+        """Return the profile of a client.
 
         That is: ``group`` (where clients are made of groups), ``noisy``, ``label_errors``, the columns of ``data.profile`` by name,
         ``views`` (names of the further views that it has, where there are any), ``pools`` (examples in each, where there are
@@ -201,27 +273,46 @@ class Population:
         if self.parts:
             part = self._part(index)
             return {"part": part.name, **part.population.profile(index - part.first)}
-        facts = self._profiles.of(index)
+        names = [name.removeprefix("profile:") for name in self._clients.schema.names if name.startswith("profile:")]
+        columns = {name: self.column(name) for name in ("group", "noisy", "label_errors", "views", *names)}
+        facts = {name: values[int(of[index])] for name, (values, of) in columns.items() if of[index] >= 0}
         if len(self.pools) > 1:
             facts["pools"] = {name: self._size(name, index) for name in self.pools}
         return facts
 
-    def column(self, name: str) -> tuple[Sequence[Any], np.ndarray]:
-        """Return what the profiles of all clients say under one name, but for ``pools``, which are no single value.
+    def column(self, name: str) -> Column:
+        """Return one entry of all clients' profiles; not for ``pools``, which is no single value."""
+        return self._remember(f"profile {name}", lambda: self._find_column(name))
 
-        Returns:
-            The values, and int [clients]: the position of each client's among them; -1 where nothing is known of it.
-        """
+    def _find_column(self, name: str) -> Column:
         if self.parts:
             if name == "part":
                 sizes = [len(part.population) for part in self.parts]
                 return [part.name for part in self.parts], np.repeat(np.arange(len(sizes)), sizes)
-            return joined(part.population.column(name) for part in self.parts)
-        return self._profiles.column(name)
+            return _join([part.population.column(name) for part in self.parts])
+        if name in ("noisy", "label_errors"):
+            stored = self._of_clients(name)
+            return (False, True), np.broadcast_to(np.int8(0), len(self)) if stored is None else stored.view(np.int8)
+        if name == "views" and self._views:
+            table = np.stack([self.owners(view) for view in self._views], axis=1)
+            kinds, of = np.unique(table, axis=0, return_inverse=True)
+            names = np.array([*self._views])
+            return [tuple(names[kind].tolist()) for kind in kinds], of.reshape(-1)
+        stored = self._of_clients(key := "group" if name == "group" else f"profile:{name}")
+        if stored is None:
+            return (), np.broadcast_to(np.int8(-1), len(self))
+        return self._clients.column(key).dictionary.to_pylist(), stored
 
     def sizes(self) -> np.ndarray:
         """Return int64 [clients]: training examples of each client in the first pool."""
-        return self._holdings.sizes()
+        examples, first, stop = (self._of_clients(name) for name in ("examples", "first", "stop"))
+        if examples is not None:
+            return examples
+        if first is not None and stop is not None:
+            sizes: np.ndarray = stop.astype(np.int64)
+            sizes -= first  # in place: there may be millions of clients
+            return sizes
+        return np.bincount(self._of_clips("client", self._blocks["train", self.pools[0]]), minlength=len(self))
 
     def data(self, index: int, attacking: bool = False) -> ClientData:
         """Return a client's data; its ``test`` is empty unless clients hold out a test set of their own.
@@ -232,50 +323,45 @@ class Population:
         if self.parts:
             part = self._part(index)
             return part.population.data(index - part.first, attacking)
-        store, range_of = CLEAN, self._holdings.range_of
-        train = self._holdings.trained_on_by_attackers if attacking else "train"
-        if train == "attack" and self._arrays["altered"][index]:
-            store = len(self.stores) - 1
-        elif self._profiles.column("noisy")[1][index]:
-            store = NOISY
-        tests = range_of("client_test", index) if "client_test/starts" in self._arrays else None
-        first, *further = self.pools
+        poisoned = attacking and "attack" in self._used
+        rows = [self._rows("attack" if poisoned else "train", index, pool) for pool in self.pools]
+        # All training examples of a client are in one store, so that a batch may mix pools; an empty pool takes theirs.
+        store = max(int(self._of_clips("store", own).max(initial=CLEAN)) for own in rows)
+        first, *further = (self._examples(own, store) for own in rows)
         return ClientData(
-            self._examples(train, range_of("train", index), store),
-            self._examples("validation", range_of("validation", index)),
-            self._examples("test", slice(0, 0)) if tests is None else self._examples("client_test", tests),
-            {name: self._examples(f"{train}@{name}", range_of(f"train@{name}", index), store) for name in further},
             first,
+            self._examples(self._rows("validation", index)),
+            self._examples(self._rows("client_test", index)),
+            dict(zip(self.pools[1:], further, strict=True)),
+            self.pools[0],
         )
 
     def first_examples(self, count: int) -> Examples | None:
         """Return some training examples, as they are without attacks and noise; ``None`` where all are at sites."""
-        return self._examples("train", slice(0, count)) if "train/starts" in self._arrays else None
+        block = self._blocks["train", self.pools[0]]
+        return self._examples(slice(block.start, min(block.start + count, block.stop))) if self.stores else None
 
     @functools.cached_property
     def test(self) -> Examples:
         """The server's test data."""
-        return self._examples("test", slice(None))
+        return self._examples(self._blocks["test", ""])
 
     @functools.cached_property
     def triggered(self) -> Examples:
         """Copies of test clips with the trigger of a backdoor, under their true labels, none of which is its target; or empty."""
-        there = "triggered/starts" in self._arrays
-        return self._examples(
-            "triggered" if there else "test", slice(None) if there else slice(0, 0), len(self.stores) - 1
-        )
+        return self._examples(self._blocks["triggered", ""], len(self.stores) - 1)
 
     @functools.cached_property
     def validation(self) -> Examples:
         """The server's validation data (``split.server_validation``, ``split.official_validation: validation``); else empty."""
-        return self._examples("server_validation", slice(None))
+        return self._examples(self._blocks["server_validation", ""])
 
     def statistics(self, client: int | None = None) -> np.ndarray | None:
         """Return the mean and deviation (float64 [2, bands]) with which further recordings are normalised by group.
 
         Args:
-            client: whose they are: those of its group if all its training clips are of one group. ``None``, or a client of
-                several groups: those over all training clips.
+            client: its group's, if all its training clips are of one group. ``None``, or a client of several groups: those over
+                all training clips.
 
         Returns:
             ``None`` without ``normalise: group``, or where the data lie at sites.
@@ -283,16 +369,27 @@ class Population:
         if self.parts and client is not None:
             part = self._part(client)
             return part.population.statistics(client - part.first)
-        if "statistics/values" not in self._arrays:
+        of = self._of_clients("statistics")
+        if of is None:
             return None
-        values: np.ndarray = self._arrays["statistics/values"]
-        return values[:, -1 if client is None else int(self._arrays["statistics/of"][client])]
+        values: np.ndarray = self._arrays["statistics"]
+        return values[:, -1 if client is None else int(of[client])]
 
     def class_counts(self) -> np.ndarray:
         """Return int64 [classes]: training clips of all clients together by class, a clip once for each client that has it."""
         if self.parts:
             return np.concatenate([part.population.class_counts() for part in self.parts])
-        return self._by_class(self._holdings.labels_of_all())
+        first, stop = self._of_clients("first"), self._of_clients("stop")
+        if first is None or stop is None:
+            summed: np.ndarray = self.label_counts().sum(axis=0)
+            return summed
+        block = self._blocks["train", self.pools[0]]
+        labels = self._of_clips("label", block)
+        begun, ended = (np.cumsum(np.bincount(bound, minlength=len(labels) + 1))[:-1] for bound in (first, stop))
+        counted = self._begin_clips(block) & (labels >= 0)
+        return self._by_class(
+            np.bincount(labels[counted], (begun - ended)[counted], len(self._labels)).astype(np.int64)
+        )
 
     def label_counts(
         self, of: Literal["train", "validation", "client_test"] = "train", clients: slice | np.ndarray = slice(None)
@@ -302,64 +399,83 @@ class Population:
         Of several parts each has columns of its own, in the order of :attr:`classes`.
 
         Args:
-            of: what the clients have the clips for. Clients without tests of their own have none in ``client_test``.
-            clients: of whom to tell: a part of them, or int [some clients].
+            of: role of the clips. Clients without tests of their own have none in ``client_test``.
+            clients: a part of the clients, or int [some clients].
         """
         if self.parts:
-            return block_diagonal([part.population.label_counts(of) for part in self.parts])[clients]
-        if not self._holdings.has(of):
-            return np.zeros((len(self), len(self.classes)), np.int64)[clients]
-        return self._by_class(self._holdings.label_counts(of, clients))
+            return _block_diagonal([part.population.label_counts(of) for part in self.parts])[clients]
+        block = self._blocks[of, self.pools[0] if of == "train" else ""]
+        labels, begins, number = self._of_clips("label", block), self._begin_clips(block), len(self._labels)
+        first, stop = self._of_clients("first"), self._of_clients("stop")
+        if first is not None and stop is not None and of == "train":
+            counts = np.empty((len(first[clients]), number), np.int64)
+            for label in range(number):
+                before = np.concatenate([[0], np.cumsum(begins & (labels == label))])
+                counts[:, label] = before[stop[clients]] - before[first[clients]]
+            return self._by_class(counts)
+        client = self._of_clips("client", block).astype(np.int64)
+        begins[1:] |= client[1:] != client[:-1]
+        begins &= labels >= 0
+        cells = np.bincount(client[begins] * number + labels[begins], minlength=len(self) * number)
+        return self._by_class(cells.reshape(len(self), number)[clients])
+
+    def _begin_clips(self, block: slice) -> np.ndarray:
+        """Return which rows are the first segment of their clip: bool [rows]."""
+        clips = self._of_clips("clip", block)
+        return np.concatenate([np.ones(min(len(clips), 1), bool), clips[1:] != clips[:-1]])
 
     def _by_class(self, counts: np.ndarray) -> np.ndarray:
         """Return int64 [..., classes], made of int64 [..., labels]."""
         return counts if self.sets is None else counts @ self.sets.astype(np.int64)
 
     def save(self, folder: Path, again: bool = False) -> None:
-        """Write everything but the features, which stay in the cache, to the file ``population.safetensors`` in ``folder``.
+        """Write everything but the features, which stay in the cache.
 
         Args:
-            again: replace the file of a run by that of equal data. The types of its profile columns stay.
+            again: the folder holds equal tables; only the places of the features are written.
 
         Raises:
             ResourcesError: the disk is full or the folder cannot be written.
         """
         for part in self.parts:
-            part.population.save(folder_of(folder, part.name), again)
-        of_parts = [(part.name, part.first, part.population.bands) for part in self.parts]
-        arguments = self._arguments()
-        if again:
-            arguments["profile_types"] = population_file.read_facts(folder).get("profile_types")
-        population_file.write(folder, arguments, of_parts)
-
-    def _arguments(self) -> dict[str, Any]:
-        """Return what it was made of but for ``parts``: the constructor's arguments by name."""
-        return {
+            part.population.save(population_folder.part_folder(folder, part.name), again)
+        facts = {
             "classes": self._labels,
+            "separator": self._separator,
             "length": self.length,
-            "stores": self.stores,
-            "arrays": self._arrays,
+            "stores": [str(store.folder) for store in self.stores],
+            "views": {
+                name: [None if store is None else str(store.folder), self.view_lengths[name]]
+                for name, store in self._views.items()
+            },
+            "bands": self.bands,
             "skipped": self.skipped,
             "messages": self.messages,
-            "bands": self.bands,
-            "sites": self._sites,
-            "columns": self.columns,
-            "pools": self.pools,
-            "separator": self._separator,
-            "views": {name: (store, self.view_lengths[name]) for name, store in self._views.items()},
-            "profile_types": self._profile_types,
+            "sites": [[site.name, site.first, site.stop, dict(site.shards)] for site in self._sites],
+            "parts": [[part.name, part.first, part.population.bands] for part in self.parts],
         }
+        tables = None if again else population_folder.Tables(self._clips, self._clients, self._arrays)
+        population_folder.write(folder, facts, tables)
 
     def is_saved_in(self, folder: Path) -> bool:
-        """Return whether it is the population that :meth:`save` wrote there, whose features may lie in another cache."""
-        parts_are = all(part.population.is_saved_in(folder_of(folder, part.name)) for part in self.parts)
-        return parts_are and population_file.is_written_in(folder, self._arguments())
+        """Return whether the folder holds the same clips, clients and features, which may lie in another cache."""
+        with population_folder.refusing_damage(folder):
+            facts, saved = population_folder.read(folder)
+        stores = [*self.stores, *(store for store in self._views.values() if store is not None)]
+        named = [*facts["stores"], *(store for store, _ in facts["views"].values() if store is not None)]
+        return (
+            all(part.population.is_saved_in(population_folder.part_folder(folder, part.name)) for part in self.parts)
+            and list(self._labels) == facts["classes"]
+            and [store.folder.name for store in stores] == [Path(store).name for store in named]
+            and _are_equal(self._clips, saved.clips)
+            and _are_equal(self._clients, saved.clients)
+        )
 
     @classmethod
     def load(
         cls, folder: Path, verify: bool = False, verify_features: bool = False, bands: int | None = None
     ) -> Population:
-        """Open what :meth:`save` wrote, in milliseconds and without a copy.
+        """Map what :meth:`save` wrote, in milliseconds and without a copy. The file of an early version is converted.
 
         Args:
             verify: read everything but the features and compare it with its digest.
@@ -368,43 +484,119 @@ class Population:
                 gone.
 
         Raises:
-            RunDirectoryError: the file is missing or damaged.
-            DataError: the features in the cache are.
+            RunDirectoryError: a file is missing or damaged.
+            DataError: the features in the cache are missing or damaged.
         """
-        with population_file.refusing_damage(folder):
-            arguments, of_parts = population_file.read(folder, verify, verify_features, bands)
-            parts = [
-                Part(name, first, cls.load(folder_of(folder, name), verify, verify_features, own))
-                for name, first, own in of_parts
-            ]
-            return cls(**arguments, parts=parts)
+        with population_folder.refusing_damage(folder):
+            facts, tables = population_folder.read(folder, verify)
 
-    def _examples(self, part: str, where: slice, store: int = CLEAN) -> Examples:
-        labels, clips = (self._arrays[f"{part}/{column}"][where].astype(np.int64) for column in ("labels", "clips"))
+            def opened(store: str | None) -> FeatureStore | None:
+                return None if store is None or bands is not None else open_store(Path(store), verify_features)
+
+            parts = [
+                Part(
+                    name,
+                    first,
+                    cls.load(
+                        population_folder.part_folder(folder, name),
+                        verify,
+                        verify_features,
+                        None if bands is None else own,
+                    ),
+                )
+                for name, first, own in facts["parts"]
+            ]
+            return cls(
+                tables.clips,
+                tables.clients,
+                facts["classes"],
+                facts["length"],
+                [store for store in map(opened, facts["stores"]) if store is not None],
+                tables.arrays,
+                facts["skipped"],
+                facts["messages"],
+                facts["bands"] if bands is None else bands,
+                [Site(*site) for site in facts["sites"]],
+                parts,
+                facts["separator"],
+                {name: (opened(store), length) for name, (store, length) in facts["views"].items()},
+            )
+
+    def _examples(self, rows: slice, store: int = CLEAN) -> Examples:
+        labels, clips = (self._of_clips(name, rows).astype(np.int64) for name in ("label", "clip"))
         views = {}
         for number, (name, view) in enumerate(self._views.items(), 1):
-            assert view is not None  # noqa: S101 - examples are asked for where their data lie
-            frames, length = self._frames(f"{_trained_on(part)}@{name}", where), self.view_lengths[name]
-            views[name] = Examples(view, *frames, labels, clips, length, pipeline=self._pipelines[name], stream=number)
+            assert view is not None  # noqa: S101 - examples are read where their data lie
+            starts, frames = (self._of_clips(f"{name}:{column}", rows) for column in ("start", "frames"))
+            views[name] = Examples(
+                view,
+                starts,
+                frames,
+                labels,
+                clips,
+                self.view_lengths[name],
+                pipeline=self._pipelines[name],
+                stream=number,
+            )
         return Examples(
             self.stores[store],
-            *self._frames(part, where),
+            self._of_clips("start", rows),
+            self._of_clips("frames", rows),
             labels,
             clips,
             self.length,
-            {name: self._arrays[f"{part}/column/{name}"][where].astype(np.int64) for name in self.columns},
+            {name: self._of_clips(f"column:{name}", rows).astype(np.int64) for name in self.columns},
             classes=self.classes,
             sets=self.sets,
             pipeline=self.pipeline,
             views=views,
         )
 
-    def _frames(self, part: str, where: slice) -> tuple[np.ndarray, np.ndarray]:
-        """Return where in their store examples begin, and how many frames each has."""
-        return self._arrays[f"{part}/starts"][where], self._arrays[f"{part}/counts"][where]
+
+def _find_blocks(clips: pa.RecordBatch, pools: Sequence[str]) -> dict[tuple[str, str], slice]:
+    """Return the rows of each role and pool; the pool of other roles than training is empty."""
+    bounds = np.searchsorted(to_numbers(clips.column("role")), np.arange(len(ROLES) + 1, dtype=np.int8)).tolist()
+    blocks: dict[tuple[str, str], slice] = {}
+    for role, first, stop in zip(ROLES, bounds, bounds[1:], strict=False):
+        if role not in POOLED:
+            blocks[role, ""] = slice(first, stop)
+            continue
+        codes = to_numbers(clips.column("pool").slice(first, stop - first))
+        inner = (np.searchsorted(codes, np.arange(len(pools) + 1, dtype=codes.dtype)) + first).tolist()
+        blocks |= {(role, pool): slice(*ends) for pool, *ends in zip(pools, inner, inner[1:], strict=False)}
+    return blocks
 
 
-def _trained_on(part: str) -> str:
-    """Return the part whose clips those of ``attack`` or ``attack@POOL`` are."""
-    kind, mark, pool = part.partition("@")
-    return f"train{mark}{pool}" if kind == "attack" else part
+def _are_equal(one: pa.RecordBatch, other: pa.RecordBatch) -> bool:
+    """Return whether two tables have equal columns. Statistics are left out: they are computed from features."""
+    return one.schema.names == other.schema.names and all(
+        _texts(own) == _texts(same) and np.array_equal(to_numbers(own), to_numbers(same))
+        if pa.types.is_dictionary(own.type) and pa.types.is_dictionary(same.type)
+        else own.equals(same)
+        for own, same in zip(one.columns, other.columns, strict=True)
+    )
+
+
+def _texts(column: pa.DictionaryArray) -> list[str]:
+    """Return the values as text: early versions read numbers in profiles as text."""
+    return list(map(str, column.dictionary.to_pylist()))
+
+
+def _join(columns: Sequence[Column]) -> Column:
+    """Concatenate the columns of several parts."""
+    values: list[Any] = []
+    places = []
+    for own, of in columns:
+        places.append(np.where(of < 0, -1, of.astype(np.int64) + len(values)))
+        values += own
+    return values, np.concatenate(places)
+
+
+def _block_diagonal(blocks: Sequence[np.ndarray]) -> np.ndarray:
+    """Return int64 matrices one below and beside the other, with zeros elsewhere."""
+    whole = np.zeros(np.sum([block.shape for block in blocks], axis=0), np.int64)
+    row = column = 0
+    for block in blocks:
+        whole[row : row + block.shape[0], column : column + block.shape[1]] = block
+        row, column = row + block.shape[0], column + block.shape[1]
+    return whole
