@@ -31,10 +31,11 @@ from raydfl.cluster.server import Server
 from raydfl.core.seeds import generator
 from raydfl.core.types import State
 from raydfl.data.build import build_population
+from raydfl.data.client_ids import ClientIds
 from raydfl.data.dataset import Dataset
 from raydfl.data.manifest import make_manifest
 from raydfl.data.population import Population
-from raydfl.data.tables import ClientIds, clips_table
+from raydfl.data.tables import Tables, clips_table
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.storage.private import PrivateIndex, PrivateRef, PrivateStore
@@ -144,8 +145,7 @@ def enlarge(population: Population, clients: int, examples: int) -> Population:
     }
     ids = ClientIds.from_strings(f"client_{index:06d}" for index in range(clients))
     return Population(
-        clips_table(columns, ("train",), {}),
-        pa.record_batch(ids.columns()),
+        Tables(clips_table(columns, ("train",), {}), pa.record_batch(ids.columns())),
         population.classes,
         population.length,
         population.stores,

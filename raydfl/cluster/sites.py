@@ -27,6 +27,7 @@ from raydfl.data import (
     ClientIds,
     Population,
     Site,
+    Tables,
     build_population,
     kept_labels,
     list_clips,
@@ -131,8 +132,7 @@ def join(reports: Sequence[SiteReport], classes: Sequence[str], separator: str |
     ]
     views = {view: (None, _common_length([report.views[view] for report in reports])) for view in reports[0].views}
     return Population(
-        no_clips(),
-        pa.record_batch(clients),
+        Tables(no_clips(), pa.record_batch(clients)),
         classes,
         length,
         (),

@@ -2,6 +2,7 @@
 
 from raydfl.data.audio import read_audio as read_audio
 from raydfl.data.build import build_population as build_population
+from raydfl.data.client_ids import ClientIds as ClientIds
 from raydfl.data.corruption import Share as Share
 from raydfl.data.corruption import add_noise as add_noise
 from raydfl.data.corruption import draw_clients as draw_clients
@@ -45,7 +46,7 @@ from raydfl.data.settings import ViewSettings as ViewSettings
 from raydfl.data.shards import Shard as Shard
 from raydfl.data.shards import Site as Site
 from raydfl.data.split import SplitSettings as SplitSettings
-from raydfl.data.tables import ClientIds as ClientIds
+from raydfl.data.tables import Tables as Tables
 from raydfl.data.tables import no_clips as no_clips
 from raydfl.data.transforms import Drawn as Drawn
 from raydfl.data.transforms import find_transform as find_transform

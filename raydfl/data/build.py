@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from raydfl.core.errors import ConfigError, DataError, nearest
 from raydfl.core.progress import Progress
+from raydfl.data.client_ids import ClientIds
 from raydfl.data.corruption import LabelErrorSettings, NoiseSettings, choose_clients, wrong_labels
 from raydfl.data.division import CLIENT_TEST, TRAINING, VALIDATION, Division, divide, list_clips
 from raydfl.data.features.alteration import Alteration
@@ -30,7 +31,7 @@ from raydfl.data.presence import clients_without
 from raydfl.data.profile import profile_columns
 from raydfl.data.segment import segments
 from raydfl.data.settings import DataSettings, ViewSettings, with_place
-from raydfl.data.tables import ROLES, ClientIds, clips_table, encode, table_prefix
+from raydfl.data.tables import ROLES, Tables, clips_table, encode, table_prefix
 
 
 def build_population(
@@ -269,12 +270,14 @@ class _Assembler:
             if name in without:
                 clips[f"{name}:frames"][(clips["client"] >= 0) & without[name][clips["client"]]] = 0
         population = Population(
-            clips_table(clips, division.pools, further),
-            pa.record_batch({**ids.columns(), **self._client_columns(training.rows.frames)}),
+            Tables(
+                clips_table(clips, division.pools, further),
+                pa.record_batch({**ids.columns(), **self._client_columns(training.rows.frames)}),
+                arrays,
+            ),
             self.classes,
             length,
             self.stores,
-            arrays,
             [*skipped, *self.unread],
             [*messages, *self.messages],
             separator=None if self.data.label_sets is None else self.data.label_sets.separator,

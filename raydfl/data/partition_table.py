@@ -27,9 +27,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet
 
 from raydfl.core.errors import DataError, nearest
+from raydfl.data.client_ids import ClientIds
 from raydfl.data.csv_file import read_csv
 from raydfl.data.partition import Partition, PartitionSettings
-from raydfl.data.tables import ClientIds
 
 _FIRST, _CLIPS, _CLIENT = "first", "clips", "client"
 _WHERE = "data.partition.file"

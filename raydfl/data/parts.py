@@ -11,8 +11,9 @@ from collections.abc import Mapping
 import numpy as np
 import pyarrow as pa
 
+from raydfl.data.client_ids import ClientIds
 from raydfl.data.population import Part, Population
-from raydfl.data.tables import ClientIds, no_clips
+from raydfl.data.tables import Tables, no_clips
 
 
 def join(populations: Mapping[str, Population]) -> Population:
@@ -27,8 +28,7 @@ def join(populations: Mapping[str, Population]) -> Population:
     sizes = np.concatenate([part.population.sizes() for part in parts]).astype(np.int64)
     lengths = {population.length for population in populations.values()}
     return Population(
-        no_clips(),
-        pa.record_batch({**ids.columns(), "examples": pa.array(sizes)}),
+        Tables(no_clips(), pa.record_batch({**ids.columns(), "examples": pa.array(sizes)})),
         [f"{part.name}/{label}" for part in parts for label in part.population.classes],
         lengths.pop() if len(lengths) == 1 else None,
         (),

@@ -1,47 +1,15 @@
-"""The clients of a federation and the server's held-out data: two tables, mapped into memory, and queries of them.
-
-``clips.arrow`` has a row for each example, sorted by role, pool and client:
-
-=================== ============ ==================================================================================
-column              type         meaning
-=================== ============ ==================================================================================
-role                dictionary   one of :data:`ROLES`; ``attack`` is what attackers train on in place of ``train``
-pool                dictionary   pool of a training example; null for other roles
-client              int32        position of the owner; -1: the server, or clients that share clips
-store               int8         feature store: 0 clean, then noisy and altered features if there are any
-clip                int32        row of the manifest; the segments of a clip follow one another
-label               int32        index into the labels; negative: none
-start, frames       int64, int32 place of the features in the store
-column:NAME         dictionary   further columns (``data.columns``)
-VIEW:start, :frames int64, int32 place of a further view's features; 0 frames: the clip lacks the view
-=================== ============ ==================================================================================
-
-``clients.arrow`` has a row for each client. Only ``client`` is always there. Private state and commits name a client by its row.
-
-=================== ============ ==================================================================================
-client              large_string id
-by_id               int32        positions in the order of the ids, unless the ids ascend
-group               dictionary   group of which the client was made
-noisy, label_errors bool         whether its training data are corrupted; without the column nobody's are
-first, stop         int32        range of the client's rows of the first pool, where clients share clips
-statistics          int32        index of the client's statistics (see :meth:`Population.statistics`)
-profile:NAME        dictionary   ``data.profile``, if its source is a column
-examples            int64        number of training examples, where the clips are elsewhere (sites, parts)
-has:VIEW            bool         whether the client has a further view, where the clips are elsewhere
-=================== ============ ==================================================================================
-"""
+"""The clients of a federation and the server's held-out data: tables of clips and clients, and the features of the clips."""
 
 from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
-import pyarrow as pa
 
 from raydfl.core.errors import DataError, nearest
 from raydfl.data import population_folder
@@ -50,14 +18,11 @@ from raydfl.data.features.cache import FeatureStore, open_store
 from raydfl.data.label_sets import sets_of
 from raydfl.data.settings import DataSettings
 from raydfl.data.shards import Shard, Site, only_site, shards_at
-from raydfl.data.tables import POOLED, ROLES, ClientIds, table_prefix, to_numbers
+from raydfl.data.tables import Column, Tables, table_prefix
 from raydfl.data.transforms import PLAIN
 
 CLEAN, NOISY = 0, 1
 """Positions in a population's stores."""
-Column = tuple[Sequence[Any], np.ndarray]
-"""Values, and int [clients]: the position of each client's value; -1 if it is unknown."""
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +40,10 @@ class Population:
     """Clients and held-out data. Made by raydfl.data.build, raydfl.cluster.sites, or :meth:`load`.
 
     Args:
-        clips: the table of clips.
-        clients: the table of clients.
+        tables: clips and clients.
         classes: labels of the clips; a label with a separator names several classes.
         length: frames of every example, ``None`` when they differ.
         stores: the clean features, and the noisy and altered ones if there are any. Empty: no example will be read.
-        arrays: ``statistics`` (see :meth:`statistics`) and tables of transforms (:func:`table_prefix`), by name.
         skipped: names of unreadable clips, or clips without a readable view, with the reasons.
         messages: messages to the user about the clips and clients.
         bands: features of a frame; ``None``: those of the stores.
@@ -92,12 +55,10 @@ class Population:
 
     def __init__(
         self,
-        clips: pa.RecordBatch,
-        clients: pa.RecordBatch,
+        tables: Tables,
         classes: Sequence[str],
         length: int | None,
         stores: Sequence[FeatureStore],
-        arrays: Mapping[str, np.ndarray] | None = None,
         skipped: Sequence[tuple[str, str]] = (),
         messages: Sequence[str] = (),
         bands: int | None = None,
@@ -106,7 +67,7 @@ class Population:
         separator: str | None = None,
         views: Mapping[str, tuple[FeatureStore | None, int | None]] | None = None,
     ) -> None:
-        self._clips, self._clients, self._arrays = clips, clients, dict(arrays or {})
+        self._tables = tables
         self._labels, self._separator = tuple(classes), separator
         self.classes: tuple[str, ...] = self._labels
         """Names of the classes."""
@@ -119,13 +80,9 @@ class Population:
         self.stores = tuple(stores)
         self.skipped: tuple[tuple[str, str], ...] = tuple((clip, reason) for clip, reason in skipped)
         self.messages: tuple[str, ...] = tuple(messages)
-        self.columns: Mapping[str, tuple[str, ...]] = {
-            name.removeprefix("column:"): tuple(clips.column(name).dictionary.to_pylist())
-            for name in clips.schema.names
-            if name.startswith("column:")
-        }
+        self.columns: Mapping[str, tuple[str, ...]] = tables.values
         """The values of further columns by name; an example has an index into them."""
-        self.pools: tuple[str, ...] = tuple(clips.column("pool").dictionary.to_pylist())
+        self.pools = tables.pools
         """Names of the pools of training examples."""
         self.bands = stores[CLEAN].bands if bands is None else bands
         """Features of a frame."""
@@ -135,13 +92,10 @@ class Population:
         self._pipelines = dict.fromkeys(self._views, PLAIN)
         self.pipeline = PLAIN
         """The pipeline from stored features to a batch, set by :meth:`use`."""
-        self.ids = ClientIds.from_table(clients)
+        self.ids = tables.ids
         self.parts = tuple(parts)
         """Data sets with classes of their own; empty: this is one."""
         self._sites = tuple(sites)
-        self._known: dict[str, Any] = {}
-        self._blocks = _find_blocks(clips, self.pools)
-        self._used = {role for (role, _), rows in self._blocks.items() if rows.start < rows.stop}
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -150,9 +104,10 @@ class Population:
         """Apply the transforms of the settings to batches, with the tables of this population; return the population."""
         for part in self.parts:
             part.population.use(data.each[part.name])
-        self.pipeline = data.pipeline.with_tables(self._arrays, table_prefix(""))
+        self.pipeline = data.pipeline.with_tables(self._tables.arrays, table_prefix(""))
         self._pipelines = {
-            name: view.pipeline.with_tables(self._arrays, table_prefix(name)) for name, view in data.views.items()
+            name: view.pipeline.with_tables(self._tables.arrays, table_prefix(name))
+            for name, view in data.views.items()
         }
         for made in ("test", "triggered", "validation"):
             self.__dict__.pop(made, None)
@@ -204,64 +159,18 @@ class Population:
                 f"there is no client {client_id!r} among {len(self)}; {nearest(client_id, self.ids)}"
             ) from None
 
-    def _of_clients(self, name: str) -> np.ndarray | None:
-        """Return a column of the clients table as numbers, ``None`` if there is none."""
-        if name not in self._clients.schema.names:
-            return None
-        return self._remember(f"clients {name}", lambda: to_numbers(self._clients.column(name)))
-
-    def _remember(self, key: str, make: Callable[[], _T]) -> _T:
-        if key not in self._known:
-            self._known[key] = make()
-        found: _T = self._known[key]
-        return found
-
-    def _of_clips(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """Return some rows of a column of the clips table as numbers."""
-        first, stop, _ = rows.indices(self._clips.num_rows)
-        return to_numbers(self._clips.column(name).slice(first, stop - first))
-
-    def _rows(self, role: str, index: int, pool: str = "") -> slice:
-        """Return the rows of a client in the clips table."""
-        block = self._blocks[role, pool or self.pools[0] if role in POOLED else ""]
-        first, stop = self._of_clients("first"), self._of_clients("stop")
-        if first is not None and stop is not None:
-            if role != "train":
-                return slice(0, 0)
-            return slice(block.start + int(first[index]), block.start + int(stop[index]))
-        wanted = np.array([index, index + 1], np.int32)  # of the column's type, or searchsorted copies the column
-        begin, end = (np.searchsorted(self._of_clips("client", block), wanted) + block.start).tolist()
-        return slice(begin, end)
-
     def num_examples(self, index: int) -> int:
         """Return how many training examples a client has in the first pool."""
-        examples = self._of_clients("examples")
-        return self._size("", index) if examples is None else int(examples[index])
-
-    def _size(self, pool: str, index: int) -> int:
-        rows = self._rows("train", index, pool)
-        return int(rows.stop - rows.start)
+        return self._tables.num_examples(index)
 
     def num_with_view(self, name: str) -> int:
         """Return how many training examples of the first pool have a further view."""
-        return int(np.count_nonzero(self._of_clips(f"{name}:frames", self._blocks["train", self.pools[0]])))
+        tables = self._tables
+        return int(np.count_nonzero(tables.of_clips(f"{name}:frames", tables.blocks["train", tables.pools[0]])))
 
     def owners(self, view: str) -> np.ndarray:
         """Return which clients have a further view of any of their training examples: bool [clients]."""
-        stored = self._of_clients(f"has:{view}")
-        return self._remember(f"owners {view}", lambda: self._find_owners(view)) if stored is None else stored
-
-    def _find_owners(self, view: str) -> np.ndarray:
-        first, stop = self._of_clients("first"), self._of_clients("stop")
-        train = slice(self._blocks["train", self.pools[0]].start, self._blocks["train", self.pools[-1]].stop)
-        present = self._of_clips(f"{view}:frames", train) > 0
-        if first is not None and stop is not None:
-            before = np.r_[0, np.cumsum(present)]
-            shared: np.ndarray = before[stop] > before[first]
-            return shared
-        found = np.zeros(len(self), bool)
-        found[self._of_clips("client", train)[present]] = True
-        return found
+        return self._tables.owners(view)
 
     def profile(self, index: int) -> dict[str, Any]:
         """Return the profile of a client.
@@ -273,46 +182,20 @@ class Population:
         if self.parts:
             part = self._part(index)
             return {"part": part.name, **part.population.profile(index - part.first)}
-        names = [name.removeprefix("profile:") for name in self._clients.schema.names if name.startswith("profile:")]
-        columns = {name: self.column(name) for name in ("group", "noisy", "label_errors", "views", *names)}
-        facts = {name: values[int(of[index])] for name, (values, of) in columns.items() if of[index] >= 0}
-        if len(self.pools) > 1:
-            facts["pools"] = {name: self._size(name, index) for name in self.pools}
-        return facts
+        return self._tables.profile(index, [*self._views])
 
     def column(self, name: str) -> Column:
         """Return one entry of all clients' profiles; not for ``pools``, which is no single value."""
-        return self._remember(f"profile {name}", lambda: self._find_column(name))
-
-    def _find_column(self, name: str) -> Column:
-        if self.parts:
-            if name == "part":
-                sizes = [len(part.population) for part in self.parts]
-                return [part.name for part in self.parts], np.repeat(np.arange(len(sizes)), sizes)
-            return _join([part.population.column(name) for part in self.parts])
-        if name in ("noisy", "label_errors"):
-            stored = self._of_clients(name)
-            return (False, True), np.broadcast_to(np.int8(0), len(self)) if stored is None else stored.view(np.int8)
-        if name == "views" and self._views:
-            table = np.stack([self.owners(view) for view in self._views], axis=1)
-            kinds, of = np.unique(table, axis=0, return_inverse=True)
-            names = np.array([*self._views])
-            return [tuple(names[kind].tolist()) for kind in kinds], of.reshape(-1)
-        stored = self._of_clients(key := "group" if name == "group" else f"profile:{name}")
-        if stored is None:
-            return (), np.broadcast_to(np.int8(-1), len(self))
-        return self._clients.column(key).dictionary.to_pylist(), stored
+        if not self.parts:
+            return self._tables.column(name, [*self._views])
+        if name == "part":
+            sizes = [len(part.population) for part in self.parts]
+            return [part.name for part in self.parts], np.repeat(np.arange(len(sizes)), sizes)
+        return _join([part.population.column(name) for part in self.parts])
 
     def sizes(self) -> np.ndarray:
         """Return int64 [clients]: training examples of each client in the first pool."""
-        examples, first, stop = (self._of_clients(name) for name in ("examples", "first", "stop"))
-        if examples is not None:
-            return examples
-        if first is not None and stop is not None:
-            sizes: np.ndarray = stop.astype(np.int64)
-            sizes -= first  # in place: there may be millions of clients
-            return sizes
-        return np.bincount(self._of_clips("client", self._blocks["train", self.pools[0]]), minlength=len(self))
+        return self._tables.sizes()
 
     def data(self, index: int, attacking: bool = False) -> ClientData:
         """Return a client's data; its ``test`` is empty unless clients hold out a test set of their own.
@@ -323,38 +206,39 @@ class Population:
         if self.parts:
             part = self._part(index)
             return part.population.data(index - part.first, attacking)
-        poisoned = attacking and "attack" in self._used
-        rows = [self._rows("attack" if poisoned else "train", index, pool) for pool in self.pools]
+        tables = self._tables
+        role = "attack" if attacking and tables.has("attack") else "train"
+        rows = [tables.rows(role, index, pool) for pool in self.pools]
         # All training examples of a client are in one store, so that a batch may mix pools; an empty pool takes theirs.
-        store = max(int(self._of_clips("store", own).max(initial=CLEAN)) for own in rows)
+        store = max(int(tables.of_clips("store", own).max(initial=CLEAN)) for own in rows)
         first, *further = (self._examples(own, store) for own in rows)
         return ClientData(
             first,
-            self._examples(self._rows("validation", index)),
-            self._examples(self._rows("client_test", index)),
+            self._examples(tables.rows("validation", index)),
+            self._examples(tables.rows("client_test", index)),
             dict(zip(self.pools[1:], further, strict=True)),
             self.pools[0],
         )
 
     def first_examples(self, count: int) -> Examples | None:
         """Return some training examples, as they are without attacks and noise; ``None`` where all are at sites."""
-        block = self._blocks["train", self.pools[0]]
+        block = self._tables.blocks["train", self.pools[0]]
         return self._examples(slice(block.start, min(block.start + count, block.stop))) if self.stores else None
 
     @functools.cached_property
     def test(self) -> Examples:
         """The server's test data."""
-        return self._examples(self._blocks["test", ""])
+        return self._examples(self._tables.blocks["test", ""])
 
     @functools.cached_property
     def triggered(self) -> Examples:
         """Copies of test clips with the trigger of a backdoor, under their true labels, none of which is its target; or empty."""
-        return self._examples(self._blocks["triggered", ""], len(self.stores) - 1)
+        return self._examples(self._tables.blocks["triggered", ""], len(self.stores) - 1)
 
     @functools.cached_property
     def validation(self) -> Examples:
         """The server's validation data (``split.server_validation``, ``split.official_validation: validation``); else empty."""
-        return self._examples(self._blocks["server_validation", ""])
+        return self._examples(self._tables.blocks["server_validation", ""])
 
     def statistics(self, client: int | None = None) -> np.ndarray | None:
         """Return the mean and deviation (float64 [2, bands]) with which further recordings are normalised by group.
@@ -369,27 +253,17 @@ class Population:
         if self.parts and client is not None:
             part = self._part(client)
             return part.population.statistics(client - part.first)
-        of = self._of_clients("statistics")
+        of = self._tables.of_clients("statistics")
         if of is None:
             return None
-        values: np.ndarray = self._arrays["statistics"]
+        values: np.ndarray = self._tables.arrays["statistics"]
         return values[:, -1 if client is None else int(of[client])]
 
     def class_counts(self) -> np.ndarray:
         """Return int64 [classes]: training clips of all clients together by class, a clip once for each client that has it."""
         if self.parts:
             return np.concatenate([part.population.class_counts() for part in self.parts])
-        first, stop = self._of_clients("first"), self._of_clients("stop")
-        if first is None or stop is None:
-            summed: np.ndarray = self.label_counts().sum(axis=0)
-            return summed
-        block = self._blocks["train", self.pools[0]]
-        labels = self._of_clips("label", block)
-        begun, ended = (np.cumsum(np.bincount(bound, minlength=len(labels) + 1))[:-1] for bound in (first, stop))
-        counted = self._begin_clips(block) & (labels >= 0)
-        return self._by_class(
-            np.bincount(labels[counted], (begun - ended)[counted], len(self._labels)).astype(np.int64)
-        )
+        return self._by_class(self._tables.count_labels(len(self._labels)))
 
     def label_counts(
         self, of: Literal["train", "validation", "client_test"] = "train", clients: slice | np.ndarray = slice(None)
@@ -404,25 +278,7 @@ class Population:
         """
         if self.parts:
             return _block_diagonal([part.population.label_counts(of) for part in self.parts])[clients]
-        block = self._blocks[of, self.pools[0] if of == "train" else ""]
-        labels, begins, number = self._of_clips("label", block), self._begin_clips(block), len(self._labels)
-        first, stop = self._of_clients("first"), self._of_clients("stop")
-        if first is not None and stop is not None and of == "train":
-            counts = np.empty((len(first[clients]), number), np.int64)
-            for label in range(number):
-                before = np.concatenate([[0], np.cumsum(begins & (labels == label))])
-                counts[:, label] = before[stop[clients]] - before[first[clients]]
-            return self._by_class(counts)
-        client = self._of_clips("client", block).astype(np.int64)
-        begins[1:] |= client[1:] != client[:-1]
-        begins &= labels >= 0
-        cells = np.bincount(client[begins] * number + labels[begins], minlength=len(self) * number)
-        return self._by_class(cells.reshape(len(self), number)[clients])
-
-    def _begin_clips(self, block: slice) -> np.ndarray:
-        """Return which rows are the first segment of their clip: bool [rows]."""
-        clips = self._of_clips("clip", block)
-        return np.concatenate([np.ones(min(len(clips), 1), bool), clips[1:] != clips[:-1]])
+        return self._by_class(self._tables.label_counts(of, len(self._labels), clients))
 
     def _by_class(self, counts: np.ndarray) -> np.ndarray:
         """Return int64 [..., classes], made of int64 [..., labels]."""
@@ -454,8 +310,7 @@ class Population:
             "sites": [[site.name, site.first, site.stop, dict(site.shards)] for site in self._sites],
             "parts": [[part.name, part.first, part.population.bands] for part in self.parts],
         }
-        tables = None if again else population_folder.Tables(self._clips, self._clients, self._arrays)
-        population_folder.write(folder, facts, tables)
+        population_folder.write(folder, facts, None if again else self._tables)
 
     def is_saved_in(self, folder: Path) -> bool:
         """Return whether the folder holds the same clips, clients and features, which may lie in another cache."""
@@ -467,8 +322,7 @@ class Population:
             all(part.population.is_saved_in(population_folder.part_folder(folder, part.name)) for part in self.parts)
             and list(self._labels) == facts["classes"]
             and [store.folder.name for store in stores] == [Path(store).name for store in named]
-            and _are_equal(self._clips, saved.clips)
-            and _are_equal(self._clients, saved.clients)
+            and self._tables.holds_same(saved)
         )
 
     @classmethod
@@ -507,12 +361,10 @@ class Population:
                 for name, first, own in facts["parts"]
             ]
             return cls(
-                tables.clips,
-                tables.clients,
+                tables,
                 facts["classes"],
                 facts["length"],
                 [store for store in map(opened, facts["stores"]) if store is not None],
-                tables.arrays,
                 facts["skipped"],
                 facts["messages"],
                 facts["bands"] if bands is None else bands,
@@ -523,11 +375,11 @@ class Population:
             )
 
     def _examples(self, rows: slice, store: int = CLEAN) -> Examples:
-        labels, clips = (self._of_clips(name, rows).astype(np.int64) for name in ("label", "clip"))
+        labels, clips = (self._tables.of_clips(name, rows).astype(np.int64) for name in ("label", "clip"))
         views = {}
         for number, (name, view) in enumerate(self._views.items(), 1):
             assert view is not None  # noqa: S101 - examples are read where their data lie
-            starts, frames = (self._of_clips(f"{name}:{column}", rows) for column in ("start", "frames"))
+            starts, frames = (self._tables.of_clips(f"{name}:{column}", rows) for column in ("start", "frames"))
             views[name] = Examples(
                 view,
                 starts,
@@ -540,46 +392,17 @@ class Population:
             )
         return Examples(
             self.stores[store],
-            self._of_clips("start", rows),
-            self._of_clips("frames", rows),
+            self._tables.of_clips("start", rows),
+            self._tables.of_clips("frames", rows),
             labels,
             clips,
             self.length,
-            {name: self._of_clips(f"column:{name}", rows).astype(np.int64) for name in self.columns},
+            {name: self._tables.of_clips(f"column:{name}", rows).astype(np.int64) for name in self.columns},
             classes=self.classes,
             sets=self.sets,
             pipeline=self.pipeline,
             views=views,
         )
-
-
-def _find_blocks(clips: pa.RecordBatch, pools: Sequence[str]) -> dict[tuple[str, str], slice]:
-    """Return the rows of each role and pool; the pool of other roles than training is empty."""
-    bounds = np.searchsorted(to_numbers(clips.column("role")), np.arange(len(ROLES) + 1, dtype=np.int8)).tolist()
-    blocks: dict[tuple[str, str], slice] = {}
-    for role, first, stop in zip(ROLES, bounds, bounds[1:], strict=False):
-        if role not in POOLED:
-            blocks[role, ""] = slice(first, stop)
-            continue
-        codes = to_numbers(clips.column("pool").slice(first, stop - first))
-        inner = (np.searchsorted(codes, np.arange(len(pools) + 1, dtype=codes.dtype)) + first).tolist()
-        blocks |= {(role, pool): slice(*ends) for pool, *ends in zip(pools, inner, inner[1:], strict=False)}
-    return blocks
-
-
-def _are_equal(one: pa.RecordBatch, other: pa.RecordBatch) -> bool:
-    """Return whether two tables have equal columns. Statistics are left out: they are computed from features."""
-    return one.schema.names == other.schema.names and all(
-        _texts(own) == _texts(same) and np.array_equal(to_numbers(own), to_numbers(same))
-        if pa.types.is_dictionary(own.type) and pa.types.is_dictionary(same.type)
-        else own.equals(same)
-        for own, same in zip(one.columns, other.columns, strict=True)
-    )
-
-
-def _texts(column: pa.DictionaryArray) -> list[str]:
-    """Return the values as text: early versions read numbers in profiles as text."""
-    return list(map(str, column.dictionary.to_pylist()))
 
 
 def _join(columns: Sequence[Column]) -> Column:

@@ -7,7 +7,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,11 @@ import pyarrow as pa
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.files import RESUME, write_atomically, writing
 from raydfl.data import population_v1
-from raydfl.data.tables import digest_file, map_table, write_table
+from raydfl.data.tables import Tables
 
 FORMAT = 2
 _FACTS, _CLIPS, _CLIENTS = "population.json", "clips.arrow", "clients.arrow"
-
-
-@dataclass(frozen=True)
-class Tables:
-    """The tables of a population, and its arrays by name."""
-
-    clips: pa.RecordBatch
-    clients: pa.RecordBatch
-    arrays: Mapping[str, np.ndarray]
+_CHUNK = 1 << 22
 
 
 def part_folder(folder: Path, part: str) -> Path:
@@ -74,8 +65,7 @@ def read(folder: Path, verify: bool = False) -> tuple[dict[str, Any], Tables]:
         OSError, ValueError, KeyError, TypeError, AttributeError: a file is missing or damaged, or of another format.
     """
     if population_v1.is_in(folder) and not (folder / _FACTS).exists():
-        facts, *tables = population_v1.convert(folder, verify)
-        return facts, Tables(*tables)
+        return population_v1.convert(folder, verify)
     facts = _read_facts(folder)
     for name, (size, digest) in facts["files"].items():
         found = (folder / name).stat().st_size
@@ -159,3 +149,28 @@ def _save_array(array: np.ndarray, path: Path) -> None:
 
 def _write_bytes(content: bytes, path: Path) -> None:
     path.write_bytes(content)
+
+
+def write_table(table: pa.RecordBatch, path: Path) -> None:
+    """Write a table without compression, so that :func:`map_table` needs no copy."""
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_batch(table)
+
+
+def map_table(path: Path) -> pa.RecordBatch:
+    """Map a table into memory.
+
+    Raises:
+        OSError, ValueError: the file is missing or damaged.
+    """
+    with pa.memory_map(str(path)) as file:
+        return pa.ipc.open_file(file).get_batch(0)
+
+
+def digest_file(path: Path) -> str:
+    """Compute the hexadecimal digest of a file, with a few megabytes in memory."""
+    found = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            found.update(chunk)
+    return found.hexdigest()

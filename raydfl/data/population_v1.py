@@ -13,7 +13,8 @@ import pyarrow as pa
 import safetensors
 import safetensors.numpy
 
-from raydfl.data.tables import POOLED, ROLES, ClientIds, clips_table, encode, no_clips
+from raydfl.data.client_ids import ClientIds
+from raydfl.data.tables import POOLED, ROLES, Tables, clips_table, encode, no_clips
 
 _FILE = "population.safetensors"
 _OWNED = ("train", "validation", "client_test", "attack")
@@ -30,8 +31,8 @@ def remove(folder: Path) -> None:
     (folder / _FILE).unlink()
 
 
-def convert(folder: Path, verify: bool) -> tuple[dict[str, Any], pa.RecordBatch, pa.RecordBatch, dict[str, np.ndarray]]:
-    """Return facts, clips, clients and arrays as raydfl.data.population_folder has them.
+def convert(folder: Path, verify: bool) -> tuple[dict[str, Any], Tables]:
+    """Return facts and tables as raydfl.data.population_folder has them.
 
     Args:
         verify: compare the arrays with their digest.
@@ -68,7 +69,7 @@ def convert(folder: Path, verify: bool) -> tuple[dict[str, Any], pa.RecordBatch,
         prefix, _, rest = name.partition("/")
         if prefix.partition(" ")[0] == "transforms":
             kept[f"{prefix.replace(' ', '-')}.{rest}"] = array
-    return new, _clips(arrays, facts), _clients(arrays, facts), kept
+    return new, Tables(_clips(arrays, facts), _clients(arrays, facts), kept)
 
 
 def _clips(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> pa.RecordBatch:

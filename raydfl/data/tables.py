@@ -1,26 +1,50 @@
-"""The tables of clips and clients: how they are made, written and mapped into memory, and how a client is found by its id.
+"""The tables of clips and clients, and queries of them.
 
-raydfl.data.population lists their columns.
+``clips.arrow`` has a row for each example, sorted by role, pool and client:
+
+=================== ============ ==================================================================================
+column              type         meaning
+=================== ============ ==================================================================================
+role                dictionary   one of :data:`ROLES`
+pool                dictionary   pool of a training example; null for other roles
+client              int32        position of the owner; -1: the server, or clients that share clips
+store               int8         feature store: 0 clean, then noisy and altered features if there are any
+clip                int32        row of the manifest; the segments of a clip follow one another
+label               int32        index into the labels; negative: none
+start, frames       int64, int32 place of the features in the store
+column:NAME         dictionary   further columns (``data.columns``)
+VIEW:start, :frames int64, int32 place of a further view's features; 0 frames: the clip lacks the view
+=================== ============ ==================================================================================
+
+``clients.arrow`` has a row for each client. Only ``client`` is always there. Private state and commits name a client by its row.
+
+=================== ============ ==================================================================================
+client              large_string id
+by_id               int32        positions in the order of the ids, unless the ids ascend
+group               dictionary   group of which the client was made
+noisy, label_errors bool         whether its training data are corrupted; without the column nobody's are
+first, stop         int32        range of the client's rows of the first pool, where clients share clips
+statistics          int32        index of the client's statistics (see :meth:`Population.statistics`)
+profile:NAME        dictionary   ``data.profile``, if its source is a column
+examples            int64        number of training examples, where the clips are elsewhere (sites, parts)
+has:VIEW            bool         whether the client has a further view, where the clips are elsewhere
+=================== ============ ==================================================================================
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from raydfl.core.sequences import OnDemand
+from raydfl.data.client_ids import ClientIds
 
 ROLES = ("train", "validation", "client_test", "server_validation", "test", "attack", "triggered")
 """Uses of an example, in the order of the table of clips. Attackers train on ``attack`` in place of ``train``."""
 POOLED = ("train", "attack")
 """Roles whose examples are in pools."""
-_CHUNK = 1 << 22
 
 
 def clips_table(
@@ -50,31 +74,6 @@ def table_prefix(view: str) -> str:
     return f"transforms-{view}." if view else "transforms."
 
 
-def write_table(table: pa.RecordBatch, path: Path) -> None:
-    """Write a table without compression, so that :func:`map_table` needs no copy."""
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-        writer.write_batch(table)
-
-
-def map_table(path: Path) -> pa.RecordBatch:
-    """Map a table into memory.
-
-    Raises:
-        OSError, ValueError: the file is missing or damaged.
-    """
-    with pa.memory_map(str(path)) as file:
-        return pa.ipc.open_file(file).get_batch(0)
-
-
-def digest_file(path: Path) -> str:
-    """Compute the hexadecimal digest of a file, with a few megabytes in memory."""
-    found = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            found.update(chunk)
-    return found.hexdigest()
-
-
 def encode(codes: np.ndarray, values: Sequence[Any] | pa.Array) -> pa.DictionaryArray:
     """Make a dictionary column.
 
@@ -95,78 +94,204 @@ def to_numbers(column: pa.Array) -> np.ndarray:
     return found
 
 
-class ClientIds(OnDemand[str]):
-    """The ids of clients in their order, found by binary search.
+Column = tuple[Sequence[Any], np.ndarray]
+"""Values, and int [clients]: the position of each client's value; -1 if it is unknown."""
+_T = TypeVar("_T")
 
-    Args:
-        column: large_string [clients], distinct, without nulls.
-        by_id: int32 [clients]: positions in the order of the ids' bytes. ``None``: the ids ascend.
-    """
 
-    def __init__(self, column: pa.LargeStringArray, by_id: np.ndarray | None) -> None:
-        self.column, self.by_id = column, by_id
-        # Arrow's own access to strings trusts the file.
-        _, ends, text = column.buffers()
-        self._ends = np.frombuffer(ends, np.int64)[column.offset : column.offset + len(column) + 1]
-        self._text = memoryview(b"" if text is None else text)
+class Tables:
+    """The tables of clips and clients, and arrays by name: ``statistics``, and tables of transforms (:func:`table_prefix`)."""
 
-    @classmethod
-    def from_strings(cls, ids: Iterable[str] | pa.LargeStringArray) -> ClientIds:
-        """Index ids, which may be an Arrow array already."""
-        if isinstance(ids, ClientIds):
-            return ids
-        column = ids if isinstance(ids, pa.LargeStringArray) else pa.array(list(ids), pa.large_string())
-        rising = pc.all(pc.less(column[:-1], column[1:])).as_py() is not False
-        return cls(column, None if rising else pc.sort_indices(column).to_numpy().astype(np.int32))
+    def __init__(
+        self, clips: pa.RecordBatch, clients: pa.RecordBatch, arrays: Mapping[str, np.ndarray] | None = None
+    ) -> None:
+        self.clips, self.clients, self.arrays = clips, clients, dict(arrays or {})
+        self.ids = ClientIds.from_table(clients)
+        self.pools: tuple[str, ...] = tuple(clips.column("pool").dictionary.to_pylist())
+        """Names of the pools of training examples."""
+        self.values: dict[str, tuple[str, ...]] = {
+            name.removeprefix("column:"): tuple(clips.column(name).dictionary.to_pylist())
+            for name in clips.schema.names
+            if name.startswith("column:")
+        }
+        """The values of further columns by name."""
+        self._known: dict[str, Any] = {}
+        self.blocks = self._find_blocks()
+        """The rows of each role and pool; the pool of other roles than training is empty."""
 
-    @classmethod
-    def from_table(cls, clients: pa.RecordBatch) -> ClientIds:
-        """Read the ids of a table of clients."""
-        by_id = clients.column("by_id").to_numpy() if "by_id" in clients.schema.names else None
-        return cls(clients.column("client"), by_id)
+    def _find_blocks(self) -> dict[tuple[str, str], slice]:
+        bounds = np.searchsorted(self.of_clips("role"), np.arange(len(ROLES) + 1, dtype=np.int8)).tolist()
+        blocks: dict[tuple[str, str], slice] = {}
+        for role, first, stop in zip(ROLES, bounds, bounds[1:], strict=False):
+            if role not in POOLED:
+                blocks[role, ""] = slice(first, stop)
+                continue
+            codes = self.of_clips("pool", slice(first, stop))
+            inner = np.searchsorted(codes, np.arange(len(self.pools) + 1, dtype=codes.dtype)) + first
+            blocks |= {
+                (role, pool): slice(*inner[number : number + 2].tolist()) for number, pool in enumerate(self.pools)
+            }
+        return blocks
 
-    def columns(self) -> dict[str, pa.Array]:
-        """Return the columns of a table of clients that hold the ids."""
-        return {"client": self.column} | ({} if self.by_id is None else {"by_id": pa.array(self.by_id)})
+    def remember(self, key: str, make: Callable[[], _T]) -> _T:
+        """Return the result of a query, which is computed once."""
+        if key not in self._known:
+            self._known[key] = make()
+        found: _T = self._known[key]
+        return found
 
-    def find_duplicate(self) -> str | None:
-        """Return an id that occurs twice, ``None`` if all are distinct."""
-        if self.by_id is None:
+    def of_clips(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """Return some rows of a column of clips as numbers."""
+        first, stop, _ = rows.indices(self.clips.num_rows)
+        return to_numbers(self.clips.column(name).slice(first, stop - first))
+
+    def of_clients(self, name: str) -> np.ndarray | None:
+        """Return a column of clients as numbers, ``None`` if there is none."""
+        if name not in self.clients.schema.names:
             return None
-        ordered = self.column.take(pa.array(self.by_id))
-        place = pc.index(pc.equal(ordered[:-1], ordered[1:]), True).as_py()
-        return None if place < 0 else str(ordered[place])
+        return self.remember(f"clients {name}", lambda: to_numbers(self.clients.column(name)))
 
-    def __len__(self) -> int:
-        return len(self.column)
+    @property
+    def ranges(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """The first row of each client in the first pool and the row behind its last, where clients share clips."""
+        first, stop = self.of_clients("first"), self.of_clients("stop")
+        return None if first is None or stop is None else (first, stop)
 
-    def item(self, position: int) -> str:
-        """Return an id."""
-        return str(self._text[self._ends[position] : self._ends[position + 1]], "utf-8")
+    def rows(self, role: str, client: int, pool: str = "") -> slice:
+        """Return the rows of a client's clips.
 
-    def index(self, value: str, start: int = 0, stop: int | None = None) -> int:
-        """Find the position of an id.
-
-        Raises:
-            ValueError: there is no such id.
+        Args:
+            pool: of a training role; empty: the first.
         """
-        wanted, order, low, high = value.encode(), self.by_id, 0, len(self)
-        while low < high:
-            middle = (low + high) // 2
-            place = middle if order is None else int(order[middle])
-            if bytes(self._text[self._ends[place] : self._ends[place + 1]]) < wanted:
-                low = middle + 1
-            else:
-                high = middle
-        if low < len(self):
-            found = low if order is None else int(order[low])
-            if self.item(found) == value and found in range(len(self))[start:stop]:
-                return found
-        raise ValueError(f"{value!r} is not among these {len(self)} ids")
+        block = self.blocks[role, pool or self.pools[0] if role in POOLED else ""]
+        if self.ranges is not None:
+            first, stop = (int(bound[client]) + block.start for bound in self.ranges)
+            return slice(first, stop) if role == "train" else slice(0, 0)
+        wanted = np.array([client, client + 1], np.int32)  # of the column's type, or searchsorted copies the column
+        first, stop = (np.searchsorted(self.of_clips("client", block), wanted) + block.start).tolist()
+        return slice(first, stop)
 
-    def __contains__(self, value: object) -> bool:
-        try:
-            self.index(str(value))
-        except ValueError:
-            return False
-        return isinstance(value, str)
+    def has(self, role: str) -> bool:
+        """Return whether there are clips with a role."""
+        return any(rows.start < rows.stop for (name, _), rows in self.blocks.items() if name == role)
+
+    def num_examples(self, client: int, pool: str = "") -> int:
+        """Return how many training examples a client has in a pool."""
+        examples = None if pool else self.of_clients("examples")
+        if examples is not None:
+            return int(examples[client])
+        rows = self.rows("train", client, pool)
+        return int(rows.stop - rows.start)
+
+    def sizes(self) -> np.ndarray:
+        """Return int64 [clients]: training examples of each client in the first pool."""
+        examples = self.of_clients("examples")
+        if examples is not None:
+            return examples
+        if self.ranges is not None:
+            sizes: np.ndarray = self.ranges[1].astype(np.int64)
+            sizes -= self.ranges[0]  # in place: there may be millions of clients
+            return sizes
+        return np.bincount(self.of_clips("client", self.blocks["train", self.pools[0]]), minlength=len(self.ids))
+
+    def owners(self, view: str) -> np.ndarray:
+        """Return which clients have a further view of any of their training examples: bool [clients]."""
+        stored = self.of_clients(f"has:{view}")
+        return self.remember(f"owners {view}", lambda: self._find_owners(view)) if stored is None else stored
+
+    def _find_owners(self, view: str) -> np.ndarray:
+        train = slice(self.blocks["train", self.pools[0]].start, self.blocks["train", self.pools[-1]].stop)
+        present = self.of_clips(f"{view}:frames", train) > 0
+        if self.ranges is not None:
+            before = np.r_[0, np.cumsum(present)]
+            shared: np.ndarray = before[self.ranges[1]] > before[self.ranges[0]]
+            return shared
+        return np.bincount(self.of_clips("client", train)[present], minlength=len(self.ids)) > 0
+
+    def profile(self, client: int, views: Sequence[str]) -> dict[str, Any]:
+        """Return the profile of a client.
+
+        Args:
+            views: names of the further views.
+        """
+        names = [name.removeprefix("profile:") for name in self.clients.schema.names if name.startswith("profile:")]
+        columns = {name: self.column(name, views) for name in ("group", "noisy", "label_errors", "views", *names)}
+        facts = {name: values[int(of[client])] for name, (values, of) in columns.items() if of[client] >= 0}
+        if len(self.pools) > 1:
+            facts["pools"] = {name: self.num_examples(client, name) for name in self.pools}
+        return facts
+
+    def column(self, name: str, views: Sequence[str]) -> Column:
+        """Return one entry of all clients' profiles; not for ``pools``, which is no single value."""
+        return self.remember(f"profile {name}", lambda: self._find_column(name, views))
+
+    def _find_column(self, name: str, views: Sequence[str]) -> Column:
+        if name in ("noisy", "label_errors"):
+            stored = self.of_clients(name)
+            return (False, True), np.broadcast_to(np.int8(0), len(self.ids)) if stored is None else stored.view(np.int8)
+        if name == "views" and views:
+            kinds, of = np.unique(np.stack([self.owners(view) for view in views], axis=1), axis=0, return_inverse=True)
+            return [tuple(np.array(views)[kind].tolist()) for kind in kinds], of.reshape(-1)
+        key = "group" if name == "group" else f"profile:{name}"
+        stored = self.of_clients(key)
+        if stored is None:
+            return (), np.broadcast_to(np.int8(-1), len(self.ids))
+        return self.clients.column(key).dictionary.to_pylist(), stored
+
+    def label_counts(self, role: str, labels: int, clients: slice | np.ndarray) -> np.ndarray:
+        """Return int64 [these clients, labels]: clips of each client by label.
+
+        Args:
+            role: of the clips; of several pools the first.
+            labels: how many labels there are.
+            clients: a part of the clients, or int [some clients].
+        """
+        block = self.blocks[role, self.pools[0] if role in POOLED else ""]
+        label, begins = self.of_clips("label", block), self._begin_clips(block)
+        if self.ranges is not None and role == "train":
+            first, stop = (bound[clients] for bound in self.ranges)
+            counts = np.empty((len(first), labels), np.int64)
+            for number in range(labels):
+                before = np.concatenate([[0], np.cumsum(begins & (label == number))])
+                counts[:, number] = before[stop] - before[first]
+            return counts
+        client = self.of_clips("client", block).astype(np.int64)
+        begins[1:] |= client[1:] != client[:-1]
+        begins &= label >= 0
+        cells = np.bincount(client[begins] * labels + label[begins], minlength=len(self.ids) * labels)
+        return cells.reshape(len(self.ids), labels)[clients]
+
+    def count_labels(self, labels: int) -> np.ndarray:
+        """Return int64 [labels]: training clips of all clients together, a clip once for each client that has it."""
+        if self.ranges is None:
+            summed: np.ndarray = self.label_counts("train", labels, slice(None)).sum(axis=0)
+            return summed
+        block = self.blocks["train", self.pools[0]]
+        label = self.of_clips("label", block)
+        begun, ended = (np.cumsum(np.bincount(bound, minlength=len(label) + 1))[:-1] for bound in self.ranges)
+        counted = self._begin_clips(block) & (label >= 0)
+        return np.bincount(label[counted], (begun - ended)[counted], labels).astype(np.int64)
+
+    def _begin_clips(self, block: slice) -> np.ndarray:
+        """Return which rows are the first segment of their clip: bool [rows]."""
+        clips = self.of_clips("clip", block)
+        return np.concatenate([np.ones(min(len(clips), 1), bool), clips[1:] != clips[:-1]])
+
+    def holds_same(self, other: Tables) -> bool:
+        """Return whether both have equal clips and clients. Arrays are computed from features and may differ in their last bits."""
+        return _are_equal(self.clips, other.clips) and _are_equal(self.clients, other.clients)
+
+
+def _are_equal(one: pa.RecordBatch, other: pa.RecordBatch) -> bool:
+    """Return whether two tables have equal columns. Statistics are left out: they are computed from features."""
+    return one.schema.names == other.schema.names and all(
+        _texts(own) == _texts(same) and np.array_equal(to_numbers(own), to_numbers(same))
+        if pa.types.is_dictionary(own.type) and pa.types.is_dictionary(same.type)
+        else own.equals(same)
+        for own, same in zip(one.columns, other.columns, strict=True)
+    )
+
+
+def _texts(column: pa.DictionaryArray) -> list[str]:
+    """Return the values as text: early versions read numbers in profiles as text."""
+    return list(map(str, column.dictionary.to_pylist()))

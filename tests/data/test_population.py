@@ -15,13 +15,14 @@ from tiny_sets import Made, write_folder
 from raydfl.core import files as files_module
 from raydfl.core.errors import DataError, ResourcesError, RunDirectoryError
 from raydfl.data.build import build_population
+from raydfl.data.client_ids import ClientIds
 from raydfl.data.corruption import add_noise, noise_for, wrong_labels
 from raydfl.data.examples import Examples
 from raydfl.data.features.cache import FeatureStore
 from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.data.population import Population
 from raydfl.data.settings import DataSettings
-from raydfl.data.tables import ClientIds, clips_table
+from raydfl.data.tables import Tables, clips_table
 
 Make = Callable[..., DataSettings]
 SETS = Path(__file__).parent / "tiny_sets.py"
@@ -339,8 +340,8 @@ def many_clients(clients: int, store: FeatureStore) -> Population:
         "frames": np.full(len(owner), 21, np.int32),
     }
     ids = ClientIds.from_strings(f"speaker-{i}" for i in range(clients))
-    table = clips_table(columns, ("train",), {})
-    return Population(table, pa.record_batch(ids.columns()), ["w0", "w1", "w2", "w3"], 21, [store])
+    tables = Tables(clips_table(columns, ("train",), {}), pa.record_batch(ids.columns()))
+    return Population(tables, ["w0", "w1", "w2", "w3"], 21, [store])
 
 
 def test_100000_clients_cost_next_to_nothing(made: Make, tmp_path: Path) -> None:

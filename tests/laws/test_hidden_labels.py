@@ -47,12 +47,12 @@ def run_with(config: Config, change: Callable[[np.ndarray], np.ndarray]) -> dict
     """A whole run in which the hidden labels were changed before the first round."""
     run_dir = create(config, Progress("quiet"))
     population = Population.load(run_dir / "population")
-    clips, column = population._clips, "column:hidden_label"
+    clips, column = population._tables.clips, "column:hidden_label"
     hidden = to_numbers(clips.column(column)).copy()
     assert len(set(hidden[hidden >= 0].tolist())) == 3
     hidden[hidden >= 0] = change(hidden[hidden >= 0])
     place = clips.schema.get_field_index(column)
-    population._clips = clips.set_column(place, column, encode(hidden, clips.column(column).dictionary))
+    population._tables.clips = clips.set_column(place, column, encode(hidden, clips.column(column).dictionary))
     population.save(run_dir / "population")
     return finish_in(run_dir, config)
 
