@@ -1,4 +1,4 @@
-"""The ids of a federation's clients as a column of text."""
+"""Columns of a table as NumPy arrays, and the ids of clients as a column of text."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raydfl.core.sequences import OnDemand
+
+
+def to_numbers(column: pa.Array) -> np.ndarray:
+    """View a column of numbers as NumPy array, and a dictionary column as its codes, -1 for null. Truth values are unpacked."""
+    if pa.types.is_dictionary(column.type):
+        column = column.indices.fill_null(-1) if column.null_count else column.indices
+    # Arrow's to_numpy would import pandas in every process.
+    first, stop, content = column.offset, column.offset + len(column), column.buffers()[1] or b""
+    if pa.types.is_boolean(column.type):
+        return np.unpackbits(np.frombuffer(content, np.uint8), count=stop, bitorder="little")[first:].view(np.bool_)
+    kind = np.dtype(column.type.to_pandas_dtype())
+    return np.frombuffer(content, kind, stop)[first:] if stop else np.zeros(0, kind)
 
 
 class ClientIds(OnDemand[str]):
@@ -38,7 +50,7 @@ class ClientIds(OnDemand[str]):
     @classmethod
     def from_table(cls, clients: pa.RecordBatch) -> ClientIds:
         """Read the ids of a table of clients."""
-        by_id = clients.column("by_id").to_numpy() if "by_id" in clients.schema.names else None
+        by_id = to_numbers(clients.column("by_id")) if "by_id" in clients.schema.names else None
         return cls(clients.column("client"), by_id)
 
     def columns(self) -> dict[str, pa.Array]:

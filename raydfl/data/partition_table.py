@@ -89,9 +89,11 @@ def _read(path: Path, needed: Mapping[str, str]) -> pa.Table:
             file = pa.parquet.ParquetFile(path, memory_map=True)
             names = file.schema_arrow.names
             table = file.read([name for name in (*needed, _CLIENT) if name in names])
-        else:
-            table = read_csv(path, [_CLIENT]) if kind == ".csv" else _map(path, (*needed, _CLIENT))
+        elif kind == ".csv":
+            table = read_csv(path, [_CLIENT])
             names = table.column_names
+        else:
+            table, names = _map(path, (*needed, _CLIENT))
     except (OSError, pa.ArrowException) as error:
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
         raise DataError(
@@ -113,16 +115,14 @@ def _read(path: Path, needed: Mapping[str, str]) -> pa.Table:
     return table
 
 
-def _map(path: Path, wanted: tuple[str, ...]) -> pa.Table:
-    """Map an Arrow file; of a compressed one, only the wanted columns are unpacked."""
-    with pa.memory_map(str(path)) as file:
-        names = pa.ipc.open_file(file).schema.names
+def _map(path: Path, wanted: tuple[str, ...]) -> tuple[pa.Table, list[str]]:
+    """Map columns of an Arrow file, and return the names of all its columns."""
+    with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
+        names: list[str] = reader.schema.names
         chosen = [number for number, name in enumerate(names) if name in wanted]
-        options = pa.ipc.IpcReadOptions(included_fields=chosen)
-        with pa.ipc.open_file(file, options=options) as reader:
-            table = reader.read_all()
-        absent = {name: pa.nulls(table.num_rows) for name in names if name not in wanted}
-        return table if not absent else pa.table([*table.columns, *absent.values()], [*table.column_names, *absent])
+        # Batch by batch: read_all copies, and of a compressed file one batch at a time is unpacked.
+        batches = [reader.get_batch(number).select(chosen) for number in range(reader.num_record_batches)]
+        return pa.Table.from_batches(batches, pa.schema([reader.schema.field(number) for number in chosen])), names
 
 
 def _find_ranges(table: pa.Table, clips: int, path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -169,8 +169,9 @@ def _read_ids(table: pa.Table, path: Path) -> ClientIds:
         raise DataError(
             f"{_WHERE}: column {_CLIENT!r} of {path} is of the type {column.type}; ids must be strings or integers"
         )
-    column = column.cast(kind).cast(pa.large_string()).combine_chunks()
-    column = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
+    column = column.cast(kind).cast(pa.large_string())
+    # combine_chunks would copy a single chunk too.
+    column = column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
     empty = pc.index(column, pa.scalar("", column.type)).as_py()
     if empty >= 0:
         raise DataError(f"{_WHERE}: the id in row {empty + 1} of {path} is empty; give every client one")

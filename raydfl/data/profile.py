@@ -97,9 +97,8 @@ def _sort_values(codes: np.ndarray, values: pa.Array) -> pa.DictionaryArray:
     kind = values.type
     typed = pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
     known = {str(value): value if typed else str(value) for value in values.to_pylist()}
-    used = np.bincount(codes, minlength=len(values)) > 0
     texts = list(map(str, values.to_pylist()))
-    names = sorted({text for text, occurs in zip(texts, used, strict=True) if occurs})
+    names = sorted({texts[code] for code in pa.array(codes).unique().to_pylist()})
     place = {text: number for number, text in enumerate(names)}
     of = np.array([place.get(text, -1) for text in texts], np.int32)[codes]
     return encode(of, pa.array([known[name] for name in names], kind if typed else pa.string()))

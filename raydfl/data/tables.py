@@ -39,7 +39,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from raydfl.data.client_ids import ClientIds
+from raydfl.data.client_ids import ClientIds, to_numbers
 
 ROLES = ("train", "validation", "client_test", "server_validation", "test", "attack", "triggered")
 """Uses of an example, in the order of the table of clips. Attackers train on ``attack`` in place of ``train``."""
@@ -84,14 +84,6 @@ def encode(codes: np.ndarray, values: Sequence[Any] | pa.Array) -> pa.Dictionary
     absent = codes < 0
     known = values if isinstance(values, pa.Array) else pa.array(values, None if len(values) else pa.string())
     return pa.DictionaryArray.from_arrays(pa.array(codes, mask=absent if absent.any() else None), known)
-
-
-def to_numbers(column: pa.Array) -> np.ndarray:
-    """Convert a column to NumPy without a copy where possible; a dictionary column to its codes, -1 for null."""
-    if pa.types.is_dictionary(column.type):
-        column = column.indices.fill_null(-1) if column.null_count else column.indices
-    found: np.ndarray = column.to_numpy(zero_copy_only=False)
-    return found
 
 
 Column = tuple[Sequence[Any], np.ndarray]

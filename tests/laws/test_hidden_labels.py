@@ -18,8 +18,9 @@ from torch import Tensor
 
 from raydfl import Batch, Config, Method, Plan, Step, Update, fit, make_manifest, read_rows, run
 from raydfl.core.errors import ConfigError
+from raydfl.data.client_ids import to_numbers
 from raydfl.data.population import Population
-from raydfl.data.tables import encode, to_numbers
+from raydfl.data.tables import encode
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
 
