@@ -266,9 +266,9 @@ class _Assembler:
                 arrays |= view.pipeline.make_tables(view.features, self.seed, table_prefix(name))
             except (ConfigError, DataError) as error:
                 raise with_place(error, f"data.views.{name}") from error
-            clips[f"{name}:start"], clips[f"{name}:frames"] = starts[clips["clip"]], frames[clips["clip"]]
+            clips[f"view:{name}:start"], clips[f"view:{name}:frames"] = starts[clips["clip"]], frames[clips["clip"]]
             if name in without:
-                clips[f"{name}:frames"][(clips["client"] >= 0) & without[name][clips["client"]]] = 0
+                clips[f"view:{name}:frames"][(clips["client"] >= 0) & without[name][clips["client"]]] = 0
         population = Population(
             Tables(
                 clips_table(clips, division.pools, further),
@@ -439,7 +439,7 @@ class _Assembler:
         return {name: pa.array(before[bound]) for name, bound in zip(("first", "stop"), ranges, strict=True)}
 
     def _held_out(self, role: str, clips: np.ndarray, owners: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """Return the columns of clips that nobody trains on."""
+        """Return the columns of held-out clips."""
         rows = _Rows.of(self.stores[: CLEAN + 1], clips)
         return self._block(role, rows, self.division.labels[clips], clips, owners)
 
@@ -537,6 +537,6 @@ def _statistics(everything: int, group: np.ndarray, first: np.ndarray, stop: np.
 
 
 def _common_length(counts: np.ndarray, cut: int | None) -> int | None:
-    """Return the frames that every example has in a batch, longer ones being ``cut``; ``None`` where they differ."""
+    """Return the common number of frames after the cut, ``None`` if examples differ."""
     counts = counts if cut is None else np.minimum(counts, cut)
     return cast(int, counts[0].item()) if np.ptp(counts) == 0 else None

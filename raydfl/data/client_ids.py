@@ -12,14 +12,14 @@ from raydfl.core.sequences import OnDemand
 
 
 def to_numbers(column: pa.Array) -> np.ndarray:
-    """View a column of numbers as NumPy array, and a dictionary column as its codes, -1 for null. Truth values are unpacked."""
+    """View a column of integers as NumPy array, and a dictionary column as its codes, -1 for null. Truth values are unpacked."""
     if pa.types.is_dictionary(column.type):
         column = column.indices.fill_null(-1) if column.null_count else column.indices
     # Arrow's to_numpy would import pandas in every process.
     first, stop, content = column.offset, column.offset + len(column), column.buffers()[1] or b""
     if pa.types.is_boolean(column.type):
         return np.unpackbits(np.frombuffer(content, np.uint8), count=stop, bitorder="little")[first:].view(np.bool_)
-    kind = np.dtype(column.type.to_pandas_dtype())
+    kind = np.dtype(str(column.type))
     return np.frombuffer(content, kind, stop)[first:] if stop else np.zeros(0, kind)
 
 

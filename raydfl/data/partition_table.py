@@ -1,4 +1,4 @@
-"""Partition by a table of clients: a row for each client, with its clips and whatever else is known of it.
+"""Partition by a user's table of clients, with a row for each client: its clips and its profile.
 
 Two clients may have the same clips, which are then kept once. The file may describe millions of clients: only the needed columns
 are read, and an Arrow file is mapped into memory. The columns:
@@ -126,7 +126,7 @@ def _map(path: Path, wanted: tuple[str, ...]) -> tuple[pa.Table, list[str]]:
 
 
 def _find_ranges(table: pa.Table, clips: int, path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return the row at which each client's clips begin, and the one behind its last: int32 [clients] each.
+    """Return the ranges of the clients in the list of clips, first rows and stops: int32 [clients] each.
 
     Args:
         clips: rows of the list of clips.

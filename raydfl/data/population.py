@@ -18,7 +18,7 @@ from raydfl.data.features.cache import FeatureStore, open_store
 from raydfl.data.label_sets import sets_of
 from raydfl.data.settings import DataSettings
 from raydfl.data.shards import Shard, Site, only_site, shards_at
-from raydfl.data.tables import Column, Tables, table_prefix
+from raydfl.data.tables import Column, Tables, join_columns, join_counts, table_prefix
 from raydfl.data.transforms import PLAIN
 
 CLEAN, NOISY = 0, 1
@@ -166,7 +166,7 @@ class Population:
     def num_with_view(self, name: str) -> int:
         """Return how many training examples of the first pool have a further view."""
         tables = self._tables
-        return int(np.count_nonzero(tables.of_clips(f"{name}:frames", tables.blocks["train", tables.pools[0]])))
+        return int(np.count_nonzero(tables.read_clips(f"view:{name}:frames", tables.blocks["train", tables.pools[0]])))
 
     def owners(self, view: str) -> np.ndarray:
         """Return which clients have a further view of any of their training examples: bool [clients]."""
@@ -185,13 +185,13 @@ class Population:
         return self._tables.profile(index, [*self._views])
 
     def column(self, name: str) -> Column:
-        """Return one entry of all clients' profiles; not for ``pools``, which is no single value."""
+        """Return one entry of all clients' profiles, except ``pools``."""
         if not self.parts:
             return self._tables.column(name, [*self._views])
         if name == "part":
             sizes = [len(part.population) for part in self.parts]
             return [part.name for part in self.parts], np.repeat(np.arange(len(sizes)), sizes)
-        return _join([part.population.column(name) for part in self.parts])
+        return join_columns([part.population.column(name) for part in self.parts])
 
     def sizes(self) -> np.ndarray:
         """Return int64 [clients]: training examples of each client in the first pool."""
@@ -210,7 +210,7 @@ class Population:
         role = "attack" if attacking and tables.has("attack") else "train"
         rows = [tables.rows(role, index, pool) for pool in self.pools]
         # All training examples of a client are in one store, so that a batch may mix pools; an empty pool takes theirs.
-        store = max(int(tables.of_clips("store", own).max(initial=CLEAN)) for own in rows)
+        store = max(int(tables.read_clips("store", own).max(initial=CLEAN)) for own in rows)
         first, *further = (self._examples(own, store) for own in rows)
         return ClientData(
             first,
@@ -253,7 +253,7 @@ class Population:
         if self.parts and client is not None:
             part = self._part(client)
             return part.population.statistics(client - part.first)
-        of = self._tables.of_clients("statistics")
+        of = self._tables.read_clients("statistics")
         if of is None:
             return None
         values: np.ndarray = self._tables.arrays["statistics"]
@@ -277,7 +277,7 @@ class Population:
             clients: a part of the clients, or int [some clients].
         """
         if self.parts:
-            return _block_diagonal([part.population.label_counts(of) for part in self.parts])[clients]
+            return join_counts([part.population.label_counts(of) for part in self.parts])[clients]
         return self._by_class(self._tables.label_counts(of, len(self._labels), clients))
 
     def _by_class(self, counts: np.ndarray) -> np.ndarray:
@@ -313,7 +313,7 @@ class Population:
         population_folder.write(folder, facts, None if again else self._tables)
 
     def is_saved_in(self, folder: Path) -> bool:
-        """Return whether the folder holds the same clips, clients and features, which may lie in another cache."""
+        """Return whether the folder holds equal clips, clients and features. The cache may be another."""
         with population_folder.refusing_damage(folder):
             facts, saved = population_folder.read(folder)
         stores = [*self.stores, *(store for store in self._views.values() if store is not None)]
@@ -375,11 +375,11 @@ class Population:
             )
 
     def _examples(self, rows: slice, store: int = CLEAN) -> Examples:
-        labels, clips = (self._tables.of_clips(name, rows).astype(np.int64) for name in ("label", "clip"))
+        labels, clips = (self._tables.read_clips(name, rows).astype(np.int64) for name in ("label", "clip"))
         views = {}
         for number, (name, view) in enumerate(self._views.items(), 1):
             assert view is not None  # noqa: S101 - examples are read where their data lie
-            starts, frames = (self._tables.of_clips(f"{name}:{column}", rows) for column in ("start", "frames"))
+            starts, frames = (self._tables.read_clips(f"view:{name}:{column}", rows) for column in ("start", "frames"))
             views[name] = Examples(
                 view,
                 starts,
@@ -392,34 +392,14 @@ class Population:
             )
         return Examples(
             self.stores[store],
-            self._tables.of_clips("start", rows),
-            self._tables.of_clips("frames", rows),
+            self._tables.read_clips("start", rows),
+            self._tables.read_clips("frames", rows),
             labels,
             clips,
             self.length,
-            {name: self._tables.of_clips(f"column:{name}", rows).astype(np.int64) for name in self.columns},
+            {name: self._tables.read_clips(f"column:{name}", rows).astype(np.int64) for name in self.columns},
             classes=self.classes,
             sets=self.sets,
             pipeline=self.pipeline,
             views=views,
         )
-
-
-def _join(columns: Sequence[Column]) -> Column:
-    """Concatenate the columns of several parts."""
-    values: list[Any] = []
-    places = []
-    for own, of in columns:
-        places.append(np.where(of < 0, -1, of.astype(np.int64) + len(values)))
-        values += own
-    return values, np.concatenate(places)
-
-
-def _block_diagonal(blocks: Sequence[np.ndarray]) -> np.ndarray:
-    """Return int64 matrices one below and beside the other, with zeros elsewhere."""
-    whole = np.zeros(np.sum([block.shape for block in blocks], axis=0), np.int64)
-    row = column = 0
-    for block in blocks:
-        whole[row : row + block.shape[0], column : column + block.shape[1]] = block
-        row, column = row + block.shape[0], column + block.shape[1]
-    return whole

@@ -102,8 +102,8 @@ def _clips(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> pa.Rec
             block |= {new: arrays[f"{role}{mark}/{old}"] for new, old in named.items()}
             block |= {f"column:{name}": arrays[f"{role}{mark}/column/{name}"] for name in columns}
             for view in views:
-                block[f"{view}:start"] = arrays[f"{base}{mark}@{view}/starts"]
-                block[f"{view}:frames"] = arrays[f"{base}{mark}@{view}/counts"]
+                block[f"view:{view}:start"] = arrays[f"{base}{mark}@{view}/starts"]
+                block[f"view:{view}:frames"] = arrays[f"{base}{mark}@{view}/counts"]
             blocks.append(block)
     joined = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
     return clips_table(joined, pools, columns)

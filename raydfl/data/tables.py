@@ -2,33 +2,33 @@
 
 ``clips.arrow`` has a row for each example, sorted by role, pool and client:
 
-=================== ============ ==================================================================================
-column              type         meaning
-=================== ============ ==================================================================================
-role                dictionary   one of :data:`ROLES`
-pool                dictionary   pool of a training example; null for other roles
-client              int32        position of the owner; -1: the server, or clients that share clips
-store               int8         feature store: 0 clean, then noisy and altered features if there are any
-clip                int32        row of the manifest; the segments of a clip follow one another
-label               int32        index into the labels; negative: none
-start, frames       int64, int32 place of the features in the store
-column:NAME         dictionary   further columns (``data.columns``)
-VIEW:start, :frames int64, int32 place of a further view's features; 0 frames: the clip lacks the view
-=================== ============ ==================================================================================
+======================= ============ ==============================================================================
+column                  type         meaning
+======================= ============ ==============================================================================
+role                    dictionary   one of :data:`ROLES`
+pool                    dictionary   pool of a training example; null for other roles
+client                  int32        position of the owner; -1: the server, or clients that share clips
+store                   int8         feature store: 0 clean, then noisy and altered features if there are any
+clip                    int32        row of the manifest; the segments of a clip follow one another
+label                   int32        index into the labels; negative: none
+start, frames           int64, int32 place of the features in the store
+column:NAME             dictionary   further columns (``data.columns``)
+view:NAME:start, frames int64, int32 place of a further view's features; 0 frames: the clip lacks the view
+======================= ============ ==============================================================================
 
 ``clients.arrow`` has a row for each client. Only ``client`` is always there. Private state and commits name a client by its row.
 
-=================== ============ ==================================================================================
-client              large_string id
-by_id               int32        positions in the order of the ids, unless the ids ascend
-group               dictionary   group of which the client was made
-noisy, label_errors bool         whether its training data are corrupted; without the column nobody's are
-first, stop         int32        range of the client's rows of the first pool, where clients share clips
-statistics          int32        index of the client's statistics (see :meth:`Population.statistics`)
-profile:NAME        dictionary   ``data.profile``, if its source is a column
-examples            int64        number of training examples, where the clips are elsewhere (sites, parts)
-has:VIEW            bool         whether the client has a further view, where the clips are elsewhere
-=================== ============ ==================================================================================
+======================= ============ ==============================================================================
+client                  large_string id
+by_id                   int32        positions in the order of the ids, unless the ids ascend
+group                   dictionary   group of which the client was made
+noisy, label_errors     bool         whether its training data are corrupted; without the column nobody's are
+first, stop             int32        range of the client's rows of the first pool, where clients share clips
+statistics              int32        index of the client's statistics (see :meth:`Population.statistics`)
+profile:NAME            dictionary   ``data.profile``, if its source is a column
+examples                int64        number of training examples, where the clips are elsewhere (sites, parts)
+has:VIEW                bool         whether the client has a further view, where the clips are elsewhere
+======================= ============ ==============================================================================
 """
 
 from __future__ import annotations
@@ -112,13 +112,13 @@ class Tables:
         """The rows of each role and pool; the pool of other roles than training is empty."""
 
     def _find_blocks(self) -> dict[tuple[str, str], slice]:
-        bounds = np.searchsorted(self.of_clips("role"), np.arange(len(ROLES) + 1, dtype=np.int8)).tolist()
+        bounds = np.searchsorted(self.read_clips("role"), np.arange(len(ROLES) + 1, dtype=np.int8)).tolist()
         blocks: dict[tuple[str, str], slice] = {}
         for role, first, stop in zip(ROLES, bounds, bounds[1:], strict=False):
             if role not in POOLED:
                 blocks[role, ""] = slice(first, stop)
                 continue
-            codes = self.of_clips("pool", slice(first, stop))
+            codes = self.read_clips("pool", slice(first, stop))
             inner = np.searchsorted(codes, np.arange(len(self.pools) + 1, dtype=codes.dtype)) + first
             blocks |= {
                 (role, pool): slice(*inner[number : number + 2].tolist()) for number, pool in enumerate(self.pools)
@@ -132,21 +132,21 @@ class Tables:
         found: _T = self._known[key]
         return found
 
-    def of_clips(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+    def read_clips(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """Return some rows of a column of clips as numbers."""
         first, stop, _ = rows.indices(self.clips.num_rows)
         return to_numbers(self.clips.column(name).slice(first, stop - first))
 
-    def of_clients(self, name: str) -> np.ndarray | None:
-        """Return a column of clients as numbers, ``None`` if there is none."""
+    def read_clients(self, name: str) -> np.ndarray | None:
+        """Return a column of clients as numbers, or ``None`` if it is absent."""
         if name not in self.clients.schema.names:
             return None
         return self.remember(f"clients {name}", lambda: to_numbers(self.clients.column(name)))
 
     @property
     def ranges(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """The first row of each client in the first pool and the row behind its last, where clients share clips."""
-        first, stop = self.of_clients("first"), self.of_clients("stop")
+        """Ranges of the clients in the first pool (first rows, stops), if clients share clips."""
+        first, stop = self.read_clients("first"), self.read_clients("stop")
         return None if first is None or stop is None else (first, stop)
 
     def rows(self, role: str, client: int, pool: str = "") -> slice:
@@ -160,7 +160,7 @@ class Tables:
             first, stop = (int(bound[client]) + block.start for bound in self.ranges)
             return slice(first, stop) if role == "train" else slice(0, 0)
         wanted = np.array([client, client + 1], np.int32)  # of the column's type, or searchsorted copies the column
-        first, stop = (np.searchsorted(self.of_clips("client", block), wanted) + block.start).tolist()
+        first, stop = (np.searchsorted(self.read_clips("client", block), wanted) + block.start).tolist()
         return slice(first, stop)
 
     def has(self, role: str) -> bool:
@@ -169,7 +169,7 @@ class Tables:
 
     def num_examples(self, client: int, pool: str = "") -> int:
         """Return how many training examples a client has in a pool."""
-        examples = None if pool else self.of_clients("examples")
+        examples = None if pool else self.read_clients("examples")
         if examples is not None:
             return int(examples[client])
         rows = self.rows("train", client, pool)
@@ -177,28 +177,28 @@ class Tables:
 
     def sizes(self) -> np.ndarray:
         """Return int64 [clients]: training examples of each client in the first pool."""
-        examples = self.of_clients("examples")
+        examples = self.read_clients("examples")
         if examples is not None:
             return examples
         if self.ranges is not None:
             sizes: np.ndarray = self.ranges[1].astype(np.int64)
             sizes -= self.ranges[0]  # in place: there may be millions of clients
             return sizes
-        return np.bincount(self.of_clips("client", self.blocks["train", self.pools[0]]), minlength=len(self.ids))
+        return np.bincount(self.read_clips("client", self.blocks["train", self.pools[0]]), minlength=len(self.ids))
 
     def owners(self, view: str) -> np.ndarray:
         """Return which clients have a further view of any of their training examples: bool [clients]."""
-        stored = self.of_clients(f"has:{view}")
+        stored = self.read_clients(f"has:{view}")
         return self.remember(f"owners {view}", lambda: self._find_owners(view)) if stored is None else stored
 
     def _find_owners(self, view: str) -> np.ndarray:
         train = slice(self.blocks["train", self.pools[0]].start, self.blocks["train", self.pools[-1]].stop)
-        present = self.of_clips(f"{view}:frames", train) > 0
+        present = self.read_clips(f"view:{view}:frames", train) > 0
         if self.ranges is not None:
             before = np.r_[0, np.cumsum(present)]
             shared: np.ndarray = before[self.ranges[1]] > before[self.ranges[0]]
             return shared
-        return np.bincount(self.of_clips("client", train)[present], minlength=len(self.ids)) > 0
+        return np.bincount(self.read_clips("client", train)[present], minlength=len(self.ids)) > 0
 
     def profile(self, client: int, views: Sequence[str]) -> dict[str, Any]:
         """Return the profile of a client.
@@ -214,18 +214,18 @@ class Tables:
         return facts
 
     def column(self, name: str, views: Sequence[str]) -> Column:
-        """Return one entry of all clients' profiles; not for ``pools``, which is no single value."""
+        """Return one entry of all clients' profiles, except ``pools``."""
         return self.remember(f"profile {name}", lambda: self._find_column(name, views))
 
     def _find_column(self, name: str, views: Sequence[str]) -> Column:
         if name in ("noisy", "label_errors"):
-            stored = self.of_clients(name)
+            stored = self.read_clients(name)
             return (False, True), np.broadcast_to(np.int8(0), len(self.ids)) if stored is None else stored.view(np.int8)
         if name == "views" and views:
             kinds, of = np.unique(np.stack([self.owners(view) for view in views], axis=1), axis=0, return_inverse=True)
             return [tuple(np.array(views)[kind].tolist()) for kind in kinds], of.reshape(-1)
         key = "group" if name == "group" else f"profile:{name}"
-        stored = self.of_clients(key)
+        stored = self.read_clients(key)
         if stored is None:
             return (), np.broadcast_to(np.int8(-1), len(self.ids))
         return self.clients.column(key).dictionary.to_pylist(), stored
@@ -239,7 +239,7 @@ class Tables:
             clients: a part of the clients, or int [some clients].
         """
         block = self.blocks[role, self.pools[0] if role in POOLED else ""]
-        label, begins = self.of_clips("label", block), self._begin_clips(block)
+        label, begins = self.read_clips("label", block), self._begin_clips(block)
         if self.ranges is not None and role == "train":
             first, stop = (bound[clients] for bound in self.ranges)
             counts = np.empty((len(first), labels), np.int64)
@@ -247,7 +247,7 @@ class Tables:
                 before = np.concatenate([[0], np.cumsum(begins & (label == number))])
                 counts[:, number] = before[stop] - before[first]
             return counts
-        client = self.of_clips("client", block).astype(np.int64)
+        client = self.read_clips("client", block).astype(np.int64)
         begins[1:] |= client[1:] != client[:-1]
         begins &= label >= 0
         cells = np.bincount(client[begins] * labels + label[begins], minlength=len(self.ids) * labels)
@@ -259,14 +259,14 @@ class Tables:
             summed: np.ndarray = self.label_counts("train", labels, slice(None)).sum(axis=0)
             return summed
         block = self.blocks["train", self.pools[0]]
-        label = self.of_clips("label", block)
+        label = self.read_clips("label", block)
         begun, ended = (np.cumsum(np.bincount(bound, minlength=len(label) + 1))[:-1] for bound in self.ranges)
         counted = self._begin_clips(block) & (label >= 0)
         return np.bincount(label[counted], (begun - ended)[counted], labels).astype(np.int64)
 
     def _begin_clips(self, block: slice) -> np.ndarray:
         """Return which rows are the first segment of their clip: bool [rows]."""
-        clips = self.of_clips("clip", block)
+        clips = self.read_clips("clip", block)
         return np.concatenate([np.ones(min(len(clips), 1), bool), clips[1:] != clips[:-1]])
 
     def holds_same(self, other: Tables) -> bool:
@@ -287,3 +287,23 @@ def _are_equal(one: pa.RecordBatch, other: pa.RecordBatch) -> bool:
 def _texts(column: pa.DictionaryArray) -> list[str]:
     """Return the values as text: early versions read numbers in profiles as text."""
     return list(map(str, column.dictionary.to_pylist()))
+
+
+def join_columns(columns: Sequence[Column]) -> Column:
+    """Concatenate the columns of several parts."""
+    values: list[Any] = []
+    places = []
+    for own, of in columns:
+        places.append(np.where(of < 0, -1, of.astype(np.int64) + len(values)))
+        values += own
+    return values, np.concatenate(places)
+
+
+def join_counts(blocks: Sequence[np.ndarray]) -> np.ndarray:
+    """Place int64 matrices along the diagonal of a matrix of zeros."""
+    whole = np.zeros(np.sum([block.shape for block in blocks], axis=0), np.int64)
+    row = column = 0
+    for block in blocks:
+        whole[row : row + block.shape[0], column : column + block.shape[1]] = block
+        row, column = row + block.shape[0], column + block.shape[1]
+    return whole
