@@ -21,8 +21,8 @@ from raydfl.data.shards import Shard, Site, only_site, shards_at
 from raydfl.data.tables import Column, Tables, join_columns, join_counts, table_prefix
 from raydfl.data.transforms import PLAIN
 
-CLEAN, NOISY = 0, 1
-"""Positions in a population's stores."""
+CLEAN = 0
+"""Position of the clean features in the stores."""
 
 
 @dataclass(frozen=True, slots=True)
