@@ -55,7 +55,7 @@ test-wheel: $(INSTALLED) wheel
 	cp build/wheel/packages.pth build/wheel/venv/lib/python3.*/site-packages
 	build/wheel/venv/bin/python -m pip install --no-deps build/wheel/*.whl
 	build/wheel/venv/bin/python -P -c 'import raydfl, sys; sys.exit(sys.prefix not in raydfl.__file__)'
-	build/wheel/venv/bin/python -P -m pytest tests/docs $(ARGS)
+	PATH="$$PATH:$(CURDIR)/.venv/bin" build/wheel/venv/bin/python -P -m pytest tests/docs $(ARGS) # there: the command ray
 
 # Each end in an environment of its own, 6 GB; raydfl in it is a copy (-P: not this folder's), built there against its PyTorch.
 test-versions: .venv-versions/oldest/.installed .venv-versions/newest/.installed
@@ -78,6 +78,9 @@ check: $(INSTALLED)
 	.venv/bin/mypy --strict -p raydfl
 	.venv/bin/lint-imports --no-logo --no-cache
 	$(MAKE) docs
+	@echo 'lines by room:'
+	@for room in raydfl/*/; do find $$room -name '*.py' -o -name '*.pyi' -o -name '*.cpp' -o -name '*.h' | xargs -r cat | wc -l | tr '\n' ' '; \
+		basename $$room; done | grep -v __pycache__
 
 # Not --quiet: mkdocs then counts no warnings, so --strict accepts broken links. The variable silences an advertisement.
 docs: $(INSTALLED)
