@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import finish, same, start, stop_after, truth
+from helpers import finish, known, same, start, stop_after, truth
 from scipy.spatial.distance import pdist, squareform
 from several_clients import BANDS, CLASSES, make_steps
 from torch import nn
@@ -373,6 +373,16 @@ def test_cfl_puts_a_new_client_into_the_most_similar_group() -> None:
             sent.append(Update(tensors, 1.0, {}, key, NAMES[number]))
         state, _ = method.aggregate(state, iter(sent), RNG)
     assert groups(state) == ["task1", "task2"] * 3 + ["", ""]
+
+
+@pytest.mark.parametrize("rule", ["{name: cfl, eps_mean: 100, eps_max: 0}", "ifca", "hdbscan"])
+def test_parts_may_have_classes_of_their_own(tiny: Tiny, rule: str) -> None:
+    """Last layers of different shapes are told apart, and each group has the layers of both parts."""
+    parts = "data.parts={low: {speakers: 3}, high: {classes: 5, first: 10, speakers: 3}}"
+    config = tiny(parts, f"train.groups={rule}", "train.rounds=1", "train.cohort=1.0")
+    bits = known(config)
+    found = [name for name in bits if name.startswith("server task1 model/output.weight@")]
+    assert len(found) == 2
 
 
 def test_the_former_name_of_a_setting_means_the_same(tiny: Tiny) -> None:

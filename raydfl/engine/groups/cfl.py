@@ -141,11 +141,13 @@ class Cfl(GroupRule):
 
 
 def _mean(clients: Iterable[str], changes: Mapping[str, _Change], weights: Mapping[str, float]) -> dict[str, Tensor]:
-    """Return the weighted mean of changes, tensor by tensor over those that have it."""
+    """Return the weighted mean of changes, tensor by tensor over the clients that have it in one shape."""
     sums: dict[str, Tensor] = {}
     totals: dict[str, float] = {}
     for client in clients:
-        for name, value in changes[client].items():
+        for tensor, value in changes[client].items():
+            alike = tensor not in sums or sums[tensor].shape == value.shape
+            name = tensor if alike else f"{tensor} {tuple(value.shape)}"  # parts have layers of their own shapes
             sums[name] = sums[name] + weights[client] * value if name in sums else weights[client] * value
             totals[name] = totals.get(name, 0.0) + weights[client]
     return {name: value / max(totals[name], 1e-12) for name, value in sums.items()}
