@@ -94,7 +94,7 @@ def begin(method: Method, truth: str = "part") -> State:
 
 def update(state: State, number: int, direction: Sequence[float], weight: float = 1.0) -> Update:
     """What client ``number`` sends whose last layer has moved by ``direction`` and whose first by 1."""
-    book = Membership.of(state)
+    book = Membership.from_state(state)
     key = book.groups()[NAMES[number]] or "global"
     tensors = dict(state.tensors[key])
     tensors["model/0.weight"] = tensors["model/0.weight"] + 1
@@ -106,7 +106,7 @@ UP, DOWN = (1.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 1.0)
 
 
 def groups(state: State) -> list[str]:
-    return list(Membership.of(state).keys)
+    return list(Membership.from_state(state).keys)
 
 
 def test_groups_have_models_of_their_own_and_every_client_always_one() -> None:
@@ -149,7 +149,7 @@ def test_groups_have_models_of_their_own_and_every_client_always_one() -> None:
 
 
 def clients_of(state: State) -> list[Client]:
-    return [Client(name, i, 10, profile={}) for i, name in enumerate(Membership.of(state).clients)]
+    return [Client(name, i, 10, profile={}) for i, name in enumerate(Membership.from_state(state).clients)]
 
 
 def test_earlier_changes_count_where_they_are_kept() -> None:
@@ -220,7 +220,7 @@ def test_the_server_is_not_told_the_part_and_each_group_is_measured_on_its_membe
         for row in read_rows(folder).to_pylist()
         if row["round"] == 2 and not row["client"]
     }
-    book = Membership.of(state)
+    book = Membership.from_state(state)
     for part in ("low", "high"):
         own = [key for key, of in zip(book.keys, book.parts, strict=True) if of == part]
         scores = {key: rows["test", f"{part}:{key}:model/accuracy"]["value"] for key in own}

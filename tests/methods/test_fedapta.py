@@ -153,8 +153,8 @@ def test_two_rounds_with_two_clusters_are_the_equations(drift: Any, tasks: dict[
     kept: list[dict[str, torch.Tensor]] = [{} for _ in CLIENTS]
     for round_index in range(2):
         state, updates, report = one_round(method, state, kept)
-        keys = Membership.of(state).keys[:2]
-        assert Membership.of(state).keys == keys * 3
+        keys = Membership.from_state(state).keys[:2]
+        assert Membership.from_state(state).keys == keys * 3
         assert report["tasks/groups"].value == 2
         new, new_controls = [], []
         for group in range(2):

@@ -105,13 +105,13 @@ class Grouped(Method):
 
     def begin_phase(self, state: State) -> State:
         """Begin the phase in every group."""
-        book = Membership.of(state)
+        book = Membership.from_state(state)
         begun = {group: self.ungrouped.begin_phase(_state_of(state, group)) for group in _groups_of(state)}
         return _join(state, begun, book, state.tensors.get(KEPT, {}))
 
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
         """Plan with each group's state for all clients, by the same draw, and take each client's task from its group's plan."""
-        own, start = Membership.of(state).groups(), rng.bit_generator.state
+        own, start = Membership.from_state(state).groups(), rng.bit_generator.state
         tasks: list[Task] = []
         for group in dict.fromkeys(own.values()):
             rng.bit_generator.state = start
@@ -135,7 +135,7 @@ class Grouped(Method):
 
     def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:
         """Measure clients with their group's models, and at the server each group's models on its members' parts."""
-        book = Membership.of(state)
+        book = Membership.from_state(state)
         if not clients:
             return list(self._server_tasks(state, book))
         own = book.groups()
@@ -162,10 +162,10 @@ class Grouped(Method):
         group = self._enter(step)
         found = self.ungrouped.local(step)
 
-        def addressed(update: Update) -> Update:
+        def readdress(update: Update) -> Update:
             return dataclasses.replace(update, key=entry_key(update.key, group))
 
-        return dataclasses.replace(addressed(found), further=tuple(map(addressed, found.further)))
+        return dataclasses.replace(readdress(found), further=tuple(map(readdress, found.further)))
 
     def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
         """Have the method measure with the client's group's entries."""
@@ -189,7 +189,7 @@ class Grouped(Method):
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Find the groups, and have the method aggregate each group's updates."""
-        old, spool = Membership.of(state), Spool()
+        old, spool = Membership.from_state(state), Spool()
         arriving = self._arriving(state, updates, old, spool)
         division = self.discovery.divide(old, arriving, state.tensors.get(KEPT, {}))
         for _ in arriving:
@@ -207,11 +207,11 @@ class Grouped(Method):
         for group in senders:
             rng.bit_generator.state = start
             places: list[str] = []
-            mine = _counted(spool, after, group, weights.setdefault(group, Counter()), places)
-            given = _with_size(states[group], new, group)
+            mine = _select_updates(spool, after, group, weights.setdefault(group, Counter()), places)
+            given = _set_size(states[group], new, group)
             states[group], report = self.ungrouped.aggregate(given, mine, rng)
             reports[group] = places, report
-        states[""] = _mean_of_groups(states, weights)
+        states[""] = _average_groups(states, weights)
         if not self.discovery.choosing:
             left = {*old.keys} - {*new.keys, ""}
             states = {group: own for group, own in states.items() if group not in left}
@@ -241,7 +241,7 @@ def _groups_of(state: State) -> list[str]:
 
 
 def _state_of(state: State, group: str) -> State:
-    """Return the method's state of one group; what it does not have of its own is that without a group."""
+    """Return the method's state of one group. Entries and facts that the group lacks are those without a group."""
     tensors: dict[str, Tensors] = {}
     for key, entry in state.tensors.items():
         own, plain = split_key(key)
@@ -278,8 +278,8 @@ def _join(state: State, states: Mapping[str, State], book: Membership, kept: Ten
     return dataclasses.replace(state, tensors=tensors, extra=extra)
 
 
-def _with_size(state: State, book: Membership, group: str) -> State:
-    """Return a group's state in which the number of clients is that of its members."""
+def _set_size(state: State, book: Membership, group: str) -> State:
+    """Return a group's state with the number of its members as the number of clients."""
     sizes = book.sizes(group)
     extra = dict(state.extra)
     for key, value in state.extra.items():
@@ -289,7 +289,7 @@ def _with_size(state: State, book: Membership, group: str) -> State:
     return dataclasses.replace(state, extra=extra)
 
 
-def _counted(
+def _select_updates(
     spool: Spool, after: Mapping[str, str], group: str, weights: Counter[tuple[str, str]], places: list[str]
 ) -> Iterator[Update]:
     """Yield the updates of a group's members.
@@ -312,7 +312,7 @@ def _counted(
         yield update
 
 
-def _mean_of_groups(states: Mapping[str, State], weights: Mapping[str, Counter[tuple[str, str]]]) -> State:
+def _average_groups(states: Mapping[str, State], weights: Mapping[str, Counter[tuple[str, str]]]) -> State:
     """Return the state without a group: the mean of the groups' tensors by the weights of the updates that had them.
 
     Entries that no update changes, such as a generator or moments, are those of the group with the largest weight.

@@ -63,8 +63,8 @@ class Membership:
     """The number of the next new group."""
 
     @classmethod
-    def of(cls, state: State) -> Membership:
-        """Read it."""
+    def from_state(cls, state: State) -> Membership:
+        """Return the membership that a state holds."""
         return cls(**state.extra[BOOK])
 
     def groups(self) -> dict[str, str]:
@@ -75,8 +75,8 @@ class Membership:
         """Return the number of a group's members in each part."""
         return Counter(part for key, part in zip(self.keys, self.parts, strict=True) if key == group)
 
-    def moved(self, keys: Mapping[str, str], following: int) -> Membership:
-        """Return it with some clients' new groups, by id."""
+    def move(self, keys: Mapping[str, str], following: int) -> Membership:
+        """Return the membership after some clients changed their groups, by id."""
         new = [keys.get(client, key) for client, key in zip(self.clients, self.keys, strict=True)]
         return dataclasses.replace(self, keys=new, following=following)
 

@@ -129,7 +129,7 @@ def name_clusters(book: Membership, clients: Sequence[str], labels: Sequence[int
     for label in dict.fromkeys(labels):
         if label not in names:
             names[label], following = f"task{following}", following + 1
-    return book.moved({client: names[label] for client, label in zip(clients, labels, strict=True)}, following)
+    return book.move({client: names[label] for client, label in zip(clients, labels, strict=True)}, following)
 
 
 def find_group_rule(setting: str | Mapping[str, Any]) -> GroupRule | None:

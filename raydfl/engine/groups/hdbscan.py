@@ -116,7 +116,7 @@ class Hdbscan(GroupRule):
         return with_noise(found, matrix, threshold), int((found < 0).sum()), bool((found < 0).all())
 
     def divide(self, book: Membership, sent: Iterable[Sent], kept: Tensors) -> Division:
-        """Cluster the round's clients; with ``accumulate`` also those that sent something before."""
+        """Cluster the clients of the round; with ``accumulate`` also the clients of earlier rounds."""
         heads = _kept_heads(kept, book) if self.accumulate else {}
         for each in sent:
             change = each.change(self.head(each.names()))

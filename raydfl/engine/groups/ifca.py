@@ -97,7 +97,7 @@ class Ifca(GroupRule):
         chosen = {each.update.client_id: each.group for each in sent}
         moved = sum(own[client] != group for client, group in chosen.items())
         return Division(
-            book.moved(chosen, self.groups + 1),
+            book.move(chosen, self.groups + 1),
             {
                 "tasks/clusters": Ratio(len(set(chosen.values())), 1),
                 "tasks/moved": Ratio(moved, max(1, len(chosen))),

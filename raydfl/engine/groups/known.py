@@ -33,7 +33,7 @@ class Known(GroupRule):
         return self.by
 
     def check(self, clients: Sequence[Client], tensors: Sequence[str]) -> None:
-        """Reject a column that clients do not have, and a group in which nobody takes part."""
+        """Reject an unknown column, and a group without a client in training."""
         if any(self.by not in client.profile for client in clients):
             raise ConfigError(
                 f"train.groups.by: clients have no {self.by!r} in their profile; {nearest(self.by, clients[0].profile)} Several "
@@ -52,4 +52,4 @@ class Known(GroupRule):
         """Put every client, also outside the cohort, into the group that its profile names."""
         truth = cast(Sequence[str], book.truth)
         groups = {client: f"task_{kind}" for client, kind in zip(book.clients, truth, strict=True)}
-        return Division(book.moved(groups, book.following))
+        return Division(book.move(groups, book.following))
