@@ -256,7 +256,7 @@ def configured(method: str, folder: Path, name: str, *overrides: str) -> Config:
     elif method in ("multifl", "unifl", "harmony", "modality_mirror"):
         values["models"] = {"audio": "crnn_tiny", "video": "crnn_tiny"}
     else:
-        values["models"] = {"model": "crnn_tiny"}
+        values["models"] = {"model": "split_cnn_tiny" if method == "fedbn" else "crnn_tiny"}
     common = [
         f"train.rounds={ROUNDS}",
         "evaluate.every=10",

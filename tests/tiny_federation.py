@@ -33,10 +33,16 @@ OF_VIEWS = {
     "video": {"name": "crnn_tiny", "hidden": 4, "filters": [4]},
     "fusion": {"name": "fusion", "hidden": 4},
 }
-TINY_METHOD = {"fedgen": {"noise": 4, "hidden": 8, "server_steps": 5, "server_batch": 8}}
+TINY_METHOD = {
+    "fedala": {"start_epochs": 2},
+    "fedgen": {"noise": 4, "hidden": 8, "server_steps": 5, "server_batch": 8},
+    "fedrep": {"head_epochs": 2},
+    "pfedme": {"lam": 1.0, "personal_steps": 2},
+}
 TINY_OBJECTIVE = {"profila": {"name": "compact", "size": 4, "normal": ["tone0"]}}
 TINY_DATA = {"fedstar": {"unlabelled": {"keep": 0.4}}}
 TINY_MODELS = {
+    "fedbn": {"model": {"name": "split_cnn", "filters": [4], "groups": 2}},
     "fedmlac": FEDMLAC_MODELS,
     f"{TESTS}/extra_methods.py:Slow": FEDMLAC_MODELS,
     **dict.fromkeys(("multifl", "unifl", "harmony", "modality_mirror"), OF_VIEWS),

@@ -37,6 +37,7 @@ Values = Mapping[str, Any]
 """Groups of a configuration that take the place of those of every federation here; in ``data`` and ``train`` key by key."""
 
 METHODS: Mapping[str, Values] = {
+    "fedbn": {"models": {"model": {"name": "split_cnn", "filters": [4], "groups": 2}}},
     "fedgen": {"method": {"noise": 4, "hidden": 8, "server_steps": 5, "server_batch": 8}},
     "fedkad": {"method": {"size": 8}},
     "fedmlac": {"models": {"plugin": CRNN, "local": [CRNN, SMALLER]}},

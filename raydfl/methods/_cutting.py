@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
+from torch import Tensor
 
 from raydfl.core.cuts import Cut
 from raydfl.core.errors import ConfigError
-from raydfl.core.types import Client, ModelSpec, State, Task
+from raydfl.core.types import Batch, Client, ModelSpec, State, Task, Update
 from raydfl.methods._method import Method, drawn
-from raydfl.models import cuts_of, narrow
+from raydfl.models import cuts_of, model_options, narrow
+from raydfl.objectives import Classify
+from raydfl.training import Step, fit
 
 Share = Annotated[float, Field(gt=0, le=1)]
+
+_HELD = "fedrolex/classes"
+_LAST = "model/output."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,3 +96,56 @@ class CuttingMethod(Method, ABC):
             return self.chosen(state, client, group, channels, kept)
 
         return {name: cut for spec in client.models for name, cut in cuts_of(spec, choose).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledCutting(CuttingMethod, ABC):
+    """Cutting as in HeteroFL's code: scaled outputs of convolutions, and a loss without the classes that a client lacks."""
+
+    scaled: Annotated[
+        bool,
+        Field(
+            description="divide what a convolution gives by the share while training (networks that have convolutions)"
+        ),
+    ] = True
+    masked: Annotated[
+        bool,
+        Field(description="learn and send nothing of classes that the client has no example of (objective classify)"),
+    ] = True
+
+    def options_of(self, spec: ModelSpec) -> dict[str, Any]:
+        """Scale a network that can."""
+        return {"scaled": True} if self.scaled and "scaled" in model_options(spec.architecture) else {}
+
+    def loss(self, step: Step, batch: Batch) -> Tensor:
+        """Return the objective's loss, or the cross-entropy in which other classes' logits are 0."""
+        if not self._masks:
+            return super().loss(step, batch)
+        logits = step.forward("model", batch) * step.state[_HELD]
+        return batch.cross_entropy(logits)
+
+    def local(self, step: Step) -> Update:
+        """Train; send of the last layer what belongs to the client's classes."""
+        if not self._masks:
+            return super().local(step)
+        labels = np.unique(step.data.train.labels)
+        held = torch.zeros(next(spec.width for spec in step.client.models if spec.name == "model"))
+        held[labels] = 1
+        step.state[_HELD] = held.to(step.device)
+        update = step.update(fit(step, self.loss))
+        del step.state[_HELD]  # it is no state: the data say it in every round
+        return update if len(labels) in (0, len(held)) else _rows(update, labels, len(held))
+
+    @property
+    def _masks(self) -> bool:
+        return self.masked and isinstance(self.objective, Classify)
+
+
+def _rows(update: Update, rows: np.ndarray, classes: int) -> Update:
+    """Return an update with some rows of the last layer alone."""
+    tensors, cuts = dict(update.tensors), dict(update.cuts)
+    for name, value in update.tensors.items():
+        if name.startswith(_LAST) and value.ndim and len(value) == classes:
+            rest = cuts[name].indices[1:] if name in cuts else (None,) * (value.ndim - 1)
+            tensors[name], cuts[name] = value[torch.from_numpy(rows).to(value.device)], Cut([rows, *rest])
+    return dataclasses.replace(update, tensors=tensors, cuts=cuts)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from raydfl.core.part_names import beside
 from raydfl.core.types import Client, Metrics, State, Update
+from raydfl.methods._control import global_parameters
 from raydfl.methods._method import Counted, Method
 
 _STEPS = "server_steps"
@@ -55,16 +56,9 @@ class ServerOptimiser(Method, ABC):
     ) -> State:
         """FedAvg's state and the moments of every parameter."""
         state = super().init(clients, models, rng)
-        parameters = {
-            f"{name}/{key}"
-            for built in models
-            for name, model in built.items()
-            for key, _ in model.named_parameters(remove_duplicate=False)  # a tied weight has two names in what travels
-        }
         moments = {
             f"{moment}/{name}": torch.full_like(value, first)
-            for name, value in state.tensors["global"].items()
-            if name in parameters
+            for name, value in global_parameters(state, models, tied=True).items()
             for moment, first in self.moments().items()
         }
         return dataclasses.replace(state, tensors={**state.tensors, "moments": moments})

@@ -27,31 +27,37 @@ short:
 - Means of h are over the clients of the round and group; N is the group's clients.
 - ``recover: false`` averages a filter over those who kept it (what nobody kept stays).
 - The learning rate in g's formula is the one before decay, as in the release. With momentum E ceil(mean(n) / B) is replaced by the
-  effective number of steps, as in :mod:`raydfl.methods.scaffold`.
+  effective number of steps, as in :mod:`raydfl.methods._control`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, cast
 
 import numpy as np
-import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from raydfl.core.errors import ConfigError
-from raydfl.core.ops import drift_term
 from raydfl.core.part_names import beside, plain_name
-from raydfl.core.types import Batch, Client, Metrics, State, Task, Tensors, Update
-from raydfl.methods._method import CLIENTS, Counted, Method
+from raydfl.core.types import Batch, Client, Metrics, State, Task, Update
+from raydfl.methods._control import (
+    CONTROL,
+    DRIFT,
+    drift_penalty,
+    put_drift_terms,
+    renew_drifts,
+    require_sgd,
+    tell_mean_examples,
+    zero_controls,
+)
+from raydfl.methods._masking import MaskingMethod
+from raydfl.methods._method import CLIENTS, Counted
 from raydfl.methods._pruning import (
     MASK,
     Importance,
-    Kind,
     Solver,
     kept_by,
     layers_by_tensor,
@@ -61,24 +67,14 @@ from raydfl.methods._pruning import (
     put_masks,
     ratio_of,
     recovered,
-    take_masks,
 )
-from raydfl.methods.scaffold import effective_steps
 from raydfl.training import Step, TrainSettings, fit
 
-DRIFT, CONTROL = "drift/", "control/"
-"""Beginnings of the names of h and g."""
-
-_ANCHOR, _SLOPE = "anchor/", "slope/"
-"""Beginnings of the names of M_i (w_ref - h_i) and s_i g - g_i, for the loss."""
-_PULL, _OFFSET = "pull", "offset"
-"""Places of a_i and <M_i h_i, s_i g - g_i>, for the loss."""
-
-_PRUNED, _MEAN = "pruned", "mean_examples"
+_PRUNED = "pruned"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAPTA(Method):
+class FedAPTA(MaskingMethod):
     """Pruning by device, recovery, drift correction, and a model for each discovered task."""
 
     pure: ClassVar[bool] = True
@@ -91,9 +87,6 @@ class FedAPTA(Method):
     ratio_from: Annotated[
         str | None, Field(description="name in the clients' profile that says each client's ratio, in place of ratio")
     ] = None
-    prune: Annotated[
-        tuple[Kind, ...], Field(description="layers that are pruned; linear: hidden ones, the last one never")
-    ] = ("convolution", "recurrent")
     solver: Annotated[Solver, Field(description="how the ratio is spread over the layers (equation 1)")] = "ramp"
     importance: Annotated[
         Importance,
@@ -122,15 +115,12 @@ class FedAPTA(Method):
     def check(self, train: TrainSettings) -> None:
         """Refuse other optimisers than SGD with the full correction, whose scale is that of SGD's steps."""
         super().check(train)
-        if self.drift == "full" and train.optimiser.name != "sgd":
-            raise ConfigError(
-                f"fedapta with method.drift=full needs train.optimiser.name=sgd, not {train.optimiser.name!r}; or set method.drift "
-                f"to server or off"
-            )
+        if self.drift == "full":
+            require_sgd(train, "fedapta with method.drift=full", "; or set method.drift to server or off")
 
     def may_send(self, key: str, name: str) -> bool:
         """Clients send their masks and drifts, which the server does not keep."""
-        return name.startswith((MASK, DRIFT))
+        return super().may_send(key, name) or name.startswith(DRIFT)
 
     def init(
         self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
@@ -150,8 +140,7 @@ class FedAPTA(Method):
         tensors = dict(state.tensors["global"])
         if self.drift == "full":
             extra[CLIENTS] = len(clients)
-            parameters = {f"{n}/{k}" for built in models for n, m in built.items() for k, _ in m.named_parameters()}
-            tensors |= {CONTROL + name: torch.zeros_like(t) for name, t in tensors.items() if name in parameters}
+            tensors |= zero_controls(state, models)
         return dataclasses.replace(state, tensors={**state.tensors, "global": tensors}, extra=extra)
 
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
@@ -159,8 +148,7 @@ class FedAPTA(Method):
         tasks = super().plan(state, clients, rng, cohort)
         if self.drift != "full":
             return tasks
-        mean = sum(client.num_examples for client in clients) / len(clients)
-        return [dataclasses.replace(task, options={**task.options, _MEAN: mean}) for task in tasks]
+        return tell_mean_examples(tasks, clients)
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
         """Cross-entropy of the masked model, and with the full correction FedDC's two terms over what is kept."""
@@ -169,8 +157,7 @@ class FedAPTA(Method):
         if self.drift != "full":
             return value
         kept = {name: pruned.get(name, parameter) for name, parameter in step.parameters().items()}
-        anchors, slopes = ([step.state[beginning + name] for name in kept] for beginning in (_ANCHOR, _SLOPE))
-        return value + drift_term(list(kept.values()), step.state[_PULL], anchors, slopes) - step.state[_OFFSET]
+        return value + drift_penalty(step, kept)
 
     def local(self, step: Step) -> Update:
         """Prune, train, and send what is kept with the masks."""
@@ -181,62 +168,13 @@ class FedAPTA(Method):
             masks = pruned_masks(layers, step.parameters(), ratio, self.solver, self.importance)
             put_masks(step, layers, masks)
         if self.drift == "full":
-            self._put_terms(step)
+            put_drift_terms(step, self.alpha)
         metrics = fit(step, self.loss)
-        of_tensors = take_masks(step)
-        tensors = {name: value for name, value in step.floating_state().items() if self.shared(name)}
-        tensors |= {name: tensors[name] * mask for name, mask in of_tensors.items()}
+        tensors, of_tensors = self.take_masked(step)
         if self.drift != "off":
-            tensors |= self._drifts(step, tensors, of_tensors)
+            tensors |= renew_drifts(step, tensors, of_tensors, controls=self.drift == "full")
         tensors |= {MASK + name: mask for name, mask in masks.items()}
         return step.update(metrics, tensors=tensors)
-
-    def _put_terms(self, step: Step) -> None:
-        """Put into ``step.state`` what the loss needs of h_i, g_i and g."""
-        scale, zero = self._scale(step), torch.zeros((), device=step.device)
-        offset = zero.clone()
-        for name in step.parameters():
-            anchor, slope = step.reference(name).clone(), step.reference(CONTROL + name) * scale
-            mask, drift = step.state.get(MASK + name), step.state.get(DRIFT + name)
-            if drift is not None:  # the client has taken part before
-                anchor -= drift
-                slope -= step.state[CONTROL + name]
-                offset += torch.sum(drift * slope if mask is None else drift * slope * mask)
-            if mask is not None:
-                anchor *= mask
-            step.state[_ANCHOR + name], step.state[_SLOPE + name] = anchor, slope
-        step.state[_OFFSET] = offset
-        step.state[_PULL] = torch.tensor(self.alpha * scale, device=step.device)
-
-    def _scale(self, step: Step) -> float:
-        """s_i."""
-        return float(step.options[_MEAN]) / max(1, step.client.num_examples)
-
-    def _drifts(self, step: Step, trained: Tensors, masks: Tensors) -> dict[str, Tensor]:
-        """Renew h_i and g_i; return what of them is sent: h_i, and (g_i - its former value) / s_i."""
-        for name in [name for name in step.state if name.startswith((_ANCHOR, _SLOPE, _PULL, _OFFSET))]:
-            del step.state[name]
-        zero, sent = torch.zeros((), device=step.device), dict[str, Tensor]()
-        for name in step.parameters():
-            moved = trained[name] - step.reference(name)
-            if name in masks:
-                moved *= masks[name]
-            step.state[DRIFT + name] = sent[DRIFT + name] = moved + step.state.get(DRIFT + name, zero)
-            if self.drift == "full":
-                # Now moved becomes the change of g_i, over s_i.
-                moved /= -self._pace(step) * self._scale(step)
-                moved -= step.reference(CONTROL + name)
-                sent[CONTROL + name] = moved
-                step.state[CONTROL + name] = torch.add(
-                    step.state.get(CONTROL + name, zero), moved, alpha=self._scale(step)
-                )
-        return sent
-
-    def _pace(self, step: Step) -> float:
-        """Return lr E ceil(mean(n) / B), with momentum lr times the effective number of steps."""
-        settings, training = step.training.optimiser, step.training
-        steps = training.local_epochs * math.ceil(float(step.options[_MEAN]) / training.batch_size)
-        return settings.models.get("model", settings.lr) * effective_steps(steps, settings.momentum)
 
     def complete(self, state: State, update: Update) -> Update:
         """Put back the pruned weights (equation 3): masked weights, and where the mask is 0 what the client was sent.

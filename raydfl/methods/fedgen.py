@@ -42,20 +42,17 @@ from torch import Tensor, nn
 from raydfl.core.ops import uniform
 from raydfl.core.part_names import beside
 from raydfl.core.types import Batch, Client, Metrics, Ratio, State, Task, Tensors, Update
-from raydfl.methods._generator import Generator, adam, similarity
+from raydfl.methods._distillation import softened_divergences
+from raydfl.methods._generator import Generator, similarity
 from raydfl.methods._layers import last_layer
 from raydfl.methods._method import Method
+from raydfl.methods._server_module import FIRST, MODULE, MOMENTS, SECOND, STEPS, VECTOR, ServerModule
 from raydfl.training import Step, fit
 
-GENERATOR, MOMENTS = "generator", "generator/moments"
-"""Keys of the server's state."""
-VECTOR, FIRST, SECOND = "generator/vector", "moments/first", "moments/second"
-"""Names of the generator and of Adam's moments under these keys: float32 [elements]."""
 COUNTS = "labels/counts"
 """float32 [classes]. Of a client: examples of each class. At the server: of the cohort that last held any of the class."""
 _HEAD, _HEAD_BIAS = "model/output.weight", "model/output.bias"
 _WEIGHTS = "fedgen/weights"
-_STEPS = "generator_steps"
 _LEAST = 1e-4
 
 
@@ -104,10 +101,10 @@ class FedGen(Method):
         moments = torch.zeros(generator.trained)
         tensors: dict[str, Tensors] = {
             "global": {**state.tensors["global"], COUNTS: torch.zeros(head.out_features)},
-            GENERATOR: {VECTOR: generator.initial(rng)},
+            MODULE: {VECTOR: generator.initial(rng)},
             MOMENTS: {FIRST: moments, SECOND: moments.clone()},
         }
-        return dataclasses.replace(state, tensors=tensors, extra={_STEPS: 0})
+        return dataclasses.replace(state, tensors=tensors, extra={STEPS: 0})
 
     def _generator(self, width: int, classes: int) -> Generator:
         return Generator(self.noise, self.hidden, width, classes)
@@ -115,10 +112,10 @@ class FedGen(Method):
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
         """Plan FedAvg's tasks; the generator goes along once it has been trained."""
         tasks = super().plan(state, clients, rng, cohort)
-        trained = all(state.extra[beside(_STEPS, name)] for name in state.tensors[GENERATOR])
+        trained = all(state.extra[beside(STEPS, name)] for name in state.tensors[MODULE])
         if not trained:
             return tasks
-        return [dataclasses.replace(task, receive=(*task.receive, GENERATOR)) for task in tasks]
+        return [dataclasses.replace(task, receive=(*task.receive, MODULE)) for task in tasks]
 
     def generated_loss(self, step: Step, batch: Batch) -> Tensor:
         """Return cross-entropy plus what is learnt from generated features."""
@@ -131,9 +128,8 @@ class FedGen(Method):
             value = value + alpha * F.cross_entropy(network.output(self._features(step, labels)), labels)
         if self.beta:
             with torch.no_grad():
-                target = F.log_softmax(network.output(self._features(step, batch.y)), dim=1)
-            each = target.exp() * (target - F.log_softmax(logits, dim=1))
-            value = value + beta * batch.mean(each.sum(dim=1))
+                target = network.output(self._features(step, batch.y))
+            value = value + beta * batch.mean(softened_divergences(target, logits))
         return value
 
     def _features(self, step: Step, labels: Tensor) -> Tensor:
@@ -141,12 +137,12 @@ class FedGen(Method):
         head = cast(nn.Linear, cast(Any, step.models["model"]).output)
         noise = uniform(len(labels) * self.noise, labels.device).view(len(labels), self.noise)
         generator = self._generator(head.in_features, head.out_features)
-        return generator.features(step.received[GENERATOR][VECTOR], labels, noise)
+        return generator.features(step.received[MODULE][VECTOR], labels, noise)[0]
 
     def local(self, step: Step) -> Update:
         """Train, with generated features where there is a generator; send the network and the client's label counts."""
         epochs = step.training.local_epochs
-        with_generator = min(epochs, self.generated_epochs) if GENERATOR in step.received else 0
+        with_generator = min(epochs, self.generated_epochs) if MODULE in step.received else 0
         metrics: dict[str, Any] = {}
         if with_generator:
             step.state[_WEIGHTS] = self._weights(step).to(step.device)
@@ -177,7 +173,7 @@ class FedGen(Method):
         new, report = super().aggregate(state, seen, rng)
         tensors = {key: dict(of_key) for key, of_key in new.tensors.items()}
         extra, losses = dict(new.extra), list[float]()
-        for name in state.tensors[GENERATOR]:  # one, or one for each part
+        for name in state.tensors[MODULE]:  # one, or one for each part
             counts = beside(COUNTS, name)
             tensors["global"][counts] = before = state.tensors["global"][counts]
             heads = seen.heads(name)
@@ -187,21 +183,28 @@ class FedGen(Method):
             tensors["global"][counts] = torch.where(held > 0, held, before)
             if not self._learns():
                 continue
-            moments = [state.tensors[MOMENTS][beside(moment, name)] for moment in (FIRST, SECOND)]
-            training = _Training(
-                self._generator(heads.weight.shape[2], heads.weight.shape[1]),
-                state.tensors[GENERATOR][name],
-                (moments[0], moments[1]),
-                extra[beside(_STEPS, name)],
-            )
-            losses += [training.step(self, heads, rng, state.round_index) for _ in range(self.server_steps)]
-            tensors[GENERATOR][name] = training.vector
-            for moment, value in zip((FIRST, SECOND), training.moments, strict=True):
-                tensors[MOMENTS][beside(moment, name)] = value
-            extra[beside(_STEPS, name)] = training.number
+            module = ServerModule(state, name)
+            losses += [self._train(module, heads, rng, state.round_index) for _ in range(self.server_steps)]
+            module.store(tensors, extra)
         if losses:
             report = {**report, "generator/loss": Ratio(sum(losses), len(losses))}
         return dataclasses.replace(new, tensors=tensors, extra=extra), report
+
+    def _train(self, module: ServerModule, heads: _Heads, rng: np.random.Generator, round_index: int) -> float:
+        """Take one step of the generator; return its loss without the diversity's term."""
+        generator = self._generator(heads.weight.shape[2], heads.weight.shape[1])
+        held = np.flatnonzero(heads.counts.sum(dim=0).numpy() > 0)
+        labels = torch.from_numpy(rng.choice(held, self.server_batch))
+        noise = torch.from_numpy(rng.random((self.server_batch, self.noise), np.float32))
+        found: list[Tensor] = []
+
+        def loss(vector: Tensor) -> tuple[Tensor, Tensor]:
+            features, running = generator.features(vector, labels, noise, training=True)
+            found.append(heads.loss(features, labels))
+            return found[0] + self.diversity * similarity(noise, features) if self.diversity else found[0], running
+
+        module.train(loss, self.server_lr * self.decay**round_index, self.weight_decay)
+        return float(found[0].detach())
 
 
 @dataclasses.dataclass(slots=True)
@@ -245,34 +248,6 @@ class _Seen(Iterable[Update]):
             return None
         weight, bias, counts = (torch.stack([kept[name] for kept in found]) for name in names)
         return _Heads(weight, bias, counts.clamp_min(0))  # whatever a client claims
-
-
-class _Training:
-    """A generator that is trained in a round."""
-
-    def __init__(self, generator: Generator, vector: Tensor, moments: tuple[Tensor, Tensor], number: int) -> None:
-        self._generator = generator
-        self.vector = vector
-        self.moments = moments
-        self.number = number
-        """Steps taken in all rounds."""
-
-    def step(self, method: FedGen, heads: _Heads, rng: np.random.Generator, round_index: int) -> float:
-        """Take one step; return its loss without the diversity's term."""
-        held = np.flatnonzero(heads.counts.sum(dim=0).numpy() > 0)
-        labels = torch.from_numpy(rng.choice(held, method.server_batch))
-        noise = torch.from_numpy(rng.random((method.server_batch, method.noise), np.float32))
-        trained, running = self.vector[: self._generator.trained], self.vector[self._generator.trained :]
-        leaf = trained.clone().requires_grad_()
-        features, running = self._generator.features_in_training(torch.cat([leaf, running]), labels, noise)
-        loss = heads.loss(features, labels)
-        total = loss + method.diversity * similarity(noise, features) if method.diversity else loss
-        (gradient,) = torch.autograd.grad(total, leaf)
-        self.number += 1
-        rate = method.server_lr * method.decay**round_index
-        trained, self.moments = adam(trained, gradient, self.moments, self.number, rate, method.weight_decay)
-        self.vector = torch.cat([trained, running])
-        return float(loss.detach())
 
 
 def _drawn(which: Tensor, count: int) -> Tensor:

@@ -34,12 +34,12 @@ from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl.core.types import Batch, Update
+from raydfl.methods._distillation import softened_divergences
 from raydfl.methods._method import Method
 from raydfl.rules import LayerwisePruning, Rule, WeightedMean
 from raydfl.training import Step, fit
@@ -146,8 +146,4 @@ class FedMLAC(Method):
     def _divergence(self, teacher: Tensor, student: Tensor, batch: Batch) -> Tensor:
         """T^2 KL(softmax(teacher / T) || softmax(student / T)), mean over the batch; no gradient reaches the teacher."""
         t = self.temperature
-        log_student = F.log_softmax(student / t, dim=1)
-        log_teacher = F.log_softmax(teacher.detach() / t, dim=1)
-        # Not F.kl_div, which PyTorch cannot compute for several clients at once.
-        each = log_teacher.exp() * (log_teacher - log_student)
-        return t * t * batch.mean(each.sum(dim=1))
+        return t * t * batch.mean(softened_divergences(teacher.detach(), student, t))

@@ -28,21 +28,18 @@ from typing import Annotated, Any, ClassVar, cast
 import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import nn
 
 from raydfl.core.errors import ConfigError
-from raydfl.core.types import Batch, Client, Metrics, Ratio, State, Task, Update
-from raydfl.methods._method import Method
+from raydfl.core.types import Client, Metrics, Ratio, State, Task, Update
+from raydfl.methods._masking import MaskingMethod
 from raydfl.methods._pruning import (
     MASK,
-    Kind,
     layers_by_tensor,
-    masked,
     prunable_layers,
     pruned_masks,
     put_masks,
     recovered,
-    take_masks,
 )
 from raydfl.training import Step, fit
 
@@ -52,7 +49,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedMP(Method):
+class FedMP(MaskingMethod):
     """Pruning ratios that the server learns to choose."""
 
     pure: ClassVar[bool] = True
@@ -70,18 +67,11 @@ class FedMP(Method):
     speed_from: Annotated[
         str | None, Field(description="name in the clients' profile that says how fast each is; null: all alike")
     ] = None
-    prune: Annotated[
-        tuple[Kind, ...], Field(description="layers that are pruned; linear: hidden ones, the last one never")
-    ] = ("convolution", "recurrent")
 
     @property
     def prunes(self) -> bool:
         """True where any client may prune."""
         return max(self.ratios) > 0
-
-    def may_send(self, key: str, name: str) -> bool:
-        """Clients send their masks, which the server does not keep."""
-        return name.startswith(MASK)
 
     def init(
         self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
@@ -137,11 +127,6 @@ class FedMP(Method):
             bounds.append(total / number + self.exploration * math.sqrt(math.log(max(tries, 1.0)) / number))
         return int(np.argmax(bounds))
 
-    def loss(self, step: Step, batch: Batch) -> Tensor:
-        """Cross-entropy of the pruned model."""
-        with masked(step, "model"):
-            return super().loss(step, batch)
-
     def local(self, step: Step) -> Update:
         """Prune as the server chose, train, and send what is left with the masks."""
         if not self.prunes:
@@ -150,9 +135,7 @@ class FedMP(Method):
         masks = pruned_masks(layers, step.parameters(), float(step.options[_RATIO]), "uniform")
         put_masks(step, layers, masks)
         metrics = fit(step, self.loss)
-        of_tensors = take_masks(step)
-        tensors = {name: value for name, value in step.floating_state().items() if self.shared(name)}
-        tensors |= {name: tensors[name] * mask for name, mask in of_tensors.items()}
+        tensors, _ = self.take_masked(step)
         return step.update(metrics, tensors={**tensors, **{MASK + name: mask for name, mask in masks.items()}})
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:

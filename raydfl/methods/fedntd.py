@@ -14,12 +14,12 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl.core.types import Batch
+from raydfl.methods._distillation import softened_divergences
 from raydfl.methods._method import Method
 from raydfl.training import Step
 
@@ -46,9 +46,7 @@ class FedNTD(Method):
         with step.teacher("model", next(iter(step.received.values()))):
             taught = step.forward("model", batch)
         others = _others(batch.y, logits.shape[1])
-        student = F.log_softmax(logits.gather(1, others) / self.tau, dim=1)
-        teacher = F.log_softmax(taught.gather(1, others) / self.tau, dim=1)
-        away = (teacher.exp() * (teacher - student)).sum(dim=1)
+        away = softened_divergences(taught.gather(1, others), logits.gather(1, others), self.tau)
         return value + self.beta * self.tau**2 * batch.mean(away)
 
 

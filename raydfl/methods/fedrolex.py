@@ -22,28 +22,18 @@ momentum 0.9, learning rate 2e-4, weight decay 1e-3, batches of 10, one epoch, g
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
-import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import Tensor
 
-from raydfl.core.cuts import Cut
-from raydfl.core.types import Batch, Client, ModelSpec, State, Update
-from raydfl.methods._cutting import CuttingMethod
-from raydfl.models import model_options
-from raydfl.objectives import Classify
-from raydfl.training import Step, fit
-
-_HELD = "fedrolex/classes"
-_LAST = "model/output."
+from raydfl.core.types import Client, State
+from raydfl.methods._cutting import ScaledCutting
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedRolex(CuttingMethod):
+class FedRolex(ScaledCutting):
     """FedAvg over windows of the network's channels that roll on."""
 
     pure: ClassVar[bool] = True
@@ -51,54 +41,7 @@ class FedRolex(CuttingMethod):
     stride: Annotated[
         int, Field(ge=0, description="channels by which windows move in a round; 0: they stay, as in HeteroFL")
     ] = 1
-    scaled: Annotated[
-        bool,
-        Field(
-            description="divide what a convolution gives by the share while training (networks that have convolutions)"
-        ),
-    ] = True
-    masked: Annotated[
-        bool,
-        Field(description="learn and send nothing of classes that the client has no example of (objective classify)"),
-    ] = True
 
     def chosen(self, state: State, client: Client, group: str, channels: int, kept: int) -> np.ndarray:
         """Return the window of the round."""
         return np.sort((state.round_index * self.stride + np.arange(kept)) % channels)
-
-    def options_of(self, spec: ModelSpec) -> dict[str, Any]:
-        """Scale a network that can."""
-        return {"scaled": True} if self.scaled and "scaled" in model_options(spec.architecture) else {}
-
-    def loss(self, step: Step, batch: Batch) -> Tensor:
-        """Return the objective's loss, or the cross-entropy in which other classes' logits are 0."""
-        if not self._masks:
-            return super().loss(step, batch)
-        logits = step.forward("model", batch) * step.state[_HELD]
-        return batch.cross_entropy(logits)
-
-    def local(self, step: Step) -> Update:
-        """Train; send of the last layer what belongs to the client's classes."""
-        if not self._masks:
-            return super().local(step)
-        labels = np.unique(step.data.train.labels)
-        held = torch.zeros(next(spec.width for spec in step.client.models if spec.name == "model"))
-        held[labels] = 1
-        step.state[_HELD] = held.to(step.device)
-        update = step.update(fit(step, self.loss))
-        del step.state[_HELD]  # it is no state: the data say it in every round
-        return update if len(labels) in (0, len(held)) else _rows(update, labels, len(held))
-
-    @property
-    def _masks(self) -> bool:
-        return self.masked and isinstance(self.objective, Classify)
-
-
-def _rows(update: Update, rows: np.ndarray, classes: int) -> Update:
-    """Return an update with some rows of the last layer alone."""
-    tensors, cuts = dict(update.tensors), dict(update.cuts)
-    for name, value in update.tensors.items():
-        if name.startswith(_LAST) and value.ndim and len(value) == classes:
-            rest = cuts[name].indices[1:] if name in cuts else (None,) * (value.ndim - 1)
-            tensors[name], cuts[name] = value[torch.from_numpy(rows).to(value.device)], Cut([rows, *rest])
-    return dataclasses.replace(update, tensors=tensors, cuts=cuts)

@@ -39,6 +39,7 @@ from torch import Tensor
 from raydfl.core.clustering import match
 from raydfl.core.types import Client, Metrics, Ratio, State, Task, Update
 from raydfl.data import Examples
+from raydfl.methods._copies import retain
 from raydfl.methods._method import Counted, drawn
 from raydfl.methods._views import ALL, FUSION, GLOBAL, WithViews, encoders_of, of_kind
 from raydfl.training import Step, fit
@@ -92,7 +93,7 @@ class Harmony(WithViews):
         tensors = {name: value for name, value in step.floating_state(FUSION).items() if self.shared(name)}
         for name in encoders_of(step):
             own = _encoder(step, name)
-            step.state.update({_ENCODER + key: value.clone() for key, value in own.items()})
+            retain(step, _ENCODER, own)
             tensors[BIAS + name] = _bias(own, {key: step.received[GLOBAL][key] for key in own})
         return step.update(metrics, tensors=tensors)
 

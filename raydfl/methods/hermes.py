@@ -29,30 +29,28 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.part_names import plain_name
-from raydfl.core.types import Batch, Client, Metrics, Ratio, State, Update
+from raydfl.core.types import Client, Metrics, Ratio, State, Update
 from raydfl.data import Examples
-from raydfl.methods._method import Method
+from raydfl.methods._copies import find_retained, retain
+from raydfl.methods._masking import MaskingMethod
 from raydfl.methods._pruning import (
     MASK,
-    Kind,
     PrunableLayer,
     layers_by_tensor,
     mask_of,
-    masked,
     prunable_layers,
     put_masks,
-    take_masks,
 )
 from raydfl.training import Step, fit
 
 ROUND = "round/"
 """Beginning of the names of what says in which round each unit of a layer was last averaged: float32 [units], 0 for never."""
 
-_OWN, _KEPT, _SEEN, _SHARE, _PRUNED = "own/", "kept/", "seen", "share", "pruned"
+_OWN, _SEEN, _SHARE, _PRUNED = "own/", "seen", "share", "pruned"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hermes(Method):
+class Hermes(MaskingMethod):
     """Models of one's own, pruned step by step, that share what all have kept."""
 
     pure: ClassVar[bool] = True
@@ -66,13 +64,6 @@ class Hermes(Method):
     threshold: Annotated[
         float, Field(ge=0, le=1, description="accuracy on its own hold-out from which on a client prunes")
     ] = 0.5
-    prune: Annotated[
-        tuple[Kind, ...], Field(description="layers that are pruned; linear: hidden ones, the last one never")
-    ] = ("convolution", "recurrent")
-
-    def may_send(self, key: str, name: str) -> bool:
-        """Clients send their masks, which the server does not keep."""
-        return name.startswith(MASK)
 
     def init(
         self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
@@ -96,11 +87,6 @@ class Hermes(Method):
         tensors = {**state.tensors, "global": {**state.tensors["global"], **rounds}}
         return dataclasses.replace(state, tensors=tensors, extra={**state.extra, _PRUNED: layer_of})
 
-    def loss(self, step: Step, batch: Batch) -> Tensor:
-        """Cross-entropy of what the client has kept."""
-        with masked(step, "model"):
-            return super().loss(step, batch)
-
     def local(self, step: Step) -> Update:
         """Bring the client's own model up to date, prune it further if it is good enough, train it, and send what is kept."""
         if self.target == 0:
@@ -114,10 +100,8 @@ class Hermes(Method):
         masks = {layer.name: mask_of(layer.magnitudes(parameters), share) for layer in layers}
         put_masks(step, layers, masks)
         metrics = fit(step, self.loss)
-        of_tensors = take_masks(step)
-        tensors = {name: value for name, value in step.floating_state().items() if self.shared(name)}
-        tensors |= {name: tensors[name] * mask for name, mask in of_tensors.items()}
-        step.state.update({_OWN + name: value.clone() for name, value in tensors.items()})
+        tensors, _ = self.take_masked(step)
+        retain(step, _OWN, tensors)
         step.state[_SHARE], step.state[_SEEN] = torch.tensor(share), torch.tensor(float(step.round_index))
         return step.update(metrics, tensors={**tensors, **{MASK + name: mask for name, mask in masks.items()}})
 
@@ -128,7 +112,7 @@ class Hermes(Method):
             return
         share, live = float(step.state[_SHARE]), step.floating_state()
         layer_of = {name: layer for layer in layers for name in layer.tensors}
-        own = {name: step.state[_OWN + name] for name in live if _OWN + name in step.state}
+        own = find_retained(step, _OWN)
         for name, value in own.items():
             if name not in layer_of:
                 continue  # the last mean, which is what was received

@@ -28,13 +28,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, cast
 
 import numpy as np
-import torch.nn.functional as F
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.types import Batch, Client, Metrics, State, Task, Update
+from raydfl.methods._distillation import softened_divergences
 from raydfl.methods._method import drawn
 from raydfl.methods._views import ALL, GLOBAL, fused, of_kind, teaching
 from raydfl.methods.multifl import MultiFL
@@ -129,11 +129,8 @@ class ModalityMirror(MultiFL):
         with teaching(step, step.received[TEACHER]):
             teacher = fused(step.models, batch)
         t = self.temperature
-        log_student, log_teacher = F.log_softmax(logits / t, dim=1), F.log_softmax(teacher / t, dim=1)
-        first, second = (log_teacher, log_student) if self.divergence == "standard" else (log_student, log_teacher)
-        # Not F.kl_div, which PyTorch cannot compute for several clients at once.
-        each = (first.exp() * (first - second)).sum(dim=1)
-        return value + self.kd_weight * t * t * batch.mean(each)
+        first, second = (teacher, logits) if self.divergence == "standard" else (logits, teacher)
+        return value + self.kd_weight * t * t * batch.mean(softened_divergences(first, second, t))
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Average over those who sent; note who has the teacher now."""

@@ -26,6 +26,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.types import Batch, ModelSpec, Update
+from raydfl.methods._copies import find_retained, retain
 from raydfl.methods._layers import check_features, last_layer
 from raydfl.methods._method import Method
 from raydfl.training import Step, fit
@@ -70,7 +71,7 @@ class Moon(Method):
         value = batch.cross_entropy(logits)
         if self.mu == 0:
             return value
-        previous = {name: step.state[_PREVIOUS + name] for name in step.floating_state("model")}
+        previous = find_retained(step, _PREVIOUS)
         near, far = (self._similarity(step, batch, z, t) for t in (next(iter(step.received.values())), previous))
         return value + self.mu * batch.mean(F.softplus(far - near))  # -log(e^near / (e^near + e^far))
 
@@ -82,11 +83,10 @@ class Moon(Method):
 
     def local(self, step: Step) -> Update:
         """Train, and keep the model for the next time."""
-        for name, value in step.floating_state("model").items():
-            step.state.setdefault(_PREVIOUS + name, value.clone())
+        if not find_retained(step, _PREVIOUS):
+            retain(step, _PREVIOUS, step.floating_state("model"))
         metrics = fit(step, self.loss)
-        for name, value in step.floating_state("model").items():
-            step.state[_PREVIOUS + name] = value.clone()
+        retain(step, _PREVIOUS, step.floating_state("model"))
         return step.update(metrics)
 
 

@@ -28,15 +28,12 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from raydfl.core.errors import ConfigError
 from raydfl.core.ops import drift_term
-from raydfl.core.part_names import beside
 from raydfl.core.types import Batch, Client, Metrics, Ratio, State, Update
-from raydfl.methods._method import Counted, Method
+from raydfl.methods._control import CONTROL, effective_steps, move_controls, require_sgd, zero_controls
+from raydfl.methods._method import CLIENTS, Counted, Method
 from raydfl.rules import Rule, UniformMean
 from raydfl.training import Step, TrainSettings, fit
-
-CONTROL = "control/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,18 +50,17 @@ class Scaffold(Method):
 
     def check(self, train: TrainSettings) -> None:
         """Refuse other optimisers: the correction is defined for SGD only."""
-        if train.optimiser.name != "sgd":
-            raise ConfigError(f"scaffold needs train.optimiser.name=sgd, not {train.optimiser.name!r}")
+        require_sgd(train, "scaffold")
 
     def init(
         self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
     ) -> State:
         """FedAvg's state and the server's control variate, zero."""
         state = super().init(clients, models, rng)
-        parameters = {f"{n}/{k}" for built in models for n, m in built.items() for k, _ in m.named_parameters()}
-        control = {CONTROL + n: torch.zeros_like(v) for n, v in state.tensors["global"].items() if n in parameters}
         return dataclasses.replace(
-            state, tensors={"global": {**state.tensors["global"], **control}}, extra={"clients": len(clients)}
+            state,
+            tensors={"global": {**state.tensors["global"], **zero_controls(state, models)}},
+            extra={CLIENTS: len(clients)},
         )
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
@@ -106,15 +102,8 @@ class Scaffold(Method):
         """Step along the mean change and move the control variate by the cohort's share."""
         arriving = Counted(updates)
         averaged, report = super().aggregate(state, arriving, rng)
-        old, new = state.tensors["global"], dict(averaged.tensors["global"])
-        for name, senders in arriving.senders.items():
-            if name.startswith(CONTROL):
-                new[name] = old[name] + senders / state.extra[beside("clients", name)] * new[name]
-            elif CONTROL + name in old:
+        old, new = state.tensors["global"], move_controls(state, averaged, arriving.senders)
+        for name in arriving.senders:
+            if CONTROL + name in old:
                 new[name] = old[name] + self.server_lr * (new[name] - old[name])
         return dataclasses.replace(averaged, tensors={**averaged.tensors, "global": new}), report
-
-
-def effective_steps(steps: float, momentum: float) -> float:
-    """Return the number of plain steps that moves a constant gradient as far as these steps of SGD with momentum."""
-    return float((steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum))

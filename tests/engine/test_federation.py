@@ -263,6 +263,8 @@ def test_every_method_beats_chance_on_easy_data(tiny: Tiny, method: str) -> None
     extra += ["method.server_lr=0.05"] if method in ("fedadam", "fedyogi", "fedadagrad", "fedopt") else []
     extra += ["method.momentum=0.3"] if method == "fedavgm" else []
     extra += ["method.server_steps=50"] if method == "fedgen" else []  # a generator that is hardly trained misleads
+    extra += ["method.layers=[hidden]"] if method == "fedbn" else []
+    extra += ["train.optimiser={lr: 0.5, momentum: 0.0}"] if method == "perfedavg" else []
     extra += ["method.prune=[linear]"] if method in ("fedapta", "fedmp", "hermes") else []
     scores = run(tiny(*settings, *chosen, *extra, f"run.name={method}", method=method)).scores
     reported = ["test plugin/accuracy", "test model/accuracy", "test model/accuracy_client_mean"]

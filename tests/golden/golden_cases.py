@@ -46,6 +46,7 @@ _METHOD_OPTIONS = {
     "fedrolex": ("method.share=0.5",),
     "fedstar": ("method.threshold=[0.3, 0.3]",),
     "hermes": ("method.threshold=0.0",),
+    "heterofl": ("method.share=0.5",),
 }
 
 _RULES = {

@@ -25,7 +25,7 @@ KINDS = ["data.profile={kind: {values: [a, b]}}", "train.cohort=1.0", "train.rou
 KNOWN = "train.groups={name: known, by: kind}"
 FAST = ("fedavgm", "fedper")
 
-OF_ALL_CLIENTS = ("scaffold", "fedapta")
+OF_ALL_CLIENTS = ("scaffold", "feddc", "feddyn", "fedapta")
 """Methods whose equations have the number of all clients, which ``train.clients`` does not change. Their groups are compared in
 tests/engine/test_groups.py and tests/methods/test_fedapta.py."""
 

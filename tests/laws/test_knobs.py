@@ -135,6 +135,23 @@ MOVES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
     ("ditto", "lam"): (["method.lam=0.2"], []),
     ("ditto", "personal_epochs"): (["method.personal_epochs=2"], []),
     ("fedbabu", "head"): (["method.head=[]"], []),
+    ("feddyn", "alpha"): (["method.alpha=1.0"], []),
+    ("feddc", "alpha"): (["method.alpha=1.0"], []),
+    ("fedrep", "personal"): (["method.personal=[]"], []),
+    ("fedrep", "head_epochs"): (["method.head_epochs=1"], []),
+    ("fedbn", "layers"): (["method.layers=[]"], []),
+    ("pfedme", "lam"): (["method.lam=0.5"], []),
+    ("pfedme", "personal_steps"): (["method.personal_steps=1"], []),
+    ("pfedme", "personal_lr"): (["method.personal_lr=0.02"], []),
+    ("pfedme", "beta"): (["method.beta=0.5"], []),
+    ("perfedavg", "alpha"): (["method.alpha=0.2"], []),
+    ("fedala", "layers"): (["method.layers=[]"], []),
+    ("fedala", "eta"): (["method.eta=0.1"], []),
+    ("fedala", "start_epochs"): (["method.start_epochs=1"], []),
+    ("fedproto", "lam"): (["method.lam=0.2"], []),
+    ("heterofl", "share"): (["method.share=0.25"], []),
+    ("heterofl", "scaled"): (["method.scaled=false"], []),
+    ("heterofl", "masked"): (["method.masked=false", *SKEWED], SKEWED),
     ("moon", "mu"): (["method.mu=5.0"], []),
     ("moon", "temperature"): (["method.temperature=0.1"], []),
     ("moon", "projection"): (["method.projection=8"], ["method.projection=null"]),
@@ -251,6 +268,9 @@ NEUTRAL: list[tuple[str, list[str], str, list[str]]] = [
     ("profila", ["method.beta=0.0", "method.adaptive_lr=false"], "profila", ["method.steer=off"]),
     ("feddrop", ["method.share=1.0"], "fedavg", []),
     ("fedrolex", ["method.share=1.0", "method.masked=false"], "fedavg", []),
+    ("heterofl", ["method.masked=false"], "fedrolex", ["method.masked=false", "method.stride=0"]),
+    ("fedrep", ["method.personal=[]"], "fedavg", []),
+    ("fedbn", ["method.layers=[]"], "fedavg", [SPLIT]),
     ("fedntd", ["method.beta=0.0"], "fedavg", []),
     ("fedlc", ["method.tau=0.0"], "fedavg", []),
     ("fedbabu", ["method.head=[]"], "fedavg", []),
@@ -281,6 +301,9 @@ def test_a_neutral_value_is_the_simpler_method(
     [
         ("fedavgm", ["method.momentum=0.0"]),  # the server keeps the velocity
         ("ditto", ["method.rule=weighted_mean"]),  # a client keeps its personal model
+        ("feddyn", ["method.alpha=0.0", "method.rule=weighted_mean"]),  # both sides keep gradients
+        ("fedala", ["method.layers=[]"]),  # a client keeps its last model
+        ("perfedavg", ["method.alpha=0.0"]),  # a client has an adapted model
         ("moon", ["method.mu=0.0", "method.projection=null"]),  # a client keeps its previous model
         ("fedgen", ["method.alpha=0.0", "method.beta=0.0"]),  # the server keeps a generator
     ],

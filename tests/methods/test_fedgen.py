@@ -18,8 +18,9 @@ from raydfl import read_rows
 from raydfl.core.types import Client, State, Update
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
-from raydfl.methods._generator import Generator, adam, similarity
-from raydfl.methods.fedgen import COUNTS, FIRST, GENERATOR, MOMENTS, SECOND, VECTOR, FedGen, _drawn, _Heads
+from raydfl.methods._generator import Generator, similarity
+from raydfl.methods._server_module import FIRST, MODULE, MOMENTS, SECOND, VECTOR, ServerModule
+from raydfl.methods.fedgen import COUNTS, FedGen, _drawn, _Heads
 from raydfl.models.dense import MeanMLP
 from raydfl.rules import UniformMean
 from raydfl.training.optimiser import Optimiser
@@ -76,11 +77,11 @@ def test_the_generator_is_that_of_the_papers_code() -> None:
     labels, noise = examples()
     reference = Reference(vector())
     expected = reference(labels, noise)
-    found, running = SIZES.features_in_training(vector(), labels, noise)
+    found, running = SIZES.features(vector(), labels, noise, training=True)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(running, torch.cat([reference.norm.running_mean, reference.norm.running_var]))
     after = torch.cat([vector()[: SIZES.trained], running])
-    torch.testing.assert_close(SIZES.features(after, labels, noise), reference.eval()(labels, noise))
+    torch.testing.assert_close(SIZES.features(after, labels, noise)[0], reference.eval()(labels, noise))
 
 
 def test_a_new_generator_is_drawn_as_pytorch_draws_its_layers() -> None:
@@ -97,13 +98,17 @@ def test_its_optimiser_is_pytorchs_adam() -> None:
     target = torch.linspace(-1, 1, 7, dtype=torch.float64)
     leaf = torch.zeros(7, dtype=torch.float64, requires_grad=True)
     reference = pytorchs_adam([leaf], lr=0.03, weight_decay=0.2)
-    own, moments = torch.zeros(7, dtype=torch.float64), (torch.zeros(7), torch.zeros(7))
+    moments = {FIRST: torch.zeros(7), SECOND: torch.zeros(7)}
+    tensors = {MODULE: {VECTOR: torch.zeros(8, dtype=torch.float64)}, MOMENTS: moments}
+    module = ServerModule(State(0, tensors, {"generator_steps": 0}), VECTOR)
     for number in range(1, 6):
-        own, moments = adam(own, 2 * (own - target), moments, number, 0.03, 0.2)
+        end = torch.tensor([float(number)], dtype=torch.float64)
+        module.train(lambda own, end=end: ((own[:7] - target).square().sum(), end), 0.03, 0.2)
         reference.forget_gradients()
         (leaf - target).square().sum().backward()
         reference.advance()
-    torch.testing.assert_close(own, leaf.detach())
+    torch.testing.assert_close(module.vector[:7], leaf.detach())
+    assert module.vector[7] == 5
 
 
 def test_similarity_and_the_weighted_losses_of_the_heads_are_the_papers() -> None:
@@ -140,7 +145,7 @@ def test_clients_learn_from_generated_features(alpha: float, beta: float) -> Non
     state = method.init([Client("a", 0, 1)], [build()], np.random.default_rng(0))
     tensors = {
         "global": {**state.tensors["global"], COUNTS: torch.tensor([4.0, 0.0, 2.0])},
-        GENERATOR: {VECTOR: vector()},
+        MODULE: {VECTOR: vector()},
     }
     step = make_steps(method, build, initial=State(2, tensors))[0]
     batch, network = next(step.data.train.batches(5, None)), step.models["model"]
@@ -196,7 +201,7 @@ def test_the_server_trains_the_generator_with_last_layers_and_gives_the_rule_the
         assert torch.equal(new.tensors["global"][name], plain[name])
 
     # By hand, with PyTorch's modules.
-    reference = Reference(state.tensors[GENERATOR][VECTOR])
+    reference = Reference(state.tensors[MODULE][VECTOR])
     optimiser = pytorchs_adam([*reference.parameters()], lr=3e-4, weight_decay=0.01)
     rng = np.random.default_rng(4)
     shares = torch.tensor([[4 / 5, 0.0, 0.0], [1 / 5, 0.0, 1.0]])
@@ -213,7 +218,7 @@ def test_the_server_trains_the_generator_with_last_layers_and_gives_the_rule_the
         (loss + similarity(noise, z)).backward()
         optimiser.advance()
         losses.append(loss.item())
-    expected, found = reference.state_dict(), SIZES.tensors(new.tensors[GENERATOR][VECTOR])
+    expected, found = reference.state_dict(), SIZES.tensors(new.tensors[MODULE][VECTOR])
     for name, own in (("norm.running_var", "variance"), ("last.weight", "output"), ("norm.weight", "scale")):
         torch.testing.assert_close(found[own], expected[name], rtol=1e-4, atol=1e-6)
     assert report["generator/loss"].value == pytest.approx(np.mean(losses), rel=1e-4)  # type: ignore[union-attr]
@@ -231,7 +236,7 @@ def test_the_generator_goes_along_from_the_second_round_on_and_its_bytes_are_cou
     server.close()
     folder = next(Path(config.run.dir).iterdir())
     tensors = final_state(folder).tensors
-    counts, generator = tensors["global"][COUNTS], tensors[GENERATOR][VECTOR]
+    counts, generator = tensors["global"][COUNTS], tensors[MODULE][VECTOR]
     assert counts.tolist() == Population.load(folder / "population").label_counts().sum(axis=0).tolist()
     assert tensors[MOMENTS][SECOND].numel() == len(generator) - 16
     of_all = 6 * 4 * sum(tensor.numel() for tensor in tensors["global"].values())

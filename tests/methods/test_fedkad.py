@@ -24,8 +24,9 @@ from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
 from raydfl.methods import Method
+from raydfl.methods._prototypes import COUNTS, MEANS, _projection
 from raydfl.methods.fedavg import FedAvg
-from raydfl.methods.fedkad import COUNTS, MEANS, FedKAD, _projection
+from raydfl.methods.fedkad import FedKAD
 from raydfl.models.crnn import CRNN
 from raydfl.models.dense import MeanMLP
 from raydfl.rules import CollectingRule, Group

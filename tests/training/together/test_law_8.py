@@ -18,34 +18,45 @@ from raydfl.core import ops, registry
 from raydfl.core.types import Batch, Client, ModelSpec, State, Update
 from raydfl.methods._layers import last_layer
 from raydfl.methods._method import Method
+from raydfl.methods._prototypes import COUNTS, MEANS
 from raydfl.methods._server_optimiser import ServerOptimiser
 from raydfl.methods._views import WithViews
 from raydfl.methods.ditto import Ditto
 from raydfl.methods.fedadagrad import FedAdagrad
 from raydfl.methods.fedadam import FedAdam
+from raydfl.methods.fedala import FedALA
 from raydfl.methods.fedapta import FedAPTA
 from raydfl.methods.fedavg import FedAvg
 from raydfl.methods.fedavgm import FedAvgM
 from raydfl.methods.fedbabu import FedBABU
+from raydfl.methods.fedbn import FedBN
+from raydfl.methods.feddc import FedDC
 from raydfl.methods.feddrop import FedDrop
+from raydfl.methods.feddyn import FedDyn
 from raydfl.methods.fedgen import FedGen
-from raydfl.methods.fedkad import COUNTS, MEANS, FedKAD
+from raydfl.methods.fedkad import FedKAD
 from raydfl.methods.fedlc import FedLC
 from raydfl.methods.fedlps import FedLPS
 from raydfl.methods.fedmlac import FedMLAC
 from raydfl.methods.fedmp import FedMP
+from raydfl.methods.fednova import FedNova
 from raydfl.methods.fedntd import FedNTD
 from raydfl.methods.fedopt import FedOpt
 from raydfl.methods.fedper import FedPer
+from raydfl.methods.fedproto import FedProto
 from raydfl.methods.fedprox import FedProx
+from raydfl.methods.fedrep import FedRep
 from raydfl.methods.fedrolex import FedRolex
 from raydfl.methods.fedstar import FedSTAR
 from raydfl.methods.fedyogi import FedYogi
 from raydfl.methods.harmony import Harmony
 from raydfl.methods.hermes import Hermes
+from raydfl.methods.heterofl import HeteroFL
 from raydfl.methods.modality_mirror import ModalityMirror
 from raydfl.methods.moon import Moon, add_projection
 from raydfl.methods.multifl import MultiFL
+from raydfl.methods.perfedavg import PerFedAvg
+from raydfl.methods.pfedme import PFedMe
 from raydfl.methods.profila import ProFiLA, add_prototype
 from raydfl.methods.scaffold import Scaffold
 from raydfl.methods.unifl import UniFL
@@ -97,6 +108,16 @@ METHODS: dict[str, list[Method]] = {
     "scaffold": [Scaffold()],
     "ditto": [Ditto()],
     "fedbabu": [FedBABU()],
+    "fedala": [FedALA(start_epochs=2)],
+    "fedbn": [FedBN(layers=("output",))],
+    "feddc": [FedDC()],
+    "feddyn": [FedDyn()],
+    "fednova": [FedNova()],
+    "fedproto": [FedProto()],
+    "fedrep": [FedRep(head_epochs=1)],
+    "heterofl": [HeteroFL(share=1.0)],
+    "perfedavg": [PerFedAvg(alpha=0.1)],
+    "pfedme": [PFedMe(lam=1.0, personal_steps=2)],
     "fedgen": [FedGen(generated=6, noise=4, hidden=8)],
     "fedlc": [FedLC(), FedLC(denominator="others")],
     "fedntd": [FedNTD(tau=2.0)],

@@ -1,0 +1,144 @@
+"""Corrections of client drift: control variates (SCAFFOLD) and local drifts (FedDC).
+
+Server and clients keep tensors of the parameters' shapes under names with a prefix: ``control/model/output.weight``. The terms of
+the loss are in ``step.state`` while a client trains, because a recorded loss reads tensors from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from raydfl.core.errors import ConfigError
+from raydfl.core.ops import drift_term
+from raydfl.core.part_names import beside
+from raydfl.core.types import Client, State, Task, Tensors
+from raydfl.methods._method import CLIENTS
+from raydfl.methods._pruning import MASK
+from raydfl.training import Step, TrainSettings
+
+CONTROL, DRIFT = "control/", "drift/"
+"""Prefixes of control variates and of FedDC's local drifts."""
+
+MEAN_EXAMPLES = "mean_examples"
+"""Name of a task's option with the mean number of examples of all clients."""
+
+_ANCHOR, _SLOPE, _PULL, _OFFSET = "anchor/", "slope/", "pull", "offset"
+
+
+def require_sgd(train: TrainSettings, method: str, remedy: str = "") -> None:
+    """Reject optimisers other than SGD with a ConfigError: only with SGD are control variates gradients."""
+    if train.optimiser.name != "sgd":
+        raise ConfigError(f"{method} needs train.optimiser.name=sgd, not {train.optimiser.name!r}{remedy}")
+
+
+def global_parameters(state: State, models: Sequence[Mapping[str, nn.Module]], tied: bool = False) -> dict[str, Tensor]:
+    """Return the parameters in the global model, by name; with ``tied`` a tied weight under each of its names."""
+    names = {
+        f"{name}/{key}"
+        for built in models
+        for name, model in built.items()
+        for key, _ in model.named_parameters(remove_duplicate=not tied)
+    }
+    return {name: value for name, value in state.tensors["global"].items() if name in names}
+
+
+def zero_controls(state: State, models: Sequence[Mapping[str, nn.Module]]) -> dict[str, Tensor]:
+    """Return a control variate of zeros for each parameter of the global model."""
+    return {CONTROL + name: torch.zeros_like(value) for name, value in global_parameters(state, models).items()}
+
+
+def move_controls(state: State, averaged: State, senders: Mapping[str, int]) -> dict[str, Tensor]:
+    """Return the global tensors after a round, with c + |S| / N times the mean change as control variates.
+
+    Args:
+        state: before the round. Its entry ``clients`` is N.
+        averaged: after the rule, with the mean changes of the control variates.
+        senders: |S|, the number of clients that sent a tensor, by name.
+    """
+    old, new = state.tensors["global"], dict(averaged.tensors["global"])
+    for name, number in senders.items():
+        if name.startswith(CONTROL):
+            new[name] = old[name] + number / state.extra[beside(CLIENTS, name)] * new[name]
+    return new
+
+
+def effective_steps(steps: float, momentum: float) -> float:
+    """Return the number of plain steps that moves a constant gradient as far as these steps of SGD with momentum."""
+    return float((steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum))
+
+
+def put_drift_terms(step: Step, alpha: float) -> None:
+    """Put FedDC's terms of the loss into ``step.state``, masked by the masks in it."""
+    scale, offset = client_scale(step), torch.zeros((), device=step.device)
+    for name in step.parameters():
+        anchor, slope = step.reference(name).clone(), step.reference(CONTROL + name) * scale
+        mask, drift = step.state.get(MASK + name), step.state.get(DRIFT + name)
+        if drift is not None:  # the client has taken part before
+            anchor -= drift
+            slope -= step.state[CONTROL + name]
+            offset += torch.sum(drift * slope if mask is None else drift * slope * mask)
+        if mask is not None:
+            anchor *= mask
+        step.state[_ANCHOR + name], step.state[_SLOPE + name] = anchor, slope
+    step.state[_OFFSET] = offset
+    step.state[_PULL] = torch.tensor(alpha * scale, device=step.device)
+
+
+def drift_penalty(step: Step, parameters: Tensors) -> Tensor:
+    """Return FedDC's terms of the loss, a scalar, for parameters that may be masked."""
+    anchors, slopes = ([step.state[prefix + name] for name in parameters] for prefix in (_ANCHOR, _SLOPE))
+    return drift_term(list(parameters.values()), step.state[_PULL], anchors, slopes) - step.state[_OFFSET]
+
+
+def renew_drifts(step: Step, trained: Tensors, masks: Tensors, controls: bool = True) -> dict[str, Tensor]:
+    """Renew the client's drift and control variate after training, and return the tensors to send.
+
+    Args:
+        step: of the client.
+        trained: its parameters by flat name.
+        masks: of pruned parameters, by flat name.
+        controls: False: the client keeps a drift only.
+
+    Returns:
+        The new drift, and the change of the control variate divided by the client's scale.
+    """
+    for name in [name for name in step.state if name.startswith((_ANCHOR, _SLOPE, _PULL, _OFFSET))]:
+        del step.state[name]
+    zero, sent = torch.zeros((), device=step.device), dict[str, Tensor]()
+    for name in step.parameters():
+        moved = trained[name] - step.reference(name)
+        if name in masks:
+            moved *= masks[name]
+        step.state[DRIFT + name] = sent[DRIFT + name] = moved + step.state.get(DRIFT + name, zero)
+        if controls:
+            # Now moved becomes the change of the control variate, over the scale.
+            moved /= -_pace(step) * client_scale(step)
+            moved -= step.reference(CONTROL + name)
+            sent[CONTROL + name] = moved
+            step.state[CONTROL + name] = torch.add(
+                step.state.get(CONTROL + name, zero), moved, alpha=client_scale(step)
+            )
+    return sent
+
+
+def client_scale(step: Step) -> float:
+    """Return the mean number of examples of all clients, divided by this client's."""
+    return float(step.options[MEAN_EXAMPLES]) / max(1, step.client.num_examples)
+
+
+def _pace(step: Step) -> float:
+    """Return lr E ceil(mean(n) / B), with momentum lr times the effective number of steps."""
+    settings, training = step.training.optimiser, step.training
+    steps = training.local_epochs * math.ceil(float(step.options[MEAN_EXAMPLES]) / training.batch_size)
+    return settings.models.get("model", settings.lr) * effective_steps(steps, settings.momentum)
+
+
+def tell_mean_examples(tasks: Sequence[Task], clients: Sequence[Client]) -> list[Task]:
+    """Add the mean number of examples of all clients to the options of tasks."""
+    mean = sum(client.num_examples for client in clients) / len(clients)
+    return [dataclasses.replace(task, options={**task.options, MEAN_EXAMPLES: mean}) for task in tasks]

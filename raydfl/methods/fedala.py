@@ -1,0 +1,130 @@
+"""FedALA: a client begins its training from a mixture of its last model and the global one, with learnt weights.
+
+J. Zhang, Y. Hua, H. Wang, T. Song, Z. Xue, R. Ma, H. Guan, FedALA: Adaptive Local Aggregation for Personalized Federated Learning,
+AAAI 2023, algorithm 1 and equations 4 and 5. With the client's last model w_i, the received one w, and weights W_i, 1 at the
+beginning, elementwise:
+
+    start   v = w_i + (w - w_i) W_i    in the upper layers, v = w in the others                          (4)
+    learn   W_i <- clip(W_i - eta grad of F_i(v) for W_i, 0, 1)                                          (5)
+    client  w_i <- local training from v, sent back;      server   w <- sum_i n_i w_i / sum_i n_i
+
+W_i is learnt in ``start_epochs`` passes when the client takes part for the second time, and in one pass from then on. In its first
+time v = w. Clients are measured with w (``model``) and v (``personal``).
+
+Readings and deviations:
+
+- The upper layers are named by the beginnings of their tensors' names. Without any it is FedAvg.
+- Weights are clipped after all passes, and mixed as if clipped before. The released code clips them after every batch, passes until
+  the loss settles, and uses 80 % of the data.
+- The run's optimiser learns W_i, with the rate eta.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from raydfl.core.types import Batch, Client, Metrics, State, Update
+from raydfl.data import Examples
+from raydfl.methods._copies import find_retained, retain
+from raydfl.methods._layers import check_prefixes
+from raydfl.methods._method import Method
+from raydfl.training import Step, computing_with, fit
+
+_LAST, _STARTED = "last/", "started"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedALA(Method):
+    """FedAvg with adaptive local aggregation."""
+
+    pure: ClassVar[bool] = True
+
+    models: ClassVar[Mapping[str, str]] = {"model": "crnn_base", "weights": "crnn_base"}
+
+    copies: ClassVar[Mapping[str, str]] = {"weights": "model"}
+
+    layers: Annotated[
+        tuple[str, ...], Field(description="beginnings of the names of the upper layers' tensors; empty is FedAvg")
+    ] = ("model/output",)
+    eta: Annotated[float, Field(gt=0, description="learning rate of the weights")] = 1.0
+    start_epochs: Annotated[int, Field(ge=1, description="passes over the data that first learn the weights")] = 10
+
+    def shared(self, name: str) -> bool:
+        """Share the network alone."""
+        return name.startswith("model/")
+
+    def init(
+        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
+    ) -> State:
+        """Return FedAvg's state.
+
+        Raises:
+            ConfigError: an entry of ``layers`` names no tensor.
+        """
+        check_prefixes([{"model": built["model"]} for built in models], self.layers, "method.layers")
+        return super().init(clients, models, rng)
+
+    def mixing_loss(self, step: Step, batch: Batch) -> Tensor:
+        """Return the objective's loss of the mixture, with gradients for the weights alone."""
+        tensors = {name: value.detach() for name, value in step.parameters("model").items()} | self._mix(step)
+        with computing_with("model", step.models["model"], tensors):
+            return self.loss(step, batch)
+
+    def _mix(self, step: Step) -> dict[str, Tensor]:
+        """Return the upper layers of v, or nothing before the first participation."""
+        mixed: dict[str, Tensor] = {}
+        for of_weight, weight in step.parameters("weights").items():
+            name = "model/" + of_weight.removeprefix("weights/")
+            if name.startswith(self.layers) and _LAST + name in step.state:
+                last = step.state[_LAST + name]
+                clipped = weight + (weight.clamp(0, 1) - weight).detach()  # so that it can come back from beyond
+                mixed[name] = last + (step.reference(name) - last) * clipped
+        return mixed
+
+    def local(self, step: Step) -> Update:
+        """Learn the weights, mix, train, and retain the upper layers."""
+        if not find_retained(step, _LAST):
+            with torch.no_grad():
+                for weight in step.floating_state("weights").values():
+                    weight.fill_(1)
+        elif self.layers:
+            epochs = 1 if _STARTED in step.state else self.start_epochs
+            fit(step, self.mixing_loss, models=("weights",), epochs=epochs, lr=self.eta)
+            step.state[_STARTED] = torch.ones(())
+            with torch.no_grad():
+                for weight in step.floating_state("weights").values():
+                    weight.clamp_(0, 1)
+                live = step.floating_state("model")
+                for name, value in self._mix(step).items():
+                    live[name].copy_(value)
+        metrics = fit(step, self.loss, models=("model",))
+        upper = {name: value for name, value in step.floating_state("model").items() if name.startswith(self.layers)}
+        retain(step, _LAST, upper)
+        return step.update(metrics)
+
+    def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
+        """Measure the global model, and v as ``personal``."""
+        models = {name: model for name, model in step.models.items() if name != "weights"}
+        if "weights" in step.models:
+            models["personal"] = self._personal(step)
+        return super().evaluate(dataclasses.replace(step, models=models), examples, batch_size)
+
+    @torch.no_grad()
+    def _personal(self, step: Step) -> nn.Module:
+        """Return a network with v."""
+        network, mixed = copy.deepcopy(step.models["weights"]), self._mix(step)
+        received = next(iter(step.received.values()))
+        for key, value in network.state_dict().items():
+            name = f"model/{key}"
+            if name in received:
+                value.copy_(mixed.get(name, received[name]))
+        return network

@@ -1,0 +1,75 @@
+"""FedNova: clients' changes are divided by their local steps before the mean, so that unequal work biases nothing.
+
+J. Wang, Q. Liu, H. Liang, G. Joshi, H. V. Poor, Tackling the Objective Inconsistency Problem in Heterogeneous Federated
+Optimization, NeurIPS 2020, algorithm 1. With p_k = n_k / sum_j n_j over the cohort, tau_k local steps of SGD with momentum rho:
+
+    a_k      tau_k, with momentum  (tau_k - rho (1 - rho^tau_k) / (1 - rho)) / (1 - rho)
+    client   d_k = (w_k - w) / a_k
+    server   w <- w + tau_eff sum_k p_k d_k,    tau_eff = sum_k p_k a_k
+
+A client sends w + d_k, so that every aggregation rule applies to normalised models. It sends a_k too, for each parameter,
+and the rule averages both. Equal steps at all clients give FedAvg.
+
+Deviations: buffers are averaged without normalisation. The server has no momentum. Other optimisers than SGD are rejected.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar, cast
+
+import numpy as np
+import torch
+from pydantic.dataclasses import dataclass
+from torch import nn
+
+from raydfl.core.types import Client, Metrics, Ratio, State, Update
+from raydfl.methods._control import effective_steps, global_parameters, require_sgd
+from raydfl.methods._method import Counted, Method
+from raydfl.training import Step, TrainSettings, fit
+
+STEPS = "steps/"
+"""Prefix of the steps of each parameter: a client's a_k, the server's tau_eff."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedNova(Method):
+    """FedAvg over changes per local step."""
+
+    pure: ClassVar[bool] = True
+
+    changes: ClassVar[tuple[str, ...]] = (STEPS,)  # no values near the server's
+
+    def check(self, train: TrainSettings) -> None:
+        """Reject optimisers other than SGD."""
+        require_sgd(train, "fednova")
+
+    def init(
+        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
+    ) -> State:
+        """Return FedAvg's state and tau_eff, zero."""
+        state = super().init(clients, models, rng)
+        steps = {STEPS + name: torch.zeros(()) for name in global_parameters(state, models, tied=True)}
+        return dataclasses.replace(state, tensors={"global": {**state.tensors["global"], **steps}})
+
+    def local(self, step: Step) -> Update:
+        """Train, and divide the change of each parameter by the number of steps."""
+        metrics = fit(step, self.loss)
+        number = effective_steps(cast(Ratio, metrics["steps"]).total, step.training.optimiser.momentum)
+        tensors = step.floating_state()
+        for name in [name for name in tensors if STEPS + name in step.received["global"]]:
+            received = step.reference(name)
+            tensors[name] = received + (tensors[name] - received) / max(number, 1.0)  # no steps, no change
+            tensors[STEPS + name] = torch.tensor(number, device=step.device)
+        return step.update(metrics, tensors=tensors)
+
+    def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
+        """Move along the mean change per step, by the mean number of steps."""
+        arriving = Counted(updates)
+        averaged, report = super().aggregate(state, arriving, rng)
+        old, new = state.tensors["global"], dict(averaged.tensors["global"])
+        for name in arriving.senders:
+            if STEPS + name in new:
+                new[name] = old[name] + new[STEPS + name] * (new[name] - old[name])
+        return dataclasses.replace(averaged, tensors={**averaged.tensors, "global": new}), report

@@ -1,0 +1,53 @@
+"""FedRep: a client trains its own head under the common representation, then the representation under its head.
+
+L. Collins, H. Hassani, A. Mokhtari, S. Shakkottai, Exploiting Shared Representations for Personalized Federated Learning, ICML
+2021, algorithm 1. With the representation phi and the head h_k of client k:
+
+    client   h_k   <- ``head_epochs`` passes over the data, phi fixed
+             phi_k <- ``train.local_epochs`` passes, h_k fixed; phi_k is sent
+    server   phi   <- mean of the phi_k
+
+Deviations: the mean is weighted by examples (``rule: uniform_mean`` is the paper's, whose clients are equal). The head is named by
+the beginnings of its tensors' names, as in FedPer. Without a head it is FedAvg.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from raydfl.core.types import Batch, Update
+from raydfl.methods.fedper import FedPer
+from raydfl.training import Step, computing_with, fit
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedRep(FedPer):
+    """FedPer with the personal layers trained before the shared layers."""
+
+    pure: ClassVar[bool] = True
+
+    head_epochs: Annotated[int, Field(ge=1, description="passes over the data that train the personal layers")] = 10
+
+    def head_loss(self, step: Step, batch: Batch) -> Tensor:
+        """Return the objective's loss with gradients for the personal layers alone."""
+        frozen = {name: value.detach() for name, value in step.parameters("model").items() if self.shared(name)}
+        with computing_with("model", step.models["model"], frozen):
+            return super().loss(step, batch)
+
+    def loss(self, step: Step, batch: Batch) -> Tensor:
+        """Return the objective's loss with gradients for the shared layers alone."""
+        frozen = {name: value.detach() for name, value in step.parameters("model").items() if not self.shared(name)}
+        if not frozen:
+            return super().loss(step, batch)
+        with computing_with("model", step.models["model"], frozen):
+            return super().loss(step, batch)
+
+    def local(self, step: Step) -> Update:
+        """Train the personal layers, then the shared layers."""
+        if self.personal:
+            fit(step, self.head_loss, epochs=self.head_epochs)
+        return step.update(fit(step, self.loss))

@@ -1,0 +1,36 @@
+"""HeteroFL: each client trains a fixed sub-network of the first channels, as wide as its device allows.
+
+E. Diao, J. Ding, V. Tarokh, HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients, ICLR
+2021, algorithm 1 and equations 1 and 2. With the share b, a client has the channels
+
+    {0, ..., ceil(b K) - 1}    of a layer with K channels, so that narrower sub-networks are nested in wider ones
+
+and the next layer's inputs from these channels. Each element is averaged over the clients that have it; the rest keep their values.
+
+``scaled`` is the paper's scaler, ``masked`` its masked cross-entropy.
+
+Deviations: the mean is weighted by examples, where the released code counts clients (``rule: uniform_mean``). The networks keep
+their own normalisation in place of the paper's static batch normalisation. ``masked`` sends only the last layer's rows of the
+client's own classes.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+from pydantic.dataclasses import dataclass
+
+from raydfl.core.types import Client, State
+from raydfl.methods._cutting import ScaledCutting
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeteroFL(ScaledCutting):
+    """FedAvg over nested sub-networks of fixed widths."""
+
+    pure: ClassVar[bool] = True
+
+    def chosen(self, state: State, client: Client, group: str, channels: int, kept: int) -> np.ndarray:
+        """Return the first channels."""
+        return np.arange(kept)

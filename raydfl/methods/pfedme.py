@@ -1,0 +1,90 @@
+"""pFedMe: each client's personal model is a proximal point of its local copy of the global model.
+
+C. T. Dinh, N. H. Tran, T. D. Nguyen, Personalized Federated Learning with Moreau Envelopes, NeurIPS 2020, algorithm 1 and
+equation 7. For each batch D of client i, with its local copy w_i of w:
+
+    theta_i  ~ argmin over v of  F_i(v; D) + (lam / 2) ||v - w_i||^2     by ``personal_steps`` steps of rate ``personal_lr``   (7)
+    w_i      <- w_i - lr lam (w_i - theta_i)                            lr is the run's learning rate
+    server   w <- (1 - beta) w + beta mean of the w_i
+
+theta_i begins as w in every round, and goes on from batch to batch. It stays with the client, which is measured with both models.
+
+Deviations: the run's optimiser does all steps, also those of theta_i. Buffers of w_i do not move.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Annotated, ClassVar
+
+import numpy as np
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from raydfl.core.ops import drift_term
+from raydfl.core.types import Batch, Metrics, State, Update
+from raydfl.methods._copies import copy_model
+from raydfl.methods._method import Method
+from raydfl.rules import Rule, UniformMean
+from raydfl.training import Step, fit
+
+
+@dataclass(frozen=True, kw_only=True)
+class PFedMe(Method):
+    """Federated averaging of Moreau envelopes, and a personal model at each client."""
+
+    pure: ClassVar[bool] = True
+
+    models: ClassVar[Mapping[str, str]] = {"model": "crnn_base", "personal": "crnn_base"}
+
+    copies: ClassVar[Mapping[str, str]] = {"personal": "model"}
+
+    lam: Annotated[
+        float, Field(gt=0, description="weight of the distance between both models; the paper tries 0.1 to 50")
+    ] = 15.0
+    personal_steps: Annotated[int, Field(ge=1, description="steps of the personal model for each batch")] = 5
+    personal_lr: Annotated[
+        float | None, Field(gt=0, description="learning rate of the personal model; null: the run's")
+    ] = None
+    beta: Annotated[float, Field(gt=0, description="server step along the mean change; 1 takes the clients' mean")] = (
+        1.0
+    )
+
+    def shared(self, name: str) -> bool:
+        """Share the global model alone."""
+        return name.startswith("model/")
+
+    def personal_loss(self, step: Step, batch: Batch) -> Tensor:
+        """Return the objective of equation 7."""
+        return self.objective.loss(step, "personal", batch) + self._distance(step, "personal", "model")
+
+    def loss(self, step: Step, batch: Batch) -> Tensor:
+        """Return (lam / 2) ||w_i - theta_i||^2, whose gradient is the step of w_i."""
+        return self._distance(step, "model", "personal")
+
+    def _distance(self, step: Step, moving: str, fixed: str) -> Tensor:
+        """Return half the weighted squared distance of two models, with gradients for the first alone."""
+        anchors = [value.detach() for value in step.parameters(fixed).values()]
+        return drift_term(list(step.parameters(moving).values()), self.lam, anchors)
+
+    def local(self, step: Step) -> Update:
+        """Train both models in turn on each batch."""
+        copy_model(step, "model", "personal")
+        losses = [*[self.personal_loss] * self.personal_steps, self.loss]
+        rates = None if self.personal_lr is None else {"personal": self.personal_lr}
+        return step.update(fit(step, *losses, lr=rates))
+
+    def default_rule(self) -> Rule:
+        """Return the plain mean over the cohort."""
+        return UniformMean()
+
+    def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
+        """Step along the mean change."""
+        averaged, report = super().aggregate(state, updates, rng)
+        if self.beta == 1:
+            return averaged, report
+        old = state.tensors["global"]
+        new = {name: old[name] + self.beta * (mean - old[name]) for name, mean in averaged.tensors["global"].items()}
+        return dataclasses.replace(averaged, tensors={**averaged.tensors, "global": new}), report

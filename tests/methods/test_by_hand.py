@@ -1,0 +1,257 @@
+"""Methods on a network with one number and the loss (v - x)^2 / 2, where each step can be checked by hand.
+
+One step of rate 1/2 moves v half the way to x.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import finish, known
+from torch import Tensor, nn
+
+from raydfl.core.cuts import Cut
+from raydfl.core.errors import ConfigError
+from raydfl.core.types import Batch, Client, State, Update
+from raydfl.engine.config import Config
+from raydfl.methods import Method
+from raydfl.methods._prototypes import COUNTS, MEANS
+from raydfl.methods.fedala import FedALA
+from raydfl.methods.fedbn import FedBN
+from raydfl.methods.feddc import FedDC
+from raydfl.methods.feddyn import FedDyn
+from raydfl.methods.fednova import FedNova
+from raydfl.methods.fedproto import FedProto
+from raydfl.methods.fedrep import FedRep
+from raydfl.methods.heterofl import HeteroFL
+from raydfl.methods.perfedavg import PerFedAvg
+from raydfl.methods.pfedme import PFedMe
+from raydfl.objectives import Classify
+from raydfl.training import Step, TrainSettings
+from raydfl.training.settings import OptimiserSettings
+
+Tiny = Callable[..., Config]
+
+
+class Number(nn.Module):
+    """A network whose output is the sum of its parameters."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names or ("v",):
+            self.register_parameter(name, nn.Parameter(torch.zeros(())))
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        return sum(self.parameters()) + torch.zeros_like(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves(Classify):
+    """The mean of (v - x)^2 / 2."""
+
+    def loss(self, step: Step, model: str, batch: Batch) -> Tensor:
+        return batch.mean((step.models[model](batch.x) - batch.x).square() / 2)
+
+
+class Data:
+    """A batch for each list of numbers."""
+
+    def __init__(self, batches: Sequence[Sequence[float]]) -> None:
+        self._batches = [Batch(torch.tensor(x), torch.zeros(len(x), dtype=torch.long)) for x in batches]
+
+    def __len__(self) -> int:
+        return sum(len(batch.y) for batch in self._batches)
+
+    def batches(self, *_: Any) -> Iterator[Batch]:
+        return iter(self._batches)
+
+
+@dataclasses.dataclass
+class OneClient:
+    train: Data
+
+
+CLIENT = Client("anna", 0, 1)
+
+
+def begin(method: Method, network: Callable[[], nn.Module] = Number) -> State:
+    """The first state of a federation of two clients."""
+    object.__setattr__(method, "objective", Halves())
+    built = {name: network() for name in method.models}
+    return method.init([CLIENT, CLIENT], [built], np.random.default_rng(0))
+
+
+def train(
+    method: Method,
+    state: State,
+    *batches: Sequence[float],
+    after: Step | None = None,
+    network: Callable[[], nn.Module] = Number,
+) -> tuple[Update, Step]:
+    """Let a client train with rate 1/2 on batches of numbers, after an earlier participation."""
+    step = Step(
+        client=CLIENT,
+        models={name: network() for name in method.models} if after is None else after.models,
+        received={"global": dict(state.tensors["global"])},
+        data=OneClient(Data(batches)),  # type: ignore[arg-type]
+        state={} if after is None else after.state,
+        rng=np.random.default_rng(0),
+        device=torch.device("cpu"),
+        training=TrainSettings(optimiser=OptimiserSettings(lr=0.5)),
+        phase="train",
+        round_index=state.round_index,
+        options={"mean_examples": 1.0},
+        shared=method.shared,
+    )
+    step.load("global")
+    update = method.local(step)
+    return dataclasses.replace(update, tensors={name: value.clone() for name, value in update.tensors.items()}), step
+
+
+def aggregate(method: Method, state: State, *updates: Update) -> State:
+    new, _ = method.aggregate(state, updates, np.random.default_rng(0))
+    return dataclasses.replace(new, round_index=state.round_index + 1)
+
+
+def v(tensors: Any, name: str = "model/v") -> float:
+    return float(tensors[name])
+
+
+def test_feddyn() -> None:
+    """w = 0 and x = 4: w_k = 2 with the gradient g_k = -2. Of two clients one came, so w = 2 + 2 / 2 = 3."""
+    method = FedDyn(alpha=1.0)
+    first = begin(method)
+    update, step = train(method, first, [4.0])
+    second = aggregate(method, first, update)
+    assert (v(update.tensors), v(second.tensors["global"])) == (2.0, 3.0)
+    # From 3 the gradient is (3 - 4) - g_k = 1.
+    update, _ = train(method, second, [4.0], after=step)
+    assert v(update.tensors) == 2.5
+
+
+def test_feddc() -> None:
+    """w = 0 and x = 4: w_i = 2, the drift is 2, and 4 is sent. Of two clients one came, so g = -4 / 2."""
+    method = FedDC(alpha=1.0)
+    first = begin(method)
+    update, step = train(method, first, [4.0])
+    second = aggregate(method, first, update)
+    assert (v(update.tensors), v(second.tensors["global"], "control/model/v")) == (4.0, -2.0)
+    # From 4: (4 - 4) + (4 - (4 - 2)) + (-2 + 4) = 4, so w_i = 2, the drift is 2 - 2 = 0, and 2 is sent.
+    update, _ = train(method, second, [4.0], after=step)
+    assert v(update.tensors) == 2.0
+
+
+def test_fednova() -> None:
+    """One step to 2 and three steps to 4, 6 and 7: tau_eff = 2, w = 2 (2 / 1 + 7 / 3) / 2 = 13 / 3."""
+    method = FedNova()
+    state = begin(method)
+    one, three = train(method, state, [4.0])[0], train(method, state, [8.0], [8.0], [8.0])[0]
+    assert (v(one.tensors), v(three.tensors)) == (2.0, pytest.approx(7 / 3))
+    assert v(aggregate(method, state, one, three).tensors["global"]) == pytest.approx(13 / 3)
+    # A client without steps sends what it received.
+    assert v(aggregate(method, state, train(method, state)[0]).tensors["global"]) == 0.0
+
+
+def test_fedrep() -> None:
+    """Body 0, head 0 and x = 4: the head goes to 2, then the body to 1; the head stays."""
+    method, network = FedRep(personal=("model/head",), head_epochs=1), lambda: Number("body", "head")
+    update, step = train(method, begin(method, network), [4.0], network=network)
+    assert {name: float(value) for name, value in update.tensors.items()} == {"model/body": 1.0}
+    assert v(step.floating_state(), "model/head") == 2.0
+
+
+def test_fedbn() -> None:
+    """Body and norm move from 0 to 2. Only the body leaves the client."""
+    method, network = FedBN(), lambda: Number("body", "norm")
+    update, step = train(method, begin(method, network), [4.0], network=network)
+    assert {name: float(value) for name, value in update.tensors.items()} == {"model/body": 2.0}
+    assert v(step.floating_state(), "model/norm") == 2.0
+
+
+def test_fedbn_rejects_normalisation_that_it_would_average() -> None:
+    for network, layers in (
+        (Number, ("norm",)),
+        (lambda: nn.Sequential(nn.Conv1d(1, 1, 1), nn.BatchNorm1d(1)), ("norm", "0.")),
+    ):
+        with pytest.raises(ConfigError, match=r"method\.layers: no word of"):
+            begin(FedBN(layers=layers), network)
+
+
+def test_pfedme() -> None:
+    """Theta goes from 0 to 2 for x = 4, and w follows by 1/2 (2 - 0) = 1. The server goes half the way."""
+    method = PFedMe(lam=1.0, personal_steps=1, beta=0.5)
+    state = begin(method)
+    update, step = train(method, state, [4.0])
+    assert (v(step.floating_state(), "personal/v"), v(update.tensors)) == (2.0, 1.0)
+    assert v(aggregate(method, state, update).tensors["global"]) == 0.5
+
+
+def test_perfedavg() -> None:
+    """v = 0 + 1/2 (4 - 0) = 2, where the gradient for x = 8 is -6. So w = 0 + 3, and then 3 + 1/2 (8 - 3.5)."""
+    method = PerFedAvg(alpha=0.5)
+    assert v(train(method, begin(method), [4.0, 8.0])[0].tensors) == 3.0
+    assert v(train(method, begin(method), [4.0, 8.0], [4.0, 8.0])[0].tensors) == 5.25
+
+
+def test_fedala() -> None:
+    """From 0 to 4 the loss for x = 2 is least in the middle: the gradient for W is (4 - 2) 4 = 8, so W = 1 - 8 / 16."""
+    method = FedALA(layers=("model/v",), eta=1 / 16, start_epochs=1)
+    first = begin(method)
+    update, step = train(method, first, [0.0])
+    assert v(update.tensors) == 0.0
+    second = dataclasses.replace(first, tensors={"global": {"model/v": torch.tensor(4.0)}})
+    update, step = train(method, second, [2.0], after=step)
+    assert (v(step.floating_state(), "weights/v"), v(update.tensors)) == (0.5, 2.0)
+    # Later the weight is clipped to 0, so that the client begins from its last model, 2.
+    update, _ = train(
+        method, dataclasses.replace(first, tensors={"global": {"model/v": torch.tensor(9.0)}}), [-9.0], after=step
+    )
+    assert v(update.tensors) == 2.0 + (-9 - 2) / 2
+
+
+def test_fedproto() -> None:
+    """Features (1, 3) and the class mean (0, 1): lam times (1 + 4) / 2 on top of the cross-entropy log 2."""
+
+    class Identity(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.output = nn.Linear(2, 2)
+            nn.init.zeros_(self.output.weight)
+            nn.init.zeros_(self.output.bias)
+
+        def embed(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+            return x
+
+    method, batch = FedProto(lam=2.0), Batch(torch.tensor([[1.0, 3.0]]), torch.tensor([0]))
+    _, step = train(FedNova(), begin(FedNova()))
+    step.models = {"model": Identity()}
+    step.received = {"global": {MEANS: torch.tensor([[0.0, 1.0], [9.0, 9.0]]), COUNTS: torch.tensor([1.0, 0.0])}}
+    assert method.loss(step, batch).item() == pytest.approx(math.log(2) + 5)
+    unknown = dataclasses.replace(batch, y=torch.tensor([1]))
+    assert method.loss(step, unknown).item() == pytest.approx(math.log(2))
+
+
+def test_heterofl() -> None:
+    """A client with the first two of four channels sends 1, a client with all sends 3: the mean is (2, 2, 3, 3)."""
+    method = HeteroFL()
+    state = State(5, {"global": {"model/v": torch.zeros(4)}})
+    first = method.chosen(state, CLIENT, "v", 4, 2)
+    narrow = Update({"model/v": torch.ones(2)}, 1.0, client_id="a", cuts={"model/v": Cut([first])})
+    wide = Update({"model/v": torch.full((4,), 3.0)}, 1.0, client_id="b")
+    assert aggregate(method, state, narrow, wide).tensors["global"]["model/v"].tolist() == [2.0, 2.0, 3.0, 3.0]
+
+
+def test_feddc_is_fedapta_without_pruning_and_groups(tiny: Tiny) -> None:
+    common = ["train.rounds=2", "evaluate.every=9", "method.rule=uniform_mean"]
+    a = known(tiny(*common, method="feddc"))
+    b = finish(tiny(*common, "method.ratio=0.0", "method.tasks=none", "run.name=b", method="fedapta"))
+    names = [name for name in a if name.startswith("server global ")]
+    for name in names:
+        one, other = (np.frombuffer(each[name], np.float32) for each in (a, b))
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
