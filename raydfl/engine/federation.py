@@ -77,7 +77,14 @@ class Federation:
         }
         shards = {part: of.shards for part, of in population.each.items()}
         self._evaluation = Evaluation(
-            config.evaluate, self.method, self.clients, shards, variants, self._orders, self._received_entries
+            config.evaluate,
+            self.method,
+            self.clients,
+            shards,
+            variants,
+            config.parts.fine_tune.part,
+            self._orders,
+            self._received_entries,
         )
         self._rows: list[record.MetricRow] = []
         """Measurements of the rounds since the last commit."""
