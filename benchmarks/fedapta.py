@@ -42,9 +42,9 @@ from result_tables import (
 from torch import Tensor, nn
 
 from raydfl import final_state, read_rows
+from raydfl.core.clustering import distances
 from raydfl.engine.config import make_config
-from raydfl.methods._clustering import distances
-from raydfl.methods._tasks import HEADS
+from raydfl.engine.groups._grouped import KEPT
 from raydfl.models._width import narrowed
 
 mpl.use("Agg")
@@ -326,7 +326,7 @@ METRICS = ("cosine", "l1", "l2", "inner")
 def _distances(folder: Path, tasks: Sequence[str]) -> list[tuple[str, list[float]]]:
     """Return each client's task, and the distances of the change of its last layer to that of the first client."""
     heads: dict[int, dict[str, Tensor]] = {}
-    for name, value in final_state(folder).tensors[HEADS].items():
+    for name, value in final_state(folder).tensors[KEPT].items():
         number, _, tensor = name.partition("/")
         heads.setdefault(int(number), {})[tensor] = value
     vectors = [heads[number] for number in sorted(heads)]

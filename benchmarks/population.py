@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from raydfl import make_config
 from raydfl.cluster.server import RemoteServer, Server
 from raydfl.core.seeds import generator
 from raydfl.core.types import State
-from raydfl.data.names import Names
 from raydfl.data.population import Population
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
@@ -44,10 +44,9 @@ CLIPS = 1000
 
 def write_table(path: Path, clients: int) -> None:
     """Write the table of clients, as somebody would who has many."""
-    names = Names.numbered("device-", clients).arrays
-    ends = pa.py_buffer(np.concatenate([[0], names["ends"]]))
-    ids = pa.LargeStringArray.from_buffers(clients, ends, pa.py_buffer(names["text"]))
-    number = np.arange(clients, dtype=np.int64)
+    number, large = np.arange(clients, dtype=np.int64), pa.large_string()
+    padded = pc.utf8_lpad(pa.array(number).cast(large), len(str(clients - 1)), "0")
+    ids = pc.binary_join_element_wise(pa.scalar("device", large), padded, pa.scalar("-", large))
     columns = {
         "client": ids,
         "first": number * 7919 % (CLIPS - 32),
@@ -226,7 +225,7 @@ def main() -> None:
             forked(functools.partial(write_table, folder / f"clients-{clients}.arrow", clients))
             run_dir = folder / str(config.run.name)
             seconds, peak = forked(functools.partial(prepare_run, run_dir, config, Progress("quiet")))
-            size = (run_dir / "population/population.safetensors").stat().st_size
+            size = sum(file.stat().st_size for file in (run_dir / "population").iterdir())
             print(f"{clients:12,} {'clients: begin':31}{seconds:8.2f} s{peak:9.0f} MB; on the disk {size / 1e6:.0f} MB")
             forked(functools.partial(age, run_dir, config, min(arguments.private, clients), arguments.cohort))
             seconds, peak = forked(functools.partial(open_and_close, run_dir, config))

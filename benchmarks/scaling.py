@@ -31,10 +31,11 @@ from raydfl.cluster.server import Server
 from raydfl.core.seeds import generator
 from raydfl.core.types import State
 from raydfl.data.build import build_population
+from raydfl.data.client_ids import ClientIds
 from raydfl.data.dataset import Dataset
 from raydfl.data.manifest import make_manifest
-from raydfl.data.names import Names
 from raydfl.data.population import Population
+from raydfl.data.tables import Tables, clips_table
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.storage.private import PrivateIndex, PrivateRef, PrivateStore
@@ -131,23 +132,24 @@ def enlarge(population: Population, clients: int, examples: int) -> Population:
     """A population of as many clients as wanted, each with some of the same clips."""
     [store] = population.stores
     clip = np.arange(clients * examples) % len(store)
-    arrays = {
-        "train/starts": store.offsets[clip],
-        "train/counts": (store.offsets[clip + 1] - store.offsets[clip]).astype(np.int32),
-        "train/labels": (clip % len(population.classes)).astype(np.int32),
-        "train/clips": clip.astype(np.int32),
-        "train/offsets": np.arange(clients + 1) * examples,
-        "validation/offsets": np.zeros(clients + 1, np.int64),
-        "groups_of": np.full(clients, -1, np.int32),
-        "noisy": np.zeros(clients, bool),
-        "label_errors": np.zeros(clients, bool),
+    none = np.zeros(len(clip), np.int8)
+    columns = {
+        "role": none,
+        "pool": none,
+        "client": np.repeat(np.arange(clients, dtype=np.int32), examples),
+        "store": none,
+        "clip": clip.astype(np.int32),
+        "label": (clip % len(population.classes)).astype(np.int32),
+        "start": store.offsets[clip],
+        "frames": (store.offsets[clip + 1] - store.offsets[clip]).astype(np.int32),
     }
-    for part in ("validation", "server_validation", "test"):
-        arrays |= {f"{part}/{column}": np.zeros(0, np.int32) for column in ("counts", "labels", "clips")}
-        arrays[f"{part}/starts"] = np.zeros(0, np.int64)
-    for kind, names in (("ids", [f"client_{index:06d}" for index in range(clients)]), ("groups", [])):
-        arrays |= {f"{kind}/{part}": array for part, array in Names.of(names).arrays.items()}
-    return Population(population.classes, population.length, population.stores, arrays)
+    ids = ClientIds.from_strings(f"client_{index:06d}" for index in range(clients))
+    return Population(
+        Tables(clips_table(columns, ("train",), {}), pa.record_batch(ids.columns())),
+        population.classes,
+        population.length,
+        population.stores,
+    )
 
 
 def age(run_dir: Path, config: Config, population: Population) -> None:

@@ -26,7 +26,7 @@ from raydfl.core.needs import Needs
 from raydfl.core.seeds import generator
 from raydfl.core.settings import StrictTypes
 from raydfl.core.types import Update
-from raydfl.data import Names, Share, draw_clients, share_in_range
+from raydfl.data import Share, draw_clients, share_in_range
 from raydfl.data.features import Alteration, AnyFeatures
 from raydfl.methods import Method
 from raydfl.training import Step
@@ -72,7 +72,7 @@ class Attack(StrictTypes):
             raise ValueError(f"stop {self.stop} is before start {self.start}")
         return self
 
-    def attackers(self, ids: Names, seed: int, round_index: int) -> np.ndarray:
+    def attackers(self, ids: Sequence[str], seed: int, round_index: int) -> np.ndarray:
         """Return who attacks in the round after ``round_index`` completed ones: bool [clients].
 
         Args:
@@ -87,7 +87,7 @@ class Attack(StrictTypes):
         rng = generator(seed, 0 if self.draw == "run" else round_index, "", "attackers")
         return draw_clients(ids, self.clients, rng, "attack", "attackers")
 
-    def candidates(self, ids: Names, seed: int) -> np.ndarray:
+    def candidates(self, ids: Sequence[str], seed: int) -> np.ndarray:
         """Return who attacks in any round: bool [clients].
 
         Raises:

@@ -15,23 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import ray
 from ray.exceptions import RayError, RayTaskError
 
 from raydfl.cluster.faults import task_cause
 from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError, first_line
-from raydfl.core.files import RESUME, make_private_folder, write_atomically, write_durably, writing
+from raydfl.core.files import RESUME, make_private_folder, write_durably, writing
 from raydfl.core.progress import Progress
 from raydfl.data import (
-    POPULATION_FILE,
-    PRESENCE,
-    Names,
+    ClientIds,
     Population,
     Site,
+    Tables,
     build_population,
     kept_labels,
     list_clips,
     natural_order,
+    no_clips,
+    read_population_files,
+    write_population_files,
 )
 from raydfl.engine import Config, Worker
 from raydfl.engine.storage import PrivateStore
@@ -110,21 +113,16 @@ def join(reports: Sequence[SiteReport], classes: Sequence[str], separator: str |
     for report in reports:
         first = sites[-1].stop if sites else 0
         sites.append(Site(report.site, first, first + len(report.examples), report.shards))
-    clients = sites[-1].stop
-    ids = Names.of(f"{report.site}/{number}" for report in reports for number in range(len(report.examples)))
-    examples = np.array([count for report in reports for count in report.examples], np.int64)
-    arrays = {
-        "train/offsets": np.r_[0, np.cumsum(examples)].astype(np.int64),
-        "groups_of": np.full(clients, -1, np.int32),
-        "noisy": np.zeros(clients, bool),
-        "label_errors": np.zeros(clients, bool),
-        **{f"ids/{name}": array for name, array in ids.arrays.items()},
-        **{f"groups/{name}": array for name, array in Names.of(()).arrays.items()},
+    ids = ClientIds.from_strings(
+        f"{report.site}/{number}" for report in reports for number in range(len(report.examples))
+    )
+    clients = ids.columns() | {
+        "examples": pa.array([count for report in reports for count in report.examples], pa.int64())
     }
-    arrays |= {
-        f"{PRESENCE}/{view}": np.array([owns for report in reports for owns in report.views[view].clients])
-        for view in reports[0].views
-    }
+    for view in reports[0].views:
+        clients[f"has:{view}"] = pa.array(
+            [owns for report in reports for owns in report.views[view].clients], pa.bool_()
+        )
     lengths = {report.length for report in reports}
     length = lengths.pop() if len(lengths) == 1 else None
     messages = [
@@ -134,10 +132,10 @@ def join(reports: Sequence[SiteReport], classes: Sequence[str], separator: str |
     ]
     views = {view: (None, _common_length([report.views[view] for report in reports])) for view in reports[0].views}
     return Population(
+        Tables(no_clips(), pa.record_batch(clients)),
         classes,
         length,
         (),
-        arrays,
         messages=messages,
         bands=reports[0].bands,
         sites=sites,
@@ -177,13 +175,13 @@ class SentToSite:
     site: str
     key: str
     """See :func:`run_folder`."""
-    population: bytes
-    """The file of the federation's population: ids and numbers of examples."""
+    population: Mapping[str, bytes]
+    """Files of the federation's population: ids and numbers of examples."""
 
     @classmethod
     def of(cls, run_dir: Path, site: str, key: str) -> SentToSite:
         """Read it from the run's folder."""
-        return cls(site, key, (run_dir / "population" / POPULATION_FILE).read_bytes())
+        return cls(site, key, read_population_files(run_dir / "population"))
 
     def worker(self, config: Config, run_dir: Path, device: str) -> Worker:
         """Return a worker at the site; the federation's population is kept in the site's folder.
@@ -193,9 +191,9 @@ class SentToSite:
             RunDirectoryError: the site's folder does not hold this run.
         """
         folder = run_folder(config, self.site, self.key) / "federation"
-        with writing(folder, len(self.population), "the population of the federation", RESUME):
+        with writing(folder, sum(map(len, self.population.values())), "the population of the federation", RESUME):
             make_private_folder(folder)
-            write_atomically(folder / POPULATION_FILE, lambda path: path.write_bytes(self.population))
+            write_population_files(folder, self.population)
         return open_worker(config, self.site, self.key, run_dir, Population.load(folder), device)
 
 

@@ -5,6 +5,7 @@ ConfigError``. Begin with types.py, tensors.py and errors.py; ops/ has the fast 
 """
 
 __all__ = [
+    "clustering",
     "cuts",
     "errors",
     "files",
@@ -25,6 +26,7 @@ __all__ = [
     "seeds",
     "sequences",
     "settings",
+    "spool",
     "tensor_file",
     "tensors",
     "types",

@@ -2,6 +2,7 @@
 
 from raydfl.data.audio import read_audio as read_audio
 from raydfl.data.build import build_population as build_population
+from raydfl.data.client_ids import ClientIds as ClientIds
 from raydfl.data.corruption import Share as Share
 from raydfl.data.corruption import add_noise as add_noise
 from raydfl.data.corruption import draw_clients as draw_clients
@@ -24,7 +25,6 @@ from raydfl.data.listing import kept_labels as kept_labels
 from raydfl.data.manifest import make_manifest as make_manifest
 from raydfl.data.manifest import remarks_of as remarks_of
 from raydfl.data.manifest import shown_name as shown_name
-from raydfl.data.names import Names as Names
 from raydfl.data.packed import samples_as_file as samples_as_file
 from raydfl.data.partition import PartitionSettings as PartitionSettings
 from raydfl.data.partition import natural_order as natural_order
@@ -34,8 +34,9 @@ from raydfl.data.pools import LABELLED as LABELLED
 from raydfl.data.pools import NO_LABEL as NO_LABEL
 from raydfl.data.pools import UNLABELLED as UNLABELLED
 from raydfl.data.population import Population as Population
-from raydfl.data.population_file import POPULATION_FILE as POPULATION_FILE
-from raydfl.data.population_file import PRESENCE as PRESENCE
+from raydfl.data.population_folder import read_population_files as read_population_files
+from raydfl.data.population_folder import upgrade_population as upgrade_population
+from raydfl.data.population_folder import write_population_files as write_population_files
 from raydfl.data.profile import KNOWN as KNOWN
 from raydfl.data.profile import ProfileSettings as ProfileSettings
 from raydfl.data.profile import dealt as dealt
@@ -45,5 +46,7 @@ from raydfl.data.settings import ViewSettings as ViewSettings
 from raydfl.data.shards import Shard as Shard
 from raydfl.data.shards import Site as Site
 from raydfl.data.split import SplitSettings as SplitSettings
+from raydfl.data.tables import Tables as Tables
+from raydfl.data.tables import no_clips as no_clips
 from raydfl.data.transforms import Drawn as Drawn
 from raydfl.data.transforms import find_transform as find_transform

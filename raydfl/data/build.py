@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from raydfl.core.errors import ConfigError, DataError, nearest
 from raydfl.core.progress import Progress
+from raydfl.data.client_ids import ClientIds
 from raydfl.data.corruption import LabelErrorSettings, NoiseSettings, choose_clients, wrong_labels
 from raydfl.data.division import CLIENT_TEST, TRAINING, VALIDATION, Division, divide, list_clips
 from raydfl.data.features.alteration import Alteration
@@ -22,16 +23,15 @@ from raydfl.data.features.statistics import group_numbers, normalise_groups, sta
 from raydfl.data.features.wave import BY_TRAINING_CLIPS
 from raydfl.data.listing import column_codes
 from raydfl.data.manifest import remarks_of
-from raydfl.data.names import Names
 from raydfl.data.parts import join
 from raydfl.data.poisoning import Poisoner, alterations_for, noise_of_some, poison
 from raydfl.data.pools import HIDDEN_LABEL, NO_LABEL, UNLABELLED
-from raydfl.data.population import CLEAN, NOISY, Population
-from raydfl.data.population_file import PRESENCE, table_prefix
-from raydfl.data.presence import clients_without, owners, without_view
-from raydfl.data.profile import profile_arrays
+from raydfl.data.population import CLEAN, Population
+from raydfl.data.presence import clients_without
+from raydfl.data.profile import profile_columns
 from raydfl.data.segment import segments
 from raydfl.data.settings import DataSettings, ViewSettings, with_place
+from raydfl.data.tables import ROLES, Tables, clips_table, encode, table_prefix
 
 
 def build_population(
@@ -78,7 +78,7 @@ def build_population(
                 "attack: attackers would train on altered recordings or labels, but by data.partition.by: table clients may share "
                 "clips; take an attack on what clients send, or another partition"
             )
-        attack.candidates(Names.of(division.partition.ids), seed)
+        attack.candidates(division.partition.ids, seed)
     prepared = functools.partial(prepare, data.source, cache=data.cache, progress=progress, run_chunks=run_chunks)
     store = prepared(manifest, data.stored_features, unreadable=data.unreadable)
     messages = remarks_of(manifest)
@@ -132,15 +132,22 @@ class _Rows:
 
     starts: np.ndarray
     frames: np.ndarray
+    store: np.ndarray
+    """int8: position of the store."""
 
     @classmethod
-    def of(cls, store: FeatureStore, clips: np.ndarray) -> _Rows:
-        return cls(store.offsets[clips], store.offsets[clips + 1] - store.offsets[clips])
+    def of(cls, stores: Sequence[FeatureStore], clips: np.ndarray) -> _Rows:
+        """Find clips in the last of the stores."""
+        offsets, number = stores[-1].offsets, np.full(len(clips), len(stores) - 1, np.int8)
+        return cls(offsets[clips], offsets[clips + 1] - offsets[clips], number)
+
+    def take(self, where: np.ndarray) -> _Rows:
+        return _Rows(self.starts[where], self.frames[where], self.store[where])
 
     def replaced(self, where: np.ndarray, other: _Rows) -> _Rows:
-        starts, frames = self.starts.copy(), self.frames.copy()
-        starts[where], frames[where] = other.starts, other.frames
-        return _Rows(starts, frames)
+        starts, frames, store = self.starts.copy(), self.frames.copy(), self.store.copy()
+        starts[where], frames[where], store[where] = other.starts, other.frames, other.store
+        return _Rows(starts, frames, store)
 
 
 @dataclass(frozen=True)
@@ -159,7 +166,7 @@ class _Training:
 
 
 class _Assembler:
-    """The way from a division of clips and their features to the arrays of a population."""
+    """The way from a division of clips and their features to the tables of a population."""
 
     def __init__(
         self,
@@ -176,7 +183,7 @@ class _Assembler:
         self.classes = classes
         self.data = data
         self.seed = seed
-        self.ids = Names.of(division.partition.ids)
+        self.ids = ClientIds.from_strings(division.partition.ids)
         self._prepared = prepared
         self._complete = complete
         partition = division.partition
@@ -226,77 +233,87 @@ class _Assembler:
             skipped: as for :class:`Population`.
             messages: what is to be said before this has anything to say.
         """
-        ids, division, partition = self.ids, self.division, self.division.partition
+        division, ids = self.division, self.ids
         self.stores.append(self._normalised(store, np.arange(self.manifest.num_rows)))
-        training = self._training(store)
-        owned = not self._shared
-        arrays = {
-            **self._pools("train", training.rows, training.labels, owners=self.train_of if owned else None),
-            **self._held_out("validation", self.validation, owners=self.validation_of if owned else None),
-            **self._held_out("server_validation", division.split.validation),
-            **self._held_out("test", division.split.test),
-        }
-        if self.data.split.tested_by_clients:
-            arrays |= self._held_out("client_test", self.client_test, owners=self.client_test_of)
+        training = self._training()
+        blocks = [
+            *self._pools("train", training.rows, training.labels),
+            self._held_out("validation", self.validation, self.validation_of),
+            self._held_out("client_test", self.client_test, self.client_test_of),
+            self._held_out("server_validation", division.split.validation),
+            self._held_out("test", division.split.test),
+        ]
         if attack is not None:
-            arrays |= self._attacked(attack, training)
-        arrays |= {f"ids/{name}": array for name, array in ids.arrays.items()}
-        arrays |= {f"groups/{name}": array for name, array in Names.of(partition.groups).arrays.items()}
-        if partition.ranges is None:
-            arrays |= {
-                "groups_of": partition.group_of.astype(np.int32),
-                "noisy": self._noisy,
-                "label_errors": self._with_label_errors,
-            }
-        else:
-            arrays |= self._ranges(training.rows.frames, partition.ranges)
-        profiles, profile_types = profile_arrays(self.manifest, partition, self.data.profile)
-        arrays |= profiles
+            blocks += self._attacked(attack, training)
+        clips = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+        arrays: dict[str, np.ndarray] = {}
         if self.data.features.normalise in BY_TRAINING_CLIPS:
-            bounds = partition.ranges or np.searchsorted(
-                self.train_of, [np.arange(len(ids)), np.arange(1, len(ids) + 1)]
-            )
-            arrays |= _statistics(self.stores[CLEAN], self._group[self.train], *bounds)
+            arrays["statistics"] = statistics_of(self.stores[CLEAN])
             messages = [*messages, *self._strange_groups()]
-        names = {name: values for name, (_, values) in self._columns.items()}
+        further = {name: values for name, (_, values) in self._columns.items()}
         if UNLABELLED in division.pools:
-            names[HIDDEN_LABEL] = list(self.classes)
+            further[HIDDEN_LABEL] = list(self.classes)
         pipeline = self.data.pipeline
         if len(training.rows.frames):
             pipeline.check_size(int(training.rows.frames.max()), store.bands, "data.transforms")
         arrays |= pipeline.make_tables(self.data.features, self.seed, table_prefix(""))
-        length = _common_length([array for name, array in arrays.items() if name.endswith("/counts")], pipeline.cut)
+        length = _common_length(clips["frames"], pipeline.cut)
         views: dict[str, tuple[FeatureStore | None, int | None]] = {}
-        of_views: dict[str, np.ndarray] = {}
+        without = clients_without(self.data.missing, ids, self.seed)
         for name, view in self.data.views.items():
             try:
-                views[name], of_view = self._view(name, view, arrays)
-                of_views |= of_view | view.pipeline.make_tables(view.features, self.seed, table_prefix(name))
+                views[name], starts, frames = self._view(name, view)
+                arrays |= view.pipeline.make_tables(view.features, self.seed, table_prefix(name))
             except (ConfigError, DataError) as error:
                 raise with_place(error, f"data.views.{name}") from error
-        arrays |= of_views
-        for name, taken in clients_without(self.data.missing, ids, self.seed).items():
-            arrays |= without_view(arrays, name, taken)
-        arrays |= {f"{PRESENCE}/{name}": owners(arrays, name) for name in self.data.views}
+            clips[f"view:{name}:start"], clips[f"view:{name}:frames"] = starts[clips["clip"]], frames[clips["clip"]]
+            if name in without:
+                clips[f"view:{name}:frames"][(clips["client"] >= 0) & without[name][clips["client"]]] = 0
         population = Population(
+            Tables(
+                clips_table(clips, division.pools, further),
+                pa.record_batch({**ids.columns(), **self._client_columns(training.rows.frames)}),
+                arrays,
+            ),
             self.classes,
             length,
             self.stores,
-            arrays,
             [*skipped, *self.unread],
             [*messages, *self.messages],
-            columns=names,
-            pools=division.pools,
             separator=None if self.data.label_sets is None else self.data.label_sets.separator,
             views=views,
-            profile_types=profile_types,
         )
         return population.use(self.data)
 
-    def _view(
-        self, name: str, view: ViewSettings, arrays: Mapping[str, np.ndarray]
-    ) -> tuple[tuple[FeatureStore, int | None], dict[str, np.ndarray]]:
-        """Prepare a further view: its store, the frames of every example that has it, and where examples of all parts lie."""
+    def _client_columns(self, frames: np.ndarray) -> dict[str, pa.Array]:
+        """Return the columns of the clients table beside the ids.
+
+        Args:
+            frames: int64 [training clips].
+        """
+        partition, found = self.division.partition, {}
+        if partition.ranges is not None:
+            found = self._ranges(frames, partition.ranges)
+        else:
+            if partition.group_of.max() >= 0:
+                found["group"] = encode(partition.group_of.astype(np.int32), partition.groups)
+            flags = {"noisy": self._noisy, "label_errors": self._with_label_errors}
+            found |= {name: pa.array(flag) for name, flag in flags.items() if flag.any()}
+        if self.data.features.normalise in BY_TRAINING_CLIPS:
+            bounds = partition.ranges or np.searchsorted(
+                self.train_of, [np.arange(len(self.ids)), np.arange(1, len(self.ids) + 1)]
+            )
+            everything = statistics_of(self.stores[CLEAN]).shape[1] - 1
+            found["statistics"] = pa.array(_statistics(everything, self._group[self.train], *bounds))
+        return found | profile_columns(self.manifest, partition, self.data.profile)
+
+    def _view(self, name: str, view: ViewSettings) -> tuple[tuple[FeatureStore, int | None], np.ndarray, np.ndarray]:
+        """Prepare the features of a further view.
+
+        Returns:
+            The store with the frames of every example that has the view (``None`` if they differ), and the place of each clip's
+            features: int64 and int32 [clips of the manifest], 0 frames if the clip lacks the view.
+        """
         manifest, where = self.manifest, f"data.views.{name}"
         if view.column not in manifest.column_names:
             hint = nearest(view.column, manifest.column_names)
@@ -325,17 +342,11 @@ class _Assembler:
                 f"view {name}: {len(failed)} of {len(there)} files cannot be read; these clips are without it, the first "
                 f"{clips_of[int(failed[0])].as_py()}"
             )
-        found: dict[str, np.ndarray] = {}
-        for column, clips in arrays.items():
-            part, _, kind = column.rpartition("/")
-            if kind == "clips" and part.partition("@")[0] != "attack":
-                found[f"{part}@{name}/starts"] = starts[clips]
-                found[f"{part}@{name}/counts"] = counts[clips].astype(np.int32)
         present = counts[counts > 0]
         if not len(present):
-            return (store, None), found
+            return (store, None), starts, counts.astype(np.int32)
         view.pipeline.check_size(int(present.max()), store.bands, f"{where}.transforms")
-        return (store, _common_length([present], view.pipeline.cut)), found
+        return (store, _common_length(present, view.pipeline.cut)), starts, counts.astype(np.int32)
 
     @functools.cached_property
     def _noisy(self) -> np.ndarray:
@@ -352,18 +363,17 @@ class _Assembler:
             return np.zeros(len(self.ids), bool)
         return choose_clients(self.ids, corruption.clients, self.seed, purpose)
 
-    def _training(self, store: FeatureStore) -> _Training:
+    def _training(self) -> _Training:
         """Return the training clips; the noisy ones' features become a store of their own."""
+        rows = _Rows.of(self.stores, self.train)
         if self._shared:
-            return _Training(
-                self.train, self.train_of, _Rows.of(store, self.train), self._labels(), self.train_of.astype(bool)
-            )
+            return _Training(self.train, self.train_of, rows, self._labels(), self.train_of.astype(bool))
         mine = self._noisy[self.train_of]
-        rows, affected = _Rows.of(store, self.train), np.sort(self.train[mine])
+        affected = np.sort(self.train[mine])
         if len(affected):
             everything = np.ones(len(affected), bool)
             self.stores.append(self._features(affected, everything, None, ~everything))
-            rows = rows.replaced(mine, _Rows.of(self.stores[NOISY], np.searchsorted(affected, self.train[mine])))
+            rows = rows.replaced(mine, _Rows.of(self.stores, np.searchsorted(affected, self.train[mine])))
         return _Training(self.train, self.train_of, rows, self._labels(), mine)
 
     def _labels(self) -> np.ndarray:
@@ -399,25 +409,26 @@ class _Assembler:
         )
         return self._normalised(store, clips)
 
-    def _pools(
-        self, part: str, rows: _Rows, labels: np.ndarray, owners: np.ndarray | None = None
-    ) -> dict[str, np.ndarray]:
-        """Return the columns of all training clips, the first pool's as ``part``, another's as ``part@NAME``."""
-        found: dict[str, np.ndarray] = {}
+    def _pools(self, role: str, rows: _Rows, labels: np.ndarray) -> list[dict[str, np.ndarray]]:
+        """Return the columns of all training clips, pool by pool."""
+        blocks = []
         for number, name in enumerate(self.division.pools):
             mine = self._pool == number
-            found |= self._part(
-                part if number == 0 else f"{part}@{name}",
-                _Rows(rows.starts[mine], rows.frames[mine]),
-                np.where(name == UNLABELLED, NO_LABEL, labels[mine]),
-                self.train[mine],
-                owners=None if owners is None else owners[mine],
-                hidden=labels[mine] if name == UNLABELLED else None,
+            blocks.append(
+                self._block(
+                    role,
+                    rows.take(mine),
+                    np.where(name == UNLABELLED, NO_LABEL, labels[mine]),
+                    self.train[mine],
+                    None if self._shared else self.train_of[mine],
+                    number,
+                    labels[mine] if name == UNLABELLED else None,
+                )
             )
-        return found
+        return blocks
 
-    def _ranges(self, frames: np.ndarray, ranges: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return where in the part train the examples of clients lie who may share them.
+    def _ranges(self, frames: np.ndarray, ranges: tuple[np.ndarray, np.ndarray]) -> dict[str, pa.Array]:
+        """Return the ranges of training examples of clients that may share them.
 
         Args:
             frames: int64 [training clips].
@@ -425,77 +436,75 @@ class _Assembler:
         """
         clip, _, _ = segments(frames, self.data.segment, None)
         before = np.searchsorted(clip, np.arange(len(frames) + 1)).astype(np.int32)
-        return {f"train/{name}": before[bound] for name, bound in zip(("first", "stop"), ranges, strict=True)}
+        return {name: pa.array(before[bound]) for name, bound in zip(("first", "stop"), ranges, strict=True)}
 
-    def _held_out(self, part: str, clips: np.ndarray, owners: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """Return the columns of clips that nobody trains on."""
-        rows = _Rows.of(self.stores[CLEAN], clips)
-        return self._part(part, rows, self.division.labels[clips], clips, owners=owners, tested=True)
+    def _held_out(self, role: str, clips: np.ndarray, owners: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """Return the columns of held-out clips."""
+        rows = _Rows.of(self.stores[: CLEAN + 1], clips)
+        return self._block(role, rows, self.division.labels[clips], clips, owners)
 
-    def _part(
+    def _block(
         self,
-        part: str,
+        role: str,
         rows: _Rows,
         labels: np.ndarray,
         clips: np.ndarray,
-        *,
-        owners: np.ndarray | None = None,
-        tested: bool = False,
+        owners: np.ndarray | None,
+        pool: int = -1,
         hidden: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
-        """Return the columns of one part of the population.
+        """Return the columns of the clips of one role and pool.
 
         Args:
-            part: its name.
-            rows: where each clip's features lie.
+            role: one of ROLES.
+            rows: places of the clips' features.
             labels: int64 [clips].
             clips: int64 [clips], rows of the manifest.
-            owners: int64 [clips], ascending: the client of each clip; with them come offsets.
-            tested: whether these clips are cut into segments as test clips are.
-            hidden: int64 [clips], labels that nobody may learn from, where these are other ones.
+            owners: int64 [clips], ascending; ``None``: the server, or clients that share clips.
+            pool: number of the training pool; -1: the clips are held out, and cut into segments as test clips are.
+            hidden: int64 [clips], hidden labels of unlabelled clips.
         """
-        segment = self.data.test_segments if tested else self.data.segment
-        stride = self.data.segment.test_stride if self.data.segment is not None and tested else None
+        segment = self.data.test_segments if pool < 0 else self.data.segment
+        stride = self.data.segment.test_stride if self.data.segment is not None and pool < 0 else None
         clip, first, frames = segments(rows.frames, segment, stride)
         columns = {
-            f"{part}/starts": (rows.starts[clip] + first).astype(np.int64),
-            f"{part}/counts": frames.astype(np.int32),
-            f"{part}/labels": labels[clip].astype(np.int32),
-            f"{part}/clips": clips[clip].astype(np.int32),
+            "role": np.full(len(clip), ROLES.index(role), np.int8),
+            "pool": np.full(len(clip), pool, np.int8),
+            "client": np.full(len(clip), -1, np.int32) if owners is None else owners[clip].astype(np.int32),
+            "store": rows.store[clip],
+            "clip": clips[clip].astype(np.int32),
+            "label": labels[clip].astype(np.int32),
+            "start": (rows.starts[clip] + first).astype(np.int64),
+            "frames": frames.astype(np.int32),
         }
         for name, (codes, _) in self._columns.items():
-            columns[f"{part}/column/{name}"] = codes[clips[clip]]
+            columns[f"column:{name}"] = codes[clips[clip]]
         if UNLABELLED in self.division.pools:
             none = np.full(len(clips), -1) if hidden is None else np.maximum(hidden, -1)
-            columns[f"{part}/column/{HIDDEN_LABEL}"] = none[clip].astype(np.int32)
-        if owners is not None:
-            bounds = np.searchsorted(owners[clip], np.arange(len(self.ids) + 1))
-            columns[f"{part}/offsets"] = bounds.astype(np.int64)
+            columns[f"column:{HIDDEN_LABEL}"] = none[clip].astype(np.int32)
         return columns
 
-    def _attacked(self, attack: Poisoner, training: _Training) -> dict[str, np.ndarray]:
-        """Return the parts attack and triggered. The features that they need become the last of the stores."""
+    def _attacked(self, attack: Poisoner, training: _Training) -> list[dict[str, np.ndarray]]:
+        """Return the blocks attack and triggered. The features that they need become the last of the stores."""
         poisoned = poison(attack, self.ids, self.classes, training.client, training.labels, self.seed)
         mine = poisoned.attacker[training.client]
         target, alteration = attack.target_class(self.classes), attack.alteration()
         test, truth = self.division.split.test, self.division.labels
         triggered = test[:0] if target is None or alteration is None else test[truth[test] != target]
-        altered = np.zeros(len(self.ids), bool)
-        rows, sounds = training.rows, _Rows.of(self.stores[CLEAN], triggered)
+        rows, sounds = training.rows, _Rows.of(self.stores[: CLEAN + 1], triggered)
         clips = np.concatenate([training.clips[mine], triggered])
         if alteration is not None and len(clips):
             order = np.argsort(clips)
             none = np.zeros(len(triggered), bool)
             noisy, changed = np.r_[training.noisy[mine], none][order], np.r_[poisoned.altered[mine], ~none][order]
-            clips, altered = clips[order], poisoned.attacker
-            store = self._features(clips, noisy, alteration, changed)
-            self.stores.append(store)
-            rows = rows.replaced(mine, _Rows.of(store, np.searchsorted(clips, training.clips[mine])))
-            sounds = _Rows.of(store, np.searchsorted(clips, triggered))
-        columns = {"altered": altered, **self._pools("attack", rows, poisoned.labels)}
-        if len(triggered):
-            columns |= self._part("triggered", sounds, truth[triggered], triggered, tested=True)
-        return columns
+            clips = clips[order]
+            self.stores.append(self._features(clips, noisy, alteration, changed))
+            rows = rows.replaced(mine, _Rows.of(self.stores, np.searchsorted(clips, training.clips[mine])))
+            sounds = _Rows.of(self.stores, np.searchsorted(clips, triggered))
+        return [
+            *self._pools("attack", rows, poisoned.labels),
+            self._block("triggered", sounds, truth[triggered], triggered, None),
+        ]
 
     def _strange_groups(self) -> list[str]:
         """Return what is to be said of groups without training clips."""
@@ -513,26 +522,21 @@ class _Assembler:
         ]
 
 
-def _statistics(store: FeatureStore, group: np.ndarray, first: np.ndarray, stop: np.ndarray) -> dict[str, np.ndarray]:
-    """Return what a recording of each client would be normalised with: see :meth:`Population.statistics`.
+def _statistics(everything: int, group: np.ndarray, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    """Return the index of each client's statistics (see :meth:`Population.statistics`): int32 [clients].
 
     Args:
-        store: normalised by group.
+        everything: index of the statistics over all training clips.
         group: int64 [training clips].
         first: int64 [clients]: the first training clip of each.
         stop: int64 [clients]: the one behind its last.
     """
-    values = statistics_of(store)
     changes = np.cumsum(np.concatenate([[0], group[1:] != group[:-1]]))
     alike = changes[first] == changes[stop - 1]
-    return {
-        "statistics/values": values,
-        "statistics/of": np.where(alike, group[first], values.shape[1] - 1).astype(np.int32),
-    }
+    return np.where(alike, group[first], everything).astype(np.int32)
 
 
-def _common_length(parts: Sequence[np.ndarray], cut: int | None) -> int | None:
-    """Return the frames that every example has in a batch, longer ones being ``cut``; ``None`` where they differ."""
-    counts = np.concatenate(parts)
+def _common_length(counts: np.ndarray, cut: int | None) -> int | None:
+    """Return the common number of frames after the cut, ``None`` if examples differ."""
     counts = counts if cut is None else np.minimum(counts, cut)
     return cast(int, counts[0].item()) if np.ptp(counts) == 0 else None

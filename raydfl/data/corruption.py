@@ -9,7 +9,7 @@ Their source is FedAudio (Zhang et al., ICASSP 2023). Deviations from its code:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -19,7 +19,6 @@ from pydantic import Field, field_validator
 from raydfl.core.errors import DataError, nearest
 from raydfl.core.seeds import generator, seed_for
 from raydfl.core.settings import Settings
-from raydfl.data.names import Names
 
 NOISELESS = -1
 """In place of a clip's seed: no noise."""
@@ -97,7 +96,7 @@ def add_noise(wave: np.ndarray, snr_db: float, seed: int) -> np.ndarray:
     return result
 
 
-def choose_clients(ids: Names, wanted: Share, seed: int, purpose: str) -> np.ndarray:
+def choose_clients(ids: Sequence[str], wanted: Share, seed: int, purpose: str) -> np.ndarray:
     """Choose whose data are corrupted: bool [clients].
 
     Args:
@@ -109,7 +108,7 @@ def choose_clients(ids: Names, wanted: Share, seed: int, purpose: str) -> np.nda
     return draw_clients(ids, wanted, generator(seed, 0, "", f"corrupt {purpose}"), "data.corrupt", "corrupted")
 
 
-def draw_clients(ids: Names, wanted: Share, rng: np.random.Generator, where: str, what: str) -> np.ndarray:
+def draw_clients(ids: Sequence[str], wanted: Share, rng: np.random.Generator, where: str, what: str) -> np.ndarray:
     """Return which clients a share, a number or a list of ids means: bool [clients].
 
     Args:

@@ -15,7 +15,8 @@ from raydfl.core.errors import DataError
 from raydfl.core.progress import Progress
 from raydfl.core.seeds import generator
 from raydfl.data.listing import deal_ungrouped, kept_labels
-from raydfl.data.partition import Partition, natural_order, partition_by_table, partition_clips
+from raydfl.data.partition import Partition, natural_order, partition_clips
+from raydfl.data.partition_table import partition_by_table
 from raydfl.data.pools import NO_LABEL, TRAIN, UNLABELLED, choose_pools, deal_pools
 from raydfl.data.remote import fetch_recordings
 from raydfl.data.settings import DataSettings
@@ -105,7 +106,8 @@ def divide(
     apart, train = _held_out_by_value(table, split.train, own, data, seed)
     pools = choose_pools(table, train, own, classes, data.pools, data.unlabelled, seed)
     if data.partition.by == "table":  # whose rows are those of the whole list
-        partition = partition_by_table(manifest.num_rows, usable[split.train], data.partition)
+        columns = {own.column: f"data.profile.{name}" for name, own in data.profile.items() if own.column is not None}
+        partition = partition_by_table(manifest.num_rows, usable[split.train], data.partition, columns)
         pool = np.zeros(len(partition.rows), np.int64)
     elif [*pools] == [TRAIN] and not apart:
         partition = partition_clips(table, split.train, own, data.partition, seed)

@@ -10,7 +10,7 @@
 - ``classes``: every client has ``classes`` labels, or with ``variance`` a number drawn about it, FedSTAR's rule; a label's clips
   are dealt evenly to those who have it, and everyone has one at least.
 - ``iid``: shuffled and dealt evenly.
-- ``table``: a file says it, with a row for each client (raydfl.data.client_table); clients may share clips.
+- ``table``: a file says it, with a row for each client (raydfl.data.partition_table); clients may share clips.
 
 All of them end: a draw that leaves a client below ``minimum`` is repeated a fixed number of times, then it is an error with
 numbers.
@@ -31,7 +31,6 @@ from pydantic import Field, model_validator
 from raydfl.core.errors import DataError, nearest
 from raydfl.core.seeds import generator
 from raydfl.core.settings import Settings
-from raydfl.data.client_table import ClientTable
 
 
 def sizes_text(sizes: np.ndarray) -> str:
@@ -147,8 +146,8 @@ class Partition:
     ranges: tuple[np.ndarray, np.ndarray] | None = None
     """int32 [clients] each, where a table says who has which clips and clients may share them: client ``i`` has
     ``rows[ranges[0][i]:ranges[1][i]]``. ``rows`` then ascend, and ``offsets`` and ``group_of`` are empty."""
-    table: ClientTable | None = None
-    """The table, where there is one."""
+    table: pa.Table | None = None
+    """The user's table of clients with the columns that are needed, where there is one."""
 
     @property
     def sizes(self) -> np.ndarray:
@@ -277,36 +276,6 @@ def _by_group(manifest: pa.Table, rows: np.ndarray, settings: PartitionSettings,
     mine = kept[owner]
     ids = [_shard_id(names, int(client), shards) for client in clients]
     return _sorted_partition(ids, rows[mine], place[owner[mine]], names, (clients // shards).astype(np.int32))
-
-
-def partition_by_table(clips: int, rows: np.ndarray, settings: PartitionSettings) -> Partition:
-    """Give clips to clients as a table says.
-
-    Args:
-        clips: rows of the manifest.
-        rows: int64, ascending: those that may be trained on; clients do without the others of theirs.
-        settings: ``by: table``.
-
-    Raises:
-        DataError: the table cannot be used, or leaves a client below the minimum.
-    """
-    table = ClientTable(cast(Path, settings.file))
-    before = np.searchsorted(rows, np.arange(clips + 1)).astype(np.int32)
-    first, stop = (before[bound] for bound in table.ranges(clips))
-    counts = stop - first
-    if counts.min() < settings.minimum:
-        row = int(counts.argmin())
-        raise DataError(
-            f"data.partition.file: {int((counts < settings.minimum).sum()):,} of {len(table):,} clients have fewer than "
-            f"data.partition.minimum {settings.minimum} clips to train on; the one in row {row + 1} of {table.path} has "
-            f"{counts[row]}: its other clips are held out by data.split or cannot be read; give it others"
-        )
-    # What no client has is left out: how many begin at or before a clip, and how many end there.
-    begun, ended = (np.cumsum(np.bincount(bound, minlength=len(rows) + 1)) for bound in (first, stop))
-    owned = (begun > ended)[:-1]
-    place = np.concatenate([[0], np.cumsum(owned)]).astype(np.int32)
-    none = np.zeros(0, np.int64)
-    return Partition(table.ids(), rows[owned], none, (), none.astype(np.int32), (place[first], place[stop]), table)
 
 
 def _shard_id(names: Sequence[str], client: int, shards: int) -> str:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import pyarrow as pa
 
-from raydfl.data.names import Names
+from raydfl.data.client_ids import ClientIds
 from raydfl.data.population import Part, Population
+from raydfl.data.tables import Tables, no_clips
 
 
 def join(populations: Mapping[str, Population]) -> Population:
@@ -22,22 +24,16 @@ def join(populations: Mapping[str, Population]) -> Population:
     """
     firsts = np.cumsum([0, *(len(population) for population in populations.values())]).tolist()
     parts = [Part(name, first, own) for first, (name, own) in zip(firsts, populations.items(), strict=False)]
-    ids = Names.of(f"{part.name}/{client}" for part in parts for client in part.population.ids)
-    sizes = np.concatenate([part.population.sizes() for part in parts])
-    arrays = {
-        "train/offsets": np.r_[0, np.cumsum(sizes)].astype(np.int64),
-        **{f"ids/{name}": array for name, array in ids.arrays.items()},
-        # A client's group is asked of its part.
-        **{f"groups/{name}": array for name, array in Names.of(()).arrays.items()},
-    }
+    ids = ClientIds.from_strings(f"{part.name}/{client}" for part in parts for client in part.population.ids)
+    sizes = np.concatenate([part.population.sizes() for part in parts]).astype(np.int64)
     lengths = {population.length for population in populations.values()}
     return Population(
+        Tables(no_clips(), pa.record_batch({**ids.columns(), "examples": pa.array(sizes)})),
         [f"{part.name}/{label}" for part in parts for label in part.population.classes],
         lengths.pop() if len(lengths) == 1 else None,
         (),
-        arrays,
-        [(f"{part.name}/{clip}", reason) for part in parts for clip, reason in part.population.skipped],
-        [f"{part.name}: {message}" for part in parts for message in part.population.messages],
-        parts[0].population.bands,
+        skipped=[(f"{part.name}/{clip}", reason) for part in parts for clip, reason in part.population.skipped],
+        messages=[f"{part.name}: {message}" for part in parts for message in part.population.messages],
+        bands=parts[0].population.bands,
         parts=parts,
     )

@@ -12,7 +12,6 @@ from raydfl.core.seeds import generator, seed_for
 from raydfl.data.corruption import NOISELESS, Noise, noise_for
 from raydfl.data.features.alteration import UNALTERED, Alteration, Alterations
 from raydfl.data.features.kinds import AnyFeatures
-from raydfl.data.names import Names
 
 
 class Poisoner(Protocol):
@@ -25,7 +24,7 @@ class Poisoner(Protocol):
     def check(self, classes: Sequence[str], features: AnyFeatures) -> None:
         """Refuse options that do not fit the data."""
 
-    def candidates(self, ids: Names, seed: int) -> np.ndarray:
+    def candidates(self, ids: Sequence[str], seed: int) -> np.ndarray:
         """Return who attacks in some round: bool [clients]."""
 
     def altered(self, count: int, rng: np.random.Generator) -> np.ndarray:
@@ -56,7 +55,7 @@ class Poisoned:
 
 
 def poison(
-    attack: Poisoner, ids: Names, classes: Sequence[str], client: np.ndarray, labels: np.ndarray, seed: int
+    attack: Poisoner, ids: Sequence[str], classes: Sequence[str], client: np.ndarray, labels: np.ndarray, seed: int
 ) -> Poisoned:
     """Do to training data what an attack does.
 

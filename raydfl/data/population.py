@@ -1,7 +1,4 @@
-"""The clients of a federation and the server's held-out data: who has which examples, in a few memory-mapped arrays.
-
-A client is a range of those arrays and nothing else, so 100,000 of them cost some megabytes that all processes of a node share.
-"""
+"""The clients of a federation and the server's held-out data: tables of clips and clients, and the features of the clips."""
 
 from __future__ import annotations
 
@@ -15,20 +12,17 @@ from typing import Any, Literal
 import numpy as np
 
 from raydfl.core.errors import DataError, nearest
-from raydfl.data import population_file
-from raydfl.data.client_profiles import ClientProfiles, joined
+from raydfl.data import population_folder
 from raydfl.data.examples import ClientData, Examples
-from raydfl.data.features.cache import FeatureStore
-from raydfl.data.holdings import block_diagonal, holdings_of
+from raydfl.data.features.cache import FeatureStore, open_store
 from raydfl.data.label_sets import sets_of
-from raydfl.data.names import Names
-from raydfl.data.population_file import folder_of, table_prefix
 from raydfl.data.settings import DataSettings
 from raydfl.data.shards import Shard, Site, only_site, shards_at
+from raydfl.data.tables import Column, Tables, join_columns, join_counts, table_prefix
 from raydfl.data.transforms import PLAIN
 
-CLEAN, NOISY = 0, 1
-"""Positions in a population's stores."""
+CLEAN = 0
+"""Position of the clean features in the stores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,41 +40,34 @@ class Population:
     """Clients and held-out data. Made by raydfl.data.build, raydfl.cluster.sites, or :meth:`load`.
 
     Args:
-        classes: the labels that clips have; an example's label is an index into it.
+        tables: clips and clients.
+        classes: labels of the clips; a label with a separator names several classes.
         length: frames of every example, ``None`` when they differ.
-        stores: the clean features, and the noisy ones if some clients have them.
-        arrays: raydfl.data.population_file says which, and what is in them.
-        skipped: clips that were left out because they cannot be read, or of which a further view cannot, with the reasons.
-        messages: what the user should know about how this population came about.
+        stores: the clean features, and the noisy and altered ones if there are any. Empty: no example will be read.
+        skipped: names of unreadable clips, or clips without a readable view, with the reasons.
+        messages: messages to the user about the clips and clients.
         bands: features of a frame; ``None``: those of the stores.
-        sites: where the data lie, if not here: there are no stores then, and no examples.
-        columns: names of the values of further columns, by column: a code is an index into them.
-        pools: names of the pools of training clips, that of the part train first.
-        parts: where the federation is of several: then all is theirs but the clients' names and how many training examples each
-            has (see raydfl.data.parts).
-        separator: what stands between the classes that a label names; ``None``: a label is one class.
-        views: of each further view by name its store (``None``: at the sites), and the frames of every example that has it,
-            ``None`` when they differ. No pool has the name of a view.
-        profile_types: types of the columns of profiles that are no text (see raydfl.data.client_profiles).
+        sites: places of the data, if they are not here.
+        parts: parts of the federation. The clients' ids and numbers of examples are then all that this population has itself.
+        separator: separator of the classes in a label; ``None``: a label is one class.
+        views: for each further view its store (``None``: not opened) and the frames of every example, ``None`` when they differ.
     """
 
     def __init__(
         self,
+        tables: Tables,
         classes: Sequence[str],
         length: int | None,
         stores: Sequence[FeatureStore],
-        arrays: Mapping[str, np.ndarray],
         skipped: Sequence[tuple[str, str]] = (),
         messages: Sequence[str] = (),
         bands: int | None = None,
         sites: Sequence[Site] = (),
-        columns: Mapping[str, Sequence[str]] | None = None,
-        pools: Sequence[str] = ("train",),
         parts: Sequence[Part] = (),
         separator: str | None = None,
         views: Mapping[str, tuple[FeatureStore | None, int | None]] | None = None,
-        profile_types: Mapping[str, str] | None = None,
     ) -> None:
+        self._tables = tables
         self._labels, self._separator = tuple(classes), separator
         self.classes: tuple[str, ...] = self._labels
         """Names of the classes."""
@@ -93,11 +80,9 @@ class Population:
         self.stores = tuple(stores)
         self.skipped: tuple[tuple[str, str], ...] = tuple((clip, reason) for clip, reason in skipped)
         self.messages: tuple[str, ...] = tuple(messages)
-        self._arrays = dict(arrays)
-        self._holdings = holdings_of(self._arrays, len(self._labels))
-        self.columns: Mapping[str, tuple[str, ...]] = {name: tuple(values) for name, values in (columns or {}).items()}
-        """The values that the codes of examples' columns stand for, by column."""
-        self.pools: tuple[str, ...] = tuple(pools)
+        self.columns: Mapping[str, tuple[str, ...]] = tables.values
+        """The values of further columns by name; an example has an index into them."""
+        self.pools = tables.pools
         """Names of the pools of training examples."""
         self.bands = stores[CLEAN].bands if bands is None else bands
         """Features of a frame."""
@@ -106,10 +91,8 @@ class Population:
         """Like :attr:`length`, of each further view by name, for examples that have it."""
         self._pipelines = dict.fromkeys(self._views, PLAIN)
         self.pipeline = PLAIN
-        """The way of stored features into a batch: see :meth:`use`."""
-        self.ids = Names.among(arrays, "ids")
-        self._profile_types = dict(profile_types or {})
-        self._profiles = ClientProfiles(self._arrays, len(self.ids), tuple(self._views), self._profile_types)
+        """The pipeline from stored features to a batch, set by :meth:`use`."""
+        self.ids = tables.ids
         self.parts = tuple(parts)
         """Data sets with classes of their own; empty: this is one."""
         self._sites = tuple(sites)
@@ -118,12 +101,13 @@ class Population:
         return len(self.ids)
 
     def use(self, data: DataSettings) -> Population:
-        """Have batches made as the settings say, with the tables that are kept with the population; return the population."""
+        """Apply the transforms of the settings to batches, with the tables of this population; return the population."""
         for part in self.parts:
             part.population.use(data.each[part.name])
-        self.pipeline = data.pipeline.with_tables(self._arrays, table_prefix(""))
+        self.pipeline = data.pipeline.with_tables(self._tables.arrays, table_prefix(""))
         self._pipelines = {
-            name: view.pipeline.with_tables(self._arrays, table_prefix(name)) for name, view in data.views.items()
+            name: view.pipeline.with_tables(self._tables.arrays, table_prefix(name))
+            for name, view in data.views.items()
         }
         for made in ("test", "triggered", "validation"):
             self.__dict__.pop(made, None)
@@ -134,7 +118,7 @@ class Population:
         """The sites at which the data lie, in the clients' order; a single one without a name unless there are several."""
         if self._sites:
             return self._sites
-        if self.parts:  # what is measured there, each of them says
+        if self.parts:  # each has shards of its own
             return (only_site(len(self), {}),)
         splits = {"test": self.test, "triggered": self.triggered, "server_validation": self.validation}
         return (only_site(len(self), {split: examples.clips for split, examples in splits.items()}),)
@@ -166,7 +150,7 @@ class Population:
         """Return the position of a client.
 
         Raises:
-            DataError: there is none of that id.
+            DataError: there is no client with this id.
         """
         try:
             return self.ids.index(client_id)
@@ -177,22 +161,19 @@ class Population:
 
     def num_examples(self, index: int) -> int:
         """Return how many training examples a client has in the first pool."""
-        return self._size(self.pools[0], index)
-
-    def _size(self, pool: str, index: int) -> int:
-        mine = self._holdings.range_of("train" if pool == self.pools[0] else f"train@{pool}", index)
-        return int(mine.stop - mine.start)
+        return self._tables.num_examples(index)
 
     def num_with_view(self, name: str) -> int:
         """Return how many training examples of the first pool have a further view."""
-        return int(np.count_nonzero(self._arrays[f"train@{name}/counts"]))
+        tables = self._tables
+        return int(np.count_nonzero(tables.read_clips(f"view:{name}:frames", tables.blocks["train", tables.pools[0]])))
 
     def owners(self, view: str) -> np.ndarray:
         """Return which clients have a further view of any of their training examples: bool [clients]."""
-        return self._profiles.owners(view)
+        return self._tables.owners(view)
 
     def profile(self, index: int) -> dict[str, Any]:
-        """Return what else is known of a client.
+        """Return the profile of a client.
 
         That is: ``group`` (where clients are made of groups), ``noisy``, ``label_errors``, the columns of ``data.profile`` by name,
         ``views`` (names of the further views that it has, where there are any), ``pools`` (examples in each, where there are
@@ -201,27 +182,20 @@ class Population:
         if self.parts:
             part = self._part(index)
             return {"part": part.name, **part.population.profile(index - part.first)}
-        facts = self._profiles.of(index)
-        if len(self.pools) > 1:
-            facts["pools"] = {name: self._size(name, index) for name in self.pools}
-        return facts
+        return self._tables.profile(index, [*self._views])
 
-    def column(self, name: str) -> tuple[Sequence[Any], np.ndarray]:
-        """Return what the profiles of all clients say under one name, but for ``pools``, which are no single value.
-
-        Returns:
-            The values, and int [clients]: the position of each client's among them; -1 where nothing is known of it.
-        """
-        if self.parts:
-            if name == "part":
-                sizes = [len(part.population) for part in self.parts]
-                return [part.name for part in self.parts], np.repeat(np.arange(len(sizes)), sizes)
-            return joined(part.population.column(name) for part in self.parts)
-        return self._profiles.column(name)
+    def column(self, name: str) -> Column:
+        """Return one entry of all clients' profiles, except ``pools``."""
+        if not self.parts:
+            return self._tables.column(name, [*self._views])
+        if name == "part":
+            sizes = [len(part.population) for part in self.parts]
+            return [part.name for part in self.parts], np.repeat(np.arange(len(sizes)), sizes)
+        return join_columns([part.population.column(name) for part in self.parts])
 
     def sizes(self) -> np.ndarray:
         """Return int64 [clients]: training examples of each client in the first pool."""
-        return self._holdings.sizes()
+        return self._tables.sizes()
 
     def data(self, index: int, attacking: bool = False) -> ClientData:
         """Return a client's data; its ``test`` is empty unless clients hold out a test set of their own.
@@ -232,50 +206,46 @@ class Population:
         if self.parts:
             part = self._part(index)
             return part.population.data(index - part.first, attacking)
-        store, range_of = CLEAN, self._holdings.range_of
-        train = self._holdings.trained_on_by_attackers if attacking else "train"
-        if train == "attack" and self._arrays["altered"][index]:
-            store = len(self.stores) - 1
-        elif self._profiles.column("noisy")[1][index]:
-            store = NOISY
-        tests = range_of("client_test", index) if "client_test/starts" in self._arrays else None
-        first, *further = self.pools
+        tables = self._tables
+        role = "attack" if attacking and tables.has("attack") else "train"
+        rows = [tables.rows(role, index, pool) for pool in self.pools]
+        # All training examples of a client are in one store, so that a batch may mix pools; an empty pool takes theirs.
+        store = max(int(tables.read_clips("store", own).max(initial=CLEAN)) for own in rows)
+        first, *further = (self._examples(own, store) for own in rows)
         return ClientData(
-            self._examples(train, range_of("train", index), store),
-            self._examples("validation", range_of("validation", index)),
-            self._examples("test", slice(0, 0)) if tests is None else self._examples("client_test", tests),
-            {name: self._examples(f"{train}@{name}", range_of(f"train@{name}", index), store) for name in further},
             first,
+            self._examples(tables.rows("validation", index)),
+            self._examples(tables.rows("client_test", index)),
+            dict(zip(self.pools[1:], further, strict=True)),
+            self.pools[0],
         )
 
     def first_examples(self, count: int) -> Examples | None:
         """Return some training examples, as they are without attacks and noise; ``None`` where all are at sites."""
-        return self._examples("train", slice(0, count)) if "train/starts" in self._arrays else None
+        block = self._tables.blocks["train", self.pools[0]]
+        return self._examples(slice(block.start, min(block.start + count, block.stop))) if self.stores else None
 
     @functools.cached_property
     def test(self) -> Examples:
         """The server's test data."""
-        return self._examples("test", slice(None))
+        return self._examples(self._tables.blocks["test", ""])
 
     @functools.cached_property
     def triggered(self) -> Examples:
         """Copies of test clips with the trigger of a backdoor, under their true labels, none of which is its target; or empty."""
-        there = "triggered/starts" in self._arrays
-        return self._examples(
-            "triggered" if there else "test", slice(None) if there else slice(0, 0), len(self.stores) - 1
-        )
+        return self._examples(self._tables.blocks["triggered", ""], len(self.stores) - 1)
 
     @functools.cached_property
     def validation(self) -> Examples:
         """The server's validation data (``split.server_validation``, ``split.official_validation: validation``); else empty."""
-        return self._examples("server_validation", slice(None))
+        return self._examples(self._tables.blocks["server_validation", ""])
 
     def statistics(self, client: int | None = None) -> np.ndarray | None:
         """Return the mean and deviation (float64 [2, bands]) with which further recordings are normalised by group.
 
         Args:
-            client: whose they are: those of its group if all its training clips are of one group. ``None``, or a client of
-                several groups: those over all training clips.
+            client: its group's, if all its training clips are of one group. ``None``, or a client of several groups: those over
+                all training clips.
 
         Returns:
             ``None`` without ``normalise: group``, or where the data lie at sites.
@@ -283,16 +253,17 @@ class Population:
         if self.parts and client is not None:
             part = self._part(client)
             return part.population.statistics(client - part.first)
-        if "statistics/values" not in self._arrays:
+        of = self._tables.read_clients("statistics")
+        if of is None:
             return None
-        values: np.ndarray = self._arrays["statistics/values"]
-        return values[:, -1 if client is None else int(self._arrays["statistics/of"][client])]
+        values: np.ndarray = self._tables.arrays["statistics"]
+        return values[:, -1 if client is None else int(of[client])]
 
     def class_counts(self) -> np.ndarray:
         """Return int64 [classes]: training clips of all clients together by class, a clip once for each client that has it."""
         if self.parts:
             return np.concatenate([part.population.class_counts() for part in self.parts])
-        return self._by_class(self._holdings.labels_of_all())
+        return self._by_class(self._tables.count_labels(len(self._labels)))
 
     def label_counts(
         self, of: Literal["train", "validation", "client_test"] = "train", clients: slice | np.ndarray = slice(None)
@@ -302,64 +273,63 @@ class Population:
         Of several parts each has columns of its own, in the order of :attr:`classes`.
 
         Args:
-            of: what the clients have the clips for. Clients without tests of their own have none in ``client_test``.
-            clients: of whom to tell: a part of them, or int [some clients].
+            of: role of the clips. Clients without tests of their own have none in ``client_test``.
+            clients: a part of the clients, or int [some clients].
         """
         if self.parts:
-            return block_diagonal([part.population.label_counts(of) for part in self.parts])[clients]
-        if not self._holdings.has(of):
-            return np.zeros((len(self), len(self.classes)), np.int64)[clients]
-        return self._by_class(self._holdings.label_counts(of, clients))
+            return join_counts([part.population.label_counts(of) for part in self.parts])[clients]
+        return self._by_class(self._tables.label_counts(of, len(self._labels), clients))
 
     def _by_class(self, counts: np.ndarray) -> np.ndarray:
         """Return int64 [..., classes], made of int64 [..., labels]."""
         return counts if self.sets is None else counts @ self.sets.astype(np.int64)
 
     def save(self, folder: Path, again: bool = False) -> None:
-        """Write everything but the features, which stay in the cache, to the file ``population.safetensors`` in ``folder``.
+        """Write everything but the features, which stay in the cache.
 
         Args:
-            again: replace the file of a run by that of equal data. The types of its profile columns stay.
+            again: the folder holds equal tables; only the places of the features are written.
 
         Raises:
             ResourcesError: the disk is full or the folder cannot be written.
         """
         for part in self.parts:
-            part.population.save(folder_of(folder, part.name), again)
-        of_parts = [(part.name, part.first, part.population.bands) for part in self.parts]
-        arguments = self._arguments()
-        if again:
-            arguments["profile_types"] = population_file.read_facts(folder).get("profile_types")
-        population_file.write(folder, arguments, of_parts)
-
-    def _arguments(self) -> dict[str, Any]:
-        """Return what it was made of but for ``parts``: the constructor's arguments by name."""
-        return {
+            part.population.save(population_folder.part_folder(folder, part.name), again)
+        facts = {
             "classes": self._labels,
+            "separator": self._separator,
             "length": self.length,
-            "stores": self.stores,
-            "arrays": self._arrays,
+            "stores": [str(store.folder) for store in self.stores],
+            "views": {
+                name: [None if store is None else str(store.folder), self.view_lengths[name]]
+                for name, store in self._views.items()
+            },
+            "bands": self.bands,
             "skipped": self.skipped,
             "messages": self.messages,
-            "bands": self.bands,
-            "sites": self._sites,
-            "columns": self.columns,
-            "pools": self.pools,
-            "separator": self._separator,
-            "views": {name: (store, self.view_lengths[name]) for name, store in self._views.items()},
-            "profile_types": self._profile_types,
+            "sites": [[site.name, site.first, site.stop, dict(site.shards)] for site in self._sites],
+            "parts": [[part.name, part.first, part.population.bands] for part in self.parts],
         }
+        population_folder.write(folder, facts, None if again else self._tables)
 
     def is_saved_in(self, folder: Path) -> bool:
-        """Return whether it is the population that :meth:`save` wrote there, whose features may lie in another cache."""
-        parts_are = all(part.population.is_saved_in(folder_of(folder, part.name)) for part in self.parts)
-        return parts_are and population_file.is_written_in(folder, self._arguments())
+        """Return whether the folder holds equal clips, clients and features. The cache may be another."""
+        with population_folder.refusing_damage(folder):
+            facts, saved = population_folder.read(folder)
+        stores = [*self.stores, *(store for store in self._views.values() if store is not None)]
+        named = [*facts["stores"], *(store for store, _ in facts["views"].values() if store is not None)]
+        return (
+            all(part.population.is_saved_in(population_folder.part_folder(folder, part.name)) for part in self.parts)
+            and list(self._labels) == facts["classes"]
+            and [store.folder.name for store in stores] == [Path(store).name for store in named]
+            and self._tables.holds_same(saved)
+        )
 
     @classmethod
     def load(
         cls, folder: Path, verify: bool = False, verify_features: bool = False, bands: int | None = None
     ) -> Population:
-        """Open what :meth:`save` wrote, in milliseconds and without a copy.
+        """Map what :meth:`save` wrote, in milliseconds and without a copy. The file of an early version is converted.
 
         Args:
             verify: read everything but the features and compare it with its digest.
@@ -368,43 +338,68 @@ class Population:
                 gone.
 
         Raises:
-            RunDirectoryError: the file is missing or damaged.
-            DataError: the features in the cache are.
+            RunDirectoryError: a file is missing or damaged.
+            DataError: the features in the cache are missing or damaged.
         """
-        with population_file.refusing_damage(folder):
-            arguments, of_parts = population_file.read(folder, verify, verify_features, bands)
-            parts = [
-                Part(name, first, cls.load(folder_of(folder, name), verify, verify_features, own))
-                for name, first, own in of_parts
-            ]
-            return cls(**arguments, parts=parts)
+        with population_folder.refusing_damage(folder):
+            facts, tables = population_folder.read(folder, verify)
 
-    def _examples(self, part: str, where: slice, store: int = CLEAN) -> Examples:
-        labels, clips = (self._arrays[f"{part}/{column}"][where].astype(np.int64) for column in ("labels", "clips"))
+            def opened(store: str | None) -> FeatureStore | None:
+                return None if store is None or bands is not None else open_store(Path(store), verify_features)
+
+            parts = [
+                Part(
+                    name,
+                    first,
+                    cls.load(
+                        population_folder.part_folder(folder, name),
+                        verify,
+                        verify_features,
+                        None if bands is None else own,
+                    ),
+                )
+                for name, first, own in facts["parts"]
+            ]
+            return cls(
+                tables,
+                facts["classes"],
+                facts["length"],
+                [store for store in map(opened, facts["stores"]) if store is not None],
+                facts["skipped"],
+                facts["messages"],
+                facts["bands"] if bands is None else bands,
+                [Site(*site) for site in facts["sites"]],
+                parts,
+                facts["separator"],
+                {name: (opened(store), length) for name, (store, length) in facts["views"].items()},
+            )
+
+    def _examples(self, rows: slice, store: int = CLEAN) -> Examples:
+        labels, clips = (self._tables.read_clips(name, rows).astype(np.int64) for name in ("label", "clip"))
         views = {}
         for number, (name, view) in enumerate(self._views.items(), 1):
-            assert view is not None  # noqa: S101 - examples are asked for where their data lie
-            frames, length = self._frames(f"{_trained_on(part)}@{name}", where), self.view_lengths[name]
-            views[name] = Examples(view, *frames, labels, clips, length, pipeline=self._pipelines[name], stream=number)
+            assert view is not None  # noqa: S101 - examples are read where their data lie
+            starts, frames = (self._tables.read_clips(f"view:{name}:{column}", rows) for column in ("start", "frames"))
+            views[name] = Examples(
+                view,
+                starts,
+                frames,
+                labels,
+                clips,
+                self.view_lengths[name],
+                pipeline=self._pipelines[name],
+                stream=number,
+            )
         return Examples(
             self.stores[store],
-            *self._frames(part, where),
+            self._tables.read_clips("start", rows),
+            self._tables.read_clips("frames", rows),
             labels,
             clips,
             self.length,
-            {name: self._arrays[f"{part}/column/{name}"][where].astype(np.int64) for name in self.columns},
+            {name: self._tables.read_clips(f"column:{name}", rows).astype(np.int64) for name in self.columns},
             classes=self.classes,
             sets=self.sets,
             pipeline=self.pipeline,
             views=views,
         )
-
-    def _frames(self, part: str, where: slice) -> tuple[np.ndarray, np.ndarray]:
-        """Return where in their store examples begin, and how many frames each has."""
-        return self._arrays[f"{part}/starts"][where], self._arrays[f"{part}/counts"][where]
-
-
-def _trained_on(part: str) -> str:
-    """Return the part whose clips those of ``attack`` or ``attack@POOL`` are."""
-    kind, mark, pool = part.partition("@")
-    return f"train{mark}{pool}" if kind == "attack" else part

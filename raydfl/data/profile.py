@@ -12,9 +12,8 @@ from pydantic import Field, model_validator
 from raydfl.core.errors import DataError, nearest
 from raydfl.core.seeds import generator
 from raydfl.core.settings import Settings
-from raydfl.data.client_profiles import TYPES
-from raydfl.data.names import Names
 from raydfl.data.partition import Partition
+from raydfl.data.tables import encode
 
 KNOWN = ("group", "noisy", "label_errors", "part", "pools", "views")
 """Names that a profile has by itself."""
@@ -50,63 +49,59 @@ def dealt(name: str, settings: ProfileSettings, clients: int, seed: int) -> np.n
     return generator(seed, 0, "", f"profile/{name}").integers(len(settings.values), size=clients).astype(kind)
 
 
-def profile_arrays(
+def profile_columns(
     manifest: pa.Table, partition: Partition, profile: Mapping[str, ProfileSettings]
-) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Return the arrays of profiles that are columns of the manifest or of the table of clients, and their types.
+) -> dict[str, pa.DictionaryArray]:
+    """Read the profiles whose source is a column of the manifest or of the table of clients.
 
     Returns:
-        For each name ``profile/NAME/of`` (int32 [clients]) and its values, as Names; and by name the type of values that are no
-        text: a key of raydfl.data.client_profiles.TYPES.
+        Columns ``profile:NAME`` of the clients table, with values in the order of their text. Truth values, integers and
+        decimals keep their type; other values become text.
 
     Raises:
         DataError: there is no such column, or it has nulls, or several values for a client.
     """
-    arrays: dict[str, np.ndarray] = {}
-    types: dict[str, str] = {}
+    found: dict[str, pa.DictionaryArray] = {}
     for name, settings in profile.items():
         if settings.column is None:
             continue
-        where = f"data.profile.{name}"
         if partition.table is not None:
-            column = partition.table.column(settings.column, where)
-            encoded = column.combine_chunks().dictionary_encode()  # of several chunks each has codes of its own
-            codes, values = encoded.indices.to_numpy(), encoded.dictionary.to_pylist()
-            arrays |= _coded(name, list(map(str, values)), codes)
-            types |= _type(name, values)
+            encoded = partition.table.column(settings.column).combine_chunks().dictionary_encode()
+            found[f"profile:{name}"] = _sort_values(encoded.indices.to_numpy(), encoded.dictionary)
             continue
+        where = f"data.profile.{name}"
         if settings.column not in manifest.column_names:
             raise DataError(
                 f"{where}: the data have no column {settings.column!r}; {nearest(settings.column, manifest.column_names)}"
             )
         encoded = manifest.column(settings.column).take(pa.array(partition.rows)).combine_chunks().dictionary_encode()
-        values, codes = encoded.dictionary.to_pylist(), encoded.indices.fill_null(-1).to_numpy()
+        codes = encoded.indices.fill_null(-1).to_numpy()
         least, most = (extreme.reduceat(codes, partition.offsets[:-1]) for extreme in (np.minimum, np.maximum))
         for client in np.flatnonzero((least < 0) | (least < most))[:1].tolist():
+            values = encoded.dictionary.to_pylist()
             own = codes[partition.offsets[client] : partition.offsets[client + 1]]
             _refuse(
                 [values[code] if code >= 0 else None for code in own], where, settings.column, partition.ids[client]
             )
-        arrays |= _coded(name, list(map(str, values)), least)
-        types |= _type(name, values)
-    return arrays, types
+        found[f"profile:{name}"] = _sort_values(least, encoded.dictionary)
+    return found
 
 
-def _type(name: str, values: Sequence[object]) -> dict[str, str]:
-    """Return the type of a column by its name; nothing for text and for types that stay text."""
-    found = type(values[0]).__name__ if values else ""
-    return {name: found} if found in TYPES else {}
+def _sort_values(codes: np.ndarray, values: pa.Array) -> pa.DictionaryArray:
+    """Make a column of the values that occur, sorted by their text.
 
-
-def _coded(name: str, texts: Sequence[str], codes: np.ndarray) -> dict[str, np.ndarray]:
-    """Return what a population keeps of one name: of each client (int [clients]) the position of its text, and the texts."""
-    names = sorted({texts[code] for code in np.flatnonzero(np.bincount(codes)).tolist()})
-    position = {text: number for number, text in enumerate(names)}
-    of = np.array([position.get(text, -1) for text in texts], np.int32)[codes]
-    return {
-        f"profile/{name}/of": of,
-        **{f"profile/{name}/{key}": array for key, array in Names.of(names).arrays.items()},
-    }
+    Args:
+        codes: int [clients]: the position of each client's value.
+        values: of any type.
+    """
+    kind = values.type
+    typed = pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    known = {str(value): value if typed else str(value) for value in values.to_pylist()}
+    texts = list(map(str, values.to_pylist()))
+    names = sorted({texts[code] for code in pa.array(codes).unique().to_pylist()})
+    place = {text: number for number, text in enumerate(names)}
+    of = np.array([place.get(text, -1) for text in texts], np.int32)[codes]
+    return encode(of, pa.array([known[name] for name in names], kind if typed else pa.string()))
 
 
 def _refuse(values: Sequence[object], where: str, column: str, client: str) -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from raydfl.core import seeds
 from raydfl.core.cuts import cut_tensors
 from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import Tensors, Update
-from raydfl.data import Names
 from raydfl.rules import filled
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -28,7 +27,7 @@ class Adversary:
         seed: the run's.
     """
 
-    def __init__(self, attack: Attack | None, changes: tuple[str, ...], ids: Names, seed: int) -> None:
+    def __init__(self, attack: Attack | None, changes: tuple[str, ...], ids: Sequence[str], seed: int) -> None:
         self.attack = attack
         self._changes = changes
         self._ids = ids

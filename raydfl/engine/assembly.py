@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -9,6 +10,8 @@ from typing import Any, TypeVar
 from raydfl.attacks import Attack
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError
+from raydfl.engine.groups import add_groups, find_group_rule
+from raydfl.engine.settings import FineTuneSettings
 from raydfl.methods import Method
 from raydfl.models import INIT_FROM, find_architecture, read_init_from
 from raydfl.objectives import find_objective
@@ -25,7 +28,7 @@ class Parts:
     """The objects that a configuration describes. It may hold classes of users' files, so it never travels between processes."""
 
     method: Method
-    """With its objective."""
+    """With its objective, and with groups of clients where there are some."""
     rule: Rule
     """With which the method aggregates."""
     attack: Attack | None
@@ -34,6 +37,10 @@ class Parts:
     """For every model of the method, in its order: the architectures that clients have, with their options."""
     chosen_by: Mapping[str, tuple[str, tuple[str, ...]]]
     """For models whose architecture a client's profile says and no draw: what of it, and the values in the architectures' order."""
+    former: Mapping[str, Any]
+    """Settings that were options of the method in earlier versions, by their names then, as digests have them."""
+    fine_tune: FineTuneSettings
+    """The fine-tuning of an evaluation."""
 
 
 def assemble(
@@ -41,6 +48,8 @@ def assemble(
     models: Mapping[str, ModelChoice],
     attack: Mapping[str, Any] | None = None,
     objective: Mapping[str, Any] | None = None,
+    groups: str | Mapping[str, Any] | None = None,
+    fine_tune: FineTuneSettings | None = None,
 ) -> Parts:
     """Build what the groups of a configuration describe; every class that they name is loaded.
 
@@ -49,17 +58,67 @@ def assemble(
         models: architectures by model.
         attack: ``None``: every client is honest.
         objective: ``None``: classification.
+        groups: ``train.groups``; ``None``: the method's own.
+        fine_tune: ``evaluate.fine_tune``; ``None``: the method's own.
 
     Raises:
         ConfigError: an unknown name, an option that is unknown, of the wrong type or out of range, or a user's file that cannot be
             loaded in this process.
     """
-    built = _build("raydfl.methods", Method, method, "method")
+    options, former = _take_former(method)
+    built = _build("raydfl.methods", Method, options, "method")
+    if "tasks" in former and groups not in (None, former["tasks"]):
+        raise ConfigError(
+            f"method.tasks is {former['tasks']!r:.80} and train.groups is {groups!r:.80}; remove method.tasks, which is the former "
+            f"name of train.groups"
+        )
+    groups = former.get("tasks", type(built).grouping) if groups is None else groups
+    former = {name: value for name, value in {**former, "tasks": groups}.items() if (name, value) != ("tasks", "none")}
     chosen = {"name": "classify"} if objective is None else objective
     object.__setattr__(built, "objective", find_objective(chosen))  # not an option of the frozen method
     attackers = None if attack is None else _build("raydfl.attacks", Attack, attack, "attack")
     chosen_by, lists = _chosen_by(_with_copies(models, type(built).copies))
-    return Parts(built, built.built_rule, attackers, _models(built.models_for(tuple(models)), lists), chosen_by)
+    chosen_models, rule = _models(built.models_for(tuple(models)), lists), find_group_rule(groups)
+    whole = built if rule is None else add_groups(built, rule)
+    tuning = _former_fine_tuning(built, former) if fine_tune is None else fine_tune
+    return Parts(whole, built.built_rule, attackers, chosen_models, chosen_by, former, tuning)
+
+
+def _take_former(method: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a method's options, and apart from them those that are settings of the run today.
+
+    ``tasks`` is ``train.groups`` today. ``fine_tune_epochs`` and ``fine_tune_part``, of methods that fine-tune, are
+    ``evaluate.fine_tune``.
+    """
+    options, former = dict(method), dict[str, Any]()
+    if not isinstance(options.get("name"), str):
+        return options, former
+    cls = registry.find("raydfl.methods", options["name"], Method, "method")
+    own = {field.name for field in dataclasses.fields(cls)}
+    if cls.fine_tuning:
+        former = {"fine_tune_epochs": cls.fine_tuning, "fine_tune_part": "all"}
+    for name in {"tasks", *former} - own:
+        if name in options:
+            former[name] = options.pop(name)
+    return options, former
+
+
+def _former_fine_tuning(method: Method, former: Mapping[str, Any]) -> FineTuneSettings:
+    """Return the fine-tuning that a method has by itself, or by its former options.
+
+    Raises:
+        ConfigError: one of these is out of range.
+    """
+    epochs, part = former.get("fine_tune_epochs", 0), former.get("fine_tune_part", "all")
+    if type(epochs) is not int or epochs < 0:
+        raise ConfigError(f"method.fine_tune_epochs: {epochs!r}; it must be a whole number from 0 on")
+    head = getattr(method, "head", ())
+    if part not in ("all", "head") or (part == "head" and epochs and not head):
+        reason = "method.head is empty" if part == "head" else "it must be all or head"
+        raise ConfigError(
+            f"method.fine_tune_part: {part!r}; {reason}; set evaluate.fine_tune.part to names of tensors instead"
+        )
+    return FineTuneSettings(epochs=epochs, part=list(head) if part == "head" else [])
 
 
 def text_of(value: Any) -> str:

@@ -24,7 +24,7 @@ from raydfl.core.settings import Settings
 from raydfl.core.yaml import read_yaml
 from raydfl.data import KNOWN, DataSettings, ProfileSettings
 from raydfl.engine.assembly import ModelChoice, Parts, assemble, split_view, text_of
-from raydfl.engine.digest import deciding, hashed, method_options, without_neutral
+from raydfl.engine.digest import deciding, hashed, without_neutral
 from raydfl.engine.named_files import check_encoder, check_same_files, named_files
 from raydfl.engine.needs import check_needs
 from raydfl.engine.overrides import apply_overrides
@@ -150,7 +150,9 @@ class Config(Settings):
         Raises:
             ConfigError: in a process that got a configuration from another one: it cannot load a user's file.
         """
-        return assemble(self.method, self.models, self.attack, self.objective)
+        return assemble(
+            self.method, self.models, self.attack, self.objective, self.train.groups, self.evaluate.fine_tune
+        )
 
     def __getstate__(self) -> dict[Any, Any]:
         # A description travels; each process loads users' files and builds for itself.
@@ -183,7 +185,7 @@ class Config(Settings):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy with some groups replaced by checked ones."""
         copied = super().model_copy(update=update, deep=deep)
-        if not {"method", "models", "attack", "objective"}.isdisjoint(update or {}):
+        if not {"method", "models", "attack", "objective", "train", "evaluate"}.isdisjoint(update or {}):
             copied.__dict__.pop("parts", None)  # built of what was replaced
         return copied
 
@@ -203,7 +205,8 @@ class Config(Settings):
         """
         parts = self.model_dump(mode="json", exclude={"evaluate", "ray", "run", "track"})
         # With the options that were not given, so that writing a default down changes nothing.
-        parts["method"] = {"name": self.method["name"], **method_options(plain(self.parts.method))}
+        parts["method"] = {"name": self.method["name"], **plain(self.parts.method), **self.parts.former}
+        del parts["train"]["groups"]  # it is in parts.former
         parts["models"] = self.parts.models
         parts["objective"] = {
             "name": self.objective["name"],

@@ -63,15 +63,6 @@ _OPTION_CAME_LATER: Mapping[tuple[str, str], Any] = {
 """The same for options of data sets and objectives: by name of either, and option."""
 
 
-_METHOD_OPTION_CAME_LATER: Mapping[str, Any] = {"tasks": "none"}
-"""The same for options of methods, whatever the method is called: those of users may be built upon built-in ones."""
-
-
-def method_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a method but those that came later and are neutral."""
-    return {key: value for key, value in options.items() if _METHOD_OPTION_CAME_LATER.get(key, ...) != value}
-
-
 def deciding(groups: Mapping[str, Any], data: DataSettings) -> dict[str, Any]:
     """Return what of a configuration's groups decides numbers.
 

@@ -22,7 +22,7 @@ from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Reply, c
 from raydfl.engine.settings import EvaluateSettings
 from raydfl.engine.storage import record
 from raydfl.engine.validation import Kinds, kinds_of, left_out, shown_reason
-from raydfl.methods import Method
+from raydfl.methods import Method, check_prefixes
 from raydfl.training import fixed_tensors
 
 Variants = Sequence[tuple[Sequence[ModelSpec], Mapping[str, nn.Module]]]
@@ -38,6 +38,7 @@ class Evaluation:
         clients: all of them.
         shards: of each part's data at the server; under no name where there are no parts.
         variants: of each part.
+        part: ``evaluate.fine_tune.part``.
         order: makes orders of tasks that measure something.
         received: returns the keys of a state's entries that clients receive.
     """
@@ -49,9 +50,12 @@ class Evaluation:
         clients: Clients,
         shards: Mapping[str, Sequence[Shard]],
         variants: Mapping[str, Variants],
+        part: Sequence[str],
         order: Callable[[Sequence[Task], tuple[Measurement, ...]], list[Order]],
         received: Callable[[State], Collection[str]],
     ) -> None:
+        for of_part in variants.values():
+            check_prefixes([models for _, models in of_part], part, "evaluate.fine_tune.part")
         self._settings = settings
         self._method = method
         self._clients = clients
@@ -84,6 +88,8 @@ class Evaluation:
             return []
         planned = [task for task in self._plan(state, []) if task.client_id == SERVER]
         names = [spec.name for shared in self._fully_shared.values() for spec in shared]
+        if not names:
+            return []
         check_server_tasks(planned, state.tensors, list(dict.fromkeys(names)), list(self._shards))
         orders: list[Order] = []
         for task, part in itertools.product(planned or self._whole_entries(state), self._shards):

@@ -70,7 +70,14 @@ class Federation:
         }
         shards = {part: of.shards for part, of in population.each.items()}
         self._evaluation = Evaluation(
-            config.evaluate, self.method, self.clients, shards, variants, self._orders, self._received_entries
+            config.evaluate,
+            self.method,
+            self.clients,
+            shards,
+            variants,
+            config.parts.fine_tune.part,
+            self._orders,
+            self._received_entries,
         )
         commit, self.warnings = store.open_latest()
         state = make_first_state(config, self.clients, variants) if commit is None else commit.state

@@ -14,6 +14,16 @@ _LONGEST_NAME = 240
 """Bytes of a run's name: file systems take 255, and a site's folder of the run has some more."""
 
 
+class FineTuneSettings(Settings):
+    """Fine-tuning of a client's models before its own held-out examples are measured. Nothing of it is kept."""
+
+    epochs: int = Field(ge=0, description="passes over the client's training data; 0: no fine-tuning")
+    part: list[str] = Field(
+        default_factory=list,
+        description="beginnings of the names of the tensors that train, such as [model/output]; empty: all that train as built",
+    )
+
+
 class EvaluateSettings(Settings):
     """Evaluation: what is measured, when, and on which data."""
 
@@ -29,6 +39,11 @@ class EvaluateSettings(Settings):
         description="held-out test clips that each evaluated client's private models are measured on; 0: none",
     )
     batch_size: int = Field(64, ge=1, description="examples in an evaluation batch")
+    fine_tune: FineTuneSettings | None = Field(
+        None,
+        description="measure clients a second time after fine-tuning, as personal/...: {epochs, part}; null: the method's own "
+        "(fedbabu: 5 epochs, the others: none)",
+    )
 
 
 class RaySettings(Settings):

@@ -35,6 +35,7 @@ from raydfl.data import ClientData, Examples, Population
 from raydfl.engine.autotune import best_width, remembered
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
+from raydfl.engine.fine_tuning import fine_tune, personal_name
 from raydfl.engine.messages import by_servers_names, received, received_bytes, sent_updates
 from raydfl.engine.orders import SERVER, SERVER_VALIDATION, TRIGGERED, Measurement, Order, Reply, in_groups
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
@@ -453,8 +454,32 @@ class Worker:
                 if measurement.split == TRIGGERED and self.attack is not None:
                     metrics = attack_success(metrics, self.attack.target_class(self.population.classes))
                 measured[measurement.split] = metrics
+        if order.task.client_id != SERVER and self.config.parts.fine_tune.epochs and len(step.data.train):
+            self._measure_fine_tuned(order, step, models, measured)
         bytes_down = received_bytes(order, broadcast, self._lacks(order))
         return Reply(order.position, step.client.id, private=order.private, measured=measured, bytes_down=bytes_down)
+
+    def _measure_fine_tuned(
+        self, order: Order, step: Step, models: dict[str, nn.Module], measured: dict[str, Metrics]
+    ) -> None:
+        """Add to the metrics of a client's own splits those of fine-tuned models."""
+        splits = [each for each in order.measure or () if each.split in ("validation", "client_test")]
+        splits = [each for each in splits if each.split in measured]
+        if not splits:
+            return
+        step.models = models
+        tuning, objective = self.config.parts.fine_tune, self.method.objective
+        features = type(self.method).on_features
+        tuned = fine_tune(step, objective, tuning.epochs, tuning.part, self.method.fixed, features)
+        for measurement in splits:
+            examples = self._examples(step, measurement, order.part)
+            found = self.method.evaluate(tuned, examples, self.config.evaluate.batch_size)
+            with _malformed(order):
+                metrics = reduced(checked_metrics(found, order.subject))
+            measured[measurement.split] = {
+                **measured[measurement.split],
+                **{personal_name(name, len(models)): value for name, value in metrics.items()},
+            }
 
     def _examples(self, step: Step, measurement: Measurement, part: str) -> Examples:
         if measurement.split == "validation":

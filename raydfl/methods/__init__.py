@@ -5,6 +5,7 @@ scaffold.py (state on both sides). A method of your own is a subclass of :class:
 """
 
 from raydfl.methods._cutting import CuttingMethod
-from raydfl.methods._method import Method, drawn, needs_of
+from raydfl.methods._layers import check_prefixes
+from raydfl.methods._method import CLIENTS, Method, drawn, needs_of
 
-__all__ = ["CuttingMethod", "Method", "drawn", "needs_of"]
+__all__ = ["CLIENTS", "CuttingMethod", "Method", "check_prefixes", "drawn", "needs_of"]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from raydfl.core.ops import drift_term
 from raydfl.core.part_names import beside
 from raydfl.core.types import Client, State, Task, Tensors
+from raydfl.methods._method import CLIENTS
 from raydfl.methods._pruning import MASK
 from raydfl.training import Step
 
@@ -24,9 +25,6 @@ CONTROL, DRIFT = "control/", "drift/"
 
 MEAN_EXAMPLES = "mean_examples"
 """Name of a task's option with the mean number of examples of all clients."""
-
-CLIENTS = "clients"
-"""Name of the number of all clients in the extra facts of the state."""
 
 _ANCHOR, _SLOPE, _PULL, _OFFSET = "anchor/", "slope/", "pull", "offset"
 

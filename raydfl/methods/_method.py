@@ -33,6 +33,10 @@ from raydfl.objectives import Classify, Objective
 from raydfl.rules import Rule, WeightedMean, find_rule
 from raydfl.training import Step, fit, fixed_tensors
 
+CLIENTS = "clients"
+"""The key of the state's ``extra`` for the number of clients, where a method's equations have it. With ``train.groups`` the engine
+sets it to the number of a group's members, and ``clients@PART`` to that of its members in a part."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Method(StrictTypes):
@@ -69,6 +73,12 @@ class Method(StrictTypes):
     phases: ClassVar[tuple[str, ...]] = ()
     """Names of the phases that follow one another, where there are several: ``state.phase`` says which it is. ``train.phases`` says
     how many rounds each has and what of the training is different in it."""
+
+    grouping: ClassVar[str] = "none"
+    """The discovery rule of a run that leaves ``train.groups`` out."""
+
+    fine_tuning: ClassVar[int] = 0
+    """The passes of fine-tuning at evaluation of a run that leaves ``evaluate.fine_tune`` out."""
 
     def __init_subclass__(cls) -> None:
         """Let no class inherit ``pure``, and refuse a method that was written when ``build`` still got a client.
@@ -229,6 +239,17 @@ class Method(StrictTypes):
             ConfigError: there is no such rule, or an option of it is unknown, of the wrong type or out of range.
         """
         return find_rule(self.rule, self.default_rule(), "method.rule")
+
+    def complete(self, state: State, update: Update) -> Update:
+        """Fill in the tensors that a client left out, so that updates can be compared; by default nothing is left out.
+
+        With ``train.groups`` the engine does it before groups are found: :meth:`aggregate` gets completed updates.
+
+        Args:
+            state: from which the client was sent its task.
+            update: as the client sent it, or completed already.
+        """
+        return update
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Make the next state from this round's updates, which come one after another in client order, each with its metrics.

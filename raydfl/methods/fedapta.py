@@ -33,8 +33,7 @@ short:
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, cast
 
 import numpy as np
@@ -46,7 +45,6 @@ from raydfl.core.needs import Needs
 from raydfl.core.part_names import beside, plain_name
 from raydfl.core.types import Batch, Client, Metrics, State, Task, Update
 from raydfl.methods._control import (
-    CLIENTS,
     CONTROL,
     DRIFT,
     drift_penalty,
@@ -56,6 +54,7 @@ from raydfl.methods._control import (
     zero_controls,
 )
 from raydfl.methods._masking import MaskingMethod
+from raydfl.methods._method import CLIENTS, Counted
 from raydfl.methods._pruning import (
     MASK,
     Importance,
@@ -69,26 +68,21 @@ from raydfl.methods._pruning import (
     ratio_of,
     recovered,
 )
-from raydfl.methods._tasks import Membership, WithTasks
 from raydfl.training import Step, fit
 
 _PRUNED = "pruned"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAPTA(MaskingMethod, WithTasks):
+class FedAPTA(MaskingMethod):
     """Pruning by device, recovery, drift correction, and a model for each discovered task."""
 
     pure: ClassVar[bool] = True
 
     changes: ClassVar[tuple[str, ...]] = (CONTROL, DRIFT)
 
-    tasks: Annotated[
-        str | dict[str, object],
-        Field(
-            description="one model for all (none), or for each group of clients: hdbscan, known, or {name, options ...}"
-        ),
-    ] = "hdbscan"
+    grouping: ClassVar[str] = "hdbscan"
+
     ratio: Annotated[float, Field(ge=0, lt=1, description="share of the weights that every client prunes")] = 0.4
     ratio_from: Annotated[
         str | None, Field(description="name in the clients' profile that says each client's ratio, in place of ratio")
@@ -180,20 +174,16 @@ class FedAPTA(MaskingMethod, WithTasks):
         tensors |= {MASK + name: mask for name, mask in masks.items()}
         return step.update(metrics, tensors=tensors)
 
-    def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
-        """Put back what the clients pruned (equation 3), then see :class:`WithTasks`."""
-        layer_of = cast("Mapping[str, str]", state.extra.get(_PRUNED, {}))
-        return super().aggregate(state, (self._recovered(state, update, layer_of) for update in updates), rng)
-
-    def _recovered(self, state: State, update: Update, layer_of: Mapping[str, str]) -> Update:
-        """Return an update of whole models: masked weights, and where the mask is 0 what the client was sent.
+    def complete(self, state: State, update: Update) -> Update:
+        """Put back the pruned weights (equation 3): masked weights, and where the mask is 0 what the client was sent.
 
         Drifts get the server's names of their tensors, and a weight of 1.
         """
         besides = {plain_name(name): value for name, value in update.tensors.items() if name.startswith((MASK, DRIFT))}
-        if not besides:
+        if not besides or isinstance(update.weight, Mapping):
             return update
-        number, kept = cast(float, update.weight), {} if self.recover else kept_by(update, layer_of)
+        layer_of = cast("Mapping[str, str]", state.extra.get(_PRUNED, {}))
+        number, kept = update.weight, {} if self.recover else kept_by(update, layer_of)
         whole = recovered(update, state.tensors[update.key], layer_of).tensors
         tensors: dict[str, Tensor] = {}
         weights: dict[str, float | Tensor] = {}
@@ -208,33 +198,15 @@ class FedAPTA(MaskingMethod, WithTasks):
                 tensors[DRIFT + name], weights[DRIFT + name] = besides[DRIFT + plain], 1.0
         return dataclasses.replace(update, tensors=tensors, weight=weights)
 
-    def combine(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
-        """Average each group's models (equation 5), add the mean drift, and move g by the share of clients that came."""
-        senders: dict[str, Counter[str]] = {}
-        averaged, report = super().combine(state, _counted(updates, senders), rng)
-        entries = dict(averaged.tensors)
-        for key, of_key in senders.items():
-            entry = dict(averaged.tensors[key])
-            for name in of_key:
-                if name.startswith(CONTROL):
-                    share = of_key[name] / self._members(state, key, name)
-                    entry[name] = state.tensors[key][name] + share * entry[name]
-                elif name.startswith(DRIFT):
-                    plain = name.removeprefix(DRIFT)
-                    entry[plain] = entry[plain] + entry.pop(name)
-            entries[key] = entry
-        return dataclasses.replace(averaged, tensors=entries), report
-
-    def _members(self, state: State, key: str, name: str) -> int:
-        """Return N: the clients of a group, or of its part whose own a tensor is."""
-        if self.built_tasks is None:
-            return int(state.extra[beside(CLIENTS, name)])
-        book, part = Membership.of(state), name.partition("@")[2]
-        return sum(own == key and part in ("", of) for own, of in zip(book.keys, book.parts, strict=True))
-
-
-def _counted(updates: Iterable[Update], senders: dict[str, Counter[str]]) -> Iterator[Update]:
-    """Yield the updates; ``senders`` says afterwards how many of each key had a tensor of a name."""
-    for update in updates:
-        senders.setdefault(update.key, Counter()).update(update.tensors.keys())
-        yield update
+    def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
+        """Average the completed models (equation 5), add the mean drift, and move g by the share of clients that came."""
+        arriving = Counted(self.complete(state, update) for update in updates)
+        averaged, report = super().aggregate(state, arriving, rng)
+        old, new = state.tensors["global"], dict(averaged.tensors["global"])
+        for name, senders in arriving.senders.items():
+            if name.startswith(CONTROL):
+                new[name] = old[name] + senders / state.extra[beside(CLIENTS, name)] * new[name]
+            elif name.startswith(DRIFT):
+                plain = name.removeprefix(DRIFT)
+                new[plain] = new[plain] + new.pop(name)
+        return dataclasses.replace(averaged, tensors={**averaged.tensors, "global": new}), report

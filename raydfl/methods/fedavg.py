@@ -15,11 +15,11 @@ from typing import ClassVar
 
 from pydantic.dataclasses import dataclass
 
-from raydfl.methods._tasks import WithTasks
+from raydfl.methods._method import Method
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAvg(WithTasks):
+class FedAvg(Method):
     """Federated averaging."""
 
     pure: ClassVar[bool] = True

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from raydfl.core.needs import Needs
 from raydfl.core.types import Batch, Client, Metrics, State, Task, Update
 from raydfl.methods._control import (
-    CLIENTS,
     CONTROL,
     DRIFT,
     drift_penalty,
@@ -40,7 +39,7 @@ from raydfl.methods._control import (
     tell_mean_examples,
     zero_controls,
 )
-from raydfl.methods._method import Counted, Method
+from raydfl.methods._method import CLIENTS, Counted, Method
 from raydfl.training import Step, fit
 
 

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from raydfl.core.ops import drift_term
 from raydfl.core.part_names import beside
 from raydfl.core.types import Batch, Client, Metrics, State, Update
-from raydfl.methods._control import CLIENTS, global_parameters
-from raydfl.methods._method import Counted, Method
+from raydfl.methods._control import global_parameters
+from raydfl.methods._method import CLIENTS, Counted, Method
 from raydfl.rules import Rule, UniformMean
 from raydfl.training import Step, fit
 

@@ -42,7 +42,7 @@ from torch import Tensor
 from raydfl.core.needs import Needs
 from raydfl.core.types import Batch, Update
 from raydfl.methods._distillation import softened_divergences
-from raydfl.methods._tasks import WithTasks
+from raydfl.methods._method import Method
 from raydfl.rules import LayerwisePruning, Rule, WeightedMean
 from raydfl.training import Step, fit
 
@@ -53,7 +53,7 @@ _WARM = "warm"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedMLAC(WithTasks):
+class FedMLAC(Method):
     """Mutual learning of a private local model and a shared plug-in model."""
 
     pure: ClassVar[bool] = True

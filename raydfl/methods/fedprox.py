@@ -24,12 +24,12 @@ from torch import Tensor
 
 from raydfl.core.ops import drift_term
 from raydfl.core.types import Batch
-from raydfl.methods._tasks import WithTasks
+from raydfl.methods._method import Method
 from raydfl.training import Step
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedProx(WithTasks):
+class FedProx(Method):
     """FedAvg plus a proximal term."""
 
     pure: ClassVar[bool] = True

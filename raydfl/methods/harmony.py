@@ -36,9 +36,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from raydfl.core.clustering import match
 from raydfl.core.types import Client, Metrics, Ratio, State, Task, Update
 from raydfl.data import Examples
-from raydfl.methods._clustering import match
 from raydfl.methods._copies import retain
 from raydfl.methods._method import Counted, drawn
 from raydfl.methods._views import ALL, FUSION, GLOBAL, WithViews, encoders_of, of_kind

@@ -56,10 +56,10 @@ from torch import Tensor, nn
 from raydfl.core.errors import ConfigError
 from raydfl.core.metrics import pool, ranking_metrics
 from raydfl.core.needs import Needs
+from raydfl.core.spool import Spool
 from raydfl.core.types import Batch, Client, Metrics, ModelSpec, Ratio, Scores, State, Update
 from raydfl.methods._layers import check_prefixes
 from raydfl.methods._method import Counted, Method
-from raydfl.methods._spool import Spool
 from raydfl.objectives import Centres
 from raydfl.training import Plan, Step, fit, predict
 

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from raydfl.core.needs import Needs
 from raydfl.core.ops import drift_term
 from raydfl.core.types import Batch, Client, Metrics, Ratio, State, Update
-from raydfl.methods._control import CLIENTS, CONTROL, effective_steps, move_controls, zero_controls
-from raydfl.methods._method import Counted, Method
+from raydfl.methods._control import CONTROL, effective_steps, move_controls, zero_controls
+from raydfl.methods._method import CLIENTS, Counted, Method
 from raydfl.rules import Rule, UniformMean
 from raydfl.training import Step, fit
 

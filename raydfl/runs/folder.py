@@ -24,7 +24,7 @@ from raydfl.core.lock import FileLock
 from raydfl.core.tensor_file import to_safetensors
 from raydfl.core.types import ModelSpec
 from raydfl.core.version import __version__
-from raydfl.data import Population, build_population
+from raydfl.data import Population, build_population, upgrade_population
 from raydfl.engine import Clients, Config, best_of, build_models, received_entries, try_models
 from raydfl.engine.storage import (
     Commit,
@@ -52,6 +52,7 @@ def ensure_features(run_dir: Path, config: Config, progress: Progress) -> None:
         RunDirectoryError: they are not those of the run, or its population is damaged.
     """
     folder = run_dir / "population"
+    upgrade_population(folder)
     try:
         Population.load(folder, verify_features=True)
         return

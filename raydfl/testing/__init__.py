@@ -7,6 +7,7 @@ below it. Begin with _federations.py.
 from raydfl.testing._federations import (
     assert_same_bits,
     describe_kernels,
+    describe_population,
     digest,
     list_ownership,
     read_run,
@@ -18,6 +19,7 @@ from raydfl.testing._federations import (
 __all__ = [
     "assert_same_bits",
     "describe_kernels",
+    "describe_population",
     "digest",
     "list_ownership",
     "read_run",

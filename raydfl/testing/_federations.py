@@ -103,7 +103,15 @@ def list_ownership(config: Config) -> dict[str, Any]:
     population = build_population(
         config.data, config.run.seed, attack=config.parts.attack, labels_needed=config.labels_needed
     )
-    attacked = config.parts.attack is not None
+    return describe_population(population, config.parts.attack is not None)
+
+
+def describe_population(population: Population, attacked: bool) -> dict[str, Any]:
+    """List who owns which examples of a population, as :func:`list_ownership` does.
+
+    Args:
+        attacked: also list what attackers train on.
+    """
     return {
         "clients": [_describe_client(population, index, attacked) for index in range(len(population))],
         "server": {

@@ -151,6 +151,11 @@ class TrainSettings(Settings):
         True,
         description="do the steps of methods that are pure (built-in ones are) from a recording: equal bits, less time",
     )
+    groups: str | dict[str, Any] | None = Field(
+        None,
+        description="groups of clients that have the method's state for themselves: hdbscan, known, ifca, cfl, none, or {name, "
+        "options ...}; null: the method's own (fedapta: hdbscan, the others: none)",
+    )
     deadline: float | None = Field(
         None,
         gt=0,

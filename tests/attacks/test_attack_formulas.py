@@ -22,7 +22,6 @@ from raydfl.attacks.min_sum import MinSum
 from raydfl.attacks.scaling import Scaling
 from raydfl.attacks.sign_flip import SignFlip
 from raydfl.core.types import Update
-from raydfl.data.names import Names
 from raydfl.engine.adversary import Adversary
 from raydfl.rules import WeightedMean
 
@@ -41,7 +40,7 @@ def known(rows: np.ndarray, reference: float = 0.0) -> HonestUpdates:
 
 
 def federation(attack: Attack, seed: int = 1, prefixes: tuple[str, ...] = ()) -> Adversary:
-    return Adversary(attack, prefixes, Names.of(IDS), seed)
+    return Adversary(attack, prefixes, IDS, seed)
 
 
 def sent(attack: Attack, values: np.ndarray, attacking: str, current: np.ndarray, round_index: int = 0) -> np.ndarray:

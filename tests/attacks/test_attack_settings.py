@@ -13,13 +13,12 @@ from raydfl.attacks.sign_flip import SignFlip
 from raydfl.cli.explain import explain_config, explain_methods
 from raydfl.core.errors import ConfigError, DataError
 from raydfl.core.yaml import parse_yaml
-from raydfl.data.names import Names
 from raydfl.engine.config import Config, make_config
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
 
 Tiny = Callable[..., Config]
-IDS = Names.of(f"c{i}" for i in range(20))
+IDS = [f"c{i}" for i in range(20)]
 
 
 def test_an_attack_by_its_name_alone_and_by_single_options(tiny: Tiny) -> None:

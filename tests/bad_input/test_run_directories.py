@@ -160,7 +160,7 @@ def test_damaged_private_state_is_found_wherever_it_is(run_dir: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "remove"])
 def test_a_damaged_population_is_noticed(raydfl: Raydfl, run_dir: Path, damage: str) -> None:
-    path = run_dir / "population" / "population.safetensors"
+    path = run_dir / "population" / "clips.arrow"
     if damage == "flip":
         flip(path, 0.99)  # of the labels and offsets, not of the header
     elif damage == "cut":
@@ -170,7 +170,7 @@ def test_a_damaged_population_is_noticed(raydfl: Raydfl, run_dir: Path, damage: 
     else:
         path.unlink()
     said = raydfl("resume", run_dir, "train.rounds=3")
-    said.refuses("population.safetensors is missing or damaged", "start the run again in a new folder")
+    said.refuses("is missing or damaged", "start the run again in a new folder")
 
 
 @pytest.mark.parametrize("where", ["there", "elsewhere"])
@@ -336,7 +336,7 @@ def test_a_run_that_never_began_begins_when_it_is_started_again(
     config = tiny("train.rounds=1")
     folder = Path(config.run.dir) / "tiny"
     (folder / "population").mkdir(parents=True)
-    (folder / "population" / "population.safetensors").write_bytes(b"half")
+    (folder / "population" / "clips.arrow").write_bytes(b"half")
     (folder / "config.yaml").write_text("method: fed")
     assert raydfl("run", written(config, tmp_path)).code == 0
     same(undisturbed(1, "fedavg"), truth(folder))

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,9 @@ import pyarrow.csv
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
-import safetensors.numpy
 
 from raydfl.core.errors import ConfigError, DataError
-from raydfl.data.array_file import digest, file_digest, map_arrays, write_arrays
 from raydfl.data.build import build_population
-from raydfl.data.client_table import ClientTable
-from raydfl.data.names import Names
 from raydfl.data.population import Population
 from raydfl.data.settings import DataSettings
 from raydfl.engine.clients import _first_of_kinds
@@ -82,22 +77,6 @@ def test_a_table_of_the_groups_gives_what_the_partition_by_group_gives(made: Mak
         }
 
 
-def test_a_population_of_an_early_version_keeps_its_columns_as_text(made: Make, tmp_path: Path) -> None:
-    """Also when its features are computed again: a run goes on as it began."""
-    settings = made(**by_table(written(tmp_path / "clients.parquet", **GROUPS)), profile={"power": {"column": "power"}})
-    population = build_population(settings, 1)
-    population.save(tmp_path)
-    file = tmp_path / "population.safetensors"
-    arrays, metadata = map_arrays(file)
-    facts = json.loads(metadata["raydfl"])
-    assert facts.pop("profile_types") == {"power": "int"}
-    write_arrays(tmp_path / "early", arrays, {"raydfl": json.dumps(facts)})
-    (tmp_path / "early").replace(file)
-    assert population.is_saved_in(tmp_path)
-    population.save(tmp_path, again=True)
-    assert Population.load(tmp_path, verify=True).profile(0)["power"] == "3"
-
-
 def test_ids_and_gaps_of_a_csv(made: Make, tmp_path: Path) -> None:
     file = tmp_path / "clients.csv"
     file.write_text("client;first;clips;room\n007;1;1;hall\n08;2;1;\n")
@@ -140,18 +119,29 @@ def test_statistics_are_the_groups_of_clients_with_one_group(made: Make, tmp_pat
     assert not np.array_equal(first, second)
 
 
-def test_ids_in_any_order_are_found(tmp_path: Path) -> None:
+def test_ids_in_any_order_are_found(made: Make, tmp_path: Path) -> None:
     ids = ["theo", "änne", "日本", "a", "theo2", "b"]
-    column = pa.chunked_array([ids[:2], ids[2:5], ids[5:]])
-    names = Names.of_column(column)
-    assert list(names) == ids
-    assert [names.index(name) for name in ids] == list(range(6))
-    assert names.repeated() is None
-    assert Names.of_column(pa.chunked_array([["b", "a"], ["b"]])).repeated() == "b"
-    numbers = ClientTable(written(tmp_path / "x.parquet", client=[30, 4, 5], first=[0] * 3, clips=[1] * 3)).ids()
-    assert list(numbers) == ["30", "4", "5"]
-    assert list(Names.numbered("c-", 11)) == [f"c-{number:02d}" for number in range(11)]
-    assert Names.numbered("c-", 11).index("c-07") == 7
+    file = written(tmp_path / "clients.arrow", client=ids, first=GROUPS["first"], clips=GROUPS["clips"])
+    build_population(made(**by_table(file)), 1).save(tmp_path)
+    found = Population.load(tmp_path).ids
+    assert list(found) == ids
+    assert [found.index(name) for name in ids] == list(range(6))
+    assert [name in found for name in ("theo", "theo/11", "z", "")] == [True, False, False, False]
+    with pytest.raises(ValueError, match="is not among these 6 ids"):
+        found.index("theo3")
+
+
+def test_ids_may_be_numbers_or_absent(made: Make, tmp_path: Path) -> None:
+    columns = {"first": [0] * 11, "clips": [5] * 11}
+    for more, ids in (
+        ({"client": [*range(30, 19, -1)]}, [str(number) for number in range(30, 19, -1)]),
+        ({}, [f"client-{number:02d}" for number in range(11)]),
+    ):
+        found = build_population(
+            made(**by_table(written(tmp_path / "x.parquet", **columns, **more)), unseen="keep"), 1
+        ).ids
+        assert list(found) == ids
+        assert [found.index(name) for name in ids] == list(range(11))
 
 
 @pytest.mark.parametrize(
@@ -216,11 +206,3 @@ def test_first_of_each_kind_as_numpy_finds_them() -> None:
     ]
     _, first = np.unique(np.stack(columns, axis=1), axis=0, return_index=True)
     assert _first_of_kinds(columns) == sorted(first.tolist())
-
-
-def test_arrays_are_written_as_the_library_writes_them(tmp_path: Path) -> None:
-    kinds = (np.int32, np.int64, np.float64, np.float32, np.uint8, np.bool_)
-    arrays = {f"é/{kind.__name__}": np.ones((size, 3), kind) for size, kind in enumerate(kinds)}
-    write_arrays(tmp_path / "x", arrays, {"raydfl": '"ü"'})
-    assert (tmp_path / "x").read_bytes() == safetensors.numpy.save(arrays, {"raydfl": '"ü"'})
-    assert file_digest(tmp_path / "x", ["é/int64"]) == digest(arrays, ["é/int64"])

@@ -19,9 +19,8 @@ from raydfl.data.corruption import (
     transition_matrix,
     wrong_labels,
 )
-from raydfl.data.names import Names
 
-IDS = Names.of(f"c{i}" for i in range(50))
+IDS = [f"c{i}" for i in range(50)]
 
 
 @pytest.mark.parametrize("snr_db", [-5.0, 0.0, 10.0, 30.0])

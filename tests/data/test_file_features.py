@@ -34,6 +34,7 @@ from raydfl.experiments.sweep import features_text
 from raydfl.runs.inference import classify
 from raydfl.runs.inference.front_end import describe_front_end
 from raydfl.runs.inference.model import load_model
+from raydfl.testing import describe_population
 
 HERE = Path(__file__).parent
 SETS, OWN = HERE / "tiny_sets.py", HERE / "own_features.py"
@@ -145,9 +146,7 @@ def test_a_run_on_a_file_is_the_run_on_its_recordings(tmp_path: Path) -> None:
     assert 0 < len(noisy_store) < len(clean)
     for a, b in zip(populations[0].stores, populations[1].stores, strict=True):
         equal(a, b)
-    assert populations[0]._arrays.keys() == populations[1]._arrays.keys()
-    for name, array in populations[0]._arrays.items():
-        np.testing.assert_array_equal(array, populations[1]._arrays[name])
+    assert describe_population(populations[0], False) == describe_population(populations[1], False)
     same(finish(read), finish(heard))
 
 

@@ -8,19 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from tiny_sets import Made, write_folder
 
 from raydfl.core import files as files_module
 from raydfl.core.errors import DataError, ResourcesError, RunDirectoryError
 from raydfl.data.build import build_population
+from raydfl.data.client_ids import ClientIds
 from raydfl.data.corruption import add_noise, noise_for, wrong_labels
 from raydfl.data.examples import Examples
 from raydfl.data.features.cache import FeatureStore
 from raydfl.data.features.extractor import FeatureExtractor
-from raydfl.data.names import Names
 from raydfl.data.population import Population
 from raydfl.data.settings import DataSettings
+from raydfl.data.tables import Tables, clips_table
 
 Make = Callable[..., DataSettings]
 SETS = Path(__file__).parent / "tiny_sets.py"
@@ -268,30 +270,34 @@ def test_unknown_client(made: Make) -> None:
         population.index("g33")
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut", "flipped", "garbage", "header", "format"])
-def test_damaged_files_are_named(made: Make, tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("name", ["clips.arrow", "clients.arrow", "statistics.npy", "population.json"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "flipped", "garbage", "header"])
+def test_damaged_files_are_named(made: Make, tmp_path: Path, name: str, damage: str) -> None:
     folder = tmp_path / "population"
-    build_population(made(), 1).save(folder)
-    (path,) = folder.iterdir()
+    features = {"sample_rate": 8000, "bands": 16, "normalise": "group"}
+    build_population(made(features=features), 1).save(folder)
+    path = folder / name
     content = bytearray(path.read_bytes())
     if damage == "missing":
         path.unlink()
     elif damage == "cut":
         path.write_bytes(content[:-10])
-    elif damage == "flipped":
-        content[-10] ^= 1
-        path.write_bytes(content)
     elif damage == "garbage":
         path.write_bytes(b"garbage")
-    elif damage == "header":
-        content[20] = 0
-        path.write_bytes(content)
     else:
-        path.write_bytes(content.replace(b'\\"format\\": 1', b'\\"format\\": 9'))
-    with pytest.raises(
-        RunDirectoryError, match=r"population.safetensors is missing or damaged \(.*start the run again"
-    ):
-        Population.load(folder, verify=damage == "flipped")
+        content[20 if damage == "header" else -10] ^= 1
+        path.write_bytes(content)
+    message = r"the population in .* is missing or damaged \(.*start the run again"
+    with pytest.raises(RunDirectoryError, match=message):
+        Population.load(folder, verify=damage in ("flipped", "header"))
+
+
+def test_a_later_format_is_refused(made: Make, tmp_path: Path) -> None:
+    build_population(made(), 1).save(tmp_path)
+    path = tmp_path / "population.json"
+    path.write_text(path.read_text().replace('\\"format\\": 2', '\\"format\\": 9'))
+    with pytest.raises(RunDirectoryError, match="it is of format 9, this version of raydfl reads 2"):
+        Population.load(tmp_path)
 
 
 def test_features_that_are_gone(tmp_path: Path) -> None:
@@ -312,7 +318,7 @@ def test_a_disk_that_fills_up(made: Make, tmp_path: Path, monkeypatch: pytest.Mo
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("raydfl.data.population_file.write_arrays", full)
+    monkeypatch.setattr("raydfl.data.population_folder.write_table", full)
     monkeypatch.setattr(files_module, "free_bytes", lambda folder: 17)
     with pytest.raises(ResourcesError, match=r"has 17 bytes free and the files of the population need about [\d,]+"):
         population.save(tmp_path / "population")
@@ -321,24 +327,21 @@ def test_a_disk_that_fills_up(made: Make, tmp_path: Path, monkeypatch: pytest.Mo
 
 def many_clients(clients: int, store: FeatureStore) -> Population:
     """Clients with 1 to 19 clips each."""
-    sizes = np.arange(clients) % 19 + 1
-    total = int(sizes.sum())
-    arrays: dict[str, np.ndarray] = {
-        "train/offsets": np.concatenate([[0], np.cumsum(sizes)]),
-        "validation/offsets": np.zeros(clients + 1, np.int64),
-        "groups_of": np.full(clients, -1, np.int32),
-        "noisy": np.zeros(clients, bool),
-        "label_errors": np.zeros(clients, bool),
+    owner = np.repeat(np.arange(clients, dtype=np.int32), np.arange(clients) % 19 + 1)
+    numbers, none = np.arange(len(owner)), np.zeros(len(owner), np.int8)
+    columns = {
+        "role": none,
+        "pool": none,
+        "client": owner,
+        "store": none,
+        "clip": (numbers % 100).astype(np.int32),
+        "label": (numbers % 4).astype(np.int32),
+        "start": numbers % 100 * 21,
+        "frames": np.full(len(owner), 21, np.int32),
     }
-    for part, count in (("train", total), ("validation", 0), ("server_validation", 0), ("test", 0)):
-        numbers = np.arange(count)
-        arrays[f"{part}/starts"] = numbers % 100 * 21
-        arrays[f"{part}/counts"] = np.full(count, 21, np.int32)
-        arrays[f"{part}/labels"] = (numbers % 4).astype(np.int32)
-        arrays[f"{part}/clips"] = (numbers % 100).astype(np.int32)
-    for kind, names in (("ids", Names.of(f"speaker-{i}" for i in range(clients))), ("groups", Names.of([]))):
-        arrays |= {f"{kind}/{name}": array for name, array in names.arrays.items()}
-    return Population(["w0", "w1", "w2", "w3"], 21, [store], arrays)
+    ids = ClientIds.from_strings(f"speaker-{i}" for i in range(clients))
+    tables = Tables(clips_table(columns, ("train",), {}), pa.record_batch(ids.columns()))
+    return Population(tables, ["w0", "w1", "w2", "w3"], 21, [store])
 
 
 def test_100000_clients_cost_next_to_nothing(made: Make, tmp_path: Path) -> None:

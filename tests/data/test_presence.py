@@ -13,7 +13,6 @@ from seen_and_heard import CLIENTS, federation, write
 
 from raydfl.core.errors import ConfigError
 from raydfl.data.examples import Examples
-from raydfl.data.names import Names
 from raydfl.data.population import Population
 from raydfl.data.presence import clients_without
 from raydfl.engine.clients import Clients
@@ -35,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_share_is_exact_and_nested() -> None:
     """Half up in decimals, whatever 0.29 * 50 is in floating point."""
-    ids = Names.of(f"c{number}" for number in range(50))
+    ids = [f"c{number}" for number in range(50)]
     before = np.zeros(50, bool)
     for share, count in ((0.0, 0), (0.09, 5), (0.1, 5), (0.29, 15), (0.3, 15), (0.9, 45), (1.0, 50)):
         taken = clients_without({"video": share}, ids, seed=3)["video"]

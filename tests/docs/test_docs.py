@@ -34,7 +34,7 @@ from raydfl.core.settings import Settings
 from raydfl.core.types import ModelSpec
 from raydfl.core.yaml import parse_yaml
 from raydfl.data.dataset import dataset_names
-from raydfl.methods._tasks import KINDS as TASKS
+from raydfl.engine.groups import GroupRule
 from raydfl.models import architectures, build_model, find_architecture, model_options
 from raydfl.rules import RULES
 
@@ -289,9 +289,9 @@ def test_tables_of_methods_and_rules_are_complete_and_right() -> None:
     assert set(names) <= set(headings(_page("methods.md")))
     for name in names:
         cls = registry.find("raydfl.methods", name, Method, "method")
-        _same(tables.get(name, {}), cls, leave_out={"rule", "tasks"})
-    for name, kind in TASKS.items():
-        _same(tables[name], kind)
+        _same(tables.get(name, {}), cls, leave_out={"rule"})
+    for name in registry.names("raydfl.engine.groups"):
+        _same(tables[name], registry.find("raydfl.engine.groups", name, GroupRule, "rule"))
     for name, rule in RULES.items():
         assert name in headings(_page("methods.md"))
         _same(tables.get(name, {}), rule)

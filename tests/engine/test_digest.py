@@ -22,8 +22,8 @@ DECIDES_NOTHING = (
 NAMED = r"(method|models|objective|attack|data\.(name|parts|sites|views|profile|pools))"
 """Names with options of their own, and groups that are empty here: other tests change them."""
 
-PLUGINS = r"data\.(views\.)?(features\.kind|transforms)"
-"""Names that must be known; the kind of features is in the digest as all of their settings are."""
+PLUGINS = r"data\.(views\.)?(features\.kind|transforms)|train\.groups"
+"""Names that must be known (of groups: test_groups.py); the kind of features is in the digest as all of their settings are."""
 
 COMMON = ["data.corrupt.labels={rate: 0.1}", "data.profile={size: {values: [a, b]}}"]
 CONFIGURATIONS = {
@@ -43,7 +43,7 @@ CONFIGURATIONS = {
         "data.unlabelled={keep: 0.5, partition: {by: iid, clients: 6}}",
         "data.corrupt.noise={snr_db: 5}",
     ],
-    "best, stop and clients": ["run.best={}", "run.stop={}", "train.clients={}"],
+    "best, stop and clients": ["run.best={}", "run.stop={}", "train.clients={}", "evaluate.fine_tune={epochs: 1}"],
     "sets of classes": ["data.label_sets={}", "objective=multi_label"],
     "as published": ["data.split={test: null, as_published: true}"],
     "phases": [

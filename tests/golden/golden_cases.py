@@ -144,6 +144,8 @@ _TRAINING: dict[str, tuple[str, ...]] = {
     "two epochs": ("train.local_epochs=2",),
     "known tasks": ("method.tasks={name: known, by: group}",),
     "two tasks found": ("method.tasks={name: hdbscan}", "train.rounds=3", ROBUST),
+    "groups by choice": ("train.groups={name: ifca, groups: 3}", ROBUST),
+    "groups by splits": ("train.groups={name: cfl, eps_mean: 10, eps_max: 0}", ROBUST),
 }
 
 

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from raydfl import Batch, Config, Method, Plan, Step, Update, fit, make_manifest, read_rows, run
 from raydfl.core.errors import ConfigError
+from raydfl.data.client_ids import to_numbers
 from raydfl.data.population import Population
+from raydfl.data.tables import encode
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
 
@@ -46,10 +48,12 @@ def run_with(config: Config, change: Callable[[np.ndarray], np.ndarray]) -> dict
     """A whole run in which the hidden labels were changed before the first round."""
     run_dir = create(config, Progress("quiet"))
     population = Population.load(run_dir / "population")
-    column = "train@unlabelled/column/hidden_label"
-    hidden = population._arrays[column]
-    assert len(set(hidden.tolist())) == 3
-    population._arrays[column] = change(np.array(hidden))
+    clips, column = population._tables.clips, "column:hidden_label"
+    hidden = to_numbers(clips.column(column)).copy()
+    assert len(set(hidden[hidden >= 0].tolist())) == 3
+    hidden[hidden >= 0] = change(hidden[hidden >= 0])
+    place = clips.schema.get_field_index(column)
+    population._tables.clips = clips.set_column(place, column, encode(hidden, clips.column(column).dictionary))
     population.save(run_dir / "population")
     return finish_in(run_dir, config)
 

@@ -18,8 +18,9 @@ from torch import nn
 from raydfl import Config
 from raydfl.core.errors import ConfigError
 from raydfl.core.types import Batch, Client, ModelSpec, State, Task, Update
+from raydfl.engine.groups import add_groups, find_group_rule
+from raydfl.engine.groups._membership import Membership
 from raydfl.methods._pruning import prunable_layers, pruned_masks
-from raydfl.methods._tasks import Membership
 from raydfl.methods.fedapta import FedAPTA
 from raydfl.models import build_model
 from raydfl.training.settings import OptimiserSettings, TrainSettings
@@ -136,8 +137,10 @@ def test_two_rounds_with_two_clusters_are_the_equations(drift: Any, tasks: dict[
         ratio_from="ratio",
         prune=("linear",),
         drift=drift,
-        tasks=tasks,
     )
+    rule = find_group_rule(tasks)
+    assert rule is not None
+    method = add_groups(method, rule)
     state = method.init(CLIENTS, [{"model": network()}], np.random.default_rng(0))
     first = {
         n.removeprefix("model/"): t.double().numpy()
@@ -150,8 +153,8 @@ def test_two_rounds_with_two_clusters_are_the_equations(drift: Any, tasks: dict[
     kept: list[dict[str, torch.Tensor]] = [{} for _ in CLIENTS]
     for round_index in range(2):
         state, updates, report = one_round(method, state, kept)
-        keys = Membership.of(state).keys[:2]
-        assert Membership.of(state).keys == keys * 3
+        keys = Membership.from_state(state).keys[:2]
+        assert Membership.from_state(state).keys == keys * 3
         assert report["tasks/groups"].value == 2
         new, new_controls = [], []
         for group in range(2):
@@ -202,7 +205,7 @@ def test_two_rounds_with_two_clusters_are_the_equations(drift: Any, tasks: dict[
 
 
 def test_what_is_pruned_comes_back_as_it_was_sent_however_weights_decay() -> None:
-    method = FedAPTA(ratio=0.6, prune=("linear",), drift="off", tasks="none")
+    method = FedAPTA(ratio=0.6, prune=("linear",), drift="off")
     state = method.init(CLIENTS, [{"model": network()}], np.random.default_rng(0))
     task = method.plan(state, CLIENTS, np.random.default_rng(0), len(CLIENTS))[2]
     update = method.local(make_step(method, task, state, {}, decay=0.5))
@@ -217,7 +220,7 @@ def test_what_is_pruned_comes_back_as_it_was_sent_however_weights_decay() -> Non
 
 
 def test_without_recovery_a_filter_is_the_mean_of_those_who_kept_it() -> None:
-    method = FedAPTA(ratio_from="ratio", prune=("linear",), drift="off", tasks="none", recover=False)
+    method = FedAPTA(ratio_from="ratio", prune=("linear",), drift="off", recover=False)
     state = method.init(CLIENTS, [{"model": network()}], np.random.default_rng(0))
     state, updates, _ = one_round(method, state, [{} for _ in CLIENTS])
     for unit in range(HIDDEN):
@@ -234,7 +237,7 @@ def test_the_ratio_is_that_of_the_profile_and_masks_follow_the_received_model(ti
         "data.profile={share: {values: [0.0, 0.5]}}",
         "method.ratio_from=share",
         "method.drift=off",
-        "method.tasks=none",
+        "train.groups=none",
         "train.cohort=1.0",
         method="fedapta",
     )

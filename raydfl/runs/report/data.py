@@ -98,7 +98,7 @@ class RunRecord:
     timelines: Mapping[int, NDArray[np.float64]] = field(default_factory=dict)
     """Times of the last rounds: Watch.timeline of raydfl.engine.telemetry, float64 [clients, 4]."""
     memberships: Mapping[int, NDArray[np.float64]] = field(default_factory=dict)
-    """By round, where clients are grouped (``method.tasks``): float64 [2, clients], the number of each client's group, 0 for none,
+    """By round, where clients are grouped (``train.groups``): float64 [2, clients], the number of each client's group, 0 for none,
     and the kind that it truly is of, -1 where that is not known."""
     missing: Sequence[str] = field(default_factory=list)
     """Sentences about what could not be shown."""

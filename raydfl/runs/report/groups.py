@@ -1,4 +1,4 @@
-"""Pictures of who is with whom over the rounds, where clients are grouped (``method.tasks``)."""
+"""Pictures of who is with whom over the rounds, where clients are grouped (``train.groups``)."""
 
 from __future__ import annotations
 

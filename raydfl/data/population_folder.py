@@ -1,0 +1,176 @@
+"""The folder of a population: two Arrow tables, arrays in NumPy's format, and ``population.json`` with the facts and digests."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from raydfl.core.errors import RunDirectoryError
+from raydfl.core.files import RESUME, write_atomically, writing
+from raydfl.data import population_v1
+from raydfl.data.tables import Tables
+
+FORMAT = 2
+_FACTS, _CLIPS, _CLIENTS = "population.json", "clips.arrow", "clients.arrow"
+_CHUNK = 1 << 22
+
+
+def part_folder(folder: Path, part: str) -> Path:
+    """Return the folder of a part in the folder of a population."""
+    return folder / f"part-{part}"
+
+
+def write(folder: Path, facts: Mapping[str, Any], tables: Tables | None) -> None:
+    """Write a population. The facts are written last.
+
+    Args:
+        facts: plain values by name.
+        tables: ``None``: those in the folder are kept.
+
+    Raises:
+        ResourcesError: the disk is full or the folder cannot be written.
+    """
+    arrays = {} if tables is None else tables.arrays
+    batches = {} if tables is None else {_CLIPS: tables.clips, _CLIENTS: tables.clients}
+    needed = sum(each.nbytes for each in (*batches.values(), *arrays.values()))
+    with writing(folder, needed, "the files of the population", RESUME):
+        for name, batch in batches.items():
+            write_atomically(folder / name, functools.partial(write_table, batch))
+        for name, array in arrays.items():
+            write_atomically(folder / f"{name}.npy", functools.partial(_save_array, array))
+        names = [*batches, *(f"{name}.npy" for name in arrays)]
+        files = {name: [(folder / name).stat().st_size, digest_file(folder / name)] for name in names}
+        if tables is None:
+            files = _read_facts(folder)["files"]
+        text = json.dumps({"format": FORMAT, **facts, "files": files})
+        content = json.dumps({"facts": text, "digest": _digest(text)})
+        write_atomically(folder / _FACTS, lambda path: path.write_text(content))
+
+
+def read(folder: Path, verify: bool = False) -> tuple[dict[str, Any], Tables]:
+    """Map the tables of a population, and read its facts.
+
+    Args:
+        verify: compare the files with their digests.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError, AttributeError: a file is missing or damaged, or of another format.
+    """
+    if population_v1.is_in(folder) and not (folder / _FACTS).exists():
+        return population_v1.convert(folder, verify)
+    facts = _read_facts(folder)
+    for name, (size, digest) in facts["files"].items():
+        found = (folder / name).stat().st_size
+        if found != size:
+            raise ValueError(f"{name} has {found} bytes instead of {size}")
+        if verify and digest_file(folder / name) != digest:
+            raise ValueError(f"the content of {name} has changed")
+    arrays = {
+        name.removesuffix(".npy"): np.load(folder / name, mmap_mode="r")
+        for name in facts["files"]
+        if name.endswith(".npy")
+    }
+    return facts, Tables(map_table(folder / _CLIPS), map_table(folder / _CLIENTS), arrays)
+
+
+def upgrade_population(folder: Path) -> None:
+    """Replace the file of format 1, and those of parts, by tables.
+
+    Raises:
+        RunDirectoryError: the file is damaged.
+        ResourcesError: the disk is full or the folder cannot be written.
+    """
+    with refusing_damage(folder):
+        if not population_v1.is_in(folder):
+            return
+        facts, tables = read(folder, verify=True)
+    for name, *_ in facts["parts"]:
+        upgrade_population(part_folder(folder, name))
+    write(folder, {name: value for name, value in facts.items() if name != "files"}, tables)
+    population_v1.remove(folder)
+
+
+def read_population_files(folder: Path) -> dict[str, bytes]:
+    """Read the files of a population without parts, to send them to a site."""
+    names = [_FACTS, *_read_facts(folder)["files"]]
+    return {name: (folder / name).read_bytes() for name in names}
+
+
+def write_population_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write what :func:`read_population_files` returned, the facts last."""
+    for name in sorted(files, key=lambda name: name == _FACTS):
+        write_atomically(folder / name, functools.partial(_write_bytes, files[name]))
+
+
+@contextmanager
+def refusing_damage(folder: Path) -> Iterator[None]:
+    """Turn an error of :func:`read` into a message about the population in the folder.
+
+    Raises:
+        RunDirectoryError: the block found it missing or damaged.
+    """
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = (
+            f"{Path(error.filename).name}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
+        )
+        raise RunDirectoryError(
+            f"the population in {folder} is missing or damaged ({reason}); start the run again in a new folder"
+        ) from error
+
+
+def _read_facts(folder: Path) -> dict[str, Any]:
+    stored = json.loads((folder / _FACTS).read_text())
+    facts: dict[str, Any] = json.loads(stored["facts"])
+    if facts["format"] != FORMAT:
+        raise ValueError(f"it is of format {facts['format']}, this version of raydfl reads {FORMAT}")
+    if _digest(stored["facts"]) != stored["digest"]:
+        raise ValueError(f"the content of {_FACTS} has changed")
+    return facts
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _save_array(array: np.ndarray, path: Path) -> None:
+    with path.open("wb") as file:
+        np.save(file, array)
+
+
+def _write_bytes(content: bytes, path: Path) -> None:
+    path.write_bytes(content)
+
+
+def write_table(table: pa.RecordBatch, path: Path) -> None:
+    """Write a table without compression, so that :func:`map_table` needs no copy."""
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_batch(table)
+
+
+def map_table(path: Path) -> pa.RecordBatch:
+    """Map a table into memory.
+
+    Raises:
+        OSError, ValueError: the file is missing or damaged.
+    """
+    with pa.memory_map(str(path)) as file:
+        return pa.ipc.open_file(file).get_batch(0)
+
+
+def digest_file(path: Path) -> str:
+    """Compute the hexadecimal digest of a file, with a few megabytes in memory."""
+    found = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            found.update(chunk)
+    return found.hexdigest()

@@ -1,0 +1,309 @@
+"""The tables of clips and clients, and queries of them.
+
+``clips.arrow`` has a row for each example, sorted by role, pool and client:
+
+======================= ============ ==============================================================================
+column                  type         meaning
+======================= ============ ==============================================================================
+role                    dictionary   one of :data:`ROLES`
+pool                    dictionary   pool of a training example; null for other roles
+client                  int32        position of the owner; -1: the server, or clients that share clips
+store                   int8         feature store: 0 clean, then noisy and altered features if there are any
+clip                    int32        row of the manifest; the segments of a clip follow one another
+label                   int32        index into the labels; negative: none
+start, frames           int64, int32 place of the features in the store
+column:NAME             dictionary   further columns (``data.columns``)
+view:NAME:start, frames int64, int32 place of a further view's features; 0 frames: the clip lacks the view
+======================= ============ ==============================================================================
+
+``clients.arrow`` has a row for each client. Only ``client`` is always there. Private state and commits name a client by its row.
+
+======================= ============ ==============================================================================
+client                  large_string id
+by_id                   int32        positions in the order of the ids, unless the ids ascend
+group                   dictionary   group of which the client was made
+noisy, label_errors     bool         whether its training data are corrupted; without the column nobody's are
+first, stop             int32        range of the client's rows of the first pool, where clients share clips
+statistics              int32        index of the client's statistics (see :meth:`Population.statistics`)
+profile:NAME            dictionary   ``data.profile``, if its source is a column
+examples                int64        number of training examples, where the clips are elsewhere (sites, parts)
+has:VIEW                bool         whether the client has a further view, where the clips are elsewhere
+======================= ============ ==============================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from raydfl.data.client_ids import ClientIds, to_numbers
+
+ROLES = ("train", "validation", "client_test", "server_validation", "test", "attack", "triggered")
+"""Uses of an example, in the order of the table of clips. Attackers train on ``attack`` in place of ``train``."""
+POOLED = ("train", "attack")
+"""Roles whose examples are in pools."""
+
+
+def clips_table(
+    columns: Mapping[str, np.ndarray], pools: Sequence[str], further: Mapping[str, Sequence[str]]
+) -> pa.RecordBatch:
+    """Make a table of clips.
+
+    Args:
+        columns: by name; ``role``, ``pool`` and further columns as codes.
+        pools: names of the pools.
+        further: values of the further columns by name.
+    """
+    values = {"role": ROLES, "pool": pools, **{f"column:{name}": own for name, own in further.items()}}
+    return pa.record_batch(
+        {name: encode(own, values[name]) if name in values else pa.array(own) for name, own in columns.items()}
+    )
+
+
+def no_clips() -> pa.RecordBatch:
+    """Make a table without clips, for a federation whose clips are elsewhere."""
+    kinds = {"role": np.int8, "pool": np.int8, "client": np.int32}
+    return clips_table({name: np.zeros(0, kind) for name, kind in kinds.items()}, ("train",), {})
+
+
+def table_prefix(view: str) -> str:
+    """Return the prefix of the names of the tables of a view's transforms."""
+    return f"transforms-{view}." if view else "transforms."
+
+
+def encode(codes: np.ndarray, values: Sequence[Any] | pa.Array) -> pa.DictionaryArray:
+    """Make a dictionary column.
+
+    Args:
+        codes: int [rows]: the position of each row's value; negative for null.
+        values: the distinct values.
+    """
+    absent = codes < 0
+    known = values if isinstance(values, pa.Array) else pa.array(values, None if len(values) else pa.string())
+    return pa.DictionaryArray.from_arrays(pa.array(codes, mask=absent if absent.any() else None), known)
+
+
+Column = tuple[Sequence[Any], np.ndarray]
+"""Values, and int [clients]: the position of each client's value; -1 if it is unknown."""
+_T = TypeVar("_T")
+
+
+class Tables:
+    """The tables of clips and clients, and arrays by name: ``statistics``, and tables of transforms (:func:`table_prefix`)."""
+
+    def __init__(
+        self, clips: pa.RecordBatch, clients: pa.RecordBatch, arrays: Mapping[str, np.ndarray] | None = None
+    ) -> None:
+        self.clips, self.clients, self.arrays = clips, clients, dict(arrays or {})
+        self.ids = ClientIds.from_table(clients)
+        self.pools: tuple[str, ...] = tuple(clips.column("pool").dictionary.to_pylist())
+        """Names of the pools of training examples."""
+        self.values: dict[str, tuple[str, ...]] = {
+            name.removeprefix("column:"): tuple(clips.column(name).dictionary.to_pylist())
+            for name in clips.schema.names
+            if name.startswith("column:")
+        }
+        """The values of further columns by name."""
+        self._known: dict[str, Any] = {}
+        self.blocks = self._find_blocks()
+        """The rows of each role and pool; the pool of other roles than training is empty."""
+
+    def _find_blocks(self) -> dict[tuple[str, str], slice]:
+        bounds = np.searchsorted(self.read_clips("role"), np.arange(len(ROLES) + 1, dtype=np.int8)).tolist()
+        blocks: dict[tuple[str, str], slice] = {}
+        for role, first, stop in zip(ROLES, bounds, bounds[1:], strict=False):
+            if role not in POOLED:
+                blocks[role, ""] = slice(first, stop)
+                continue
+            codes = self.read_clips("pool", slice(first, stop))
+            inner = np.searchsorted(codes, np.arange(len(self.pools) + 1, dtype=codes.dtype)) + first
+            blocks |= {
+                (role, pool): slice(*inner[number : number + 2].tolist()) for number, pool in enumerate(self.pools)
+            }
+        return blocks
+
+    def remember(self, key: str, make: Callable[[], _T]) -> _T:
+        """Return the result of a query, which is computed once."""
+        if key not in self._known:
+            self._known[key] = make()
+        found: _T = self._known[key]
+        return found
+
+    def read_clips(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """Return some rows of a column of clips as numbers."""
+        first, stop, _ = rows.indices(self.clips.num_rows)
+        return to_numbers(self.clips.column(name).slice(first, stop - first))
+
+    def read_clients(self, name: str) -> np.ndarray | None:
+        """Return a column of clients as numbers, or ``None`` if it is absent."""
+        if name not in self.clients.schema.names:
+            return None
+        return self.remember(f"clients {name}", lambda: to_numbers(self.clients.column(name)))
+
+    @property
+    def ranges(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Ranges of the clients in the first pool (first rows, stops), if clients share clips."""
+        first, stop = self.read_clients("first"), self.read_clients("stop")
+        return None if first is None or stop is None else (first, stop)
+
+    def rows(self, role: str, client: int, pool: str = "") -> slice:
+        """Return the rows of a client's clips.
+
+        Args:
+            pool: of a training role; empty: the first.
+        """
+        block = self.blocks[role, pool or self.pools[0] if role in POOLED else ""]
+        if self.ranges is not None:
+            first, stop = (int(bound[client]) + block.start for bound in self.ranges)
+            return slice(first, stop) if role == "train" else slice(0, 0)
+        wanted = np.array([client, client + 1], np.int32)  # of the column's type, or searchsorted copies the column
+        first, stop = (np.searchsorted(self.read_clips("client", block), wanted) + block.start).tolist()
+        return slice(first, stop)
+
+    def has(self, role: str) -> bool:
+        """Return whether there are clips with a role."""
+        return any(rows.start < rows.stop for (name, _), rows in self.blocks.items() if name == role)
+
+    def num_examples(self, client: int, pool: str = "") -> int:
+        """Return how many training examples a client has in a pool."""
+        examples = None if pool else self.read_clients("examples")
+        if examples is not None:
+            return int(examples[client])
+        rows = self.rows("train", client, pool)
+        return int(rows.stop - rows.start)
+
+    def sizes(self) -> np.ndarray:
+        """Return int64 [clients]: training examples of each client in the first pool."""
+        examples = self.read_clients("examples")
+        if examples is not None:
+            return examples
+        if self.ranges is not None:
+            sizes: np.ndarray = self.ranges[1].astype(np.int64)
+            sizes -= self.ranges[0]  # in place: there may be millions of clients
+            return sizes
+        return np.bincount(self.read_clips("client", self.blocks["train", self.pools[0]]), minlength=len(self.ids))
+
+    def owners(self, view: str) -> np.ndarray:
+        """Return which clients have a further view of any of their training examples: bool [clients]."""
+        stored = self.read_clients(f"has:{view}")
+        return self.remember(f"owners {view}", lambda: self._find_owners(view)) if stored is None else stored
+
+    def _find_owners(self, view: str) -> np.ndarray:
+        train = slice(self.blocks["train", self.pools[0]].start, self.blocks["train", self.pools[-1]].stop)
+        present = self.read_clips(f"view:{view}:frames", train) > 0
+        if self.ranges is not None:
+            before = np.r_[0, np.cumsum(present)]
+            shared: np.ndarray = before[self.ranges[1]] > before[self.ranges[0]]
+            return shared
+        return np.bincount(self.read_clips("client", train)[present], minlength=len(self.ids)) > 0
+
+    def profile(self, client: int, views: Sequence[str]) -> dict[str, Any]:
+        """Return the profile of a client.
+
+        Args:
+            views: names of the further views.
+        """
+        names = [name.removeprefix("profile:") for name in self.clients.schema.names if name.startswith("profile:")]
+        columns = {name: self.column(name, views) for name in ("group", "noisy", "label_errors", "views", *names)}
+        facts = {name: values[int(of[client])] for name, (values, of) in columns.items() if of[client] >= 0}
+        if len(self.pools) > 1:
+            facts["pools"] = {name: self.num_examples(client, name) for name in self.pools}
+        return facts
+
+    def column(self, name: str, views: Sequence[str]) -> Column:
+        """Return one entry of all clients' profiles, except ``pools``."""
+        return self.remember(f"profile {name}", lambda: self._find_column(name, views))
+
+    def _find_column(self, name: str, views: Sequence[str]) -> Column:
+        if name in ("noisy", "label_errors"):
+            stored = self.read_clients(name)
+            return (False, True), np.broadcast_to(np.int8(0), len(self.ids)) if stored is None else stored.view(np.int8)
+        if name == "views" and views:
+            kinds, of = np.unique(np.stack([self.owners(view) for view in views], axis=1), axis=0, return_inverse=True)
+            return [tuple(np.array(views)[kind].tolist()) for kind in kinds], of.reshape(-1)
+        key = "group" if name == "group" else f"profile:{name}"
+        stored = self.read_clients(key)
+        if stored is None:
+            return (), np.broadcast_to(np.int8(-1), len(self.ids))
+        return self.clients.column(key).dictionary.to_pylist(), stored
+
+    def label_counts(self, role: str, labels: int, clients: slice | np.ndarray) -> np.ndarray:
+        """Return int64 [these clients, labels]: clips of each client by label.
+
+        Args:
+            role: of the clips; of several pools the first.
+            labels: how many labels there are.
+            clients: a part of the clients, or int [some clients].
+        """
+        block = self.blocks[role, self.pools[0] if role in POOLED else ""]
+        label, begins = self.read_clips("label", block), self._begin_clips(block)
+        if self.ranges is not None and role == "train":
+            first, stop = (bound[clients] for bound in self.ranges)
+            counts = np.empty((len(first), labels), np.int64)
+            for number in range(labels):
+                before = np.concatenate([[0], np.cumsum(begins & (label == number))])
+                counts[:, number] = before[stop] - before[first]
+            return counts
+        client = self.read_clips("client", block).astype(np.int64)
+        begins[1:] |= client[1:] != client[:-1]
+        begins &= label >= 0
+        cells = np.bincount(client[begins] * labels + label[begins], minlength=len(self.ids) * labels)
+        return cells.reshape(len(self.ids), labels)[clients]
+
+    def count_labels(self, labels: int) -> np.ndarray:
+        """Return int64 [labels]: training clips of all clients together, a clip once for each client that has it."""
+        if self.ranges is None:
+            summed: np.ndarray = self.label_counts("train", labels, slice(None)).sum(axis=0)
+            return summed
+        block = self.blocks["train", self.pools[0]]
+        label = self.read_clips("label", block)
+        begun, ended = (np.cumsum(np.bincount(bound, minlength=len(label) + 1))[:-1] for bound in self.ranges)
+        counted = self._begin_clips(block) & (label >= 0)
+        return np.bincount(label[counted], (begun - ended)[counted], labels).astype(np.int64)
+
+    def _begin_clips(self, block: slice) -> np.ndarray:
+        """Return which rows are the first segment of their clip: bool [rows]."""
+        clips = self.read_clips("clip", block)
+        return np.concatenate([np.ones(min(len(clips), 1), bool), clips[1:] != clips[:-1]])
+
+    def holds_same(self, other: Tables) -> bool:
+        """Return whether both have equal clips and clients. Arrays are computed from features and may differ in their last bits."""
+        return _are_equal(self.clips, other.clips) and _are_equal(self.clients, other.clients)
+
+
+def _are_equal(one: pa.RecordBatch, other: pa.RecordBatch) -> bool:
+    """Return whether two tables have equal columns. Statistics are left out: they are computed from features."""
+    return one.schema.names == other.schema.names and all(
+        _texts(own) == _texts(same) and np.array_equal(to_numbers(own), to_numbers(same))
+        if pa.types.is_dictionary(own.type) and pa.types.is_dictionary(same.type)
+        else own.equals(same)
+        for own, same in zip(one.columns, other.columns, strict=True)
+    )
+
+
+def _texts(column: pa.DictionaryArray) -> list[str]:
+    """Return the values as text: early versions read numbers in profiles as text."""
+    return list(map(str, column.dictionary.to_pylist()))
+
+
+def join_columns(columns: Sequence[Column]) -> Column:
+    """Concatenate the columns of several parts."""
+    values: list[Any] = []
+    places = []
+    for own, of in columns:
+        places.append(np.where(of < 0, -1, of.astype(np.int64) + len(values)))
+        values += own
+    return values, np.concatenate(places)
+
+
+def join_counts(blocks: Sequence[np.ndarray]) -> np.ndarray:
+    """Place int64 matrices along the diagonal of a matrix of zeros."""
+    whole = np.zeros(np.sum([block.shape for block in blocks], axis=0), np.int64)
+    row = column = 0
+    for block in blocks:
+        whole[row : row + block.shape[0], column : column + block.shape[1]] = block
+        row, column = row + block.shape[0], column + block.shape[1]
+    return whole

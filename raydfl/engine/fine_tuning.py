@@ -1,0 +1,66 @@
+"""Fine-tuning for a measurement: copies of a client's models learn the run's objective on its training data. Nothing is kept."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+
+from torch import Tensor
+
+from raydfl.core.types import Batch
+from raydfl.objectives import Objective
+from raydfl.training import Execution, Loss, Step, fit
+
+
+def fine_tune(
+    step: Step,
+    objective: Objective,
+    epochs: int,
+    part: Sequence[str],
+    fixed: Callable[[str, bool], bool],
+    leave_out: Collection[str] = (),
+) -> Step:
+    """Return a step with fine-tuned copies of the models.
+
+    Args:
+        step: of the client; its models stay as they are.
+        objective: what the models learn.
+        epochs: passes over the client's training data.
+        part: beginnings of the flat names of the parameters that train; empty: all that trained as they were built.
+        fixed: the method's ``fixed``: parameters that only the method fixes train here too.
+        leave_out: names of models that read the features of other ones.
+    """
+    models = {name: copy.deepcopy(network) for name, network in step.models.items()}
+    free: set[str] = set()
+    learning = []
+    for model, network in models.items():
+        for key, parameter in network.named_parameters():
+            name = f"{model}/{key}"
+            trains = parameter.requires_grad or (name in step.fixed and fixed(name, True))
+            parameter.requires_grad_(name.startswith(tuple(part)) if part else trains)
+            if parameter.requires_grad:
+                free.add(name)
+        if model not in leave_out and any(parameter.requires_grad for parameter in network.parameters()):
+            learning.append(model)
+    own = dataclasses.replace(step, models=models, fixed=step.fixed - free, state={}, moments={}, execution=Execution())
+    if learning:
+        fit(own, *(_loss_of(objective, model) for model in learning), epochs=epochs)
+    return dataclasses.replace(own, state=dict(step.state))
+
+
+def _loss_of(objective: Objective, model: str) -> Loss:
+    def loss(step: Step, batch: Batch) -> Tensor:
+        return objective.loss(step, model, batch)
+
+    return loss
+
+
+def personal_name(metric: str, models: int) -> str:
+    """Return the name of a fine-tuned model's metric.
+
+    >>> personal_name("model/loss", 1), personal_name("plugin/loss", 2)
+    ('personal/loss', 'personal-plugin/loss')
+    """
+    model, slash, rest = metric.partition("/")
+    return f"personal{slash}{rest}" if models == 1 else f"personal-{model}{slash}{rest}"

@@ -1,0 +1,157 @@
+"""CFL: a group is split in two when its mean change has become small while single clients still change much.
+
+F. Sattler, K.-R. Mueller, W. Samek, Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization Under Privacy
+Constraints, IEEE Transactions on Neural Networks and Learning Systems, 2020, algorithms 1 and 3. With D_i the change of client i of
+group c, n_i its weight, and a_ij = <D_i, D_j> / (||D_i|| ||D_j||):
+
+    split c if  || sum_i n_i D_i / sum_i n_i || < eps_mean   and   max_i ||D_i|| > eps_max
+    (c1, c2) = argmin over bipartitions of  a_cross = max over i in c1, j in c2 of a_ij
+    keep the split if  sqrt((1 - a_cross) / 2) > gamma
+
+The bipartition is that of single linkage, which merges the most similar clients until two groups are left.
+
+Readings: the paper has all clients in every round. Here the round's clients of a group are split; its other members stay with the
+half that keeps the group's name, the larger one. A client that was never in a group joins the group with the most similar
+mean change.
+The authors' code takes complete linkage, and eps_mean = 0.4 and eps_max = 1.6, which are the defaults here. ``tasks/mean_norm`` and
+``tasks/max_norm`` record both norms, averaged over groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from raydfl.core.clustering import distances
+from raydfl.core.errors import ConfigError
+from raydfl.core.types import Client, Ratio, Tensors
+from raydfl.engine.groups._membership import Membership
+from raydfl.engine.groups._rule import Division, GroupRule, Sent, name_clusters
+
+_Change = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cfl(GroupRule):
+    """Groups by recursive bipartition, from one group on."""
+
+    eps_mean: Annotated[float, Field(ge=0, description="norm of a group's mean change below which it may be split")] = (
+        0.4
+    )
+    eps_max: Annotated[
+        float, Field(ge=0, description="norm that the largest change of a client must exceed for a split")
+    ] = 1.6
+    gamma: Annotated[
+        float, Field(ge=0, le=1, description="least separation of the halves, sqrt((1 - a_cross) / 2); 0: any")
+    ] = 0.0
+    min_size: Annotated[int, Field(ge=1, description="clients that each half has at least")] = 1
+    truth: Annotated[
+        str, Field(description="name in the clients' profile with which the groups are compared; it decides nothing")
+    ] = "part"
+
+    @property
+    def column(self) -> str:
+        """The column with which groups are compared."""
+        return self.truth
+
+    def check(self, clients: Sequence[Client], tensors: Sequence[str]) -> None:
+        """Reject fewer clients than two halves need, and a server that has no model."""
+        if len(clients) < 2 * self.min_size and "part" not in clients[0].profile:
+            raise ConfigError(
+                f"train.groups.min_size is {self.min_size}, but {len(clients)} clients cannot be split into two such halves; lower "
+                f"it"
+            )
+        if not tensors:
+            raise ConfigError(
+                "train.groups: cfl compares the clients' changes of the server's models, but this method shares none under "
+                "'global'; take train.groups=known, or another method"
+            )
+
+    def divide(self, book: Membership, sent: Iterable[Sent], kept: Tensors) -> Division:
+        """Split each group whose norms meet the criteria."""
+        own = book.groups()
+        changes: dict[str, _Change] = {}
+        weights: dict[str, float] = {}
+        for each in sent:
+            client, weight = each.update.client_id, each.update.weight
+            changes[client] = each.change(each.names())
+            weights[client] = float(weight) if isinstance(weight, (int, float)) else 1.0
+        groups: dict[str, list[str]] = {}
+        for client in changes:
+            groups.setdefault(own[client], []).append(client)
+        if len(groups) > 1 and "" in groups:
+            self._place(groups, changes, weights)
+        labels: dict[str, int] = {}
+        splits, means, largest, following = 0, 0.0, 0.0, 0
+        for clients in groups.values():
+            mean, most = _norm(_mean(clients, changes, weights)), max(_norm(changes[client]) for client in clients)
+            means, largest = means + mean, largest + most
+            halves = [clients]
+            if mean < self.eps_mean and most > self.eps_max:
+                halves = self.split([changes[client] for client in clients], clients)
+                splits += len(halves) - 1
+            for half in halves:
+                labels |= dict.fromkeys(half, following)
+                following += 1
+        clients = [client for client in book.clients if client in labels]
+        members = name_clusters(book, clients, [labels[client] for client in clients])
+        count = max(1, len(groups))
+        return Division(
+            members,
+            {
+                "tasks/clusters": Ratio(following, 1),
+                "tasks/splits": Ratio(splits, 1),
+                "tasks/mean_norm": Ratio(means, count),
+                "tasks/max_norm": Ratio(largest, count),
+            },
+        )
+
+    def split(self, changes: Sequence[_Change], clients: list[str]) -> list[list[str]]:
+        """Return the two halves with the smallest similarity between them; all clients where a half would not do.
+
+        Args:
+            changes: of each client.
+            clients: ids.
+        """
+        from scipy.cluster.hierarchy import cut_tree, linkage
+        from scipy.spatial.distance import squareform
+
+        if len(clients) < 2 * self.min_size or len(clients) < 2:
+            return [clients]
+        tree = linkage(squareform(distances(changes, "cosine"), checks=False), "single")
+        sides = cut_tree(tree, 2)[:, 0]
+        halves = [[client for client, of in zip(clients, sides, strict=True) if of == side] for side in (0, 1)]
+        separation = math.sqrt(max(0.0, float(tree[-1, 2])) / 2)
+        return halves if min(map(len, halves)) >= self.min_size and separation > self.gamma else [clients]
+
+    @staticmethod
+    def _place(groups: dict[str, list[str]], changes: Mapping[str, _Change], weights: Mapping[str, float]) -> None:
+        """Move clients that were in no group to the group of the round whose mean change is most similar."""
+        new = groups.pop("")
+        means = {group: _mean(clients, changes, weights) for group, clients in groups.items()}
+        for client in new:
+            row = distances([changes[client], *means.values()], "cosine")[0, 1:]
+            groups[[*means][int(np.argmin(row))]].append(client)
+
+
+def _mean(clients: Iterable[str], changes: Mapping[str, _Change], weights: Mapping[str, float]) -> dict[str, Tensor]:
+    """Return the weighted mean of changes, tensor by tensor over the clients that have it in one shape."""
+    sums: dict[str, Tensor] = {}
+    totals: dict[str, float] = {}
+    for client in clients:
+        for tensor, value in changes[client].items():
+            alike = tensor not in sums or sums[tensor].shape == value.shape
+            name = tensor if alike else f"{tensor} {tuple(value.shape)}"  # parts have layers of their own shapes
+            sums[name] = sums[name] + weights[client] * value if name in sums else weights[client] * value
+            totals[name] = totals.get(name, 0.0) + weights[client]
+    return {name: value / max(totals[name], 1e-12) for name, value in sums.items()}
+
+
+def _norm(change: _Change) -> float:
+    return math.sqrt(sum(float(value.square().sum()) for value in change.values()))

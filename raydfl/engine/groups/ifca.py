@@ -1,0 +1,105 @@
+"""IFCA: clients receive the models of all groups, take the one with the smallest loss on their own data, and train it.
+
+A. Ghosh, J. Chung, D. Yin, K. Ramchandran, An Efficient Framework for Clustered Federated Learning, NeurIPS 2020, algorithm 1 with
+model averaging. With F_i the loss of client i on its training data, and theta_1 ... theta_k the groups' models:
+
+    j_i     = argmin_j F_i(theta_j)
+    theta_j = the method's aggregation of the clients with j_i = j         FedAvg: sum_i n_i theta_i / sum_i n_i
+
+Readings: F_i is the sum of the losses of all models that the method measures, in evaluation mode. The paper draws each first model
+at random. Here the first group begins with the run's model. The others begin with it plus noise of ``spread`` standard deviations
+of each parameter tensor, so that models may come from files. The method plans a client's task with the group of its last choice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Annotated, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from raydfl.core.errors import ConfigError
+from raydfl.core.types import Client, Ratio, State, Tensors
+from raydfl.engine.groups._membership import GLOBAL, PREFIX, Membership
+from raydfl.engine.groups._rule import Division, GroupRule, Sent
+from raydfl.methods import Method
+from raydfl.training import Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ifca(GroupRule):
+    """Groups by the clients' own choice among all groups' models."""
+
+    choosing: ClassVar[bool] = True
+
+    groups: Annotated[int, Field(ge=2, description="number of groups")] = 2
+    spread: Annotated[
+        float,
+        Field(
+            gt=0, description="noise on the first models of all groups but one, in standard deviations of each tensor"
+        ),
+    ] = 1.0
+    truth: Annotated[
+        str, Field(description="name in the clients' profile with which the groups are compared; it decides nothing")
+    ] = "part"
+
+    @property
+    def column(self) -> str:
+        """The column with which groups are compared."""
+        return self.truth
+
+    def check(self, clients: Sequence[Client], tensors: Sequence[str]) -> None:
+        """Reject more groups than clients, and a server that has no model to choose."""
+        if len(clients) < self.groups and "part" not in clients[0].profile:
+            raise ConfigError(f"train.groups.groups is {self.groups}, but there are {len(clients)} clients; lower it")
+        if not tensors:
+            raise ConfigError(
+                "train.groups: ifca has clients choose among the server's models, but this method shares none under 'global'; take "
+                "train.groups=known, or another method"
+            )
+
+    def begin(self, state: State, parameters: Collection[str], rng: np.random.Generator) -> dict[str, State]:
+        """Return the first state of each group."""
+        found = {}
+        for number in range(1, self.groups + 1):
+            entry = dict(state.tensors[GLOBAL])
+            for name, value in entry.items() if number > 1 else ():
+                if name in parameters and value.numel() > 1:
+                    noise = torch.from_numpy(rng.standard_normal(tuple(value.shape))).to(value.dtype)
+                    entry[name] = value + self.spread * value.std(correction=0) * noise
+            found[f"{PREFIX}{number}"] = dataclasses.replace(state, tensors={**state.tensors, GLOBAL: entry})
+        return found
+
+    def choose(self, step: Step, entries: Mapping[str, Mapping[str, Tensors]], method: Method) -> str:
+        """Return the group whose models have the smallest loss on the client's training data; the first of equal ones."""
+        losses = {}
+        for group, received in entries.items():
+            own = dataclasses.replace(step, received=received, state=dict(step.state))
+            for key in reversed([*received]):  # models load from the first entry that holds their tensors
+                own.load(key)
+            measured = method.evaluate(own, step.data.train, step.training.batch_size) if len(step.data.train) else {}
+            losses[group] = sum(
+                value.value for name, value in measured.items() if name.endswith("/loss") and isinstance(value, Ratio)
+            )
+        chosen = min(losses, key=losses.__getitem__)
+        step.received = entries[chosen]
+        for key in reversed([*entries[chosen]]):
+            step.load(key)
+        return chosen
+
+    def divide(self, book: Membership, sent: Iterable[Sent], kept: Tensors) -> Division:
+        """Put each client into the group that it chose."""
+        own = book.groups()
+        chosen = {each.update.client_id: each.group for each in sent}
+        moved = sum(own[client] != group for client, group in chosen.items())
+        return Division(
+            book.move(chosen, self.groups + 1),
+            {
+                "tasks/clusters": Ratio(len(set(chosen.values())), 1),
+                "tasks/moved": Ratio(moved, max(1, len(chosen))),
+            },
+        )

@@ -1,0 +1,85 @@
+"""Populations of format 1, as an earlier version wrote them for golden cases, are the tables that are built today."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from golden_cases import Case, cases
+from golden_record import configure
+
+from raydfl.core.errors import RunDirectoryError
+from raydfl.data import Population, build_population, upgrade_population
+from raydfl.testing import describe_population
+
+RECORDED = Path(__file__).parent / "version1"
+
+
+def copy_recorded(recorded: Path, folder: Path, cache: Path) -> None:
+    """Copy a recorded population, with features in the cache of the test."""
+    shutil.copytree(recorded, folder)
+    for file in folder.rglob("population.safetensors"):
+        with safetensors.safe_open(file, "np") as opened:
+            facts = opened.metadata()["raydfl"].replace("CACHE", str(cache))
+        safetensors.numpy.save_file(safetensors.numpy.load_file(file), file, {"raydfl": facts})
+
+
+@pytest.mark.parametrize("name", sorted(path.name.replace("-", " ") for path in RECORDED.iterdir()))
+def test_a_population_of_format_1_is_read_and_replaced_by_tables(
+    name: str, tmp_path: Path, feature_cache: Path
+) -> None:
+    config = configure(name, cases()[name], tmp_path, feature_cache)
+    attack = config.parts.attack
+    built = build_population(config.data, config.run.seed, attack=attack, labels_needed=config.labels_needed)
+    expected, folder = describe_population(built, attack is not None), tmp_path / "population"
+    copy_recorded(RECORDED / name.replace(" ", "-"), folder, feature_cache)
+    for _ in range(2):
+        assert built.is_saved_in(folder)
+        found = Population.load(folder, verify=True, verify_features=True)
+        assert describe_population(found, attack is not None) == expected
+        np.testing.assert_array_equal(found.statistics(1), built.statistics(1))
+        upgrade_population(folder)
+        assert not list(folder.rglob("population.safetensors"))
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_clients_that_share_clips_keep_their_profiles_as_the_run_began(
+    typed: bool, tmp_path: Path, feature_cache: Path
+) -> None:
+    """The first versions read all columns of a table as text."""
+    table, folder = tmp_path / "clients.csv", tmp_path / "population"
+    table.write_text("client,first,clips,power\nb,0,9,3\na,4,9,12\nc,20,10,-1\n")
+    partition = f"data.partition={{by: table, file: {table}}}"
+    settings = (partition, "data.profile={power: {column: power}}", "data.split.validation=0", "data.unseen=keep")
+    config = configure("table", Case(overrides=settings), tmp_path, feature_cache)
+    built = build_population(config.data, config.run.seed)
+    copy_recorded(RECORDED.with_name("version1-table"), folder, feature_cache)
+    if not typed:
+        file = folder / "population.safetensors"
+        with safetensors.safe_open(file, "np") as opened:
+            facts = json.loads(opened.metadata()["raydfl"])
+        assert facts.pop("profile_types") == {"power": "int"}
+        safetensors.numpy.save_file(safetensors.numpy.load_file(file), file, {"raydfl": json.dumps(facts)})
+    upgrade_population(folder)
+    assert built.is_saved_in(folder)
+    built.save(folder, again=True)
+    found = Population.load(folder, verify=True)
+    assert [found.profile(client)["power"] for client in range(3)] == ([3, 12, -1] if typed else ["3", "12", "-1"])
+    if typed:
+        assert describe_population(found, False) == describe_population(built, False)
+
+
+def test_damage_of_a_population_of_format_1_is_noticed(tmp_path: Path) -> None:
+    folder = tmp_path / "population"
+    shutil.copytree(RECORDED / "data-unlabelled", folder)
+    file = folder / "population.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-10] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(RunDirectoryError, match=r"the content of population.safetensors has changed.*start the run"):
+        upgrade_population(folder)
+    assert file.exists()
