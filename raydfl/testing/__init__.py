@@ -10,10 +10,10 @@ from raydfl.testing._federations import (
     describe_population,
     digest,
     list_ownership,
-    read_run,
+    read_tensors,
     start_server,
     to_bytes,
-    train,
+    train_federation,
 )
 
 __all__ = [
@@ -22,8 +22,8 @@ __all__ = [
     "describe_population",
     "digest",
     "list_ownership",
-    "read_run",
+    "read_tensors",
     "start_server",
     "to_bytes",
-    "train",
+    "train_federation",
 ]

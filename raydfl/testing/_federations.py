@@ -25,16 +25,16 @@ def start_server(config: Config) -> Server:
     return Server(create(config, Progress("quiet")), config)
 
 
-def train(config: Config) -> dict[str, bytes]:
-    """Train a federation to its last round in this process and return the bytes of its tensors (see :func:`read_run`)."""
+def train_federation(config: Config) -> dict[str, bytes]:
+    """Train a federation to its last round in this process and return the bytes of its tensors (see :func:`read_tensors`)."""
     run_dir = create(config, Progress("quiet"))
     with contextlib.closing(Server(run_dir, config)) as server:
         while server.round_index < config.train.rounds:
             server.round()
-    return read_run(run_dir)
+    return read_tensors(run_dir)
 
 
-def read_run(run_dir: Path, *sites: Path) -> dict[str, bytes]:
+def read_tensors(run_dir: Path, *sites: Path) -> dict[str, bytes]:
     """Read the last commit of a run: the server's tensors and every client's private tensors.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import differ, finish, known, same, start, truth
+from helpers import differ, known
 
 from raydfl.core import registry
 from raydfl.core.metrics import attack_success
@@ -31,6 +31,7 @@ from raydfl.runs._replay import replay
 from raydfl.runs._run import run
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
+from raydfl.testing import assert_same_bits, read_tensors, start_server, train_federation
 
 Tiny = Callable[..., Config]
 OPTIONS = {"backdoor": ", target: tone0, hz: 900"}
@@ -66,9 +67,9 @@ def test_attack_changes_the_result_and_without_attackers_nothing(tiny: Tiny, nam
     """Neutral value: no attackers is no attack, to the bit; and everybody who attacks is in the record."""
     shape = ("train.cohort=1.0", "train.rounds=2", "evaluate.every=9", "evaluate.server=false", "evaluate.clients=none")
     honest = known(tiny(*shape))
-    same(honest, finish(tiny(*shape, attack(name, "0"), "run.name=none")))
+    assert_same_bits(honest, train_federation(tiny(*shape, attack(name, "0"), "run.name=none")))
     config = tiny(*shape, attack(name), "run.name=attacked")
-    assert differ(honest, finish(config))
+    assert differ(honest, train_federation(config))
     recorded = rows(config, "attacked")
     assert [row["value"] for row in recorded if row["metric"] == "attackers"] == [3.0, 3.0]
     attackers = [
@@ -108,13 +109,13 @@ def test_any_order_of_work_and_stopping_anywhere_give_the_same_bits(tiny: Tiny, 
     while federation.state.round_index < config.train.rounds:
         federation.round()
     federation.close()
-    same(undisturbed, truth(run_dir))
+    assert_same_bits(undisturbed, read_tensors(run_dir))
 
     config = tiny(*shape, "run.name=stopped")
-    server = start(config)
+    server = start_server(config)
     server.round()
     server.close()
-    same(undisturbed, finish(config))
+    assert_same_bits(undisturbed, train_federation(config))
 
 
 @pytest.mark.slow
@@ -123,7 +124,7 @@ def test_any_order_of_work_and_stopping_anywhere_give_the_same_bits(tiny: Tiny, 
 def test_actors_give_the_bits_of_the_serial_pool(tiny: Tiny, name: str) -> None:
     shape = ("train.cohort=1.0", attack(name))
     outcome = run(tiny(*shape, "run.name=actors", "ray.actors=2"))
-    same(known(tiny(*shape)), truth(outcome.run_dir))
+    assert_same_bits(known(tiny(*shape)), read_tensors(outcome.run_dir))
 
 
 @pytest.mark.parametrize("name", ["backdoor", "free_rider", "label_flip"])
@@ -131,7 +132,7 @@ def test_clients_trained_together_attack_as_alone(tiny: Tiny, name: str) -> None
     ends = []
     for together in (1, 3):
         config = tiny("train.cohort=1.0", attack(name), f"train.together={together}", f"run.name=w{together}")
-        finish(config)
+        train_federation(config)
         ends.append(final_state(Path(config.run.dir) / f"w{together}").tensors["global"])
     for tensor, value in ends[0].items():
         torch.testing.assert_close(ends[1][tensor], value, rtol=1e-4, atol=1e-5)
@@ -152,7 +153,7 @@ KINDS = ("label_flip", "backdoor", "free_rider", "scaling", "min_max")
     ],
 )
 def test_every_method_stands_every_attack_without_an_error(tiny: Tiny, method: str, name: str) -> None:
-    finish(tiny("train.cohort=1.0", "train.rounds=2", attack(name), method=method))
+    train_federation(tiny("train.cohort=1.0", "train.rounds=2", attack(name), method=method))
 
 
 # -- who and when ----------------------------------------------------------------------------------------------------
@@ -169,7 +170,7 @@ def attackers_by_round(config: Config, name: str) -> dict[int, set[str]]:
 def test_attackers_are_drawn_by_the_seed_once_or_for_every_round(tiny: Tiny) -> None:
     def who(name: str, *more: str) -> dict[int, set[str]]:
         config = tiny("train.cohort=1.0", "train.rounds=4", *more, f"run.name={name}")
-        finish(config)
+        train_federation(config)
         return attackers_by_round(config, name)
 
     fixed = who("fixed", "attack={name: sign_flip, clients: 2}")
@@ -191,7 +192,7 @@ def test_attacks_begin_and_end(tiny: Tiny) -> None:
     config = tiny(*shape, "attack={name: sign_flip, clients: 0.5, start: 2, stop: 3}", "run.name=attacked")
     states: dict[str, list[Any]] = {}
     for name, settings in (("attacked", config), ("honest", tiny(*shape, "run.name=honest"))):
-        server = start(settings)
+        server = start_server(settings)
         states[name] = []
         for _ in range(2):
             server.round()
@@ -205,14 +206,14 @@ def test_attacks_begin_and_end(tiny: Tiny) -> None:
     )
     assert first
     assert not second
-    finish(config)
+    train_federation(config)
     assert {r: len(ids) for r, ids in attackers_by_round(config, "attacked").items()} == {1: 0, 2: 3, 3: 3, 4: 0}
 
 
 def test_a_cohort_without_attackers_is_as_it_would_be(tiny: Tiny) -> None:
     """One attacker of six, three clients a round: it changes nothing before it is drawn."""
     config = tiny("attack={name: scaling, clients: [s0], boost: 100}", "run.name=seldom", "train.rounds=6")
-    finish(config)
+    train_federation(config)
     taken = {row["round"] for row in rows(config, "seldom") if row["client"] == "s0" and row["split"] == "train"}
     assert 0 < len(taken) < 6
     assert {r for r, ids in attackers_by_round(config, "seldom").items() if ids} == taken
@@ -227,7 +228,7 @@ def test_only_free_riders_leave_the_model_as_it_is(tiny: Tiny) -> None:
         config = tiny(
             "train.cohort=1.0", "attack={name: free_rider, clients: 1.0}", f"run.name={method}", method=method
         )
-        server = start(config)
+        server = start_server(config)
         before = {name: tensor.clone() for name, tensor in server._federation.state.tensors["global"].items()}
         report = server.round()
         after = server._federation.state.tensors["global"]
@@ -241,7 +242,7 @@ def test_private_state_of_an_attacker_is_honest(tiny: Tiny) -> None:
     """In the first round an attacker of the update has trained its private model as it would have without an attack."""
     shape = ("train.cohort=1.0", "train.rounds=1")
     honest = known(tiny(*shape, method="fedmlac"))
-    attacked = finish(tiny(*shape, attack("sign_flip"), "run.name=attacked", method="fedmlac"))
+    attacked = train_federation(tiny(*shape, attack("sign_flip"), "run.name=attacked", method="fedmlac"))
     private = [name for name in honest if name.startswith("client")]
     assert private
     assert all(honest[name] == attacked[name] for name in private)
@@ -250,7 +251,7 @@ def test_private_state_of_an_attacker_is_honest(tiny: Tiny) -> None:
 
 def test_replay_shows_an_attackers_own_work(tiny: Tiny) -> None:
     config = tiny("train.cohort=1.0", "attack={name: label_flip, clients: [s2]}", "run.name=replayed")
-    finish(config)
+    train_federation(config)
     again = replay(Path(config.run.dir) / "replayed", 3, "s2")
     recorded = [row for row in rows(config, "replayed") if (row["round"], row["client"]) == (3, "s2")]
     loss = next(row["value"] for row in recorded if row["metric"] == "loss" and row["split"] == "train")
@@ -271,7 +272,7 @@ def test_recorded_success_is_that_of_the_model_by_hand(tiny: Tiny) -> None:
     config = tiny(
         "train.cohort=1.0", "train.rounds=4", "attack={name: backdoor, target: tone2, hz: 900}", "run.name=hand"
     )
-    finish(config)
+    train_federation(config)
     run_dir = Path(config.run.dir) / "hand"
     copies = Population.load(run_dir / "population").triggered
     assert len(copies) == 24  # 2 of 3 classes x 6 speakers x 2 takes
@@ -294,7 +295,7 @@ def test_recorded_success_is_that_of_the_model_by_hand(tiny: Tiny) -> None:
 
 def test_success_is_also_measured_on_private_models(tiny: Tiny) -> None:
     config = tiny("attack={name: backdoor, target: tone2, hz: 900}", "run.name=both", method="fedmlac")
-    finish(config)
+    train_federation(config)
     found = [row for row in rows(config, "both") if row["split"] == "triggered" and row["round"] == 3]
     assert {row["metric"] for row in found if not row["client"]} >= {"plugin/attack_success", "local/attack_success"}
     assert sum(row["metric"] == "local/attack_success" for row in found if row["client"]) == 3
@@ -303,7 +304,7 @@ def test_success_is_also_measured_on_private_models(tiny: Tiny) -> None:
 
 def test_without_attackers_the_triggers_own_effect_is_measured(tiny: Tiny) -> None:
     config = tiny("attack={name: backdoor, target: tone2, hz: 900, clients: 0}", "run.name=base")
-    finish(config)
+    train_federation(config)
     assert sum(row["split"] == "triggered" for row in rows(config, "base")) == 3
 
 
@@ -319,7 +320,7 @@ def test_a_backdoor_opens(tiny: Tiny) -> None:
     scores = {}
     for clients in (0, 3):
         backdoor = f"{{name: backdoor, clients: {clients}, target: tone2, hz: 3000, loudness_db: 20, boost: null}}"
-        server = start(tiny(*learning, f"attack={backdoor}", f"run.name=opened{clients}"))
+        server = start_server(tiny(*learning, f"attack={backdoor}", f"run.name=opened{clients}"))
         while server.round_index < 30:
             report = server.round()
         server.close()

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from commands import Raydfl, written
-from helpers import same, truth
 
 from raydfl.engine.config import Config
 from raydfl.runs._run import run
+from raydfl.testing import assert_same_bits, read_tensors
 
 Tiny = Callable[..., Config]
 Undisturbed = Callable[..., dict[str, bytes]]
@@ -62,7 +62,7 @@ def test_no_room_for_the_features_is_known_beforehand(
     )
     small_disk(4_000_000)
     assert raydfl("run", file).code == 0
-    same(undisturbed(3, "fedavg"), truth(tmp_path / "runs/tiny"))
+    assert_same_bits(undisturbed(3, "fedavg"), read_tensors(tmp_path / "runs/tiny"))
 
 
 def test_a_disk_that_fills_up_while_features_are_made(
@@ -81,7 +81,7 @@ def test_a_disk_that_fills_up_while_features_are_made(
     said.refuses(rf"the disk of {disk} is full: it has [\d,]+ bytes free and the features .*need about 359,424")
     small_disk(4_000_000)
     assert raydfl("run", file).code == 0
-    same(undisturbed(3, "fedavg"), truth(tmp_path / "runs/tiny"))
+    assert_same_bits(undisturbed(3, "fedavg"), read_tensors(tmp_path / "runs/tiny"))
 
 
 @pytest.mark.parametrize("leave", [0, 20_480])
@@ -97,7 +97,7 @@ def test_a_disk_that_fills_up_during_a_run(
     filler.unlink()
     assert not list(disk.rglob("*.part")) + list(disk.rglob("*.tmp"))
     assert raydfl("resume", run_dir, "train.rounds=5").code == 0
-    same(undisturbed(5), truth(run_dir))
+    assert_same_bits(undisturbed(5), read_tensors(run_dir))
 
 
 class FullAt:
@@ -130,7 +130,7 @@ def full_disk_at(
         return False
     said.refuses("the disk of .* is full: it has [0-9,]+ bytes free and .* need about [0-9,]+; make room")
     assert raydfl("run", file).code == 0
-    same(expected, truth(Path(config.run.dir) / name))
+    assert_same_bits(expected, read_tensors(Path(config.run.dir) / name))
     return True
 
 

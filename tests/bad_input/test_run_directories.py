@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from commands import Raydfl, written
-from helpers import known, same, truth
+from helpers import known
 
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.lock import FileLock
@@ -25,6 +25,7 @@ from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
 from raydfl.runs import folder as rundir
 from raydfl.runs._run import run
+from raydfl.testing import assert_same_bits, read_tensors
 
 Tiny = Callable[..., Config]
 Undisturbed = Callable[..., dict[str, bytes]]
@@ -104,7 +105,7 @@ def test_a_damaged_commit_falls_back_and_says_so(
     assert said.code == 0
     assert f"warning: commit {newest} " in said.out
     assert "; going on from round 1" in said.out
-    same(undisturbed(2), truth(run_dir))
+    assert_same_bits(undisturbed(2), read_tensors(run_dir))
     again = raydfl("resume", run_dir)
     assert "warning" not in again.out
 
@@ -183,7 +184,7 @@ def test_lost_features_are_made_again(
     said = raydfl("resume", outcome.run_dir, "train.rounds=2", f"data.cache={tmp_path / where}")
     assert said.code == 0
     assert re.search(r"cached features in .* cannot be used .*: they are made again", said.out)
-    same(undisturbed(2, "fedavg"), truth(outcome.run_dir))
+    assert_same_bits(undisturbed(2, "fedavg"), read_tensors(outcome.run_dir))
     assert cache.exists() == (where == "there")
 
 
@@ -205,7 +206,7 @@ def test_a_run_normalised_by_group_goes_on_unless_an_earlier_version_began_it(
     raydfl("resume", former, "train.rounds=2").refuses(message)
     shutil.rmtree(tmp_path / "cache")
     assert raydfl("resume", run_dir, "train.rounds=2").code == 0
-    same(whole, truth(run_dir))
+    assert_same_bits(whole, read_tensors(run_dir))
 
 
 @pytest.mark.parametrize(
@@ -232,10 +233,10 @@ def test_a_bit_that_flips_in_the_features_is_noticed(
     said = raydfl("resume", outcome.run_dir, "train.rounds=2")
     assert said.code == 0
     assert f"cannot be used (the content of {name} has changed): they are made again" in said.out
-    same(undisturbed(2, "fedavg"), truth(outcome.run_dir))
+    assert_same_bits(undisturbed(2, "fedavg"), read_tensors(outcome.run_dir))
     damage()
     other = run(tiny(f"data.cache={tmp_path}/there", "train.rounds=2", "run.name=other"))
-    same(undisturbed(2, "fedavg"), truth(other.run_dir))
+    assert_same_bits(undisturbed(2, "fedavg"), read_tensors(other.run_dir))
 
 
 @pytest.mark.parametrize(
@@ -339,7 +340,7 @@ def test_a_run_that_never_began_begins_when_it_is_started_again(
     (folder / "population" / "clips.arrow").write_bytes(b"half")
     (folder / "config.yaml").write_text("method: fed")
     assert raydfl("run", written(config, tmp_path)).code == 0
-    same(undisturbed(1, "fedavg"), truth(folder))
+    assert_same_bits(undisturbed(1, "fedavg"), read_tensors(folder))
 
 
 def test_rounds_without_a_run_json_are_not_mixed_with_a_new_run(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
@@ -405,7 +406,7 @@ def test_of_two_first_runs_of_one_name_the_second_is_refused(
     assert len(refused) == 2
     for message in refused:
         assert f"runs/tiny is in use by process {os.getpid()} on " in message
-    same(undisturbed(1, "fedavg"), truth(outcome.run_dir))
+    assert_same_bits(undisturbed(1, "fedavg"), read_tensors(outcome.run_dir))
 
 
 EDITS = {
@@ -468,7 +469,7 @@ def test_other_settings_may_be_edited_in_a_run(raydfl: Raydfl, undisturbed: Undi
     for key, value in {"train.rounds": 3, "evaluate.every": 3, "run.keep": 1}.items():
         edit(run_dir, key, value)
     assert raydfl("resume", run_dir).code == 0
-    same(undisturbed(3), truth(run_dir))
+    assert_same_bits(undisturbed(3), read_tensors(run_dir))
     assert "was changed since the run began" not in (run_dir / "report.html").read_text()
 
 
@@ -489,7 +490,7 @@ def test_a_run_of_an_earlier_version_goes_on(raydfl: Raydfl, undisturbed: Undist
     assert (
         "begun by an earlier version of raydfl, 0.0.1: whether its config.yaml is still what it began with" in said.out
     )
-    same(undisturbed(4), truth(run_dir))
+    assert_same_bits(undisturbed(4), read_tensors(run_dir))
     assert parse_yaml((run_dir / "config.yaml").read_text(), "")["track"]["experiment"] == "08"
 
 

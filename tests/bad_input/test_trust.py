@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import soundfile
 from commands import Raydfl, written
-from helpers import same, truth
 
 from raydfl.core import registry
 from raydfl.core.errors import DataError
@@ -24,6 +23,7 @@ from raydfl.engine.config import Config
 from raydfl.engine.storage.trust import code_digest
 from raydfl.methods import Method
 from raydfl.runs._run import run
+from raydfl.testing import assert_same_bits, read_tensors
 
 Tiny = Callable[..., Config]
 
@@ -193,7 +193,7 @@ def test_code_that_changed_since_the_run_began_is_asked_about(
     assert raydfl("resume", folder, "train.rounds=2", "--trust").code == 0
     assert raydfl("resume", folder, "train.rounds=3").code == 0, "it is approved now"
     whole_run = run(tiny("train.rounds=3", "run.name=whole", method=f"{own}/own.py:Own")).run_dir
-    same(truth(whole_run), truth(folder))
+    assert_same_bits(read_tensors(whole_run), read_tensors(folder))
 
 
 def test_who_names_the_code_in_a_configuration_of_ones_own_is_not_asked(

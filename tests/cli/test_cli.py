@@ -13,7 +13,6 @@ import pytest
 import safetensors.torch
 import torch
 from commands import Raydfl, written
-from helpers import same, truth
 
 import raydfl as package
 from raydfl.core import registry
@@ -21,6 +20,7 @@ from raydfl.data.dataset import dataset_names, find_dataset
 from raydfl.engine.config import Config, load_config
 from raydfl.runs._replay import replay
 from raydfl.runs._run import run
+from raydfl.testing import assert_same_bits, read_tensors
 
 Tiny = Callable[..., Config]
 COMMANDS = [
@@ -362,7 +362,7 @@ def test_resume_goes_on_with_more_rounds(raydfl: Raydfl, tiny: Tiny, tmp_path: P
     said = raydfl("resume", short, "train.rounds=4")
     assert "short: 4 rounds, 2 of them done" in said.out
     assert said.code == 0
-    same(truth(long.run_dir), truth(short))
+    assert_same_bits(read_tensors(long.run_dir), read_tensors(short))
 
 
 def test_the_same_command_goes_on_with_a_named_run(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 import ray
 import yaml
-from helpers import known, same, truth
+from helpers import known
 from marked import WAIT, Marked, until
 
 from raydfl.engine.config import Config
+from raydfl.testing import assert_same_bits, read_tensors
 
 Tiny = Callable[..., Config]
 HERE = Path(__file__).parent
@@ -140,9 +141,9 @@ def test_nodes_come_with_a_run_and_go_after_it(tiny: Tiny, head: str, tmp_path: 
     said = [event["text"] for event in map(json.loads, out.splitlines()) if event["event"] == "message"]
     assert any(text.startswith("waiting for the autoscaler: room for 0 of 3 client actors") for text in said), said
     assert any(text.startswith("nodes:") and "joined" in text and "room for 3 of 3" in text for text in said), said
-    same(
+    assert_same_bits(
         known(tiny(*common, "ray.actors=0")),
-        truth(Path(config.run.dir) / "grown"),
+        read_tensors(Path(config.run.dir) / "grown"),
     )
 
 

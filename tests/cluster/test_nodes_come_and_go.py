@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 from gated import MODELS
-from helpers import known, same, truth
+from helpers import known
 from marked import Marked, until
 
 from raydfl.engine.config import Config
+from raydfl.testing import assert_same_bits, read_tensors
 
 Tiny = Callable[..., Config]
 HERE = Path(__file__).parent
@@ -98,9 +99,9 @@ def test_nodes_join_and_leave_in_the_middle_of_rounds(tiny: Tiny, start: Callabl
     words = " ".join(said)
     assert words.count("1 joined") == 2, said
     assert words.count("1 left") == 1, said
-    same(
+    assert_same_bits(
         known(tiny(*common, "ray.actors=0", method=GATED)),
-        truth(Path(config.run.dir) / "elastic"),
+        read_tensors(Path(config.run.dir) / "elastic"),
     )
 
 
@@ -135,7 +136,7 @@ def test_cpu_and_gpu_clients_in_one_federation(tiny: Tiny, start: Callable[..., 
     _, problems = run.process.communicate(timeout=300)
     assert run.process.returncode == 0, problems
     if not torch.cuda.is_available():
-        same(
+        assert_same_bits(
             known(tiny(*common, "ray.actors=0", method=GATED)),
-            truth(Path(config.run.dir) / "mixed"),
+            read_tensors(Path(config.run.dir) / "mixed"),
         )

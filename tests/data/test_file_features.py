@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from helpers import finish, same
 from tiny_sets import Folder, Made, write_folder
 
 from raydfl.core.errors import ConfigError, DataError, InputError
@@ -34,7 +33,7 @@ from raydfl.experiments.sweep import features_text
 from raydfl.runs.inference import classify
 from raydfl.runs.inference.front_end import describe_front_end
 from raydfl.runs.inference.model import load_model
-from raydfl.testing import describe_population
+from raydfl.testing import assert_same_bits, describe_population, train_federation
 
 HERE = Path(__file__).parent
 SETS, OWN = HERE / "tiny_sets.py", HERE / "own_features.py"
@@ -147,7 +146,7 @@ def test_a_run_on_a_file_is_the_run_on_its_recordings(tmp_path: Path) -> None:
     for a, b in zip(populations[0].stores, populations[1].stores, strict=True):
         equal(a, b)
     assert describe_population(populations[0], False) == describe_population(populations[1], False)
-    same(finish(read), finish(heard))
+    assert_same_bits(train_federation(read), train_federation(heard))
 
 
 def by_group(folder: Path, features: dict[str, Any]) -> FeatureStore:
@@ -419,8 +418,8 @@ def test_a_run_with_a_model_is_the_run_with_log_mel_and_predicts_the_same(tmp_pa
         values = configure(tmp_path / name, LOG_MEL).model_dump(mode="json")
         data = {"name": f"{SETS}:Folder", "root": str(root), "features": features, "cache": str(tmp_path / "cache")}
         config = make_config({**values, "data": {**data, "segment": {"frames": 8, "stride": 4}}})
-        runs[name] = (config, finish(config))
-    same(runs["waves"][1], runs["model"][1])
+        runs[name] = (config, train_federation(config))
+    assert_same_bits(runs["waves"][1], runs["model"][1])
     files = sorted(root.glob("*_0.wav"))
     found = {name: classify(Path(config.run.dir) / "run", files) for name, (config, _) in runs.items()}
     assert not any(prediction.error for prediction in found["model"])
@@ -542,7 +541,7 @@ def test_code_that_changes_within_a_process_is_refused(tmp_path: Path) -> None:
 def test_a_run_on_a_file_cannot_predict_and_says_what_it_takes(tmp_path: Path) -> None:
     path = write_npz(tmp_path / "apc", log_mels())
     config = configure(tmp_path, {"kind": "file", "path": str(path), "frames": 20, "normalise": "group"})
-    finish(config)
+    train_federation(config)
     run = tmp_path / "runs" / "run"
     with pytest.raises(
         InputError, match=r"run was trained on features from a file \(apc.npz\): nothing .* raydfl export"

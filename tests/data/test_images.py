@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from digits import idx
-from helpers import finish, same
 from PIL import Image
 
 from raydfl import classify
@@ -28,6 +27,7 @@ from raydfl.models import build_model
 from raydfl.runs.folder import create
 from raydfl.runs.inference.model import load_model
 from raydfl.runs.progress import Progress
+from raydfl.testing import assert_same_bits, train_federation
 
 Tiny = Callable[..., Config]
 ROWS, COLUMNS, COUNT = 6, 5, 60
@@ -163,16 +163,19 @@ def test_a_federation_on_images_looped_and_stacked(tiny: Tiny, root: Path) -> No
     ends = {}
     for together in (1, 3):
         config = federation(tiny, root, f"train.together={together}", f"run.name=w{together}", ON)
-        finish(config)
+        train_federation(config)
         ends[together] = load_model(Path(config.run.dir) / f"w{together}").network.state_dict()
     for name, tensor in ends[1].items():
         torch.testing.assert_close(ends[3][name], tensor, rtol=1e-4, atol=1e-5)
-    same(finish(federation(tiny, root, "run.name=a", ON)), finish(federation(tiny, root, "run.name=b", ON)))
+    assert_same_bits(
+        train_federation(federation(tiny, root, "run.name=a", ON)),
+        train_federation(federation(tiny, root, "run.name=b", ON)),
+    )
 
 
 def test_image_files_are_classified_as_the_network_does(tiny: Tiny, root: Path, tmp_path: Path) -> None:
     config = federation(tiny, root, "train.rounds=4", "run.name=seen")
-    finish(config)
+    train_federation(config)
     run_dir = Path(config.run.dir) / "seen"
     Image.fromarray(pixels(root)[2]).save(tmp_path / "two.png")
     (found,) = classify(run_dir, [tmp_path / "two.png"])

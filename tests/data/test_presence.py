@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import start
 from seen_and_heard import CLIENTS, federation, write
 
 from raydfl.core.errors import ConfigError
@@ -20,6 +19,7 @@ from raydfl.engine.config import Config
 from raydfl.engine.storage.record import read_rows, to_rows
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
+from raydfl.testing import start_server
 
 Tiny = Callable[..., Config]
 VIEWS = ("video", "depth")
@@ -73,7 +73,7 @@ def test_three_views_of_which_clients_lack_some(tiny: Tiny, folder: Path) -> Non
 def test_a_client_is_sent_only_networks_that_it_has(tiny: Tiny, folder: Path) -> None:
     """Oracle: the bytes of the networks' tensors, counted by hand."""
     config = federation(tiny, folder, "harmony", "data.missing={video: 0.5}", "evaluate.every=9")
-    server = start(config)
+    server = start_server(config)
     sizes = {"audio": 0, "video": 0, "fusion": 0}
     for name, tensor in server._federation.state.tensors["global"].items():
         sizes[name.partition("/")[0]] += tensor.numel() * 4
@@ -96,7 +96,7 @@ def test_a_client_is_sent_only_networks_that_it_has(tiny: Tiny, folder: Path) ->
 
 def test_measuring_a_network_reads_no_other_view(tiny: Tiny, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = federation(tiny, folder, "unifl", "data.missing={video: 1.0}", "evaluate.every=1")
-    server = start(config)
+    server = start_server(config)
     read: list[int] = []
     stored = Examples._stored
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from helpers import finish, same, start
 from PIL import Image
 
 from raydfl import classify, export_model
@@ -23,6 +22,7 @@ from raydfl.engine.storage import record
 from raydfl.runs.folder import create
 from raydfl.runs.inference.model import load_model
 from raydfl.runs.progress import Progress
+from raydfl.testing import assert_same_bits, start_server, train_federation
 
 Tiny = Callable[..., Config]
 RATE, CLIPS = 8000, 48
@@ -95,7 +95,7 @@ def test_looped_equals_stacked_and_both_networks_learn(tiny: Tiny, folder: Path)
     for together in (1, 3):
         here = [f"train.together={together}", f"run.name=w{together}"]
         config = federation(tiny, folder, on, *here, "train.cohort=6", "train.rounds=2")
-        finish(config)
+        train_federation(config)
         run_dir = Path(config.run.dir) / f"w{together}"
         ends[together] = {name: load_model(run_dir, name).network.state_dict() for name in ("ear", "eye")}
         rows = record.read_rows(run_dir).to_pylist()
@@ -104,13 +104,15 @@ def test_looped_equals_stacked_and_both_networks_learn(tiny: Tiny, folder: Path)
     for name, tensors in ends[1].items():
         for key, tensor in tensors.items():
             torch.testing.assert_close(ends[3][name][key], tensor, rtol=1e-4, atol=1e-5)
-    other = finish(federation(tiny, folder, "run.name=other", "train.cohort=6", "train.rounds=2"))
+    other = train_federation(federation(tiny, folder, "run.name=other", "train.cohort=6", "train.rounds=2"))
     config = federation(tiny, folder, on, "run.name=again", "train.cohort=6", "train.rounds=2")
-    server = start(config)
+    server = start_server(config)
     server.round()
     server.close()
-    again = finish(config)
-    same(again, finish(federation(tiny, folder, on, "run.name=third", "train.cohort=6", "train.rounds=2")))
+    again = train_federation(config)
+    assert_same_bits(
+        again, train_federation(federation(tiny, folder, on, "run.name=third", "train.cohort=6", "train.rounds=2"))
+    )
     assert any(again[name] != other[name] for name in again if "eye" in name)
 
 
@@ -145,7 +147,7 @@ def test_predict_and_export_read_the_view_of_the_model(
     crop = "data.views.picture.transforms=[{name: random_crop, size: 8, pad: 1}, flip]"
     view = PICTURES.replace("[8, 9]", "[8, 9], mean: 0.25, deviation: 0.5, resize: true")
     config = federation(tiny, folder, crop, "train.rounds=1", view=view)
-    finish(config)
+    train_federation(config)
     run_dir = Path(config.run.dir) / "tiny"
     assert classify(run_dir, [folder / "0.wav"], model="ear")[0].label in ("a", "b")
     found = classify(run_dir, [folder], model="eye")
@@ -180,7 +182,7 @@ def test_predict_and_export_read_the_view_of_the_model(
 def test_each_segment_of_a_clip_comes_with_its_whole_picture(tiny: Tiny, folder: Path, cut: str) -> None:
     seconds = "data.features.seconds=null"
     config = federation(tiny, folder, seconds, cut, "train.rounds=1", "train.cohort=6")
-    finish(config)
+    train_federation(config)
     population = Population.load(Path(config.run.dir) / "tiny" / "population").use(config.data)
     test, whole = population.test, np.arange(len(population.test))
     assert np.bincount(test.clips)[:12].tolist() == [3] * 12  # (26 - 10) / 8 + 1
@@ -207,7 +209,7 @@ def test_sites_with_views_compute_what_one_place_does(tiny: Tiny, folder: Path) 
     (folder / "list.csv").write_text("\n".join([table[0], *(folder / "north.csv").read_text().splitlines()[1:]]))
     sites = [f"{name}: {{file: {folder}/{name}.csv, folder: {folder}/nodes/{name}}}" for name in ("north", "south")]
     config = federation(tiny, folder, f"data.sites={{{', '.join(sites)}}}", "train.cohort=6", "train.rounds=1")
-    finish(config)
+    train_federation(config)
     run_dir = Path(config.run.dir) / "tiny"
     told = json.loads((run_dir / "sites.json").read_text())["sites"]
     assert [site["views"]["picture"] for site in told] == [
@@ -215,7 +217,7 @@ def test_sites_with_views_compute_what_one_place_does(tiny: Tiny, folder: Path) 
         {"examples": 0, "length": None, "clients": [False] * 3},
     ]
     alone = federation(tiny, folder, "run.name=alone", "train.cohort=3", "train.rounds=1")
-    finish(alone)
+    train_federation(alone)
     at_site = Population.load(
         folder / "nodes/north/runs" / json.loads((run_dir / "run.json").read_text())["site_key"] / "north/population"
     )

@@ -8,7 +8,7 @@ from typing import cast
 from unittest import mock
 
 import pytest
-from helpers import known, same, start, truth
+from helpers import known
 
 from raydfl.cluster.server import Server
 from raydfl.core.tensors import FlatTensors
@@ -16,6 +16,7 @@ from raydfl.engine.config import Config
 from raydfl.engine.orders import Order, Reply
 from raydfl.engine.pool import SerialPool
 from raydfl.engine.worker import Worker
+from raydfl.testing import assert_same_bits, read_tensors, start_server
 
 Tiny = Callable[..., Config]
 
@@ -37,7 +38,7 @@ class Apart(SerialPool):
 
 def open_apart(config: Config) -> tuple[Server, Apart]:
     with mock.patch("raydfl.cluster.pool.SerialPool", Apart):
-        server = start(config)
+        server = start_server(config)
     return server, cast(Apart, server._pool)
 
 
@@ -51,7 +52,7 @@ def test_the_run_is_the_same_to_the_bit(tiny: Tiny, method: str, settings: Seque
     server.finish()
     server.close()
     assert pool.trained == [report.round for report in reports] == list(range(1, config.train.rounds + 1))
-    same(truth(Path(config.run.dir) / "tiny"), known(tiny(*settings, method=method)))
+    assert_same_bits(read_tensors(Path(config.run.dir) / "tiny"), known(tiny(*settings, method=method)))
 
 
 def test_the_next_round_is_begun_before_this_one_is_reported(tiny: Tiny) -> None:
@@ -78,7 +79,7 @@ def test_a_round_that_nobody_asks_for_counts_for_nothing(tiny: Tiny) -> None:
     server.rounds(1, 3, 1e9)
     server.finish()
     server.close()
-    same(truth(Path(config.run.dir) / "tiny"), known(tiny("train.rounds=3", method="scaffold")))
+    assert_same_bits(read_tensors(Path(config.run.dir) / "tiny"), known(tiny("train.rounds=3", method="scaffold")))
 
 
 @pytest.mark.parametrize("what", ["deadline", "moving", "here", "asked for alone"])

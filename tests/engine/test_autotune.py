@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import finish, known, same, start
+from helpers import known
 
 from raydfl.core.errors import ClientError
 from raydfl.core.types import Task
@@ -21,6 +21,7 @@ from raydfl.engine.storage.store import RunStore
 from raydfl.engine.worker import Worker
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
+from raydfl.testing import assert_same_bits, start_server, train_federation
 
 Tiny = Callable[..., Config]
 
@@ -78,15 +79,15 @@ def test_measuring_leaves_no_trace(tiny: Tiny) -> None:
     assert 1 <= worker.measured_width(orders, federation.broadcast({"global"})) <= len(orders)
     federation.close()
     assert not (run_dir / "private").exists()
-    same(reference, finish(config))
+    assert_same_bits(reference, train_federation(config))
 
 
 @pytest.mark.parametrize("together", [1, 2])
 def test_a_run_keeps_its_width(tiny: Tiny, together: int) -> None:
     config = tiny(f"train.together={together}", "train.rounds=4", "run.name=kept")
-    server = start(config)
+    server = start_server(config)
     server.round()
     server.close()
     store = RunStore(Path(config.run.dir) / "kept")
     assert store.load(store.latest() or "").together == together
-    same(finish(config), known(tiny(f"train.together={together}", "train.rounds=4")))
+    assert_same_bits(train_federation(config), known(tiny(f"train.together={together}", "train.rounds=4")))

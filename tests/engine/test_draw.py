@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 import pytest
-from helpers import finish, same
 from scipy.stats import chisquare
 
 from raydfl import Method, Task
@@ -24,6 +23,7 @@ from raydfl.engine.storage import read_rows, to_rows
 from raydfl.methods import drawn
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
+from raydfl.testing import assert_same_bits, train_federation
 
 Tiny = Callable[..., Config]
 DEVICES = "data.profile={device: {values: [phone, tablet, watch]}, power: {values: [1, 2, 3]}}"
@@ -70,9 +70,9 @@ def test_fewer_come_where_fewer_take_part() -> None:
 
 
 def test_settings_that_ask_for_nothing_leave_the_draw_as_it_was(tiny: Tiny) -> None:
-    whole = finish(tiny("run.name=whole", "train.rounds=1"))
+    whole = train_federation(tiny("run.name=whole", "train.rounds=1"))
     for name, asked in {"empty": "{}", "all": "{min_examples: 1, weight: null}"}.items():
-        same(whole, finish(tiny(f"run.name={name}", "train.rounds=1", f"train.clients={asked}")))
+        assert_same_bits(whole, train_federation(tiny(f"run.name={name}", "train.rounds=1", f"train.clients={asked}")))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_only_who_fits_takes_part(asked: str, fits: Callable[[Client], bool], ti
     if "phone, power" in asked:
         settings[0] = "data.profile={device: {values: [phone]}, power: {values: [1, 2, 3]}}"
     config = tiny(*settings, "evaluate.clients=none")
-    finish(config)
+    train_federation(config)
     folder = Path(config.run.dir, "some")
     clients = Clients(Population.load(folder / "population"), config, planning=True)
     wanted = {client.id for client in clients if fits(client)}
@@ -119,7 +119,7 @@ def test_a_column_of_a_table_of_clients_is_a_weight(kind: str, tiny: Tiny, tmp_p
         "train.rounds=1",
         "run.name=weighted",
     )
-    finish(config)
+    train_federation(config)
     rows = to_rows(read_rows(Path(config.run.dir, "weighted")))
     assert {row.client for row in rows if row.client and row.metric == "loss"} == {"a", "d", "e"}
 
@@ -158,7 +158,7 @@ def test_bad_settings(asked: str, message: str, tiny: Tiny) -> None:
     if "OWN" in more:
         settings.append(f"method={__file__}:FirstTwo")
     with pytest.raises(InputError, match=message):
-        finish(tiny(*settings))
+        train_federation(tiny(*settings))
 
 
 def test_methods_that_draw_from_some_of_the_clients_do_as_they_are_told(tiny: Tiny) -> None:

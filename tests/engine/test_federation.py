@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import finish, known, same, start, stop_after, truth
+from helpers import known, stop_after
 from safetensors import safe_open
 
 import raydfl.engine.storage.committer
@@ -35,6 +35,7 @@ from raydfl.models import build_model
 from raydfl.runs._run import run
 from raydfl.runs.folder import create, export
 from raydfl.runs.progress import Progress
+from raydfl.testing import assert_same_bits, read_tensors, start_server, train_federation
 
 Tiny = Callable[..., Config]
 EXTRA = Path(__file__).parent.parent / "extra_methods.py"
@@ -90,7 +91,7 @@ def test_superseded_private_state_does_not_pile_up(tiny: Tiny, monkeypatch: pyte
     reference = known(tiny(*common, method="fedmlac"))
     monkeypatch.setattr(raydfl.engine.storage.committer, "_SLACK", 0)
     config = tiny(*common, "run.name=compacted", method="fedmlac")
-    server = start(config)
+    server = start_server(config)
     run_dir = Path(config.run.dir) / "compacted"
     store = RunStore(run_dir)
     compacted = 0
@@ -103,7 +104,7 @@ def test_superseded_private_state_does_not_pile_up(tiny: Tiny, monkeypatch: pyte
         compacted += any("compact" in path.name for path in (run_dir / "private").iterdir())
     server.close()
     assert compacted
-    same(reference, finish(config))
+    assert_same_bits(reference, train_federation(config))
 
 
 def test_results_come_in_order_and_none_may_be_missing() -> None:
@@ -217,7 +218,7 @@ def test_equal_runs_export_equal_bytes(tiny: Tiny) -> None:
 
 
 def finish_and_export(config: Config) -> Path:
-    finish(config)
+    train_federation(config)
     run_dir = Path(config.run.dir) / str(config.run.name)
     export(run_dir, config)
     return run_dir
@@ -279,7 +280,7 @@ def test_a_start_that_failed_does_not_stand_in_the_way_of_the_corrected_one(tiny
     corrected = run(tiny("run.name=retry", method="fedper"))
     assert corrected.finished
     reference = known(tiny(method="fedper"))
-    same(reference, truth(corrected.run_dir))
+    assert_same_bits(reference, read_tensors(corrected.run_dir))
 
 
 def test_ones_own_method_file_may_lie_elsewhere_when_the_run_goes_on(tiny: Tiny, tmp_path: Path) -> None:
@@ -298,4 +299,4 @@ def test_the_state_is_the_same_in_a_run_that_goes_on_and_in_one_that_is_resumed(
     own = f"method.name={EXTRA}:Twins"
     whole = known(tiny(own))
     stop_after(tiny(own, "run.name=parts"), 1)
-    same(whole, finish(tiny(own, "run.name=parts")))
+    assert_same_bits(whole, train_federation(tiny(own, "run.name=parts")))

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 from commands import Raydfl, written
-from helpers import same, truth
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.registry import load_object
 from raydfl.engine.config import Config, make_config
 from raydfl.engine.overrides import apply_overrides
 from raydfl.runs._run import run
+from raydfl.testing import assert_same_bits, read_tensors
 
 Tiny = Callable[..., Config]
 
@@ -143,7 +143,7 @@ def test_a_run_of_an_earlier_version_goes_on(
     text = (folder / "config.yaml").read_text()  # which kept the option as it was written
     (folder / "config.yaml").write_text(text.replace(f"{tmp_path}/here/scale", "scale"))
     assert raydfl("resume", folder, "train.rounds=3").code == 0
-    same(truth(whole), truth(folder))
+    assert_same_bits(read_tensors(whole), read_tensors(folder))
 
 
 # -- what lies beside a file of code ---------------------------------------------------------------------------------
@@ -206,4 +206,4 @@ def test_actors_import_it_too(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "beside_of_mine.py").write_text("def half(x):\n    return 0.5 * x\n")
     method = f"{tmp_path}/own.py:Own"
     there = run(tiny("ray.actors=2", "run.name=actors", method=method)).run_dir
-    same(truth(run(tiny(method=method)).run_dir), truth(there))
+    assert_same_bits(read_tensors(run(tiny(method=method)).run_dir), read_tensors(there))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import finish_in, known, same, start
+from helpers import finish_in, known
 from several_clients import BANDS, CLASSES, make_examples, make_steps
 from torch import nn
 
@@ -23,6 +23,7 @@ from raydfl.models.dense import MeanMLP
 from raydfl.objectives import Classify
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
+from raydfl.testing import assert_same_bits, start_server
 from raydfl.training import Replica, fixed_tensors
 
 Tiny = Callable[..., Config]
@@ -71,7 +72,9 @@ def test_results_with_and_without_it_are_recorded_and_the_run_is_the_same(tiny: 
     settings = ["train.rounds=2", "evaluate.clients=all"]
     config = tiny(*settings, "evaluate.fine_tune={epochs: 1}", "run.name=tuned", method=method)
     run_dir = create(config, Progress("quiet"))
-    same(known(tiny(*settings, "evaluate.fine_tune={epochs: 0}", method=method)), finish_in(run_dir, config))
+    assert_same_bits(
+        known(tiny(*settings, "evaluate.fine_tune={epochs: 0}", method=method)), finish_in(run_dir, config)
+    )
     names = {row["metric"] for row in read_rows(run_dir).to_pylist() if row["split"] == "validation"}
     plain = {
         name for name in names if not name.startswith("personal-") and (method == "ditto" or "personal/" not in name)
@@ -113,4 +116,4 @@ def test_fine_tuning_that_cannot_be_is_rejected_before_the_first_round(
     tiny: Tiny, settings: list[str], method: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        start(tiny(*settings, method=method))
+        start_server(tiny(*settings, method=method))

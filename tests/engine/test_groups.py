@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import finish, known, same, start, stop_after, truth
+from helpers import known, stop_after
 from scipy.spatial.distance import pdist, squareform
 from several_clients import BANDS, CLASSES, make_steps
 from torch import nn
@@ -29,6 +29,7 @@ from raydfl.methods.fedavg import FedAvg
 from raydfl.methods.scaffold import Scaffold
 from raydfl.models.dense import MeanMLP
 from raydfl.runs._run import run
+from raydfl.testing import assert_same_bits, read_tensors, start_server, train_federation
 
 Tiny = Callable[..., Config]
 RNG = np.random.default_rng(0)
@@ -233,13 +234,13 @@ def test_the_server_is_not_told_the_part_and_each_group_is_measured_on_its_membe
 @pytest.mark.parametrize("method", ["fedavg", "fedmlac"])
 def test_known_tasks_are_the_mean_of_their_own_clients_and_resume_to_the_bit(tiny: Tiny, method: str) -> None:
     settings = [PARTS, "train.groups=known", "train.rounds=2", "evaluate.clients=none"]
-    whole = finish(tiny(*settings, method=method))
+    whole = train_federation(tiny(*settings, method=method))
     assert {name.split()[1] for name in whole if name.startswith("server")} == {"global", "task_low", "task_high"}
     stopped = tiny(*settings, "run.name=stopped", method=method)
     stop_after(stopped, 1)
     folder = Path(stopped.run.dir) / "stopped"
     resume(folder)
-    same(truth(folder), whole)
+    assert_same_bits(read_tensors(folder), whole)
 
 
 @pytest.mark.parametrize(
@@ -419,4 +420,4 @@ def test_groups_that_do_not_fit_are_rejected_before_the_first_round(
     tiny: Tiny, settings: list[str], method: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        start(tiny(*settings, method=method))
+        start_server(tiny(*settings, method=method))

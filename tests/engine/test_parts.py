@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import finish, same, start, truth
 
 from raydfl import Config, final_state, load_model, make_config, read_rows, read_run, resume
 from raydfl.core import registry
@@ -24,6 +23,7 @@ from raydfl.methods import Method
 from raydfl.runs._run import run
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
+from raydfl.testing import assert_same_bits, read_tensors, start_server, train_federation
 
 Tiny = Callable[..., Config]
 PARTS = "data.parts={low: {speakers: 4}, high: {classes: 5, first: 10, speakers: 3}}"
@@ -73,7 +73,7 @@ def test_a_population_of_parts_is_read_back(tiny: Tiny, tmp_path: Any) -> None:
 
 def test_the_trunk_is_everybodys_mean_and_a_head_its_parts(tiny: Tiny) -> None:
     """FedAvg over both parts by hand, from what each client sends."""
-    server = start(tiny(PARTS, "train.cohort=1.0", "train.rounds=1"))
+    server = start_server(tiny(PARTS, "train.cohort=1.0", "train.rounds=1"))
     federation = server._federation
     first = {name: tensor.clone() for name, tensor in federation.state.tensors["global"].items()}
     heads = {name for name in first if "@" in name}
@@ -103,7 +103,7 @@ def test_the_trunk_is_everybodys_mean_and_a_head_its_parts(tiny: Tiny) -> None:
 def test_scaffolds_control_is_the_mean_of_the_clients_who_have_the_tensor(tiny: Tiny) -> None:
     """c = sum_k c_k / N in every round: of the trunk over all clients, of a part's head over that part's."""
     folder = run(tiny(PARTS, "train.rounds=2", "evaluate.clients=none", method="scaffold")).run_dir
-    population, kept = Population.load(folder / "population"), truth(folder)
+    population, kept = Population.load(folder / "population"), read_tensors(folder)
     heads = 0
     for name, control in final_state(folder).tensors["global"].items():
         plain, _, part = name.partition("@")
@@ -149,8 +149,8 @@ def test_every_method_trains_over_parts_and_each_part_is_measured(tiny: Tiny, me
 
 
 def test_looped_and_together_give_the_same_models_and_a_resumed_run_the_same_bits(tiny: Tiny) -> None:
-    whole = finish(tiny(PARTS, "run.name=whole", "train.cohort=1.0"))
-    stacked = finish(tiny(PARTS, "run.name=stacked", "train.cohort=1.0", "train.together=4"))
+    whole = train_federation(tiny(PARTS, "run.name=whole", "train.cohort=1.0"))
+    stacked = train_federation(tiny(PARTS, "run.name=stacked", "train.cohort=1.0", "train.together=4"))
     assert whole.keys() == stacked.keys()
     for name in whole:
         if name.startswith("server"):
@@ -159,7 +159,7 @@ def test_looped_and_together_give_the_same_models_and_a_resumed_run_the_same_bit
     config = tiny(PARTS, "run.name=resumed", "train.cohort=1.0", "train.rounds=1")
     folder = run(config).run_dir
     resume(folder, ["train.rounds=3"])
-    same(whole, truth(folder))
+    assert_same_bits(whole, read_tensors(folder))
 
 
 def test_a_parts_model_is_loaded_and_exported_by_itself(tiny: Tiny) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
-from helpers import start
 from PIL import Image
 
 from raydfl import Config, final_state, load_model, read_rows
@@ -17,6 +16,7 @@ from raydfl.data.build import build_population
 from raydfl.data.population import Population
 from raydfl.engine.clients import Clients
 from raydfl.runs._run import resume, run
+from raydfl.testing import start_server
 
 Tiny = Callable[..., Config]
 TESTS = Path(__file__).parents[1]
@@ -92,7 +92,7 @@ def test_parts_start_from_the_weights_of_a_file(tiny: Tiny) -> None:
     """The parts have as many classes as the file, but which tensors depend on them is found all the same."""
     first = run(tiny("train.rounds=1", "run.name=first")).run_dir
     start_from = f"models.model={{name: crnn_tiny, hidden: 8, filters: [4], init_from: {first / 'model.safetensors'}}}"
-    server = start(tiny("data.parts={a: {}, b: {first: 20}}", start_from, "run.name=second"))
+    server = start_server(tiny("data.parts={a: {}, b: {first: 20}}", start_from, "run.name=second"))
     found, given = server._federation.state.tensors["global"], final_state(first).tensors["global"]
     server.close()
     assert {name for name in found if "@" in name} == {

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import differ, finish, known, same, start
+from helpers import differ, known
 from seen_and_heard import federation, write
 
 from raydfl.core.errors import ConfigError
 from raydfl.engine.config import Config
 from raydfl.engine.phases import Phases
 from raydfl.engine.storage import record
+from raydfl.testing import assert_same_bits, start_server, train_federation
 from raydfl.training import TrainSettings
 
 Tiny = Callable[..., Config]
@@ -50,7 +51,7 @@ def test_the_last_phase_has_what_is_left() -> None:
 def test_settings_of_a_phase_hold_in_it_alone(tiny: Tiny, folder: Path) -> None:
     base = known(federation(tiny, folder, "modality_mirror", *TWO))
     for number, setting in enumerate((LR, "train.phases.distil.local_epochs=2", "train.phases.distil.cohort=2")):
-        other = finish(federation(tiny, folder, "modality_mirror", *TWO, setting, f"run.name=p{number}"))
+        other = train_federation(federation(tiny, folder, "modality_mirror", *TWO, setting, f"run.name=p{number}"))
         assert differ(base, other)
         assert {n for n in base if base[n] != other[n]} <= {
             n for n in base if n.startswith("server global audio/") or n == "extra"
@@ -61,12 +62,12 @@ def test_a_run_stopped_in_any_phase_goes_on_to_the_same_bits(tiny: Tiny, folder:
     undisturbed = known(federation(tiny, folder, "modality_mirror", *TWO, LR))
     config = federation(tiny, folder, "modality_mirror", *TWO, LR, "run.name=stopped")
     for done in (1, 2, 3):  # in the first phase, between both, in the second
-        server = start(config)
+        server = start_server(config)
         while server.round_index < done:
             server.round()
         server.finish()
         server.close()
-    same(undisturbed, finish(config))
+    assert_same_bits(undisturbed, train_federation(config))
     rows = record.read_rows(Path(config.run.dir) / "stopped").to_pylist()
     assert [row["value"] for row in rows if row["metric"] == "phase"] == [1.0, 1.0, 2.0, 2.0]
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import final_state, finish, same, start
+from helpers import final_state
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import ConfigError, InputError
@@ -21,6 +21,7 @@ from raydfl.engine.storage import record
 from raydfl.methods import Method
 from raydfl.runs._run import run
 from raydfl.runs.inference.model import load_model
+from raydfl.testing import assert_same_bits, start_server, train_federation
 
 Tiny = Callable[..., Config]
 HERE = Path(__file__)
@@ -135,12 +136,14 @@ def test_a_plan_that_cannot_be_measured_ends_before_the_first_round(
     tiny: Tiny, settings: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        start(tiny(f"method.name={HERE}:Planned", *settings))
+        start_server(tiny(f"method.name={HERE}:Planned", *settings))
 
 
 def test_metrics_stay_on_updates_at_the_server(tiny: Tiny) -> None:
-    reference = finish(tiny("run.name=uniform", "method.rule=uniform_mean"))
-    same(reference, finish(tiny("run.name=one", f"method.name={HERE}:ByLoss", "method.by_loss=false")))
+    reference = train_federation(tiny("run.name=uniform", "method.rule=uniform_mean"))
+    assert_same_bits(
+        reference, train_federation(tiny("run.name=one", f"method.name={HERE}:ByLoss", "method.by_loss=false"))
+    )
     config = tiny("run.name=loss", f"method.name={HERE}:ByLoss", "train.rounds=2")
     run_dir = run(config).run_dir
     rows = record.read_rows(run_dir).to_pandas()
@@ -150,7 +153,7 @@ def test_metrics_stay_on_updates_at_the_server(tiny: Tiny) -> None:
         said = rows.loc[(rows["metric"] == "losses") & (rows["round"] == round_index), "value"].item()
         np.testing.assert_allclose(said, losses.mean())
     resumed = tiny("run.name=uneven", f"method.name={HERE}:ByLoss")
-    assert reference != finish(resumed)
+    assert reference != train_federation(resumed)
 
 
 def test_shared_models_are_measured_on_the_servers_validation(tiny: Tiny) -> None:

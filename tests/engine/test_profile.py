@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from helpers import differ, finish, same, start, stop_after, truth
+from helpers import differ, stop_after
 from pydantic.dataclasses import dataclass
 from tones import Tones
 
@@ -22,6 +22,7 @@ from raydfl.engine.config import Config, make_config
 from raydfl.runs._run import resume
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
+from raydfl.testing import assert_same_bits, read_tensors, start_server, train_federation
 
 Tiny = Callable[..., Config]
 HERE = Path(__file__)
@@ -117,12 +118,12 @@ def test_an_architecture_chosen_by_profile(tiny: Tiny) -> None:
     for client in clients(config):
         spec = next(spec for spec in client.models if spec.name == "local")
         assert dict(spec.options)["hidden"] == {"low": 4, "high": 8}[client.profile["capability"]]
-    reference = finish(config)
+    reference = train_federation(config)
     half = tiny(BY_TURN, CHOICES, "run.name=half", method="fedmlac")
     stop_after(half, 1)
-    same(reference, truth(resume(Path(half.run.dir) / "half").run_dir))
+    assert_same_bits(reference, read_tensors(resume(Path(half.run.dir) / "half").run_dir))
     other = CHOICES.replace("hidden: 4", "hidden: 6")
-    assert differ(reference, finish(tiny(BY_TURN, other, "run.name=other", method="fedmlac")))
+    assert differ(reference, train_federation(tiny(BY_TURN, other, "run.name=other", method="fedmlac")))
     shown = parse_yaml(explain_config(config), "shown")
     again: Any = make_config(shown)
     assert again.digest() == config.digest()
@@ -148,7 +149,7 @@ def test_chosen_by_what_is_known_besides(tiny: Tiny) -> None:
 
 def test_a_shared_model_must_have_one_architecture(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match=r"models.model is shared between the clients"):
-        start(tiny(BY_TURN, CHOICES.replace("local", "model")))
+        start_server(tiny(BY_TURN, CHOICES.replace("local", "model")))
 
 
 def test_architectures_are_chosen_from_columns_without_looking_at_single_clients(

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import safetensors
-from helpers import raw, same, start, truth
 
 from raydfl.cluster.server import Server
 from raydfl.core.errors import ConfigError, InputError
@@ -25,6 +24,7 @@ from raydfl.runs.folder import create
 from raydfl.runs.inference import load_model
 from raydfl.runs.progress import Progress
 from raydfl.runs.report import read_run
+from raydfl.testing import assert_same_bits, read_tensors, start_server, to_bytes
 
 Tiny = Callable[..., Config]
 HERE = Path(__file__).resolve().parents[1]
@@ -44,7 +44,7 @@ STOPPING = ["run.best=accuracy", "run.stop={metric: validation model/accuracy, p
 
 def tensors(path: Path) -> dict[str, bytes]:
     with safetensors.safe_open(path, "pt") as file:
-        return {name: raw(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+        return {name: to_bytes(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
 
 
 def noted(values: Sequence[float], metric: str = "test m/loss", **stop: float) -> list[tuple[int, bool]]:
@@ -93,10 +93,12 @@ def test_a_run_stops_and_keeps_the_best_wherever_it_was_killed(tiny: Tiny) -> No
     best = best_of(folder, config)
     assert best is not None
     private = PrivateStore(folder / "private")
-    of_three = truth(Path(three.run.dir) / "three")
+    of_three = read_tensors(Path(three.run.dir) / "three")
     assert len(best.commit.private)
     for index, ref in best.commit.private.items():
-        assert {f"client {index} {name}": raw(t) for name, t in private.read(ref).items()}.items() <= of_three.items()
+        assert {
+            f"client {index} {name}": to_bytes(t) for name, t in private.read(ref).items()
+        }.items() <= of_three.items()
     with safetensors.safe_open(folder / "model-best.safetensors", "pt") as file:
         about = file.metadata()
     assert about["round"] == "3"
@@ -105,13 +107,13 @@ def test_a_run_stops_and_keeps_the_best_wherever_it_was_killed(tiny: Tiny) -> No
     # Killed after any round and resumed, it stops in the same round with the same bits.
     for done in (3, 5):
         again = scripted(tiny, *STOPPING, f"run.name=killed-{done}")
-        server = start(again)
+        server = start_server(again)
         for _ in range(done):
             server.round()
         server.close()
         resumed = resume(Path(again.run.dir) / f"killed-{done}")
         assert (resumed.round, resumed.ended) == (6, outcome.ended)
-        same(truth(folder), truth(resumed.run_dir))
+        assert_same_bits(read_tensors(folder), read_tensors(resumed.run_dir))
         assert tensors(resumed.run_dir / "model-best.safetensors") == tensors(folder / "model-best.safetensors")
 
     # What uses it says which round it is; the last is the default.
@@ -127,9 +129,9 @@ def test_a_run_stops_and_keeps_the_best_wherever_it_was_killed(tiny: Tiny) -> No
     assert read_run(folder).incidents == []
 
     # It is complete: going on does nothing, until there is more patience; then a better round takes the best one's place.
-    before = truth(folder)
+    before = read_tensors(folder)
     assert resume(folder, ["train.rounds=9"]).round == 6
-    same(before, truth(folder))
+    assert_same_bits(before, read_tensors(folder))
     longer = resume(folder, ["train.rounds=8", "run.stop.patience=5"])
     assert longer.best is not None
     assert (longer.round, longer.best.round, longer.ended) == (8, 8, "")
@@ -150,7 +152,7 @@ TWO = ["train.rounds=6", "train.phases.first.rounds=3", "run.best=accuracy"]
 
 def phase_state(folder: Path, round_index: int) -> dict[str, bytes]:
     """What a run knows after a round, apart from the round itself."""
-    found = truth(folder)
+    found = read_tensors(folder)
     assert found["round"] == str(round_index).encode()
     return {name: value for name, value in found.items() if name not in LEFT_OUT}
 
@@ -167,10 +169,10 @@ def test_a_phase_begins_with_the_best_round_of_the_one_before(tiny: Tiny) -> Non
 
     begin = "train.phases.second.begin=best"
     two, three = after(2, "two"), after(3, "best", begin)
-    same(phase_state(two, 2), phase_state(three, 3))  # with the private state of then
+    assert_same_bits(phase_state(two, 2), phase_state(three, 3))  # with the private state of then
     after(6, "best", begin)
     whole = after(6, "whole", begin)
-    same(phase_state(three, 6), phase_state(whole, 6))
+    assert_same_bits(phase_state(three, 6), phase_state(whole, 6))
     others = phase_state(after(6, "last"), 6)
     assert others != phase_state(whole, 6)
 
@@ -187,14 +189,14 @@ def test_a_phase_that_stops_is_one_that_was_configured_so(tiny: Tiny) -> None:
     configured = done("configured", "train.phases.first.rounds=3")
     assert stopped.round == 7
     assert stopped.ended == "no better validation model/accuracy since round 5"
-    same(truth(configured.run_dir), truth(stopped.run_dir))
+    assert_same_bits(read_tensors(configured.run_dir), read_tensors(stopped.run_dir))
     faster = ["train.rounds=7", "train.phases.second.optimiser.lr=0.02", *stopping, "run.name=killed"]
     killed = scripted(tiny, *faster, script=script, kind="InPhases")
-    server = start(killed)
+    server = start_server(killed)
     for _ in range(5):
         server.round()
     server.close()
-    same(truth(configured.run_dir), truth(resume(Path(killed.run.dir) / "killed").run_dir))
+    assert_same_bits(read_tensors(configured.run_dir), read_tensors(resume(Path(killed.run.dir) / "killed").run_dir))
     page = (stopped.run_dir / "report.html").read_text()
     assert "phase second from round 4" in page
     # Where a phase ends decides numbers, so patience does here too.
@@ -240,6 +242,6 @@ def test_the_same_in_actors(tiny: Tiny, ray_session: None) -> None:
     outcomes = [run(scripted(tiny, *STOPPING, f"ray.actors={actors}", f"run.name=a{actors}")) for actors in (0, 1, 2)]
     assert {outcome.round for outcome in outcomes} == {6}
     for other in outcomes[1:]:
-        same(truth(outcomes[0].run_dir), truth(other.run_dir))
+        assert_same_bits(read_tensors(outcomes[0].run_dir), read_tensors(other.run_dir))
         first, there = (outcome.run_dir / "model-best.safetensors" for outcome in (outcomes[0], other))
         assert tensors(first) == tensors(there)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import finish, known, same, start
+from helpers import known
 
 from raydfl.core.errors import ClientError, ConfigError
 from raydfl.engine.config import Config
+from raydfl.testing import assert_same_bits, start_server, train_federation
 
 Tiny = Callable[..., Config]
 METHOD = '''
@@ -59,12 +60,14 @@ def test_a_model_in_two_entries_is_the_model(tiny: Tiny, parted: str, attack: st
     """To the bit, whoever attacks; only the entry is another."""
     settings = ["train.rounds=2", f"attack={attack}", "evaluate.server=false"]
     reference = known(tiny(*settings))
-    found = finish(tiny(*settings, "run.name=parted", method=parted))
-    same({name.replace("server head ", "server global "): value for name, value in found.items()}, reference)
+    found = train_federation(tiny(*settings, "run.name=parted", method=parted))
+    assert_same_bits(
+        {name.replace("server head ", "server global "): value for name, value in found.items()}, reference
+    )
 
 
 def test_what_a_client_has_is_not_counted_again(tiny: Tiny, parted: str) -> None:
-    server = start(tiny("evaluate.every=9", method=parted))
+    server = start_server(tiny("evaluate.every=9", method=parted))
     state = server._federation.state
     rest, head = (4 * sum(t.numel() for t in state.tensors[key].values()) for key in ("global", "head"))
     reports = [server._federation.round() for _ in range(2)]
@@ -83,4 +86,4 @@ def test_what_a_client_has_is_not_counted_again(tiny: Tiny, parted: str) -> None
 )
 def test_what_does_not_fit_is_refused(tiny: Tiny, parted: str, option: str, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
-        finish(tiny("train.rounds=2", f"method.{option}", method=parted))
+        train_federation(tiny("train.rounds=2", f"method.{option}", method=parted))

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import differ, finish, same, truth
+from helpers import differ
 
 import raydfl
 from raydfl.core.errors import ConfigError
@@ -22,6 +22,7 @@ from raydfl.engine.config import Config
 from raydfl.experiments.plan import rounds_done
 from raydfl.experiments.trainable import config_of
 from raydfl.experiments.trial import branch, recorded
+from raydfl.testing import assert_same_bits, read_tensors, train_federation
 
 LR = "train.optimiser.lr"
 
@@ -93,7 +94,7 @@ def test_a_checkpoint_goes_on_to_the_same_bits_or_with_other_rates(tiny: Callabl
     again.stop()
     assert [(result["round"], result["done"]) for result in rest] == [(3, False), (4, True)]
     undisturbed = tiny("train.rounds=4", f"{LR}=0.2", "run.name=undisturbed")
-    same(truth(Path(rest[-1]["run"])), finish(undisturbed))
+    assert_same_bits(read_tensors(Path(rest[-1]["run"])), train_federation(undisturbed))
     assert raydfl.load_model(checkpoint).round == 2
 
     other = federation({LR: 0.05})
@@ -101,7 +102,7 @@ def test_a_checkpoint_goes_on_to_the_same_bits_or_with_other_rates(tiny: Callabl
     last = [other.train(), other.train()][-1]
     other.stop()
     folder = Path(last["run"])
-    assert differ(truth(folder), truth(Path(undisturbed.run.dir) / "undisturbed"))
+    assert differ(read_tensors(folder), read_tensors(Path(undisturbed.run.dir) / "undisturbed"))
     assert json.loads((folder / "run.json").read_text())["branches"] == [
         {"run": results[0]["run"].rpartition("/")[2], "digest": undisturbed.digest(), "round": 2}
     ]
@@ -186,7 +187,7 @@ def test_trials_of_asha_have_the_bits_of_runs_alone(tiny: Callable[..., Config],
     for result in results:
         lr, rounds = result["settings"][LR], result["metrics"]["round"]
         alone = tiny(f"train.rounds={rounds}", f"{LR}={lr}", f"run.name=alone-{lr}")
-        same(truth(Path(result["checkpoint"])), finish(alone))
+        assert_same_bits(read_tensors(Path(result["checkpoint"])), train_federation(alone))
         assert raydfl.load_model(result["checkpoint"]).round == rounds
         measured = recorded(Path(alone.run.dir) / f"alone-{lr}", rounds - 1)[rounds]
         assert result["metrics"]["test model/loss"] == measured["test", "model/loss"]
@@ -219,9 +220,9 @@ def test_trials_of_pbt_have_the_bits_of_their_settings_one_after_another(
             if before is not None:
                 branch(before, folder, here)
                 branched += 1
-            finish(here)
+            train_federation(here)
             before = folder
-        same(truth(Path(result["checkpoint"])), truth(folder))
+        assert_same_bits(read_tensors(Path(result["checkpoint"])), read_tensors(folder))
     assert branched
 
 

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import known, same, truth
+from helpers import known
 
 from raydfl.engine.config import Config
 from raydfl.experiments.metric import MetricSettings, keys_of
 from raydfl.experiments.plan import is_complete, rounds_done
 from raydfl.experiments.trial import RunThread, Said, TrialOrder, branch, recorded
+from raydfl.testing import assert_same_bits, read_tensors
 
 
 def _order(config: Config, tmp_path: Path, reported: int = 0, **changes: Any) -> TrialOrder:
@@ -93,7 +94,7 @@ def test_a_trial_that_is_not_judged_has_one_result_and_stops_after_its_round(
     assert 2 <= rounds_done(order.folder) < 40
     (tmp_path / "stop").unlink()
     assert [said.status for said in _all(RunThread(order))] == ["finished"]
-    same(truth(order.folder), known(tiny("train.rounds=40", "evaluate.clients=none")))
+    assert_same_bits(read_tensors(order.folder), known(tiny("train.rounds=40", "evaluate.clients=none")))
     (order.folder / "report.html").unlink()  # killed between the last round and its page
     assert [said.status for said in _all(RunThread(order))] == ["finished"]
     assert (order.folder / "report.html").exists()
@@ -130,7 +131,7 @@ def test_a_trial_that_is_stopped_goes_on_to_the_same_bits(tiny: Callable[..., Co
     (tmp_path / "stop").unlink()
     rest = _all(RunThread(_order(config, tmp_path, reported=2)))
     assert _rounds([*first, *rest]) == _rounds(other)
-    same(truth(folder), expected)
+    assert_same_bits(read_tensors(folder), expected)
 
 
 def test_what_was_trained_but_not_told_is_told_without_training(
@@ -166,20 +167,20 @@ def test_a_copy_goes_on_from_anothers_state_with_its_own_settings(tiny: Callable
     """A copy with unchanged settings is the undisturbed run; with another rate it shares its past, not its future."""
     parent = tiny("train.rounds=2", "run.name=parent")
     _all(RunThread(_order(parent, tmp_path)))
-    past = truth(Path(parent.run.dir) / "parent")
+    past = read_tensors(Path(parent.run.dir) / "parent")
     folder = Path(parent.run.dir) / "parent"
     unchanged = tiny("train.rounds=4", "run.name=unchanged")
     _all(RunThread(_order(unchanged, tmp_path, parent=str(folder))))
-    same(truth(Path(parent.run.dir) / "unchanged"), known(tiny("train.rounds=4")))
+    assert_same_bits(read_tensors(Path(parent.run.dir) / "unchanged"), known(tiny("train.rounds=4")))
     changed = tiny("train.rounds=4", "train.optimiser.lr=0.3", "run.name=changed")
     said = _all(RunThread(_order(changed, tmp_path, parent=str(folder))))
     assert said[-1].status == "finished"
     assert [each.round for each in said] == [1, 2, 3, 4]
-    here = truth(Path(parent.run.dir) / "changed")
-    assert here != truth(Path(parent.run.dir) / "unchanged")
-    same(truth(folder), past)  # the parent is untouched
+    here = read_tensors(Path(parent.run.dir) / "changed")
+    assert here != read_tensors(Path(parent.run.dir) / "unchanged")
+    assert_same_bits(read_tensors(folder), past)  # the parent is untouched
     about = json.loads((Path(parent.run.dir) / "changed" / "run.json").read_text())
     assert about["branches"] == [{"run": "parent", "digest": parent.digest(), "round": 2}]
     assert about["digest"] == changed.digest()
     branch(folder, Path(parent.run.dir) / "changed", changed)  # again: it has begun, and is left as it is
-    same(truth(Path(parent.run.dir) / "changed"), here)
+    assert_same_bits(read_tensors(Path(parent.run.dir) / "changed"), here)

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import known, same, truth
+from helpers import known
 from marked import Marked
 
 from raydfl.engine.config import Config
+from raydfl.testing import assert_same_bits, read_tensors
 
 Tiny = Callable[..., Config]
 TESTS = Path(__file__).parent.parent
@@ -68,9 +69,9 @@ def test_a_killed_actor_changes_nothing(
     assert running.process.wait(60) == 0, running.process.stderr.read() if running.process.stderr else ""
     assert kills == 2
     assert rounds == [1, 2, 3, 4, 5, 6]
-    same(
+    assert_same_bits(
         known(tiny(*common, "ray.actors=0", method=SLOW)),
-        truth(Path(config.run.dir) / "killed"),
+        read_tensors(Path(config.run.dir) / "killed"),
     )
 
 
@@ -93,7 +94,7 @@ def test_a_killed_driver_is_resumed_to_the_same_bits(
     events = list(again.events())
     assert again.process.wait(60) == 0
     assert [e["event"] for e in events].count("round") in (2, 3)
-    same(known(tiny(*common, "ray.actors=0", method=SLOW)), truth(run_dir))
+    assert_same_bits(known(tiny(*common, "ray.actors=0", method=SLOW)), read_tensors(run_dir))
 
 
 @pytest.mark.timeout(600)
@@ -120,4 +121,4 @@ def test_control_c_stops_after_the_round_and_says_how_to_resume(
     again = command("resume", str(run_dir), "--json")
     list(again.events())
     assert again.process.wait(60) == 0
-    same(known(tiny(*common, "ray.actors=0", method=SLOW)), truth(run_dir))
+    assert_same_bits(known(tiny(*common, "ray.actors=0", method=SLOW)), read_tensors(run_dir))

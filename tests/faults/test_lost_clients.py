@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import ray
-from helpers import finish, same
 
 from raydfl.core.errors import ResourcesError
 from raydfl.data import Population
 from raydfl.engine.config import Config
 from raydfl.engine.storage import record
 from raydfl.engine.storage.folder import final_state
+from raydfl.testing import assert_same_bits, train_federation
 
 Tiny = Callable[..., Config]
 FAULTY = Path(__file__).parent / "faulty_methods.py"
@@ -53,21 +53,21 @@ def test_a_client_that_ends_every_actor_is_dropped(tiny: Tiny, retries: int) -> 
     """Also without retries only this client is: those that were lost with it are tried again, each by itself."""
     settings = [faulty("Fails"), "method.what=exit", "ray.actors=2", f"ray.retries={retries}", "run.on_error=drop"]
     config = tiny(*WHOLE, *settings, "run.name=lost")
-    dropped = finish(config)
+    dropped = train_federation(config)
     ((round_, client, note),) = failed(config)
     assert (round_, client) == (2, "s2")
     assert note.startswith("lost: its actor was lost 2 times: ActorDiedError")
-    same(finish(tiny(*WHOLE, faulty("Absent"), "run.name=absent")), dropped)
+    assert_same_bits(train_federation(tiny(*WHOLE, faulty("Absent"), "run.name=absent")), dropped)
 
 
 def test_one_of_a_group_that_ends_every_actor_is_found(tiny: Tiny) -> None:
     common = [*WHOLE, "train.together=3", "train.rounds=2"]
     settings = [faulty("Fails"), "method.what=exit", "ray.actors=2", "ray.retries=0", "run.on_error=drop"]
     config = tiny(*common, *settings, "run.name=lost")
-    finish(config)
+    train_federation(config)
     assert [entry[:2] for entry in failed(config)] == [(2, "s2")]
     absent = tiny(*WHOLE, "train.rounds=2", faulty("Absent"), "run.name=absent")
-    finish(absent)
+    train_federation(absent)
     theirs = final_state(Path(absent.run.dir) / "absent").tensors["global"]
     for name, tensor in final_state(folder(config)).tensors["global"].items():
         assert (tensor - theirs[name]).abs().max() < 1e-5, name
@@ -76,10 +76,10 @@ def test_one_of_a_group_that_ends_every_actor_is_found(tiny: Tiny) -> None:
 def test_a_dropped_client_gives_the_same_bits_from_any_pool(tiny: Tiny) -> None:
     common = [*WHOLE, faulty("Fails"), "run.on_error=drop"]
     serial = tiny(*common, "run.name=serial")
-    reference = finish(serial)
+    reference = train_federation(serial)
     for actors in (1, 2):
         config = tiny(*common, f"ray.actors={actors}", f"run.name=actors{actors}")
-        same(reference, finish(config))
+        assert_same_bits(reference, train_federation(config))
         assert failed(config) == failed(serial)
 
 
@@ -89,19 +89,19 @@ def test_a_client_that_hangs_is_not_waited_for(tiny: Tiny, actors: str, together
     settings = [faulty("Fails"), "method.what=hang", "train.deadline=20", "ray.grace=3", f"ray.actors={actors}"]
     settings.append("data.speakers=3")  # all three in every round, each in an actor of its own with per_client
     config = tiny(*WHOLE, *settings, f"train.together={together}", "run.name=hung")
-    ended = finish(config)
+    ended = train_federation(config)
     ((round_, client, note),) = failed(config)
     assert (round_, client) == (2, "s2")
     assert note == "late: no answer after 23 s (train.deadline and ray.grace)"
     if together == 1:
-        same(finish(tiny(*WHOLE, "data.speakers=3", faulty("Absent"), "run.name=absent")), ended)
+        assert_same_bits(train_federation(tiny(*WHOLE, "data.speakers=3", faulty("Absent"), "run.name=absent")), ended)
 
 
 def test_late_clients_do_not_hurry_the_others(tiny: Tiny) -> None:
     """One client takes 3 s for each batch: what it had done by the deadline counts, and everybody else did everything."""
     settings = [faulty("SlowBatches"), "method.seconds=3", "train.local_epochs=4", "train.deadline=10", "ray.actors=2"]
     config = tiny(*WHOLE, *settings, "train.rounds=1", "run.name=slow")
-    finish(config)
+    train_federation(config)
     rows = record.to_rows(record.read_rows(folder(config)))
     late = [(row.round, row.client) for row in rows if row.metric == "late" and row.client]
     assert late == [(1, "s2")]
@@ -123,4 +123,4 @@ def test_the_servers_evaluation_is_never_dropped(tiny: Tiny, tmp_path: Path) -> 
     )
     settings = [f"method.name={killer}:Killer", "ray.actors=1", "ray.retries=0", "run.on_error=drop"]
     with pytest.raises(ResourcesError, match=r"the actor of client '' was lost 2 times in round 2"):
-        finish(tiny(*settings, "run.name=server"))
+        train_federation(tiny(*settings, "run.name=server"))

@@ -13,7 +13,6 @@ import faulty_methods
 import numpy as np
 import pytest
 import torch
-from helpers import finish, same, truth
 
 from raydfl.core.errors import ClientError, RaydflError
 from raydfl.core.tensors import FlatTensors
@@ -25,6 +24,7 @@ from raydfl.engine.storage.record import MetricRow
 from raydfl.engine.validation import Kinds, UpdateChecker, check_form, check_weights, checked_metrics, is_finite
 from raydfl.runs._replay import replay
 from raydfl.runs._run import resume, run
+from raydfl.testing import assert_same_bits, read_tensors, train_federation
 
 Tiny = Callable[..., Config]
 FAULTY = Path(__file__).parent / "faulty_methods.py"
@@ -76,7 +76,7 @@ def known() -> dict[str, dict[str, bytes]]:
 def absent(known: dict[str, dict[str, bytes]], tiny: Tiny, client: str) -> dict[str, bytes]:
     if client not in known:
         own = [f"method.name={FAULTY}:Absent", f"method.client={client}", "run.name=absent"]
-        known[client] = finish(tiny(*COMMON, *own))
+        known[client] = train_federation(tiny(*COMMON, *own))
     return known[client]
 
 
@@ -129,7 +129,7 @@ def test_a_malformed_update_is_left_out_or_stops_the_run(
     run_dir = Path(stopped.run.dir) / "sent"
     assert final_state(run_dir).round_index == 1
     resume(run_dir, ["run.on_error=drop"])
-    same(absent(known, tiny, "s2"), truth(run_dir))
+    assert_same_bits(absent(known, tiny, "s2"), read_tensors(run_dir))
     [note] = [row.note for row in rows_of(run_dir) if row.metric == "failed" and row.client]
     assert note is not None
     assert re.match("error: round 2, " + SAID[what], note)
@@ -142,7 +142,7 @@ def test_the_first_client_is_believed_no_more_than_the_others(
     tiny: Tiny, known: dict[str, dict[str, bytes]], what: str
 ) -> None:
     config = tiny(*COMMON, NONSENSE, f"method.what={what}", "method.client=s0", "run.name=first")
-    same(absent(known, tiny, "s0"), finish(config))
+    assert_same_bits(absent(known, tiny, "s0"), train_federation(config))
 
 
 def test_clients_send_what_the_method_lets_them_send_besides(tiny: Tiny, known: dict[str, dict[str, bytes]]) -> None:
@@ -150,16 +150,20 @@ def test_clients_send_what_the_method_lets_them_send_besides(tiny: Tiny, known: 
     for what, addition, key in [("addition", "global/own/", "global"), ("other key", "mine/model", "mine")]:
         own = (NONSENSE, f"method.what={what}", f"method.addition={addition}", "run.on_error=stop")
         config = tiny(*COMMON, *own, f"run.name={key}")
-        finish(config)
+        train_federation(config)
         tensors = final_state(Path(config.run.dir) / key).tensors
         if key == "global":
             assert torch.equal(tensors["global"]["own/counts"], torch.ones(2))
         else:
             assert set(tensors) == {"global", "mine"}
             assert set(tensors["mine"]) == set(tensors["global"])
-            same(
+            assert_same_bits(
                 absent(known, tiny, "s2"),
-                {name: value for name, value in truth(Path(config.run.dir) / key).items() if "server mine" not in name},
+                {
+                    name: value
+                    for name, value in read_tensors(Path(config.run.dir) / key).items()
+                    if "server mine" not in name
+                },
             )
 
 

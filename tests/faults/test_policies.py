@@ -16,7 +16,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from helpers import differ, finish, known, same, start, truth
+from helpers import differ, known
 
 from raydfl.cluster.faults import StragglerPolicy
 from raydfl.core.errors import ClientError, ConfigError
@@ -28,6 +28,7 @@ from raydfl.engine.telemetry import RoundReport
 from raydfl.runs._replay import replay
 from raydfl.runs._run import resume, run
 from raydfl.runs.progress import Progress
+from raydfl.testing import assert_same_bits, read_tensors, start_server, train_federation
 from raydfl.training import _fit as train
 from raydfl.training import clock as deadline
 from raydfl.training.clock import Clock, DeadlineExceededError
@@ -71,8 +72,8 @@ def notes(config: Config, metric: str) -> list[tuple[int, str, str, str]]:
 def test_a_client_that_raises_is_dropped_as_if_it_had_not_been_asked(tiny: Tiny, what: str, after: str) -> None:
     common = ["train.cohort=1.0", "run.on_error=drop"]
     config = tiny(*common, faulty("Fails"), f"method.what={what}", f"method.after={after}", "run.name=dropped")
-    dropped = finish(config)
-    same(finish(tiny(*common, faulty("Absent"), "run.name=absent")), dropped)
+    dropped = train_federation(config)
+    assert_same_bits(train_federation(tiny(*common, faulty("Absent"), "run.name=absent")), dropped)
     assert differ(known(tiny(*common)), dropped)
     kind, text = {
         "value": ("ValueError", "a client's own mistake"),
@@ -91,10 +92,10 @@ def test_a_client_that_raises_is_dropped_as_if_it_had_not_been_asked(tiny: Tiny,
 def test_its_private_state_stays_as_it_was(tiny: Tiny) -> None:
     common = ["train.cohort=1.0", "train.rounds=2", "run.on_error=drop", FEDMLAC]
     config = tiny(*common, faulty("FailsPrivately"), "run.name=dropped")
-    dropped = finish(config)
+    dropped = train_federation(config)
     assert len(notes(config, "failed")) == 1
-    same(finish(tiny(*common, faulty("AbsentPrivately"), "run.name=absent")), dropped)
-    before = finish(tiny(*common, "train.rounds=1", faulty("FailsPrivately"), "run.name=before"))
+    assert_same_bits(train_federation(tiny(*common, faulty("AbsentPrivately"), "run.name=absent")), dropped)
+    before = train_federation(tiny(*common, "train.rounds=1", faulty("FailsPrivately"), "run.name=before"))
     own = [name for name in before if name.startswith("client 2 ")]
     assert own
     assert all(before[name] == dropped[name] for name in own)
@@ -115,20 +116,20 @@ def test_a_client_that_exits_ends_the_run_as_any_failure_does(
     with pytest.raises(
         ClientError, match=r"'s2' failed in round 1, phase 'train': .*Exit: 0? ?\(at .*leaving.py:9\)\nlook at"
     ):
-        finish(tiny(method, "train.cohort=1.0", f"train.together={together}"))
+        train_federation(tiny(method, "train.cohort=1.0", f"train.together={together}"))
 
 
 def test_one_of_a_group_that_is_trained_together_does_not_take_the_others(tiny: Tiny) -> None:
     common = ["train.cohort=1.0", "run.on_error=drop", "train.together=3"]
     config = tiny(*common, faulty("Fails"), "run.name=dropped")
-    finish(config)
+    train_federation(config)
     assert [note[:3] for note in notes(config, "failed")] == [(2, "train", "s2")]
     clients = [row.value for row in rows_of(config) if row.metric == "vectorised"]
     assert clients[0] == 1.0
     assert clients[1] == pytest.approx(5 / 6)
     ours = final_state(Path(config.run.dir) / "dropped").tensors["global"]
     absent = tiny("train.cohort=1.0", faulty("Absent"), "run.name=absent")
-    finish(absent)
+    train_federation(absent)
     theirs = final_state(Path(absent.run.dir) / "absent").tensors["global"]
     for name, tensor in ours.items():
         assert (tensor - theirs[name]).abs().max() < 1e-5, name
@@ -137,7 +138,7 @@ def test_one_of_a_group_that_is_trained_together_does_not_take_the_others(tiny: 
 def test_sending_what_is_private_drops_the_client_and_nothing_is_sent(tiny: Tiny) -> None:
     extra = Path(__file__).parent.parent / "extra_methods.py"
     config = tiny(f"method.name={extra}:Leaking", "run.on_error=drop", "run.max_failed=1.0", "train.rounds=1")
-    finish(config)
+    train_federation(config)
     failed = notes(config, "failed")
     assert len(failed) == 3
     assert all("the update holds tensors that the method's shared() keeps private" in note for *_, note in failed)
@@ -145,7 +146,7 @@ def test_sending_what_is_private_drops_the_client_and_nothing_is_sent(tiny: Tiny
 
 def test_a_clients_error_is_recorded_without_what_steers_terminals(tiny: Tiny) -> None:
     config = tiny(faulty("Fails"), "method.what=steer", "train.cohort=1.0", "train.rounds=2", "run.on_error=drop")
-    finish(config)
+    train_federation(config)
     ((*_, note),) = notes(config, "failed")
     assert note.startswith(r"error: ValueError: \x1b]0;owned\x07 \x9b2J\u202e \udcff (at ")
 
@@ -167,7 +168,7 @@ def test_too_many_dropped_clients_stop_the_run(tiny: Tiny) -> None:
 def test_of_a_round_with_too_many_failures_nothing_counts(tiny: Tiny, method: str, whole: int) -> None:
     """Not in the record either, when a commit follows: a run that stops in order still writes what it has."""
     config = tiny(faulty(method), "train.cohort=1.0", "run.on_error=drop", "run.max_failed=0", "run.commit_every=9")
-    server = start(config)
+    server = start_server(config)
     for _ in range(whole):
         server.round()
     with pytest.raises(ClientError, match="1 of 6 clients were rejected"):
@@ -184,12 +185,14 @@ def test_a_stopped_run_may_go_on_without_the_client(tiny: Tiny) -> None:
     with pytest.raises(ClientError, match="client 's2' failed in round 2, phase 'train': ValueError"):
         run(tiny(*common, faulty("Fails"), "run.name=stopped"))
     outcome = resume(Path(tiny().run.dir) / "stopped", ["run.on_error=drop"])
-    same(finish(tiny(*common, faulty("Absent"), "run.name=absent")), truth(outcome.run_dir))
+    assert_same_bits(
+        train_federation(tiny(*common, faulty("Absent"), "run.name=absent")), read_tensors(outcome.run_dir)
+    )
 
 
 def test_a_dropped_client_is_replayed_with_its_error(tiny: Tiny) -> None:
     config = tiny("train.cohort=1.0", "run.on_error=drop", "run.keep=9", faulty("Fails"), "run.name=dropped")
-    finish(config)
+    train_federation(config)
     with pytest.raises(ClientError, match="client 's2' failed in round 2") as caught:
         replay(Path(config.run.dir) / "dropped", 2, "s2")
     assert isinstance(caught.value.__cause__, ValueError)
@@ -230,7 +233,7 @@ def test_what_the_method_raises_at_the_server_is_said_as_for_clients(
 def test_a_client_that_cannot_be_evaluated_is_left_out_there(tiny: Tiny) -> None:
     common = ["train.cohort=1.0", "train.rounds=1"]
     config = tiny(*common, faulty("CannotEvaluate"), "run.on_error=drop", "run.name=unmeasured")
-    same(known(tiny(*common)), finish(config))
+    assert_same_bits(known(tiny(*common)), train_federation(config))
     ((round_, phase, client, note),) = notes(config, "failed")
     assert (round_, phase, client) == (1, "evaluate", "s2")
     assert note.startswith("error: ValueError")
@@ -271,7 +274,7 @@ def test_a_deadline_that_touches_nobody_changes_nothing(tiny: Tiny, method: str,
     common = [f"train.together={together}", *LONGER, "train.cohort=1.0"]
     without = known(tiny(*common, method=method))
     config = tiny(*common, "train.deadline=1e6", "run.name=with", method=method)
-    same(without, finish(config))
+    assert_same_bits(without, train_federation(config))
     assert notes(config, "late") == []
     assert {row.value for row in rows_of(config) if row.metric == "late"} == {0.0}
 
@@ -281,9 +284,9 @@ def test_partial_work_is_the_work_up_to_the_deadline(tiny: Tiny) -> None:
     """3.5 s: the clock is looked at before each batch, so there are four of one second each."""
     common = [*LONGER, "train.cohort=1.0", "train.local_epochs=3", "train.rounds=2"]
     config = tiny(*common, "train.deadline=3.5", "run.name=partial")
-    partial = finish(config)
-    same(known(tiny(*common, faulty("FirstBatches"), "method.steps=4")), partial)
-    assert differ(finish(tiny(*common, faulty("FirstBatches"), "method.steps=3", "run.name=less")), partial)
+    partial = train_federation(config)
+    assert_same_bits(known(tiny(*common, faulty("FirstBatches"), "method.steps=4")), partial)
+    assert differ(train_federation(tiny(*common, faulty("FirstBatches"), "method.steps=3", "run.name=less")), partial)
     said = notes(config, "late")
     assert len(said) == 12
     assert {note for *_, note in said} == {"4 steps until train.deadline"}
@@ -300,11 +303,11 @@ def test_only_clients_with_work_left_are_late(tiny: Tiny) -> None:
     for together in (1, 3):
         common = [*LONGER, "train.cohort=1.0", "train.rounds=1", "train.deadline=2", f"train.together={together}"]
         partial = tiny(*common, f"run.name=partial{together}")
-        finish(partial)
+        train_federation(partial)
         assert [client for _, _, client, _ in notes(partial, "late")] == more
         assert notes(partial, "failed") == []
         drop = tiny(*common, "train.late=drop", "run.max_failed=0.9", f"run.name=drop{together}")
-        finish(drop)
+        train_federation(drop)
         assert [(client, note) for _, _, client, note in notes(drop, "failed")] == [
             (client, "late: 2 steps were done at train.deadline=2 s, and train.late=drop") for client in more
         ]
@@ -313,7 +316,7 @@ def test_only_clients_with_work_left_are_late(tiny: Tiny) -> None:
 
 def steps_without_deadline(tiny: Tiny) -> list[MetricRow]:
     config = tiny(*LONGER, "train.cohort=1.0", "train.rounds=1", "run.name=sizes")
-    finish(config)
+    train_federation(config)
     return [row for row in rows_of(config) if row.metric == "steps" and row.client]
 
 
@@ -324,7 +327,7 @@ def test_a_group_stops_when_it_would_have_alone(tiny: Tiny) -> None:
     states = []
     for together in (1, 3):
         config = tiny(*common, f"train.together={together}", f"run.name=w{together}")
-        finish(config)
+        train_federation(config)
         assert {note for *_, note in notes(config, "late")} == {"3 steps until train.deadline"}
         states.append(final_state(Path(config.run.dir) / f"w{together}").tensors["global"])
     shares = [row.value for row in rows_of(config) if row.metric == "vectorised"]
@@ -336,7 +339,7 @@ def test_a_group_stops_when_it_would_have_alone(tiny: Tiny) -> None:
 @pytest.mark.usefixtures("seconds_of_steps")
 def test_a_method_that_trains_twice_has_one_deadline(tiny: Tiny) -> None:
     config = tiny(faulty("Twice"), *LONGER, "train.cohort=1.0", "train.rounds=1", "train.deadline=4", "run.name=twice")
-    finish(config)
+    train_federation(config)
     done = {row.client: {} for row in rows_of(config) if row.client}  # type: dict[str, dict[str, float]]
     for row in rows_of(config):
         if row.client and row.metric in ("first", "second"):
@@ -367,7 +370,7 @@ def test_without_a_single_step_a_client_is_left_out(
 
 
 def final_state_of(config: Config) -> Any:
-    finish(config)
+    train_federation(config)
     return final_state(Path(config.run.dir) / str(config.run.name)).tensors["global"]
 
 
@@ -376,7 +379,7 @@ def test_scaffold_counts_the_steps_that_were_done(tiny: Tiny) -> None:
     """With one step each, the client's control variate is that step's gradient: the change over the learning rate."""
     common = [*LONGER, "train.cohort=1.0", "train.rounds=1", "train.optimiser.lr=0.1"]
     config = tiny(*common, "train.deadline=1", "run.name=scaffold", method="scaffold")
-    server = start(config)
+    server = start_server(config)
     before = {n: t.clone() for n, t in server._federation.state.tensors["global"].items()}
     server.round()
     after = server._federation.state.tensors["global"]

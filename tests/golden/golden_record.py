@@ -22,7 +22,7 @@ from tiny_federation import tiny_values
 
 from raydfl import Config, load_config, load_sweep, make_config
 from raydfl.engine import apply_overrides
-from raydfl.testing import describe_kernels, digest, list_ownership, train
+from raydfl.testing import describe_kernels, digest, list_ownership, train_federation
 
 FILE = TESTS / "golden" / "golden.json"
 
@@ -38,7 +38,7 @@ def configure(name: str, case: Case, folder: Path, cache: Path) -> Config:
 
 def measure(config: Config) -> dict[str, Any]:
     """Train a case and return what is recorded of it."""
-    bits = train(config)
+    bits = train_federation(config)
     values = np.frombuffer(b"".join(bits[name] for name in sorted(bits) if name.startswith("server ")), np.float32)
     signs = np.random.default_rng(0).choice([-1.0, 1.0], len(values))
     return {

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import differ, final_state, finish, known, same, start
+from helpers import differ, final_state, known
 
 from raydfl.core.errors import ConfigError, DataError
 from raydfl.engine.config import Config
 from raydfl.engine.storage import record
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
+from raydfl.testing import assert_same_bits, start_server, train_federation
 from raydfl.training import tape
 
 Tiny = Callable[..., Config]
@@ -41,7 +42,7 @@ def test_looped_equals_stacked(tiny: Tiny, length: str) -> None:
         config = tiny(
             f"train.together={together}", f"run.name=w{together}", "train.cohort=4", "train.local_epochs=2", ON, length
         )
-        finish(config)
+        train_federation(config)
         ends[together] = final_state(Path(config.run.dir) / f"w{together}").tensors["global"]
         rows = record.read_rows(Path(config.run.dir) / f"w{together}").to_pylist()
         assert [row["value"] for row in rows if row["metric"] == "vectorised"] == ([] if together == 1 else [1.0] * 3)
@@ -52,28 +53,28 @@ def test_looped_equals_stacked(tiny: Tiny, length: str) -> None:
 def test_recorded_equals_by_code(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tape, "FIRST", 1)
     many = ["train.local_epochs=4", "train.rounds=2"]
-    by_code = finish(tiny("run.name=code", "train.tape=false", ON, *many))
+    by_code = train_federation(tiny("run.name=code", "train.tape=false", ON, *many))
     played: list[object] = []
     real = tape._Player._play
     monkeypatch.setattr(tape._Player, "_play", lambda *given: played.append(0) or real(*given))
-    same(by_code, finish(tiny("run.name=tape", ON, *many)))
+    assert_same_bits(by_code, train_federation(tiny("run.name=tape", ON, *many)))
     assert len(played) > 10
 
 
 def test_stopping_and_resuming_gives_the_same_bits(tiny: Tiny) -> None:
     undisturbed = known(tiny(ON))
     config = tiny("run.name=stopped", ON)
-    server = start(config)
+    server = start_server(config)
     server.round()
     server.close()
-    same(undisturbed, finish(config))
+    assert_same_bits(undisturbed, train_federation(config))
 
 
 @pytest.mark.usefixtures("ray_session")
 def test_actors_give_the_same_bits(tiny: Tiny) -> None:
     reference = known(tiny(ON))
     for actors in (1, 2):
-        same(reference, finish(tiny(f"run.name=actors{actors}", f"ray.actors={actors}", ON)))
+        assert_same_bits(reference, train_federation(tiny(f"run.name=actors{actors}", f"ray.actors={actors}", ON)))
 
 
 NEUTRAL: dict[str, dict[str, Any]] = {
@@ -92,17 +93,17 @@ def test_every_transform_matters_and_its_neutral_value_is_none(tiny: Tiny, name:
     plain = ["data.features.normalise=none"] if name == "gain" else []
     short = ["train.rounds=1", "train.optimiser.lr=0.01", *plain]
     without = known(tiny(*short))
-    assert differ(without, finish(tiny("run.name=on", *short, f"data.transforms={json.dumps([options])}")))
+    assert differ(without, train_federation(tiny("run.name=on", *short, f"data.transforms={json.dumps([options])}")))
     if name not in NEUTRAL:
         return
     neutral = json.dumps([{"name": name, **NEUTRAL[name]}])
-    found = finish(tiny("run.name=neutral", *short, f"data.transforms={neutral}"))
+    found = train_federation(tiny("run.name=neutral", *short, f"data.transforms={neutral}"))
     if name in ("noise", "reverberation"):
         for key in (key for key in without if key.startswith("server")):
             ends = [np.frombuffer(run[key], np.float32) for run in (without, found)]
             np.testing.assert_allclose(*ends, rtol=1e-3, atol=1e-4)
     else:
-        same(without, found)
+        assert_same_bits(without, found)
 
 
 def test_the_digest_knows_transforms_and_their_defaults(tiny: Tiny) -> None:
@@ -126,7 +127,7 @@ def test_predictions_are_what_the_run_measured(tiny: Tiny) -> None:
     for name, crop in (("centre", {}), ("segments", {"test": "segments", "stride": 5})):
         transforms = [{"name": "random_crop", "size": 16, **crop}, {"name": "noise"}]
         config = tiny("train.rounds=1", f"run.name={name}", f"data.transforms={json.dumps(transforms)}")
-        finish(config)
+        train_federation(config)
         run_dir = Path(config.run.dir) / name
         population = Population.load(run_dir / "population").use(config.data)
         test = population.test

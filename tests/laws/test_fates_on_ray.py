@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
-from helpers import known, same, truth
+from helpers import known
 
 from raydfl.engine.config import Config
 from raydfl.runs._run import run
+from raydfl.testing import assert_same_bits, read_tensors
 
 Tiny = Callable[..., Config]
 TESTS = Path(__file__).parent.parent
@@ -36,7 +37,7 @@ def test_serial_and_1_and_2_actors_give_the_same_bits(tiny: Tiny, case: str) -> 
     reference = known(tiny(*settings, method=method))
     for actors in (1, 2):
         outcome = run(tiny(f"run.name=actors{actors}", f"ray.actors={actors}", *settings, method=method))
-        same(reference, truth(outcome.run_dir))
+        assert_same_bits(reference, read_tensors(outcome.run_dir))
 
 
 def test_a_frozen_stem_from_a_file_is_read_by_every_actor(tiny: Tiny) -> None:
@@ -46,7 +47,7 @@ def test_a_frozen_stem_from_a_file_is_read_by_every_actor(tiny: Tiny) -> None:
     settings = [f"models.model={{name: {stem}, init_from: {file}}}"]
     reference = known(tiny(*settings))
     outcome = run(tiny("run.name=actors", "ray.actors=2", *settings))
-    same(reference, truth(outcome.run_dir))
+    assert_same_bits(reference, read_tensors(outcome.run_dir))
     ended = safetensors.torch.load_file(outcome.run_dir / "model.safetensors")
     began = safetensors.torch.load_file(file)
     assert all(ended[name].equal(began[name]) for name in began if "stem" in name)

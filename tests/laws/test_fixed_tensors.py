@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 import safetensors.torch
 import torch
-from helpers import differ, finish, raw, same, start, stop_after, truth
+from helpers import differ, stop_after
 from networks import FrozenStem
 from pydantic.dataclasses import dataclass
 from torch import nn
@@ -25,6 +25,7 @@ from raydfl.methods import Method
 from raydfl.methods.feddrop import FedDrop
 from raydfl.runs._run import resume, run
 from raydfl.runs.inference.model import load_model
+from raydfl.testing import assert_same_bits, read_tensors, start_server, to_bytes, train_federation
 from raydfl.training._fit import fit
 from raydfl.training.fates import fixed_tensors
 from raydfl.training.step import Step
@@ -118,7 +119,7 @@ def test_it_is_neither_sent_nor_kept_nor_committed(tiny: Tiny) -> None:
     config = tiny(STEM, "train.rounds=2", "train.cohort=3")
     run_dir = run(config).run_dir
     assert final_state(run_dir).tensors["global"].keys() == HEAD
-    assert not any(name.startswith("client") for name in truth(run_dir))
+    assert not any(name.startswith("client") for name in read_tensors(run_dir))
     size = sum(tensor.nbytes for tensor in final_state(run_dir).tensors["global"].values())
     rows = record.read_rows(run_dir).to_pandas()
     values = {what: rows.loc[(rows["metric"] == what) & (rows["round"] == 2), "value"].item() for what in _BYTES}
@@ -138,32 +139,34 @@ def test_the_result_is_that_of_sending_everything(tiny: Tiny) -> None:
 def test_of_a_cut_network_fixed_tensors_stay_where_they_are(tiny: Tiny) -> None:
     """Clients take their channels from the whole network, which they build themselves."""
     network = [f"models.model={NETWORKS}:NarrowStem", "train.cohort=1.0", "method.share=0.5"]
-    found = finish(tiny(*network, "run.name=fixed", method="feddrop"))
+    found = train_federation(tiny(*network, "run.name=fixed", method="feddrop"))
     run_dir = Path(tiny().run.dir) / "fixed"
     head = final_state(run_dir).tensors["global"]
     assert head.keys() == HEAD
-    finish(tiny(*network, "run.name=sent", f"method.name={HERE}:CutAndAllSent"))
+    train_federation(tiny(*network, "run.name=sent", f"method.name={HERE}:CutAndAllSent"))
     sent = final_state(Path(tiny().run.dir) / "sent").tensors["global"]
     assert sent.keys() - HEAD == {"model/stem.weight", "model/stem.bias"}
-    finish(tiny(*network, "run.name=joint", "train.together=4", method="feddrop"))
+    train_federation(tiny(*network, "run.name=joint", "train.together=4", method="feddrop"))
     joint = final_state(Path(tiny().run.dir) / "joint").tensors["global"]
     for name in HEAD:
         torch.testing.assert_close(head[name], sent[name], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(head[name], joint[name], rtol=1e-4, atol=1e-5)
-    same(found, finish(tiny(*network, "run.name=untaped", "train.tape=false", method="feddrop")))
+    assert_same_bits(found, train_federation(tiny(*network, "run.name=untaped", "train.tape=false", method="feddrop")))
     part = load_model(run_dir, client="s1").network.state_dict()["stem.weight"]
     whole = load_model(run_dir).network.state_dict()["stem.weight"]
     assert len(whole) == 2 * len(part)
-    assert {*map(raw, part)} < {*map(raw, whole)}
+    assert {*map(to_bytes, part)} < {*map(to_bytes, whole)}
 
 
 def test_a_fixed_part_is_one_function_in_training_and_evaluation(tiny: Tiny) -> None:
     """With dropout 0.5 in it and without: the same bits, and its statistics are those that it was built with."""
-    one = finish(tiny("run.name=one", f"models.model={{name: {NETWORKS}:FrozenStem, dropout: 0.5}}"))
-    other = finish(tiny("run.name=other", f"models.model={{name: {NETWORKS}:FrozenStem, dropout: 0.0}}"))
-    same(one, other)
+    one = train_federation(tiny("run.name=one", f"models.model={{name: {NETWORKS}:FrozenStem, dropout: 0.5}}"))
+    other = train_federation(tiny("run.name=other", f"models.model={{name: {NETWORKS}:FrozenStem, dropout: 0.0}}"))
+    assert_same_bits(one, other)
     trained = [f"models.model={{name: {NETWORKS}:FrozenStem, frozen: false, dropout: {p}}}" for p in (0.5, 0.0)]
-    finished = [finish(tiny(f"run.name=trained{i}", which, "train.batch_size=5")) for i, which in enumerate(trained)]
+    finished = [
+        train_federation(tiny(f"run.name=trained{i}", which, "train.batch_size=5")) for i, which in enumerate(trained)
+    ]
     assert differ(*finished)
 
 
@@ -179,11 +182,11 @@ def test_a_fixed_part_is_one_function_in_training_and_evaluation(tiny: Tiny) -> 
 )
 def test_methods_work_with_it_and_resume_to_the_same_bits(tiny: Tiny, method: str) -> None:
     config = tiny(STEM, "run.name=whole", "train.rounds=3", method=method)
-    reference = finish(config)
+    reference = train_federation(config)
     assert not any("stem" in name for name in reference)
     half = tiny(STEM, "run.name=half", "train.rounds=3", method=method)
     stop_after(half, 2)
-    same(reference, truth(resume(Path(half.run.dir) / "half").run_dir))
+    assert_same_bits(reference, read_tensors(resume(Path(half.run.dir) / "half").run_dir))
 
 
 def test_it_is_there_when_the_model_is_exported_and_used(tiny: Tiny) -> None:
@@ -214,7 +217,7 @@ def test_a_method_may_fix_what_could_train(tiny: Tiny) -> None:
     exported = safetensors.torch.load_file(run_dir / "model.safetensors")
     assert torch.equal(exported["model/output.weight"], built.state_dict()["output.weight"])
     other = run(tiny(f"method.name={HERE}:FixedHead", "run.name=longer", "train.rounds=4")).run_dir
-    assert raw(exported["model/output.weight"]) == raw(
+    assert to_bytes(exported["model/output.weight"]) == to_bytes(
         safetensors.torch.load_file(other / "model.safetensors")["model/output.weight"]
     )
 
@@ -224,17 +227,17 @@ def test_training_or_sending_it_is_refused(tiny: Tiny) -> None:
         ("Thawing", r"'stem.0.weight' of model 'model' is to train, but it did not when the model was built"),
         ("Sending", r"the update holds tensors that are fixed, because they do not train: model/stem.0.weight"),
     ):
-        server = start(tiny(STEM, f"method.name={HERE}:{name}", f"run.name={name}"))
+        server = start_server(tiny(STEM, f"method.name={HERE}:{name}", f"run.name={name}"))
         with pytest.raises((ClientError, ConfigError), match=message):
             server.round()
         server.close()
 
 
 def test_stacked_is_looped_and_recorded_is_by_code(tiny: Tiny) -> None:
-    looped = finish(tiny(STEM, "run.name=looped", "train.together=1", "train.tape=false"))
-    same(looped, finish(tiny(STEM, "run.name=recorded", "train.together=1", "train.tape=true")))
+    looped = train_federation(tiny(STEM, "run.name=looped", "train.together=1", "train.tape=false"))
+    assert_same_bits(looped, train_federation(tiny(STEM, "run.name=recorded", "train.together=1", "train.tape=true")))
     stacked = tiny(STEM, "run.name=stacked", "train.together=3")
-    finish(stacked)
+    train_federation(stacked)
     tensors = final_state(Path(stacked.run.dir) / "stacked").tensors["global"]
     expected = final_state(Path(stacked.run.dir) / "looped").tensors["global"]
     for name, tensor in tensors.items():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import finish, known, same, stop_after, truth
+from helpers import known, stop_after
 
 from raydfl import Config, resume
 from raydfl.core import registry
@@ -18,6 +18,7 @@ from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
+from raydfl.testing import assert_same_bits, read_tensors, train_federation
 
 Tiny = Callable[..., Config]
 
@@ -55,21 +56,23 @@ def each_method(*leave_out: str) -> list[Any]:
 
 @pytest.mark.parametrize("method", each_method(*OF_ALL_CLIENTS))
 def test_a_known_groups_state_is_the_method_run_on_its_clients_alone(tiny: Tiny, method: str) -> None:
-    both = finish(tiny(*KINDS, KNOWN, "run.name=both", method=method))
+    both = train_federation(tiny(*KINDS, KNOWN, "run.name=both", method=method))
     for kind in "ab":
         alone = known(tiny(*KINDS, "train.groups=none", f"train.clients.where={{kind: {kind}}}", method=method))
         found = entries(alone, "")
         assert found
-        same(entries(both, f"task_{kind}"), found)
+        assert_same_bits(entries(both, f"task_{kind}"), found)
 
 
 @pytest.mark.parametrize("method", each_method("fedapta"))
 def test_one_known_group_is_the_method_without_groups(tiny: Tiny, method: str) -> None:
     one = ["data.profile={kind: {values: [a]}}", "train.rounds=2", "evaluate.clients=none"]
     plain = known(tiny(*one, method=method))
-    grouped = finish(tiny(*one, KNOWN, "run.name=grouped", method=method))
-    same(entries(grouped, "task_a"), entries(plain, ""))
-    same(*({name: value for name, value in each.items() if name.startswith("client")} for each in (grouped, plain)))
+    grouped = train_federation(tiny(*one, KNOWN, "run.name=grouped", method=method))
+    assert_same_bits(entries(grouped, "task_a"), entries(plain, ""))
+    assert_same_bits(
+        *({name: value for name, value in each.items() if name.startswith("client")} for each in (grouped, plain))
+    )
 
 
 class Backwards(SerialPool):
@@ -100,9 +103,9 @@ def test_any_order_of_arrival_gives_the_same_bits_and_so_does_a_resumed_run(
         federation.round()
     federation.close()
     pool.close()
-    whole = truth(run_dir)
+    whole = read_tensors(run_dir)
     assert any(name.startswith("server moments/task") for name in whole)
     stopped = tiny(*settings, "run.name=stopped", method="fedavgm")
     stop_after(stopped, 1)
     resume(Path(stopped.run.dir) / "stopped")
-    same(whole, truth(Path(stopped.run.dir) / "stopped"))
+    assert_same_bits(whole, read_tensors(Path(stopped.run.dir) / "stopped"))

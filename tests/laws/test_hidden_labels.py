@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import differ, final_state, finish, finish_in, same, start
+from helpers import differ, final_state, finish_in
 from pydantic.dataclasses import dataclass
 from tones import Tones
 from torch import Tensor
@@ -23,6 +23,7 @@ from raydfl.data.population import Population
 from raydfl.data.tables import encode
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
+from raydfl.testing import assert_same_bits, start_server, train_federation
 
 Tiny = Callable[..., Config]
 POOLS = ("data.unlabelled={keep: 0.5}", "train.rounds=2")
@@ -71,7 +72,7 @@ def test_hidden_labels_permuted_give_the_same_bits(tiny: Tiny, together: int) ->
             ),
         )
 
-    same(*runs())
+    assert_same_bits(*runs())
     assert differ(*runs(cheats=True)), "a method that looks at them is found out"
 
 
@@ -84,7 +85,7 @@ def test_fedstar_looks_at_them_for_the_accuracy_of_its_guesses_alone(tiny: Tiny)
         said.append(
             {(row["round"], row["client"], row["metric"]): row["value"] for row in rows if row["array"] is None}
         )
-    same(*known)
+    assert_same_bits(*known)
     other = {metric for (number, client, metric), value in said[0].items() if value != said[1][number, client, metric]}
     assert other & {"accepted", "pseudo_label_accuracy", "loss", "steps"} == {"pseudo_label_accuracy"}
     assert {number for number, client, metric in said[0] if metric == "accepted" and not client} == {1, 2}
@@ -118,7 +119,7 @@ def test_clips_that_are_only_tested_on_change_no_model_and_no_feature(tiny: Tiny
             "data.split={test: null, client_test: {by: condition, values: [anomalous]}}",
             f"data.features.normalise={normalise}",
         )
-        models = finish(config)
+        models = train_federation(config)
         population = Population.load(config_folder(config) / "population")
         data = [population.data(i) for i in range(len(population))]
         assert all(len(each.test) for each in data)
@@ -128,7 +129,7 @@ def test_clips_that_are_only_tested_on_change_no_model_and_no_feature(tiny: Tiny
         plain, features = found("plain", normalise)
         for name, options in {"more": {"anomalous": 3}, "relabelled": {"mislabelled": 1}}.items():
             models, others = found(name, normalise, **options)
-            same(plain, models)
+            assert_same_bits(plain, models)
             assert others == features
 
 
@@ -150,7 +151,7 @@ def test_a_detector_of_machines_does_not_depend_on_the_anomalies_that_it_is_test
             f"objective={{name: {objective}, size: 4, normal: [normal]}}",
             method="fedper",
         )
-        models = finish(config)
+        models = train_federation(config)
         rows = read_rows(config_folder(config)).to_pylist()
         return models, [row["value"] for row in rows if row["metric"] == "model/threshold" and row["client"]]
 
@@ -159,7 +160,7 @@ def test_a_detector_of_machines_does_not_depend_on_the_anomalies_that_it_is_test
     changes = ({"test_clips": 6}, {"test_clips": 1}, {"anomalies": "[rub]"}, {"strength_db": 10})
     for number, change in enumerate(changes, 1):
         others, same_thresholds = found(number, **{"test_clips": 4, **change})
-        same(models, others)
+        assert_same_bits(models, others)
         assert same_thresholds == thresholds
 
 
@@ -179,9 +180,9 @@ _PLAIN = str.maketrans("", "", "{}' :")
 
 def test_the_unlabelled_pool_is_trained_on_by_the_plan_alone(tiny: Tiny) -> None:
     """FedAvg itself trains on the labelled pool: less data, another model; the plan's method learns from both."""
-    by_plan = finish(tiny(*POOLS, "run.name=plan", method=f"{__file__}:PseudoLabels"))
-    labelled = finish(tiny(*POOLS, "run.name=labelled"))
-    everything = finish(tiny("train.rounds=2", "run.name=everything"))
+    by_plan = train_federation(tiny(*POOLS, "run.name=plan", method=f"{__file__}:PseudoLabels"))
+    labelled = train_federation(tiny(*POOLS, "run.name=labelled"))
+    everything = train_federation(tiny("train.rounds=2", "run.name=everything"))
     assert differ(by_plan, labelled)
     assert differ(labelled, everything)
 
@@ -189,7 +190,7 @@ def test_the_unlabelled_pool_is_trained_on_by_the_plan_alone(tiny: Tiny) -> None
 def test_a_pool_that_is_not_there_ends_the_run_before_anything_is_trained(tiny: Tiny) -> None:
     """Nobody is left out for it either: it is no failure of a client's."""
     config = tiny("run.on_error=drop", method=f"{__file__}:PseudoLabels")
-    server = start(config)
+    server = start_server(config)
     with pytest.raises(ConfigError, match="names the pool 'labelled', which the clients .* data.unlabelled make pools"):
         server.round()
     server.close()

@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-from helpers import differ, finish, known, same
+from helpers import differ, known
 
 from raydfl.core import registry
 from raydfl.engine.config import Config
 from raydfl.methods import Method
 from raydfl.rules.uniform_mean import UniformMean
+from raydfl.testing import assert_same_bits, train_federation
 
 Tiny = Callable[..., Config]
 
@@ -232,7 +233,7 @@ def test_a_knob_moves_something(tiny: Tiny, method: str, field: str) -> None:
         "evaluate.server=false",
         "evaluate.clients=none",
     ]
-    a = finish(tiny(*common, *turned, "run.name=a", method=method))
+    a = train_federation(tiny(*common, *turned, "run.name=a", method=method))
     b = known(tiny(*common, *reference, method=method))
     assert differ(a, b)
 
@@ -291,9 +292,9 @@ def test_a_neutral_value_is_the_simpler_method(
     tiny: Tiny, method: str, neutral: list[str], simpler: str, settings: list[str]
 ) -> None:
     common = ["data.speakers=4", "train.cohort=1.0", "train.rounds=2", "evaluate.every=9"]
-    a = finish(tiny(*common, *neutral, "run.name=a", method=method))
+    a = train_federation(tiny(*common, *neutral, "run.name=a", method=method))
     b = known(tiny(*common, *settings, method=simpler))
-    same(a, b)
+    assert_same_bits(a, b)
 
 
 @pytest.mark.parametrize(
@@ -310,18 +311,18 @@ def test_a_neutral_value_is_the_simpler_method(
 )
 def test_the_model_is_that_of_fedavg_whatever_is_kept_besides(tiny: Tiny, method: str, neutral: list[str]) -> None:
     common = ["train.cohort=1.0", "train.rounds=3", "evaluate.every=9"]
-    a = finish(tiny(*common, *neutral, "run.name=a", method=method))
+    a = train_federation(tiny(*common, *neutral, "run.name=a", method=method))
     b = known(tiny(*common))
     models = [name for name in b if name.startswith("server global model/")]
     assert models
-    same({name: a[name] for name in models}, {name: b[name] for name in models})
+    assert_same_bits({name: a[name] for name in models}, {name: b[name] for name in models})
 
 
 def test_scaffold_begins_as_fedavg_with_a_uniform_mean(tiny: Tiny) -> None:
     """All control variates are zero in the first round, so only the second can differ."""
     for rounds, equal in ((1, True), (2, False)):
         common = [f"train.rounds={rounds}", "train.cohort=1.0", "evaluate.every=9"]
-        a = finish(tiny(*common, f"run.name=a{rounds}", method="scaffold"))
+        a = train_federation(tiny(*common, f"run.name=a{rounds}", method="scaffold"))
         b = known(tiny(*common, "method.rule=uniform_mean"))
         models = [name for name in b if name.startswith("server global model/")]
         assert models
@@ -362,7 +363,7 @@ def _close(a: bytes, b: bytes) -> bool:
 )
 def test_a_setting_moves_something(tiny: Tiny, override: str) -> None:
     common = ["train.rounds=2", "evaluate.every=9"]
-    assert differ(finish(tiny(*common, override, "run.name=a")), known(tiny(*common)))
+    assert differ(train_federation(tiny(*common, override, "run.name=a")), known(tiny(*common)))
 
 
 @pytest.mark.parametrize(
@@ -374,7 +375,7 @@ def test_a_setting_moves_something(tiny: Tiny, override: str) -> None:
 )
 def test_a_setting_of_adam_moves_something(tiny: Tiny, override: str, base: str) -> None:
     common = ["train.rounds=2", "evaluate.every=9", base]
-    assert differ(finish(tiny(*common, override, "run.name=a")), known(tiny(*common)))
+    assert differ(train_federation(tiny(*common, override, "run.name=a")), known(tiny(*common)))
 
 
 @pytest.mark.parametrize(
@@ -384,6 +385,6 @@ def test_a_setting_of_adam_moves_something(tiny: Tiny, override: str, base: str)
 def test_measuring_and_committing_move_nothing(tiny: Tiny, override: str) -> None:
     common = ["train.rounds=3", "evaluate.every=9"]
     for method in ("fedavg", "fedmlac"):
-        a = finish(tiny(*common, override, f"run.name=a-{method}", method=method))
+        a = train_federation(tiny(*common, override, f"run.name=a-{method}", method=method))
         b = known(tiny(*common, method=method))
-        same(a, b)
+        assert_same_bits(a, b)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import differ, finish, known, known_run, raw, same, start, truth
+from helpers import differ, known, known_run
 
 from raydfl.cluster.server import Server
 from raydfl.core import registry
@@ -35,6 +35,7 @@ from raydfl.runs._replay import replay
 from raydfl.runs._run import resume, run
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
+from raydfl.testing import assert_same_bits, read_tensors, start_server, to_bytes, train_federation
 from raydfl.training import Replica
 
 Tiny = Callable[..., Config]
@@ -112,7 +113,7 @@ def finish_watched(config: Config, seed: int = 0) -> tuple[dict[str, bytes], Wat
         federation.round()
     federation.close()
     pool.close()
-    return truth(run_dir), pool, run_dir
+    return read_tensors(run_dir), pool, run_dir
 
 
 def committed_round(server: Server) -> None:
@@ -125,7 +126,7 @@ def committed_round(server: Server) -> None:
 def test_law_1_any_order_of_work_and_arrival_gives_the_same_bits(tiny: Tiny, method: str, together: int) -> None:
     settings = as_in_other_laws(method, together)
     shuffled, _, _ = finish_watched(tiny("run.name=shuffled", *settings, method=method), seed=together)
-    same(known(tiny(*settings, method=method)), shuffled)
+    assert_same_bits(known(tiny(*settings, method=method)), shuffled)
 
 
 @pytest.mark.parametrize("together", [1, 3])
@@ -134,7 +135,9 @@ def test_law_1_a_client_leaves_nothing_in_a_network(tiny: Tiny, how: str, togeth
     """What each client does to its networks after its training is seen by nobody else."""
     settings = (f"train.together={together}", "train.cohort=1.0", "data.speakers=4", "train.rounds=2")
     undisturbed = known(tiny(*settings, "method.how=''", method=f"{EXTRA}:Untidy"))
-    same(undisturbed, finish(tiny("run.name=untidy", *settings, f"method.how={how}", method=f"{EXTRA}:Untidy")))
+    assert_same_bits(
+        undisturbed, train_federation(tiny("run.name=untidy", *settings, f"method.how={how}", method=f"{EXTRA}:Untidy"))
+    )
 
 
 @pytest.mark.parametrize("together", [1, 2])
@@ -151,7 +154,7 @@ def test_a_network_is_built_once_for_all_clients(
 
     monkeypatch.setattr(worker, "Replica", make)
     config = tiny("train.cohort=1.0", "data.speakers=3", f"train.together={together}", method=method)
-    server = start(config)
+    server = start_server(config)
     kinds = len(Clients(Population.load(Path(config.run.dir) / "tiny" / "population"), config).variants())
     server.round()
     first = len(made)
@@ -190,8 +193,8 @@ def test_law_8_clients_trained_together_end_as_alone(tiny: Tiny, method: str) ->
 
 
 def test_law_1_the_seed_decides(tiny: Tiny) -> None:
-    same(finish(tiny("run.name=a")), finish(tiny("run.name=b")))
-    assert differ(finish(tiny("run.name=c")), finish(tiny("run.name=d", "run.seed=2")))
+    assert_same_bits(train_federation(tiny("run.name=a")), train_federation(tiny("run.name=b")))
+    assert differ(train_federation(tiny("run.name=c")), train_federation(tiny("run.name=d", "run.seed=2")))
 
 
 @pytest.mark.parametrize(("commit_every", "method"), in_ways(1, 2))
@@ -200,14 +203,14 @@ def test_law_2_stopping_anywhere_and_resuming_gives_the_same_bits(tiny: Tiny, me
     undisturbed = known(tiny(*settings, method=method))
     config = tiny(*settings, f"run.commit_every={commit_every}", "run.name=stopped", method=method)
     for done in (1, 2):  # a process that ends after these rounds, without a word
-        server = start(config)
+        server = start_server(config)
         while server.round_index < done:
             server.round()
         server.close()
-    server = start(config)
+    server = start_server(config)
     assert server.round_index == 2
     server.close()
-    same(undisturbed, finish(config))
+    assert_same_bits(undisturbed, train_federation(config))
 
 
 @pytest.mark.parametrize("step", ["plan", "train", "aggregate", "rows", "commit file", "LATEST"])
@@ -221,7 +224,7 @@ def test_law_2_dying_anywhere_in_a_round_leaves_it_undone(
 
     undisturbed = known(tiny(method="fedmlac"))
     config = tiny("run.name=dying", method="fedmlac")
-    server = start(config)
+    server = start_server(config)
     server.round()
     server.finish()
 
@@ -266,16 +269,16 @@ def test_law_2_dying_anywhere_in_a_round_leaves_it_undone(
         with pytest.raises(Dead):
             committed_round(server)
     server.close()
-    again = start(config)
+    again = start_server(config)
     assert again.round_index == 1
     again.close()
-    same(undisturbed, finish(config))
+    assert_same_bits(undisturbed, train_federation(config))
 
 
 def test_law_2_a_commit_holds_the_state_as_it_was(tiny: Tiny) -> None:
     """A method may change in the next round what it returned in this one: the commit is written meanwhile."""
     config = tiny("run.name=held")
-    server = start(config)
+    server = start_server(config)
     server.round()
     state = server._federation.state
     before = {name: tensor.clone() for name, tensor in state.tensors["global"].items()}
@@ -294,7 +297,7 @@ def test_law_2_nothing_counts_of_a_round_that_fails(tiny: Tiny, monkeypatch: pyt
 
     undisturbed = known(tiny(method="fedmlac"))
     config = tiny("run.name=failing", method="fedmlac")
-    server = start(config)
+    server = start_server(config)
     server.round()
     original = FedMLAC.aggregate
 
@@ -309,18 +312,18 @@ def test_law_2_nothing_counts_of_a_round_that_fails(tiny: Tiny, monkeypatch: pyt
     while server.round_index < config.train.rounds:
         server.round()
     server.close()
-    same(undisturbed, truth(Path(config.run.dir) / "failing"))
+    assert_same_bits(undisturbed, read_tensors(Path(config.run.dir) / "failing"))
 
 
 def test_law_2_rows_are_recorded_once_each(tiny: Tiny) -> None:
     from raydfl.engine.storage import record
 
     config = tiny("train.rounds=4", "run.commit_every=2", "run.name=rows")
-    server = start(config)
+    server = start_server(config)
     for _ in range(3):  # round 3 is lost
         server.round()
     server.close()
-    finish(config)
+    train_federation(config)
     table = record.read_rows(Path(config.run.dir) / "rows")
     rows = zip(*(table.column(name).to_pylist() for name in ("round", "metric", "client")), strict=True)
     rounds = [number for number, metric, client in rows if metric == "loss" and not client]
@@ -335,7 +338,7 @@ def test_law_3_a_round_touches_only_its_cohort(tiny: Tiny, monkeypatch: pytest.M
     monkeypatch.setattr(
         Population, "data", lambda self, index, attacking=False: (touched.append(index), original(self, index))[1]
     )
-    server = start(config)
+    server = start_server(config)
     for _ in range(3):
         touched.clear()
         server.round()
@@ -344,7 +347,9 @@ def test_law_3_a_round_touches_only_its_cohort(tiny: Tiny, monkeypatch: pytest.M
 
 
 def test_law_4_a_client_cannot_change_what_others_read(tiny: Tiny) -> None:
-    same(finish(tiny("run.name=a", f"method.name={EXTRA}:Vandal")), finish(tiny("run.name=b")))
+    assert_same_bits(
+        train_federation(tiny("run.name=a", f"method.name={EXTRA}:Vandal")), train_federation(tiny("run.name=b"))
+    )
 
 
 @pytest.mark.parametrize("method", ["fedmlac", "fedper", "fedkad"])
@@ -358,7 +363,7 @@ def test_law_5_no_byte_of_private_state_is_sent(tiny: Tiny, method: str) -> None
         for ref in store.load(name).private.values():
             for tensor in private.read(ref).values():
                 # Every stretch of 16 bytes of a tensor that is not all zeros identifies it.
-                data = raw(tensor)
+                data = to_bytes(tensor)
                 for at in range(0, len(data) - 15, 16):
                     piece = data[at : at + 16]
                     if len(set(piece)) > 8:
@@ -373,11 +378,11 @@ def test_law_5_the_search_finds_what_is_sent(tiny: Tiny) -> None:
     first = store.load(store.commits()[1])  # sent out in round 2
     sent = b"".join(pool.bytes)
     for tensor in first.state.tensors["global"].values():
-        assert raw(tensor)[:16] in sent
+        assert to_bytes(tensor)[:16] in sent
 
 
 def test_law_5_sending_a_private_tensor_is_refused(tiny: Tiny) -> None:
-    server = start(tiny(f"method.name={EXTRA}:Leaking"))
+    server = start_server(tiny(f"method.name={EXTRA}:Leaking"))
     with pytest.raises(ClientError, match=r"shared\(\) keeps private: model/output.weight, model/output.bias"):
         server.round()
     server.close()
@@ -425,7 +430,7 @@ def test_counters_do_not_pass_from_one_client_to_the_next(tiny: Tiny) -> None:
 
 def test_private_weights_of_one_client_do_not_move_while_others_train(tiny: Tiny) -> None:
     config = tiny("train.cohort=1", "train.rounds=6", method="fedmlac")
-    server = start(config)
+    server = start_server(config)
     run_dir = Path(config.run.dir) / "tiny"
     store, private = RunStore(run_dir), PrivateStore(run_dir / "private")
     seen: dict[int, dict[str, bytes]] = {}
@@ -434,7 +439,7 @@ def test_private_weights_of_one_client_do_not_move_while_others_train(tiny: Tiny
         server.round()
         server.finish()
         commit = store.load(store.latest() or "")
-        now = {i: {n: raw(t) for n, t in private.read(ref).items()} for i, ref in commit.private.items()}
+        now = {i: {n: to_bytes(t) for n, t in private.read(ref).items()} for i, ref in commit.private.items()}
         changed = [i for i in now if i not in seen or seen[i] != now[i]]
         assert len(changed) == 1  # the one client of the round
         moved += 1
@@ -466,12 +471,12 @@ def test_a_replayed_update_is_the_one_that_was_sent(tiny: Tiny, method: str, com
     while federation.state.round_index < 4:
         federation.round()
     federation.close()
-    before = truth(run_dir)
+    before = read_tensors(run_dir)
     for (round_number, client_id), vector in sent.items():
         replayed = replay(run_dir, round_number, client_id)
         assert replayed.update is not None
         assert np.array_equal(FlatTensors.of(replayed.update.tensors).vector, vector)
-    same(before, truth(run_dir))  # the run is not changed
+    assert_same_bits(before, read_tensors(run_dir))  # the run is not changed
 
 
 def test_replay_says_who_took_part_and_what_is_kept(tiny: Tiny) -> None:
@@ -539,12 +544,12 @@ def test_two_phases_and_their_state_survive(tiny: Tiny) -> None:
 
 
 def test_a_longer_run_is_the_continuation_of_a_shorter_one(tiny: Tiny) -> None:
-    long = finish(tiny("train.rounds=4", "run.name=long"))
+    long = train_federation(tiny("train.rounds=4", "run.name=long"))
     short = run(tiny("train.rounds=2", "run.name=short"))
     assert short.finished
     outcome = resume(short.run_dir, ["train.rounds=4"])
     assert (outcome.round, outcome.finished) == (4, True)
-    same(long, truth(short.run_dir))
+    assert_same_bits(long, read_tensors(short.run_dir))
 
 
 def test_resuming_with_other_numbers_is_refused(tiny: Tiny) -> None:
@@ -572,7 +577,7 @@ def test_a_cohort_larger_than_the_population_is_an_error(tiny: Tiny) -> None:
 
 def test_one_server_at_a_time(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny()
-    server = start(config)
+    server = start_server(config)
     try:
         lock = RunStore.lock
         monkeypatch.setattr(RunStore, "lock", lambda self: lock(self, wait=0.1))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from helpers import known, same, truth
+from helpers import known
 
 from raydfl.cluster.pool import RayPool
 from raydfl.core.errors import ClientError, ResourcesError
@@ -23,6 +23,7 @@ from raydfl.engine.storage.store import RunStore
 from raydfl.runs._run import resume, run
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
+from raydfl.testing import assert_same_bits, read_tensors
 
 Tiny = Callable[..., Config]
 EXTRA = Path(__file__).parent.parent / "extra_methods.py"
@@ -34,25 +35,27 @@ def test_law_1_serial_and_1_2_and_4_actors_give_the_same_bits(tiny: Tiny, method
     reference = known(tiny(method=method))
     for actors in (1, 2, 4):
         outcome = run(tiny(f"run.name=actors{actors}", f"ray.actors={actors}", method=method))
-        same(reference, truth(outcome.run_dir))
+        assert_same_bits(reference, read_tensors(outcome.run_dir))
 
 
 def test_several_parts_on_2_actors_give_the_bits_of_the_serial_pool(tiny: Tiny) -> None:
     parts = "data.parts={low: {speakers: 4}, high: {classes: 5, first: 10, speakers: 3}}"
     reference = known(tiny(parts, "train.rounds=2"))
-    same(reference, truth(run(tiny(parts, "run.name=actors", "ray.actors=2", "train.rounds=2")).run_dir))
+    assert_same_bits(
+        reference, read_tensors(run(tiny(parts, "run.name=actors", "ray.actors=2", "train.rounds=2")).run_dir)
+    )
 
 
 def test_an_actor_for_each_client_gives_the_same_bits(tiny: Tiny) -> None:
     reference = known(tiny(method="fedmlac"))
     outcome = run(tiny("run.name=own", "ray.actors=per_client", "ray.cpus=0.5", method="fedmlac"))
-    same(reference, truth(outcome.run_dir))
+    assert_same_bits(reference, read_tensors(outcome.run_dir))
 
 
 def test_law_4_a_vandal_in_an_actor_changes_nothing(tiny: Tiny) -> None:
     reference = known(tiny())
     outcome = run(tiny("run.name=vandal", f"method.name={EXTRA}:Vandal", "ray.actors=2"))
-    same(reference, truth(outcome.run_dir))
+    assert_same_bits(reference, read_tensors(outcome.run_dir))
 
 
 def test_a_methods_mistake_on_the_server_ends_the_run(tiny: Tiny) -> None:
@@ -85,7 +88,7 @@ def test_a_share_of_a_gpu_that_pytorch_does_not_find_is_refused_or_the_cpu_train
         run(tiny("run.name=each", "ray.gpus=0.1", "ray.actors=per_client", "ray.cpus=0.1"))
     said = io.StringIO()
     outcome = run(tiny(*share, "ray.actors=2", "ray.cpu_fallback=true"), Progress("lines", said))
-    same(known(tiny()), truth(outcome.run_dir))
+    assert_same_bits(known(tiny()), read_tensors(outcome.run_dir))
     first, *lines = said.getvalue().splitlines()
     assert first == "ray.cpu_fallback: clients train on the CPU if PyTorch finds no GPU"
     reason = json.loads((outcome.run_dir / "run.json").read_text())["cpu_fallback"]
@@ -122,7 +125,7 @@ def test_killed_client_actors_change_nothing(tiny: Tiny) -> None:
     finally:
         pool.close()
     assert pool.kills == 0
-    same(reference, truth(run_dir))
+    assert_same_bits(reference, read_tensors(run_dir))
 
 
 def test_work_that_kills_every_actor_stops_the_run_with_a_message(tiny: Tiny, tmp_path: Path) -> None:
@@ -138,4 +141,4 @@ def test_a_run_may_change_its_pool_when_it_is_resumed(tiny: Tiny) -> None:
     reference = known(tiny("train.rounds=4", method="fedmlac"))
     run(tiny("run.name=moved", "train.rounds=2", method="fedmlac"))
     outcome = resume(Path(tiny().run.dir) / "moved", ["train.rounds=4", "ray.actors=2"])
-    same(reference, truth(outcome.run_dir))
+    assert_same_bits(reference, read_tensors(outcome.run_dir))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import known, same, truth
+from helpers import known
 from marked import Marked
 from shared_disk import SharedDisk
 
@@ -24,6 +24,7 @@ from raydfl.engine.storage.store import RunStore
 from raydfl.engine.worker import Worker
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
+from raydfl.testing import assert_same_bits, read_tensors
 
 Tiny = Callable[..., Config]
 EXTRA = Path(__file__).parent.parent / "extra_methods.py"
@@ -70,7 +71,7 @@ def test_two_nodes_with_a_network_file_system_give_the_same_bits(
     commit = store.newest()
     assert commit is not None
     assert disk.unsynced().isdisjoint(commit.private.files() if commit.private else ())
-    same(reference, truth(run_dir))
+    assert_same_bits(reference, read_tensors(run_dir))
 
 
 def test_compacted_records_reach_the_other_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,4 +108,4 @@ def test_actors_on_two_nodes_with_a_network_file_system_give_the_same_bits(tiny:
         commit = RunStore(run_dir).newest()
         assert commit is not None
         assert disk.unsynced().isdisjoint(commit.private.files())
-        same(references[name], truth(run_dir))
+        assert_same_bits(references[name], read_tensors(run_dir))

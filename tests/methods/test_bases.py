@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import finish, raw, same, start, truth
 
 import raydfl.engine.storage.private
 import raydfl.engine.storage.store
@@ -15,6 +14,7 @@ from raydfl.core.files import write_durably
 from raydfl.engine.config import Config
 from raydfl.engine.storage.store import RunStore
 from raydfl.runs._replay import replay
+from raydfl.testing import assert_same_bits, read_tensors, start_server, to_bytes, train_federation
 
 Tiny = Callable[..., Config]
 ROUNDS = ["train.rounds=5", "train.cohort=3", "evaluate.every=99"]
@@ -24,7 +24,7 @@ ROUNDS = ["train.rounds=5", "train.cohort=3", "evaluate.every=99"]
 def reference(tiny: Tiny) -> Path:
     """A run of so few clients that it needs no index file."""
     config = tiny(*ROUNDS, "run.name=reference", method="fedmlac")
-    finish(config)
+    train_federation(config)
     run_dir = Path(config.run.dir) / "reference"
     assert not list(run_dir.glob("private/*.index"))
     return run_dir
@@ -45,7 +45,7 @@ def replayed(run_dir: Path, round_number: int) -> dict[str, bytes]:
         except InputError:
             continue  # it took no part
         assert update is not None
-        found |= {f"{client} {name}": raw(tensor) for name, tensor in update.tensors.items()}
+        found |= {f"{client} {name}": to_bytes(tensor) for name, tensor in update.tensors.items()}
     return found
 
 
@@ -54,18 +54,18 @@ def test_nothing_depends_on_when_an_index_is_made(tiny: Tiny, reference: Path) -
     config = tiny(*ROUNDS, "run.name=based", method="fedmlac")
     run_dir = Path(config.run.dir) / "based"
     for done in (2, 4):
-        server = start(config)
+        server = start_server(config)
         while server.round_index < done:
             server.round()
         server.close()
-    same(truth(reference), finish(config))
+    assert_same_bits(read_tensors(reference), train_federation(config))
     store = RunStore(run_dir)
     assert len(store.load(store.latest() or "").private.base) > 3
     files = sorted(path.name for path in (run_dir / "private").iterdir())
     for round_number in (4, 5):
         updates = replayed(run_dir, round_number)
         assert len({name.split()[0] for name in updates}) == 3
-        same(replayed(reference, round_number), updates)
+        assert_same_bits(replayed(reference, round_number), updates)
     assert sorted(path.name for path in (run_dir / "private").iterdir()) == files
 
 
@@ -89,7 +89,7 @@ def test_dying_at_an_index_leaves_the_last_commit_true(
             write_durably(path, data)
         raise Dead
 
-    server = start(config)
+    server = start_server(config)
     server.round()
     server.finish()
     server.round()
@@ -99,8 +99,8 @@ def test_dying_at_an_index_leaves_the_last_commit_true(
             server.finish()
         server.close()
     assert len(list(run_dir.glob("private/*.index"))) == written
-    server = start(config)
+    server = start_server(config)
     assert server.round_index == 1
     assert not list(run_dir.glob("private/*.index"))
     server.close()
-    same(truth(reference), finish(config))
+    assert_same_bits(read_tensors(reference), train_federation(config))

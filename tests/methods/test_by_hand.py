@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import finish, known
+from helpers import known
 from torch import Tensor, nn
 
 from raydfl.core.cuts import Cut
@@ -33,6 +33,7 @@ from raydfl.methods.heterofl import HeteroFL
 from raydfl.methods.perfedavg import PerFedAvg
 from raydfl.methods.pfedme import PFedMe
 from raydfl.objectives import Classify
+from raydfl.testing import train_federation
 from raydfl.training import Step, TrainSettings
 from raydfl.training.settings import OptimiserSettings
 
@@ -250,7 +251,7 @@ def test_heterofl() -> None:
 def test_feddc_is_fedapta_without_pruning_and_groups(tiny: Tiny) -> None:
     common = ["train.rounds=2", "evaluate.every=9", "method.rule=uniform_mean"]
     a = known(tiny(*common, method="feddc"))
-    b = finish(tiny(*common, "method.ratio=0.0", "method.tasks=none", "run.name=b", method="fedapta"))
+    b = train_federation(tiny(*common, "method.ratio=0.0", "method.tasks=none", "run.name=b", method="fedapta"))
     names = [name for name in a if name.startswith("server global ")]
     for name in names:
         one, other = (np.frombuffer(each[name], np.float32) for each in (a, b))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import finish, known, same, start
+from helpers import known
 
 from raydfl.cluster.server import Server
 from raydfl.core.errors import ConfigError
@@ -15,6 +15,7 @@ from raydfl.core.types import State, Task
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
 from raydfl.engine.storage.folder import final_state
+from raydfl.testing import assert_same_bits, start_server, train_federation
 
 Tiny = Callable[..., Config]
 UNITS, RATE = 6, 0.1
@@ -98,7 +99,7 @@ def units_of(task: Task) -> np.ndarray:
 @pytest.mark.parametrize(("method", "masked"), [("feddrop", False), ("fedrolex", True), ("fedrolex", False)])
 def test_rounds_are_those_of_the_reference(tiny: Tiny, method: str, masked: bool) -> None:
     own = [f"method.masked={str(masked).lower()}"] if method == "fedrolex" else []
-    server = start(tiny(*COMMON, *own, method=method))
+    server = start_server(tiny(*COMMON, *own, method=method))
     try:
         federation = server._federation
         population = Population.load(federation.store.folder / "population").use(federation.config.data)
@@ -149,9 +150,9 @@ def test_a_share_of_one_for_all_is_fedavg(tiny: Tiny) -> None:
     profile = ["data.profile={capability: {values: [1]}}", "train.rounds=2"]
     for method in ("feddrop", "fedrolex"):
         own = ["method.masked=false"] if method == "fedrolex" else []
-        found = finish(tiny(*profile, *own, "method.share=capability", f"run.name={method}", method=method))
+        found = train_federation(tiny(*profile, *own, "method.share=capability", f"run.name={method}", method=method))
         expected = known(tiny("train.rounds=2"))
-        same({**found, "extra": b""}, {**expected, "extra": b""})
+        assert_same_bits({**found, "extra": b""}, {**expected, "extra": b""})
 
 
 PROFILE = "data.profile={capability: {values: [%s]}}"
@@ -173,4 +174,4 @@ PROFILE = "data.profile={capability: {values: [%s]}}"
 )
 def test_what_cannot_be_cut_is_refused_before_the_first_round(tiny: Tiny, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        start(tiny(*overrides, method="feddrop"))
+        start_server(tiny(*overrides, method="feddrop"))

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import start
 from numpy.typing import NDArray
 from test_mathematics import Data, OneClient
 from torch import nn
@@ -23,6 +22,7 @@ from raydfl.engine.groups._membership import Membership
 from raydfl.methods._pruning import prunable_layers, pruned_masks
 from raydfl.methods.fedapta import FedAPTA
 from raydfl.models import build_model
+from raydfl.testing import start_server
 from raydfl.training.settings import OptimiserSettings, TrainSettings
 from raydfl.training.step import Step
 
@@ -241,7 +241,7 @@ def test_the_ratio_is_that_of_the_profile_and_masks_follow_the_received_model(ti
         "train.cohort=1.0",
         method="fedapta",
     )
-    server = start(config)
+    server = start_server(config)
     federation = server._federation
     for _ in range(2):
         orders = federation.plan()
@@ -275,4 +275,4 @@ def test_the_ratio_is_that_of_the_profile_and_masks_follow_the_received_model(ti
 )
 def test_what_cannot_be_pruned_is_refused(tiny: Tiny, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        start(tiny(*overrides, method="fedapta"))
+        start_server(tiny(*overrides, method="fedapta"))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import final_state, start
+from helpers import final_state
 from several_clients import BANDS, CLASSES, make_steps
 from torch import Tensor, nn
 
@@ -23,6 +23,7 @@ from raydfl.methods._server_module import FIRST, MODULE, MOMENTS, SECOND, VECTOR
 from raydfl.methods.fedgen import COUNTS, FedGen, _drawn, _Heads
 from raydfl.models.dense import MeanMLP
 from raydfl.rules import UniformMean
+from raydfl.testing import start_server
 from raydfl.training.optimiser import Optimiser
 from raydfl.training.settings import OptimiserSettings
 
@@ -229,7 +230,7 @@ def test_the_server_trains_the_generator_with_last_layers_and_gives_the_rule_the
 def test_the_generator_goes_along_from_the_second_round_on_and_its_bytes_are_counted(tiny: Tiny) -> None:
     unmeasured = ["evaluate.server=false", "evaluate.clients=none"]
     config = tiny("train.rounds=2", "train.cohort=1.0", *unmeasured, method="fedgen")
-    server = start(config)
+    server = start_server(config)
     for _ in range(2):
         server.round()
     server.finish()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import differ, finish, same
+from helpers import differ
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
@@ -31,6 +31,7 @@ from raydfl.models.crnn import CRNN
 from raydfl.models.dense import MeanMLP
 from raydfl.rules import CollectingRule, Group
 from raydfl.runs._run import run
+from raydfl.testing import assert_same_bits, train_federation
 from raydfl.training.settings import OptimiserSettings, TrainSettings
 from raydfl.training.step import Step
 
@@ -328,11 +329,11 @@ def test_with_weights_there_is_a_global_model(tiny: Tiny) -> None:
     outcome = run(tiny("method.weights=true", "run.name=weights", method="fedkad"))
     assert {"test model/accuracy", "test prototypes/accuracy"} <= set(outcome.scores)
     # Without the distance it is FedAvg, to the bit.
-    a = finish(tiny("method.weights=true", "method.lam=0.0", "run.name=a", method="fedkad"))
-    b = finish(tiny("run.name=b"))
+    a = train_federation(tiny("method.weights=true", "method.lam=0.0", "run.name=a", method="fedkad"))
+    b = train_federation(tiny("run.name=b"))
     models = [name for name in b if name.startswith("server global model/")]
-    same({name: a[name] for name in models}, {name: b[name] for name in models})
-    c = finish(tiny("method.weights=true", "run.name=c", method="fedkad"))
+    assert_same_bits({name: a[name] for name in models}, {name: b[name] for name in models})
+    c = train_federation(tiny("method.weights=true", "run.name=c", method="fedkad"))
     assert differ({name: c[name] for name in models}, {name: b[name] for name in models})
 
 

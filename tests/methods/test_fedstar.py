@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from helpers import differ, finish, same, stop_after
+from helpers import differ, stop_after
 from torch import Tensor, nn
 
 from raydfl import read_rows, run
@@ -26,6 +26,7 @@ from raydfl.models.split_cnn import SplitCNN
 from raydfl.runs.report.data import read_run
 from raydfl.runs.report.page import Pictures
 from raydfl.runs.report.run import _reported_pictures
+from raydfl.testing import assert_same_bits, train_federation
 
 Tiny = Callable[..., Config]
 CLASSES = 3
@@ -169,9 +170,9 @@ def test_a_strong_view_of_the_same_files(tiny: Tiny, tmp_path: Path) -> None:
     source = f"{{name: folder, root: {tmp_path / 'files'}, group_pattern: '(?P<group>s[0-9])_', features: {features}"
     data = f"data={source}, unlabelled: {{keep: 0.4}}, partition: {{by: group}}"
     common = ("train.rounds=1", "method.threshold=[0.0, 0.0]", "evaluate.server=false", "evaluate.clients=none")
-    weak = finish(tiny(f"{data}}}", *common, "run.name=weak", method="fedstar"))
+    weak = train_federation(tiny(f"{data}}}", *common, "run.name=weak", method="fedstar"))
     settings = (f"{data}, views: {{{masked}}}}}", "method.strong=loud", *common)
-    assert differ(weak, finish(tiny(*settings, "run.name=strong", method="fedstar")))
+    assert differ(weak, train_federation(tiny(*settings, "run.name=strong", method="fedstar")))
 
 
 def weights_and_steps(config: Config) -> tuple[dict[str, list[int]], dict[str, dict[str, float]]]:
@@ -238,8 +239,8 @@ def test_all_labels_run_and_no_unlabelled_clips_are_refused(tiny: Tiny) -> None:
     """L 1: the labelled loss alone, in half batches of 4: FedAvg's steps there, up to the factor of the loss."""
     common = ("train.rounds=1", "data.unlabelled={keep: 1.0}", "train.cohort=1.0", "evaluate.server=false")
     options = ("method.kernel_decay=0.0", "method.mix=added", "train.batch_size=8")
-    whole = finish(tiny(*common, *options, "run.name=all", method="fedstar"))
-    plain = finish(tiny(*common, "train.batch_size=4", "run.name=fedavg"))
+    whole = train_federation(tiny(*common, *options, "run.name=all", method="fedstar"))
+    plain = train_federation(tiny(*common, "train.batch_size=4", "run.name=fedavg"))
     assert {name for name in whole if name.startswith("server")} == {
         name for name in plain if name.startswith("server")
     }
@@ -275,8 +276,8 @@ def test_beta_0_is_the_labelled_loss_under_the_same_plan(tiny: Tiny) -> None:
         "guesses": ("method.beta=0.7", "method.threshold=[0.0, 0.0]"),
     }
     labels, cold, none, guesses = (
-        finish(tiny(*common, *own, f"run.name={name}", method="fedstar")) for name, own in settings.items()
+        train_federation(tiny(*common, *own, f"run.name={name}", method="fedstar")) for name, own in settings.items()
     )
-    same(labels, cold)
-    same(labels, none)
+    assert_same_bits(labels, cold)
+    assert_same_bits(labels, none)
     assert differ(labels, guesses)

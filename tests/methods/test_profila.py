@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import finish, known, same, stop_after, truth
+from helpers import known, stop_after
 from several_clients import BANDS, CLASSES, make_examples, make_steps
 from torch import nn
 
@@ -25,6 +25,7 @@ from raydfl.methods.profila import PROTOTYPE, ProFiLA, add_prototype
 from raydfl.models.dense import MeanLinear
 from raydfl.objectives.compact import Centres, Compact
 from raydfl.runs._run import resume
+from raydfl.testing import assert_same_bits, read_tensors, train_federation
 
 Tiny = Callable[..., Config]
 RNG = np.random.default_rng
@@ -233,12 +234,12 @@ def test_a_stopped_run_goes_on_to_the_same_bits_with_kept_moments(tiny: Tiny) ->
     )
     half = tiny(*settings, "run.name=half", method="profila")
     stop_after(half, 2)
-    same(reference, truth(resume(Path(half.run.dir) / "half").run_dir))
+    assert_same_bits(reference, read_tensors(resume(Path(half.run.dir) / "half").run_dir))
 
 
 def test_a_clients_private_tensors_do_not_move_while_others_train(tiny: Tiny) -> None:
     given = [*FILM, "train.cohort=3"]
-    one, two = (finish(tiny(*given, f"train.rounds={n}", f"run.name=n{n}", method="profila")) for n in (1, 2))
+    one, two = (train_federation(tiny(*given, f"train.rounds={n}", f"run.name=n{n}", method="profila")) for n in (1, 2))
     rows = read_rows(Path(tiny().run.dir) / "n2").to_pylist()
     trained = [{r["client"] for r in rows if r["round"] == n and r["metric"] == "loss" and r["client"]} for n in (1, 2)]
     order = sorted({row["client"] for row in rows if row["client"]} | {f"s{n}" for n in range(6)})
@@ -265,4 +266,4 @@ def test_a_clients_private_tensors_do_not_move_while_others_train(tiny: Tiny) ->
 )
 def test_what_cannot_be_is_refused(tiny: Tiny, options: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        finish(tiny(*FILM, *options, method="profila"))
+        train_federation(tiny(*FILM, *options, method="profila"))

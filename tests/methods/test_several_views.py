@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import differ, finish, known, same, start
+from helpers import differ, known
 from PIL import Image
 from seen_and_heard import OF_KIND, TESTS, federation, write
 
@@ -28,6 +28,7 @@ from raydfl.runs.folder import create
 from raydfl.runs.inference import classify
 from raydfl.runs.inference.model import load_model
 from raydfl.runs.progress import Progress
+from raydfl.testing import assert_same_bits, start_server, train_federation
 
 Tiny = Callable[..., Config]
 MIRROR = ["train.rounds=3", "train.phases.multimodal.rounds=2", "evaluate.every=9"]
@@ -58,7 +59,7 @@ def fedavg(tiny: Tiny, folder: Path, *overrides: str, method: str = "fedavg") ->
 def test_harmonys_audio_is_fedavg_of_the_audio_network_over_all_clients(tiny: Tiny, folder: Path, rule: str) -> None:
     """To the bit, whoever lacks video: it is the same however many do."""
     same_for = ["train.rounds=2", "train.cohort=4", "train.optimiser.clip_norm=0.5", f"method.rule={rule}"]
-    reference = audio_of(finish(fedavg(tiny, folder, *same_for)), "model")
+    reference = audio_of(train_federation(fedavg(tiny, folder, *same_for)), "model")
     for share in (0.0, 0.5):
         config = federation(
             tiny,
@@ -69,18 +70,18 @@ def test_harmonys_audio_is_fedavg_of_the_audio_network_over_all_clients(tiny: Ti
             "train.phases.unimodal.rounds=2",
             f"run.name=h{share}",
         )
-        same(audio_of(finish(config)), reference)
+        assert_same_bits(audio_of(train_federation(config)), reference)
 
 
 def test_unifls_audio_is_fedavg_over_the_clients_without_video(tiny: Tiny, folder: Path) -> None:
     """To the bit; with nobody who has video it is FedAvg over all."""
     rounds = ["train.rounds=2", "train.cohort=2", "method.rule=uniform_mean"]
     lacking = [*rounds, "data.missing={video: 0.5}"]
-    reference = audio_of(finish(fedavg(tiny, folder, *lacking, "method.views=[]", method=OF_KIND)), "model")
-    same(audio_of(finish(federation(tiny, folder, "unifl", *lacking, "run.name=u"))), reference)
-    everybody = audio_of(finish(fedavg(tiny, folder, *rounds, "run.name=all")), "model")
+    reference = audio_of(train_federation(fedavg(tiny, folder, *lacking, "method.views=[]", method=OF_KIND)), "model")
+    assert_same_bits(audio_of(train_federation(federation(tiny, folder, "unifl", *lacking, "run.name=u"))), reference)
+    everybody = audio_of(train_federation(fedavg(tiny, folder, *rounds, "run.name=all")), "model")
     nobody_sees = federation(tiny, folder, "unifl", *rounds, "data.missing={video: 1.0}", "run.name=n")
-    same(audio_of(finish(nobody_sees)), everybody)
+    assert_same_bits(audio_of(train_federation(nobody_sees)), everybody)
 
 
 def test_the_first_phase_is_multifl_and_the_teacher_never_moves(tiny: Tiny, folder: Path) -> None:
@@ -88,7 +89,9 @@ def test_the_first_phase_is_multifl_and_the_teacher_never_moves(tiny: Tiny, fold
     first = known(federation(tiny, folder, "multifl", *lacking[2:], "train.rounds=2"))
     mirror = known(federation(tiny, folder, "modality_mirror", *lacking))
     teacher = {n.removeprefix("server teacher "): v for n, v in mirror.items() if n.startswith("server teacher ")}
-    same(teacher, {n.removeprefix("server global "): v for n, v in first.items() if n.startswith("server global ")})
+    assert_same_bits(
+        teacher, {n.removeprefix("server global "): v for n, v in first.items() if n.startswith("server global ")}
+    )
     assert {name.split()[-1].partition("/")[0] for name in mirror if name.startswith("server global ")} == {"audio"}
     assert differ(audio_of(mirror), audio_of(first))  # the student does
 
@@ -97,14 +100,14 @@ def test_without_distillation_the_student_is_fedavg_from_the_first_phase(tiny: T
     """Over the clients that have all views, to the bit."""
     plain = ["train.rounds=3", "method.rule=uniform_mean", "evaluate.every=9"]
     config = federation(tiny, folder, "modality_mirror", *MIRROR, "data.missing={video: 0.5}", "method.kd_weight=0.0")
-    server = start(config)
+    server = start_server(config)
     for _ in range(2):
         server._federation.round()
     begun = server._federation.state
     server._federation.round()
     after = server._federation.state.tensors["global"]
     server.close()
-    reference = start(
+    reference = start_server(
         fedavg(tiny, folder, *plain, "data.missing={video: 0.5}", "method.phase=distil", "run.name=r", method=OF_KIND)
     )
     inner = reference._federation
@@ -119,7 +122,7 @@ def test_without_distillation_the_student_is_fedavg_from_the_first_phase(tiny: T
 
 def test_the_divergence_is_the_papers(tiny: Tiny, folder: Path) -> None:
     """Oracle: PyTorch's own functions, given the student's first, on logits computed network by network."""
-    server = start(federation(tiny, folder, "modality_mirror", *MIRROR))
+    server = start_server(federation(tiny, folder, "modality_mirror", *MIRROR))
     inner = server._federation
     for _ in range(2):
         inner.round()
@@ -152,7 +155,7 @@ def test_the_teacher_is_sent_once_to_each_client(tiny: Tiny, folder: Path) -> No
     config = federation(tiny, folder, "modality_mirror", *MIRROR, "train.rounds=5", "data.missing={video: 0.5}")
     down = []
     for rounds in (3, 5):
-        server = start(config)
+        server = start_server(config)
         while server.round_index < rounds:
             report = server._federation.round()
             down.append(report.bytes_down)
@@ -165,11 +168,11 @@ def test_the_teacher_is_sent_once_to_each_client(tiny: Tiny, folder: Path) -> No
 
 def test_a_round_without_one_kind_of_client_keeps_its_parts(tiny: Tiny, folder: Path) -> None:
     config = federation(tiny, folder, "multifl", "train.rounds=1", "data.missing={video: 1.0}")
-    server = start(config)
+    server = start_server(config)
     before = {name: value.clone() for name, value in server._federation.state.tensors["global"].items()}
     server.close()
-    finish(config)
-    server = start(config)
+    train_federation(config)
+    server = start_server(config)
     for name, value in server._federation.state.tensors["global"].items():
         assert torch.equal(value, before[name]) is not name.startswith("audio/")
     server.close()
@@ -192,14 +195,14 @@ def test_where_nobody_has_all_views_the_second_phase_is_refused_before_the_first
         lacking = next(client.id for client in clients if not client.profile["views"])
         settings = ["data.missing={video: 0.5}", "train.cohort=1.0", f"train.clients={{ids: [{lacking}]}}"]
     with pytest.raises(ConfigError, match="no client has all views"):
-        start(federation(tiny, folder, "modality_mirror", *MIRROR, *settings))
+        start_server(federation(tiny, folder, "modality_mirror", *MIRROR, *settings))
 
 
 def test_the_fusion_predicts_where_both_views_are_there_and_the_student_elsewhere(
     tiny: Tiny, folder: Path, tmp_path: Path
 ) -> None:
     """Oracle: the engine's own evaluation of the fusion on the test clips, all of which have both; the student's own answers."""
-    finish(federation(tiny, folder, "modality_mirror", *MIRROR, "run.name=used", "evaluate.every=1"))
+    train_federation(federation(tiny, folder, "modality_mirror", *MIRROR, "run.name=used", "evaluate.every=1"))
     run_dir = Path(tiny().run.dir) / "used"
     for number in range(TESTS):
         (tmp_path / f"{number}.png").symlink_to(folder / f"video{number}.png")
@@ -258,14 +261,18 @@ def test_harmonys_groups_have_a_classifier_each_and_encoders_stay(tiny: Tiny, fo
         "train.phases.unimodal.rounds=1",
         "train.phases.fusion.optimiser.models={audio: 0.05, video: 0.05, fusion: 0.1}",
     ]
-    one = finish(federation(tiny, folder, "harmony", *settings, "method.groups=1", "run.name=one"))
+    one = train_federation(federation(tiny, folder, "harmony", *settings, "method.groups=1", "run.name=one"))
     fusion = {n.removeprefix("server group1 "): v for n, v in one.items() if n.startswith("server group1 ")}
-    same(fusion, {n.removeprefix("server global "): v for n, v in one.items() if n.startswith("server global fusion/")})
-    two = finish(federation(tiny, folder, "harmony", *settings, "run.name=two"))
+    assert_same_bits(
+        fusion, {n.removeprefix("server global "): v for n, v in one.items() if n.startswith("server global fusion/")}
+    )
+    two = train_federation(federation(tiny, folder, "harmony", *settings, "run.name=two"))
     groups = {name.split()[1] for name in two if name.startswith("server group")}
     assert len(groups) >= 2
     audio = audio_of(
-        finish(federation(tiny, folder, "harmony", "train.rounds=1", "train.phases.unimodal.rounds=1", "run.name=u"))
+        train_federation(
+            federation(tiny, folder, "harmony", "train.rounds=1", "train.phases.unimodal.rounds=1", "run.name=u")
+        )
     )
-    same(audio_of(two), audio)
+    assert_same_bits(audio_of(two), audio)
     assert any("encoder/audio/" in name for name in two if name.startswith("client "))

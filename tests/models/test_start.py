@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from helpers import differ, finish, known, start, stop_after, truth
+from helpers import differ, known, stop_after
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError, RunDirectoryError
@@ -25,6 +25,7 @@ from raydfl.engine.worker import build_models
 from raydfl.models import build_model
 from raydfl.models.start import InitFrom, start_from_file
 from raydfl.runs._run import resume, run
+from raydfl.testing import read_tensors, start_server, train_federation
 
 Tiny = Callable[..., Config]
 NETWORKS = Path(__file__).parent.parent / "networks.py"
@@ -191,7 +192,7 @@ def test_a_run_begins_from_what_another_has_exported(tiny: Tiny) -> None:
     settings = [f"models.model.init_from={file}", "run.name=second"]
     config = tiny(*settings)
     assert config.digest() != tiny("run.name=second").digest()
-    start(config).close()
+    start_server(config).close()
     store = RunStore(Path(config.run.dir) / "second")
     began = store.load(store.commits()[0]).state.tensors["global"]
     ended = final_state(first).tensors["global"]
@@ -202,7 +203,7 @@ def test_the_digest_is_of_the_content_and_a_changed_file_stops_a_resume(tiny: Ti
     network = f"models.model={{name: {NETWORKS}:FrozenStem, init_from: {tmp_path / 'a.pt'}}}"
     moved = f"models.model={{name: {NETWORKS}:FrozenStem, init_from: {tmp_path / 'b.pt'}}}"
     plain = tiny(f"models.model={NETWORKS}:FrozenStem", "train.rounds=1")
-    finish(plain)
+    train_federation(plain)
     population = Population.load(Path(plain.run.dir) / "tiny" / "population")
     weights = build_models(plain.parts.method, Clients(population, plain).variants()[0], 99)["model"].state_dict()
     torch.save(weights, tmp_path / "a.pt")
@@ -210,7 +211,9 @@ def test_the_digest_is_of_the_content_and_a_changed_file_stops_a_resume(tiny: Ti
     config = tiny(network, "run.name=started", "train.rounds=3")
     assert config.digest() == tiny(moved, "train.rounds=3").digest()
     reference = known(tiny(network, "train.rounds=3"))
-    assert differ(reference, finish(tiny(f"models.model={NETWORKS}:FrozenStem", "run.name=seed", "train.rounds=3")))
+    assert differ(
+        reference, train_federation(tiny(f"models.model={NETWORKS}:FrozenStem", "run.name=seed", "train.rounds=3"))
+    )
     stop_after(config, 1)
     run_dir = Path(config.run.dir) / "started"
     # The fixed stem is in no commit: it comes from the file again.
@@ -220,7 +223,7 @@ def test_the_digest_is_of_the_content_and_a_changed_file_stops_a_resume(tiny: Ti
     with pytest.raises(RunDirectoryError, match=r"models.model.init_from.file of .*whose content is not what it was"):
         resume(run_dir)
     (tmp_path / "a.pt").write_bytes(kept)
-    assert not differ(reference, truth(resume(run_dir).run_dir))
+    assert not differ(reference, read_tensors(resume(run_dir).run_dir))
 
 
 def test_bad_settings_end_before_the_first_round(tiny: Tiny, tmp_path: Path) -> None:

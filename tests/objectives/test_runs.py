@@ -14,7 +14,7 @@ import pytest
 import soundfile
 import torch
 from commands import Raydfl, written
-from helpers import same, start, stop_after, truth
+from helpers import stop_after
 from machines import RATE, hum
 from sklearn.metrics import average_precision_score, roc_auc_score
 
@@ -30,6 +30,7 @@ from raydfl.experiments.search.plan import load_search
 from raydfl.methods import Method
 from raydfl.methods._server_optimiser import ServerOptimiser
 from raydfl.runs.report.data import read_run
+from raydfl.testing import assert_same_bits, read_tensors, start_server
 
 HERE = Path(__file__).parent
 MACHINES, CHORDS = (f"data.name={HERE / 'machines.py'}:{name}" for name in ("Machines", "Chords"))
@@ -125,9 +126,9 @@ def test_every_method_learns_every_objective_that_it_takes_from_every_view_and_r
     config = tiny(*given, method=method)
     if view == "image" and objective in ("reconstruct", "contrast"):
         with pytest.raises(ConfigError, match=f"objective: {objective} .* the network reads images"):
-            start(config)
+            start_server(config)
         return
-    server = start(config)
+    server = start_server(config)
     for _ in range(rounds):
         server.round()
     server.finish()
@@ -196,7 +197,7 @@ def test_scores_against_own_clips_are_those_of_the_clients_segments(tiny: Tiny) 
         "train.cohort=1.0",
         "evaluate.clients=all",
     )
-    server = start(config)
+    server = start_server(config)
     server.round()
     server.finish()
     worker, federation = server._federation.pool._worker, server._federation  # type: ignore[attr-defined]
@@ -249,18 +250,18 @@ def test_sets_of_classes_are_learnt_and_measured_as_scikit_learn_does(tiny: Tiny
 @pytest.mark.parametrize("objective", ["compact", "contrast", "multi_label"])
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tiny: Tiny, objective: str) -> None:
     whole, parts = (tiny(*SETTINGS[objective], "train.rounds=4", f"run.name={name}") for name in ("whole", "parts"))
-    first = start(whole)
+    first = start_server(whole)
     for _ in range(4):
         first.round()
     first.finish()
     first.close()
     stop_after(parts, 2)
-    second = start(parts)
+    second = start_server(parts)
     for _ in range(2):
         second.round()
     second.finish()
     second.close()
-    same(truth(Path(whole.run.dir) / "whole"), truth(Path(parts.run.dir) / "parts"))
+    assert_same_bits(read_tensors(Path(whole.run.dir) / "whole"), read_tensors(Path(parts.run.dir) / "parts"))
 
 
 def test_classification_is_not_in_the_digest_and_other_objectives_are(tiny: Tiny) -> None:

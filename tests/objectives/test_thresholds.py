@@ -11,7 +11,6 @@ import pytest
 import soundfile
 import torch
 from commands import Raydfl
-from helpers import start
 from sklearn.metrics import f1_score
 
 from raydfl import read_rows, run
@@ -22,6 +21,7 @@ from raydfl.data.sets.machines import Machines
 from raydfl.engine.config import Config
 from raydfl.runs.folder import export
 from raydfl.runs.inference import load_model
+from raydfl.testing import start_server
 
 Tiny = Callable[..., Config]
 FAN = "{name: machines, kinds: [fan], ids: 3, clips: 12, test_clips: 10, seconds: 0.3, strength_db: 6"
@@ -53,7 +53,7 @@ def scores_of(folder: Path, client: str) -> tuple[np.ndarray, np.ndarray, np.nda
 )
 def test_the_threshold_is_the_quantile_of_training_scores_and_f1_is_that_at_it(tiny: Tiny, transforms: str) -> None:
     config = tiny(*HERE, data(transforms), "objective.quantile=0.8")
-    server = start(config)
+    server = start_server(config)
     server.round()
     server.finish()
     server.close()
@@ -74,7 +74,7 @@ def test_the_threshold_is_the_quantile_of_training_scores_and_f1_is_that_at_it(t
 
 def test_dcases_score_needs_the_columns_of_machines(tiny: Tiny) -> None:
     config = tiny(*HERE, data(", columns: [machine, id, domain]", machines=FAN + ", target_clips: 4"))
-    server = start(config)
+    server = start_server(config)
     server.round()
     server.close()
     rows = {row["metric"]: row for row in read_rows(Path(config.run.dir) / "tiny").to_pylist() if not row["client"]}
@@ -114,7 +114,7 @@ def test_clients_whose_test_has_one_condition_are_named_and_few_normal_clips_are
 def test_clients_that_cannot_learn_what_is_normal_are_refused(tiny: Tiny, change: str, message: str) -> None:
     settings = [data(split="split: {test: null, client_test: {by: split, values: [test]}}"), change]
     with pytest.raises(DataError, match=message):
-        start(tiny(*HERE, *settings))
+        start_server(tiny(*HERE, *settings))
 
 
 def test_training_scores_are_measured_as_test_scores_are(tiny: Tiny) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import differ, finish, known, same, start, truth
+from helpers import differ, known
 
 from raydfl.cluster.server import Server
 from raydfl.core.errors import ConfigError, RunDirectoryError
@@ -18,6 +18,7 @@ from raydfl.engine.storage import record as influence
 from raydfl.engine.storage.record import MetricRow, read_rows, rows_path, to_rows, write_rows
 from raydfl.methods.fedavg import FedAvg
 from raydfl.rules import RULES
+from raydfl.testing import assert_same_bits, read_tensors, start_server, train_federation
 from raydfl.training.step import Step
 
 Tiny = Callable[..., Config]
@@ -35,7 +36,7 @@ ROBUST = [name for name in RULES if name not in ("weighted_mean", "uniform_mean"
 )
 def test_any_method_takes_any_rule_by_name(tiny: Tiny, method: str, rule: str) -> None:
     mean = known(tiny(*QUICK, "method.rule=weighted_mean", method=method))
-    robust = finish(tiny(*QUICK, "run.name=robust", f"method.rule={rule}", method=method))
+    robust = train_federation(tiny(*QUICK, "run.name=robust", f"method.rule={rule}", method=method))
     assert differ(mean, robust)
     assert set(mean) == {name for name in robust if not name.startswith("server foolsgold/")}
 
@@ -45,7 +46,7 @@ def test_rules_that_remember_or_draw_resume_to_the_same_bits(tiny: Tiny, rule: s
     setting = [*QUICK, "train.cohort=0.5", "train.rounds=4", f"method.rule={rule}"]
     undisturbed = known(tiny(*setting))
     config = tiny(*setting, "run.name=stopped")
-    server = start(config)
+    server = start_server(config)
     for _ in range(2):
         server.round()
     server.finish()
@@ -56,13 +57,13 @@ def test_rules_that_remember_or_draw_resume_to_the_same_bits(tiny: Tiny, rule: s
         server.round()
     server.finish()
     server.close()
-    same(undisturbed, truth(run_dir))
+    assert_same_bits(undisturbed, read_tensors(run_dir))
     assert any(name.startswith("server foolsgold/global ") for name in undisturbed) == (rule == "foolsgold")
 
 
 def test_the_record_says_what_a_rule_left_of_each_client(tiny: Tiny) -> None:
     config = tiny(*QUICK, "method.rule={name: multi_krum, byzantine: 0.34}")
-    finish(config)
+    train_federation(config)
     rows = [row for row in to_rows(read_rows(Path(config.run.dir) / "tiny")) if row.round == 2]
     by_name = {row.metric: row for row in rows if not row.client}
     trained = [row.client for row in rows if row.client and row.metric == "loss"]
@@ -87,7 +88,7 @@ def test_the_record_says_what_a_rule_left_of_each_client(tiny: Tiny) -> None:
 def test_clients_whose_updates_were_rejected_have_no_influence(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever sent something that is not finite is not in the array: the others must keep their own numbers."""
     config = tiny(*QUICK, "run.max_failed=1.0", "method.rule=krum")
-    server = start(config)
+    server = start_server(config)
     local = FedAvg.local
 
     def broken(self: FedAvg, step: Step) -> Update:
@@ -110,7 +111,7 @@ def test_clients_whose_updates_were_rejected_have_no_influence(tiny: Tiny, monke
 
 def test_without_influences_nobody_is_named_and_a_torn_record_is_an_error(tiny: Tiny, tmp_path: Path) -> None:
     config = tiny(*QUICK, "method.rule=median")
-    finish(config)
+    train_federation(config)
     assert influence.influences(Path(config.run.dir) / "tiny") == {}
     (tmp_path / "torn" / "rows").mkdir(parents=True)
     row = MetricRow(1, "train", "", "server", "rule/influences", float("nan"), 1.0, np.array([1.0]))
@@ -131,4 +132,4 @@ def test_rules_that_start_from_the_server_are_refused_where_changes_are_sent(tin
 @pytest.mark.parametrize("rule", ["median", "multi_krum", "geometric_median", "dnc"])
 def test_other_rules_work_with_control_variates(tiny: Tiny, rule: str) -> None:
     mean = known(tiny(*QUICK, method="scaffold"))
-    assert differ(mean, finish(tiny(*QUICK, "run.name=robust", f"method.rule={rule}", method="scaffold")))
+    assert differ(mean, train_federation(tiny(*QUICK, "run.name=robust", f"method.rule={rule}", method="scaffold")))

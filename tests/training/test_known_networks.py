@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import known, same, start, truth
+from helpers import known
 from torch import nn
 
 from raydfl.engine.config import Config
 from raydfl.models.crnn import CRNN
+from raydfl.testing import assert_same_bits, read_tensors, start_server
 from raydfl.training.networks import Networks
 from raydfl.training.replica import Replica
 
@@ -62,7 +63,7 @@ def test_networks_that_have_to_be_looked_at(make: Callable[[], nn.Module]) -> No
 def test_a_run_is_the_same_to_the_bit_without(tiny: Callable[..., Config], method: str) -> None:
     """Frozen parts, teachers, masks, private state."""
     config = tiny(method=method)
-    server = start(config)
+    server = start_server(config)
     server._federation.pool._worker._users_code = True  # type: ignore[attr-defined]
     while server.round_index < config.train.rounds:
         server.round()
@@ -70,4 +71,4 @@ def test_a_run_is_the_same_to_the_bit_without(tiny: Callable[..., Config], metho
     assert replicas
     assert all(replica.networks is None for replica in replicas)
     server.close()
-    same(truth(Path(config.run.dir) / "tiny"), known(tiny(method=method)))
+    assert_same_bits(read_tensors(Path(config.run.dir) / "tiny"), known(tiny(method=method)))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import differ, finish, same
+from helpers import differ
 from torch import Tensor, nn
 
 from raydfl.core import ops, registry
@@ -20,6 +20,7 @@ from raydfl.engine.config import Config
 from raydfl.engine.storage import record
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
+from raydfl.testing import assert_same_bits, train_federation
 from raydfl.training.optimiser import Optimiser
 from raydfl.training.precision import GradientScale, check_device, computing_in
 from raydfl.training.settings import OptimiserSettings
@@ -123,7 +124,7 @@ def test_autocast_reaches_the_operators_of_a_gpu(monkeypatch: pytest.MonkeyPatch
 
 def kept(config: Config) -> dict[str, Tensor]:
     """Everything that a finished run knows."""
-    finish(config)
+    train_federation(config)
     folder = Path(config.run.dir) / str(config.run.name)
     commit = RunStore(folder).load(RunStore(folder).latest() or "")
     private = PrivateStore(folder / "private")
@@ -160,9 +161,9 @@ def test_the_setting_decides_the_numbers_and_belongs_to_the_run(tiny: Tiny) -> N
     whole, short = tiny("run.name=whole"), tiny("run.name=short", "train.precision=bfloat16")
     assert whole.digest() != short.digest()
     assert tiny("train.precision=float32").digest() == whole.digest()
-    first = finish(short)
-    assert differ(finish(whole), first)
-    same(finish(tiny("run.name=again", "train.precision=bfloat16")), first)
+    first = train_federation(short)
+    assert differ(train_federation(whole), first)
+    assert_same_bits(train_federation(tiny("run.name=again", "train.precision=bfloat16")), first)
 
 
 def test_what_a_loss_gets_is_float32(tiny: Tiny, tmp_path: Path) -> None:
@@ -174,7 +175,7 @@ def test_what_a_loss_gets_is_float32(tiny: Tiny, tmp_path: Path) -> None:
         "        assert all(p.dtype == torch.float32 for p in step.models['model'].parameters())\n"
         "        return super().loss(step, batch)\n"
     )
-    finish(tiny(f"method.name={source}:Watching", "train.precision=bfloat16", "train.rounds=1"))
+    train_federation(tiny(f"method.name={source}:Watching", "train.precision=bfloat16", "train.rounds=1"))
 
 
 def test_float16_is_refused_on_the_cpu(tiny: Tiny) -> None:
@@ -186,7 +187,7 @@ def test_float16_is_refused_on_the_cpu(tiny: Tiny) -> None:
     config = tiny("train.precision=float16", "ray.actors=2", "ray.gpus=0.5")
     here = config.model_copy(update={"ray": config.ray.model_copy(update={"actors": 0})})
     with pytest.raises(ConfigError, match=refused):
-        finish(here)
+        train_federation(here)
     check_device("float16", torch.device("cuda"))
     check_device("bfloat16", torch.device("cpu"))
 

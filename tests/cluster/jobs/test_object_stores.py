@@ -10,7 +10,7 @@ import boto3
 import pytest
 from gcp_storage_emulator.server import create_server
 from head import free_port
-from helpers import known, same, stop_after, truth
+from helpers import known, stop_after
 from moto.server import ThreadedMotoServer
 
 from raydfl.core import remote as place
@@ -21,6 +21,7 @@ from raydfl.engine.config import Config
 from raydfl.engine.storage.mirror import local_runs
 from raydfl.runs import _run as runs
 from raydfl.runs._run import run
+from raydfl.testing import assert_same_bits, read_tensors
 
 Tiny = Callable[..., Config]
 BUCKET = "raydfl-tests"
@@ -91,7 +92,7 @@ def test_a_run_goes_on_from_the_bucket_on_another_machine(store: str, tiny: Tiny
     shutil.rmtree(tmp_path / "one")
     assert run(here("two")).finished
     folder = local_runs(store, tmp_path / "two") / "far"
-    same(truth(folder), undisturbed)
+    assert_same_bits(read_tensors(folder), undisturbed)
     there = RemoteFolder(place.below(store, "far"), "").files()
     kept = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     assert there == {name: size for name, size in kept.items() if not name.startswith(".")}

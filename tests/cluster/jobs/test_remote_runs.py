@@ -11,7 +11,7 @@ import pyarrow.fs as fs
 import pytest
 from commands import Raydfl, written
 from failing import Failing
-from helpers import known, same, stop_after, truth
+from helpers import known, stop_after
 
 from raydfl.cluster.client import ClientActor
 from raydfl.cluster.resources import ActorKind
@@ -29,6 +29,7 @@ from raydfl.runs._run import resume, run
 from raydfl.runs.folder import create
 from raydfl.runs.inference.model import load_model
 from raydfl.runs.progress import Progress
+from raydfl.testing import assert_same_bits, read_tensors
 
 Tiny = Callable[..., Config]
 
@@ -103,7 +104,7 @@ def test_everything_of_a_run_is_there_when_it_ends(
     there = files(remote / "far")
     assert there == files(local(config))
     assert {"LATEST", "config.yaml", "run.json", "report.html", "model.safetensors"} <= set(there)
-    same(truth(remote / "far"), undisturbed)
+    assert_same_bits(read_tensors(remote / "far"), undisturbed)
     moved = [path for call, path in handler.calls if call == "move"]
     assert bool(moved) == (kind == "far"), "an object store has whole objects or none; elsewhere a rename makes it so"
 
@@ -162,7 +163,7 @@ def test_a_store_that_fails_now_and_then_changes_nothing(
     assert run(config).finished
     assert count > 40
     assert files(remote / "far") == files(local(config))
-    same(truth(remote / "far"), undisturbed)
+    assert_same_bits(read_tensors(remote / "far"), undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -199,11 +200,11 @@ def test_when_copying_ends_at_any_moment_a_whole_commit_is_there_and_the_run_goe
     assert f"raydfl resume {config.run.dir}/far" in stopped
     # Whatever is there is a whole run up to some commit, or none.
     if (remote / "far" / "LATEST").exists():
-        assert truth(remote / "far")["round"] in (b"0", b"1", b"2", b"3")
+        assert read_tensors(remote / "far")["round"] in (b"0", b"1", b"2", b"3")
     # The machine is gone: all that is left is what was copied.
     shutil.rmtree(run_dir)
     assert run(config).finished
-    same(truth(remote / "far"), undisturbed)
+    assert_same_bits(read_tensors(remote / "far"), undisturbed)
     rows = read_rows(local(config)).to_pylist()
     losses = [row["round"] for row in rows if row["metric"] == "clients" and not row["client"]]
     assert losses == [1, 2, 3]
@@ -274,7 +275,7 @@ def test_a_store_that_is_lost_stops_the_run_and_loses_nothing_here(
     assert (remote / "far" / "LATEST").read_text().startswith("000001")
     assert resume(run_dir).finished
     assert files(remote / "far") == files(run_dir)
-    same(truth(remote / "far"), undisturbed)
+    assert_same_bits(read_tensors(remote / "far"), undisturbed)
 
 
 # -- the way back ------------------------------------------------------------------------------------------------------
@@ -292,7 +293,7 @@ def test_on_another_machine_the_run_is_fetched_and_ends_the_same(
     assert run(far(), told).finished
     assert any(text.startswith(f"the run was fetched from file://{remote}/far to {tmp_path}") for text in messages)
     assert any("they are made again" in text for text in messages)
-    same(truth(remote / "far"), undisturbed)
+    assert_same_bits(read_tensors(remote / "far"), undisturbed)
     assert files(remote / "far") == files(local(far()))
 
 
@@ -303,7 +304,7 @@ def test_resume_by_uri_with_more_rounds(far: Tiny, remote: Path, tiny: Tiny) -> 
     outcome = resume(uri, ["train.rounds=3", f"data.cache={far().data.cache}"])
     assert outcome.finished
     assert outcome.run_dir == local(far())
-    same(truth(remote / "far"), known(tiny(method="fedmlac")))
+    assert_same_bits(read_tensors(remote / "far"), known(tiny(method="fedmlac")))
 
 
 def test_a_copy_that_is_behind_is_brought_up_and_one_that_is_ahead_is_kept(
@@ -312,12 +313,12 @@ def test_a_copy_that_is_behind_is_brought_up_and_one_that_is_ahead_is_kept(
     stop_after(far(), 1)
     shutil.copytree(local(far()), tmp_path / "behind")
     stop_after(far(), 1)
-    same(truth(remote / "far"), truth(local(far())))
+    assert_same_bits(read_tensors(remote / "far"), read_tensors(local(far())))
     shutil.rmtree(local(far()))
     shutil.move(tmp_path / "behind", local(far()))
     mirror = RunMirror(local(far()), f"file://{remote}/far")
     assert mirror.fetch()
-    same(truth(remote / "far"), truth(local(far())))
+    assert_same_bits(read_tensors(remote / "far"), read_tensors(local(far())))
     assert not mirror.fetch()
     # Ahead: the copy is of round 1, here it is round 2.
     shutil.copytree(local(far()), tmp_path / "ahead")
@@ -330,7 +331,7 @@ def test_a_copy_that_is_behind_is_brought_up_and_one_that_is_ahead_is_kept(
     shutil.move(tmp_path / "ahead", local(far()))
     assert not mirror.fetch()
     assert run(far()).finished
-    same(truth(remote / "far"), undisturbed)
+    assert_same_bits(read_tensors(remote / "far"), undisturbed)
 
 
 def test_two_that_write_to_one_place_are_told(far: Tiny, remote: Path, tmp_path: Path) -> None:
@@ -371,7 +372,7 @@ def test_a_run_that_never_began_gives_way(far: Tiny, remote: Path, tiny: Tiny) -
     stop_after(far(), 0)
     assert (remote / "far" / "LATEST").read_text().startswith("000000")
     run(far("run.seed=2"))
-    same(truth(remote / "far"), known(tiny("run.seed=2", method="fedmlac")))
+    assert_same_bits(read_tensors(remote / "far"), known(tiny("run.seed=2", method="fedmlac")))
     assert files(remote / "far") == files(local(far()))
 
 

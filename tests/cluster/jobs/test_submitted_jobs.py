@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 import yaml
 from head import Head, working_dir
-from helpers import finish, known, same, truth
+from helpers import known
 
 from raydfl.engine.config import Config
 from raydfl.engine.storage.store import RunStore
+from raydfl.testing import assert_same_bits, read_tensors, train_federation
 
 Tiny = Callable[..., Config]
 TESTS = Path(__file__).resolve().parents[2]
@@ -82,7 +83,7 @@ def test_a_job_is_stopped_and_the_same_command_ends_as_if_it_had_not_been(
     assert head.status("again") == "SUCCEEDED"
     rounds = [event["round"] for event in events_of(again.stdout) if event["event"] == "round"]
     assert rounds == list(range(stopped + 1, 31))
-    same(known(tiny(*common, method=SLOW)), truth(kept / "job"))
+    assert_same_bits(known(tiny(*common, method=SLOW)), read_tensors(kept / "job"))
     # One run in MLflow, by absolute paths.
     with contextlib.closing(sqlite3.connect(database)) as store:
         found = store.execute("select run_uuid, status, artifact_uri from runs").fetchall()
@@ -221,4 +222,4 @@ def test_a_sweep_runs_side_by_side_is_stopped_and_goes_on(
     undisturbed = tiny(
         "train.rounds=40", "method.seconds=0", "run.name=near", "run.seed=2", "train.optimiser.lr=0.2", method=SLOW
     )
-    same(finish(undisturbed), truth(run_dir))
+    assert_same_bits(train_federation(undisturbed), read_tensors(run_dir))

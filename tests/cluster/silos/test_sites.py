@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from helpers import differ, same, start, truth
+from helpers import differ
 from sklearn.metrics import average_precision_score
 
 from raydfl.cluster.sites import SiteReport, join, run_folder
@@ -33,6 +33,7 @@ from raydfl.runs.folder import create
 from raydfl.runs.inference import load_model
 from raydfl.runs.progress import Progress
 from raydfl.runs.report.data import read_run
+from raydfl.testing import assert_same_bits, read_tensors, start_server
 
 Silos = Callable[..., Config]
 
@@ -46,7 +47,7 @@ def at(config: Config, site: str) -> Path:
 
 
 def whole(config: Config) -> dict[str, bytes]:
-    return truth(folder_of(config), *(at(config, site) / "private" for site in config.data.sites))
+    return read_tensors(folder_of(config), *(at(config, site) / "private" for site in config.data.sites))
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -203,7 +204,7 @@ def test_where_the_folders_lie_does_not_decide_the_numbers(silos: Silos) -> None
     runs.run(here)
     runs.run(there)
     assert here.digest() == there.digest()
-    same(whole(here), whole(there))
+    assert_same_bits(whole(here), whole(there))
 
 
 def test_sites_may_be_given_the_same_folder(silos: Silos, tmp_path: Path) -> None:
@@ -216,7 +217,7 @@ def test_sites_may_be_given_the_same_folder(silos: Silos, tmp_path: Path) -> Non
     runs.run(apart)
     runs.run(shared)
     assert apart.digest() == shared.digest()
-    same(whole(apart), whole(shared))
+    assert_same_bits(whole(apart), whole(shared))
 
 
 def test_a_killed_start_leaves_nothing_at_the_sites(silos: Silos, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +239,7 @@ def test_a_killed_start_leaves_nothing_at_the_sites(silos: Silos, monkeypatch: p
     for config in (silos(), silos("run.name=undisturbed")):
         runs.run(config)
         found.append(whole(config))
-    same(*found)
+    assert_same_bits(*found)
 
 
 def test_the_order_of_the_sites_decides_the_numbers(silos: Silos) -> None:
@@ -279,14 +280,14 @@ def test_what_a_site_has_decides_the_numbers(silos: Silos) -> None:
 def test_a_stopped_run_goes_on_to_the_same_bits(silos: Silos) -> None:
     undisturbed, stopped = silos("train.rounds=4", "run.name=whole"), silos("train.rounds=4", "run.name=stopped")
     runs.run(undisturbed)
-    server = start(stopped)
+    server = start_server(stopped)
     server.round()
     server.round()
     server.close()
     orphan = at(stopped, "north") / "private" / "000003-north@00000000.seg"
     orphan.write_bytes(b"of a call whose result was lost")
     runs.resume(folder_of(stopped))
-    same(whole(undisturbed), whole(stopped))
+    assert_same_bits(whole(undisturbed), whole(stopped))
     assert not orphan.exists()
 
 
@@ -319,7 +320,7 @@ def test_sparse_segments_are_compacted_at_their_sites(silos: Silos, monkeypatch:
     assert any(compacted)
     monkeypatch.setattr(Compaction, "before_commit", lambda self, before: before)
     runs.run(plain)
-    same(whole(plain), whole(moved))
+    assert_same_bits(whole(plain), whole(moved))
 
 
 def test_a_client_of_a_site_can_be_replayed_where_its_data_are(silos: Silos) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import finish, same, truth
 from studies import StudyFile
 
 from raydfl.cli.experiments import do_search
@@ -22,6 +21,7 @@ from raydfl.experiments.search.journal import Journal
 from raydfl.experiments.search.plan import Search, load_search
 from raydfl.experiments.search.run import opened, run_search
 from raydfl.runs.progress import Progress
+from raydfl.testing import assert_same_bits, read_tensors, train_federation
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("ray_session")]
 
@@ -69,7 +69,7 @@ def test_an_interrupted_search_ends_as_an_undisturbed_one(
     assert any(event.get("decision") == "STOP" for event in _events(search))
     for number in range(4):
         name = f"trial-{number:03d}"
-        same(truth(tmp_path / "b" / name), truth(tmp_path / "a" / name))
+        assert_same_bits(read_tensors(tmp_path / "b" / name), read_tensors(tmp_path / "a" / name))
     assert not list((tmp_path / "b").glob(".tune*"))
     # nothing is left to do: nothing is started
     assert run_search(search).complete
@@ -131,7 +131,7 @@ def test_client_actors_live_in_the_trials_placement_group(search_file: StudyFile
                 "run": config.run.model_copy(update={"name": f"alone-{number}"}),
             }
         )
-        same(truth(search.folder / f"trial-{number:03d}"), finish(alone))
+        assert_same_bits(read_tensors(search.folder / f"trial-{number:03d}"), train_federation(alone))
 
 
 def test_a_search_and_its_trials_are_nested_in_mlflow(search_file: StudyFile, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_population_is_its_schedule(search_file: StudyFile, tmp_path: Path, in
     assert sorted(a) == list(range(6))
     for number in range(6):
         name = f"trial-{number:03d}"
-        same(truth(tmp_path / "b" / name), truth(tmp_path / "a" / name))
+        assert_same_bits(read_tensors(tmp_path / "b" / name), read_tensors(tmp_path / "a" / name))
     changed = [r for n, r in a.items() if r.parent is not None and r.values != a[r.parent].values]
     assert len(changed) == 1
     before = json.loads((tmp_path / "a" / f"trial-{changed[0].number:03d}" / "run.json").read_text())["branches"]

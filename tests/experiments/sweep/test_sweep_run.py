@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from commands import Raydfl
-from helpers import known, same, truth
+from helpers import known
 from studies import StudyFile, leave
 
 from raydfl.core.errors import InputError, ResourcesError
@@ -27,6 +27,7 @@ from raydfl.experiments.sweep import load_sweep, run_sweep
 from raydfl.experiments.sweep.run import _local_cpus
 from raydfl.experiments.trial import REASON
 from raydfl.runs.progress import Progress
+from raydfl.testing import assert_same_bits, read_tensors
 
 
 class Pretended:
@@ -200,8 +201,8 @@ def test_cells_have_the_bits_of_runs_alone_with_actors_or_without(
     assert [len(runs) for runs in done] == [2, 2]
     for alone, with_actors in zip(*done, strict=True):
         assert alone.identity == with_actors.identity
-        same(truth(alone.run_dir), truth(with_actors.run_dir))
-    same(truth(done[0][0].run_dir), known(tiny()))
+        assert_same_bits(read_tensors(alone.run_dir), read_tensors(with_actors.run_dir))
+    assert_same_bits(read_tensors(done[0][0].run_dir), known(tiny()))
 
 
 @pytest.mark.slow
@@ -228,4 +229,4 @@ def test_a_run_whose_process_is_killed_goes_on_to_the_same_bits(
     assert said.count("started: ") == said.count("lost: a, run.seed=1; ") == 1
     undisturbed = sweep_in("undisturbed")
     assert run_sweep(undisturbed).complete
-    same(truth(sweep.runs[0].run_dir), truth(undisturbed.runs[0].run_dir))
+    assert_same_bits(read_tensors(sweep.runs[0].run_dir), read_tensors(undisturbed.runs[0].run_dir))

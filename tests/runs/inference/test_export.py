@@ -13,7 +13,6 @@ import pytest
 import soundfile
 import torch
 from commands import Raydfl
-from helpers import finish
 from torch import nn
 from used_runs import FEATURES, TINY, Finished, configure, finished
 
@@ -24,6 +23,7 @@ from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.models import architectures, build_model, find_architecture
 from raydfl.runs.inference.model import RunModel
 from raydfl.runs.inference.recordings import FrontEnd
+from raydfl.testing import train_federation
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")),
@@ -216,7 +216,7 @@ def test_a_detector_gives_scores(raydfl: Raydfl, tmp_path: Path, monkeypatch: py
     objective = {"name": "reconstruct", "size": 4, "bins": 4, "hidden": 16, "normal": ["normal"]}
     parts: dict[str, Any] = {"method": {"name": "fedavg"}, "models": {"model": TINY}, "objective": objective}
     config = configure(tmp_path, tmp_path, whole_data=data, **parts)
-    finish(config)
+    train_federation(config)
     folder = Path(config.run.dir) / "run"
     said = raydfl("export", folder)
     assert said.code == 0, said.err

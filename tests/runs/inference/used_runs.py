@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import soundfile
 import torch
-from helpers import finish
 
 from raydfl.core.metrics import _mean_over_clips
 from raydfl.core.seeds import generator
@@ -21,6 +20,7 @@ from raydfl.engine.orders import SERVER, Measurement, Order
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
 from raydfl.engine.worker import Worker
+from raydfl.testing import train_federation
 from raydfl.training._fit import predict
 from raydfl.training.step import Step
 
@@ -137,5 +137,5 @@ def finished(folder: Path, *, uneven: bool = False, **parts: Any) -> Finished:
     """A run that has done its rounds in this process."""
     recordings = write_recordings(folder / "recordings", uneven=uneven)
     config = configure(folder, recordings, **parts)
-    finish(config)
+    train_federation(config)
     return Finished(config, recordings)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from extra_methods import NearTheReceived
-from helpers import finish, same
 from several_clients import BANDS, CLASSES, both, make_steps
 from torch import Tensor, nn
 
@@ -19,6 +18,7 @@ from raydfl.engine.config import Config
 from raydfl.methods import Method
 from raydfl.models.crnn import CRNN
 from raydfl.models.dense import MeanMLP
+from raydfl.testing import assert_same_bits, train_federation
 
 
 class Recurrent(nn.Module):
@@ -102,6 +102,6 @@ def test_recorded_is_by_code(tiny: Callable[..., Config], caplog: pytest.LogCapt
         "train.cohort=1.0",
     ]
     settings += ["train.local_epochs=12", "train.batch_size=4"]
-    by_code = finish(tiny(*settings, "run.name=code", "train.tape=false"))
-    same(by_code, finish(tiny(*settings, "run.name=tape")))
+    by_code = train_federation(tiny(*settings, "run.name=code", "train.tape=false"))
+    assert_same_bits(by_code, train_federation(tiny(*settings, "run.name=tape")))
     assert not [line for line in caplog.messages if "runs by its code" in line]

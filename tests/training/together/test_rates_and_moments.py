@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from extra_methods import OwnRates
-from helpers import differ, finish, known, same, stop_after, truth
+from helpers import differ, known, stop_after
 from pydantic.dataclasses import dataclass
 from several_clients import BANDS, CLASSES, both, close, jointly, looped, make_steps
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from raydfl.engine.config import Config
 from raydfl.methods import Method
 from raydfl.models.dense import MeanMLP
 from raydfl.runs._run import resume
+from raydfl.testing import assert_same_bits, read_tensors, train_federation
 from raydfl.training._fit import fit
 from raydfl.training.optimiser import Optimiser
 from raydfl.training.settings import OptimiserSettings
@@ -194,9 +195,9 @@ def test_kept_moments_resume_to_the_same_bits_and_stay_with_the_client(tiny: Tin
     assert all(name.startswith("client ") for name in kept)
     half = tiny(*settings, "run.name=half", method=method)
     stop_after(half, 2)
-    same(reference, truth(resume(Path(half.run.dir) / "half").run_dir))
-    same(reference, finish(tiny(*settings, "run.name=code", "train.tape=false", method=method)))
-    assert differ(reference, finish(tiny(*settings[1:], "run.name=afresh", method=method)))
+    assert_same_bits(reference, read_tensors(resume(Path(half.run.dir) / "half").run_dir))
+    assert_same_bits(reference, train_federation(tiny(*settings, "run.name=code", "train.tape=false", method=method)))
+    assert differ(reference, train_federation(tiny(*settings[1:], "run.name=afresh", method=method)))
 
 
 def test_moments_that_are_not_kept_change_no_digest(tiny: Tiny) -> None:

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import finish, stop_after
-from helpers import same as same_bytes
+from helpers import stop_after
 from several_clients import BANDS, CLASSES, Networks, make_steps
 from test_law_8 import AT_CLIENTS, FAMILIES, METHODS, Heads, Tied, combined, networks
 from torch import Tensor, nn
@@ -26,6 +25,8 @@ from raydfl.methods.fedprox import FedProx
 from raydfl.models.crnn import CRNN
 from raydfl.models.dense import MeanLinear
 from raydfl.models.shufflenet_v2 import ShuffleNetV2
+from raydfl.testing import assert_same_bits as same_bytes
+from raydfl.testing import train_federation
 from raydfl.training import _fit as fit_module
 from raydfl.training import tape
 from raydfl.training._fit import fit
@@ -540,21 +541,21 @@ def test_clips_of_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_built_in_method_keeps_its_word(method: str, tiny: Callable[..., Config]) -> None:
     """A whole run from recordings is the run by code, to the bit, and so is one that goes on with the other setting."""
     options = ["train.rounds=3", "evaluate.every=3", *(["method.size=8"] if method == "fedkad" else [])]
-    by_code = finish(tiny("run.name=code", "train.tape=false", *options, method=method))
+    by_code = train_federation(tiny("run.name=code", "train.tape=false", *options, method=method))
     assert not known()
-    by_tape = finish(tiny("run.name=tape", *options, method=method))
+    by_tape = train_federation(tiny("run.name=tape", *options, method=method))
     assert taped() > 0
     assert refused() == 0
     same_bytes(by_code, by_tape)
     if method in ("scaffold", "fedmlac"):
         stop_after(tiny("run.name=both", "train.tape=false", *options, method=method), 1)
-        same_bytes(by_code, finish(tiny("run.name=both", *options, method=method)))
+        same_bytes(by_code, train_federation(tiny("run.name=both", *options, method=method)))
 
 
 @pytest.mark.parametrize("method", ["scaffold", f"{EXTRA}:Summing"])
 def test_methods_that_keep_several_tensors_are_recorded(method: str, tiny: Callable[..., Config]) -> None:
     """Their state has one order, so that what a client does in later rounds is one kind of computation."""
-    finish(tiny("train.rounds=8", "train.cohort=1.0", method=method))
+    train_federation(tiny("train.rounds=8", "train.cohort=1.0", method=method))
     assert sum(one.played for one in known()) > sum(one.by_code for one in known())
     assert refused() == 0
 
@@ -578,5 +579,5 @@ def test_an_attacker_that_trains_in_its_own_way_runs_by_code(
 ) -> None:
     (tmp_path / "own.py").write_text(OWN)
     name = f"{tmp_path / 'own.py'}:Own" if own else "sign_flip"
-    finish(tiny("train.rounds=3", "train.cohort=1.0", f"attack.name={name}", "attack.clients=1.0"))
+    train_federation(tiny("train.rounds=3", "train.cohort=1.0", f"attack.name={name}", "attack.clients=1.0"))
     assert (taped() > 0) is not own

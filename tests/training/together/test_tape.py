@@ -121,12 +121,12 @@ def test_training_brings_in_neither_pytorchs_compiler_nor_mlflow(tiny: Callable[
     config = tiny("train.rounds=3", "run.name=light", method="fedmlac")
     program = f"""
 import json, sys
-from helpers import finish
+from raydfl.testing import train_federation
 from raydfl import make_config
 from raydfl.training import tape
 tapes, tape.FIRST, record = [], 1, tape.record
 tape.record = lambda *given: tapes.append(record(*given)) or tapes[-1]
-finish(make_config(json.loads({config.model_dump_json()!r})))
+train_federation(make_config(json.loads({config.model_dump_json()!r})))
 print(len(tapes))
 print(*(name in sys.modules for name in ("torch._dynamo", "sympy", "mlflow", "raydfl.engine.storage.record")))
 """
