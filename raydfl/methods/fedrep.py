@@ -35,6 +35,8 @@ class FedRep(FedPer):
     def head_loss(self, step: Step, batch: Batch) -> Tensor:
         """Return the objective's loss with gradients for the personal layers alone."""
         frozen = {name: value.detach() for name, value in step.parameters("model").items() if self.shared(name)}
+        if not frozen:
+            return super().loss(step, batch)
         with computing_with("model", step.models["model"], frozen):
             return super().loss(step, batch)
 
