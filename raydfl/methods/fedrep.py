@@ -42,8 +42,9 @@ class FedRep(FedPer):
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
         """Return the objective's loss with gradients for the shared layers alone."""
-        frozen = {name: value.detach() for name, value in step.parameters("model").items() if not self.shared(name)}
-        if not frozen:
+        parameters = step.parameters("model")
+        frozen = {name: value.detach() for name, value in parameters.items() if not self.shared(name)}
+        if len(frozen) in (0, len(parameters)):  # nothing to hold fixed, or nothing to train
             return super().loss(step, batch)
         with computing_with("model", step.models["model"], frozen):
             return super().loss(step, batch)
