@@ -47,13 +47,13 @@ class SerialPool:
     apart = False
 
     def __init__(self, *workers: Worker) -> None:
-        self._workers = {worker.place: worker for worker in workers}
+        self.workers = {worker.place: worker for worker in workers}
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
         """Carry out one group of orders after another, each when its replies are asked for."""
         for group in in_groups(orders):
             begun = time.perf_counter()
-            replies = self._workers[group[0].place].carry_out(group, broadcast, begun)
+            replies = self.workers[group[0].place].carry_out(group, broadcast, begun)
             yield from with_spans(replies, 0, begun, time.perf_counter())
 
     def places(self) -> int:
@@ -62,9 +62,9 @@ class SerialPool:
 
     def ask(self, place: str, job: Callable[[Worker], T], wait: bool = True) -> T | None:
         """Do the job now."""
-        return job(self._workers[place])
+        return job(self.workers[place])
 
     def close(self) -> None:
         """Close the files of private state."""
-        for worker in self._workers.values():
+        for worker in self.workers.values():
             worker.private.close()
