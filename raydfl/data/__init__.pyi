@@ -34,9 +34,7 @@ from raydfl.data.pools import LABELLED as LABELLED
 from raydfl.data.pools import NO_LABEL as NO_LABEL
 from raydfl.data.pools import UNLABELLED as UNLABELLED
 from raydfl.data.population import Population as Population
-from raydfl.data.population_folder import read_population_files as read_population_files
 from raydfl.data.population_folder import upgrade_population as upgrade_population
-from raydfl.data.population_folder import write_population_files as write_population_files
 from raydfl.data.profile import KNOWN as KNOWN
 from raydfl.data.profile import ProfileSettings as ProfileSettings
 from raydfl.data.profile import dealt as dealt
@@ -45,9 +43,9 @@ from raydfl.data.sets import FileDataset as FileDataset
 from raydfl.data.settings import DataSettings as DataSettings
 from raydfl.data.settings import ViewSettings as ViewSettings
 from raydfl.data.shards import Shard as Shard
-from raydfl.data.shards import Site as Site
 from raydfl.data.split import SplitSettings as SplitSettings
 from raydfl.data.tables import Tables as Tables
+from raydfl.data.tables import encode as encode
 from raydfl.data.tables import no_clips as no_clips
 from raydfl.data.transforms import Drawn as Drawn
 from raydfl.data.transforms import find_transform as find_transform

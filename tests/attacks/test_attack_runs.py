@@ -112,7 +112,7 @@ class ShuffledPool(SerialPool):
         chance = random.Random(3)
         groups = in_groups(orders)
         chance.shuffle(groups)
-        replies = [reply for group in groups for reply in self._worker.carry_out(group, broadcast)]
+        replies = [reply for group in groups for reply in self.workers[""].carry_out(group, broadcast)]
         chance.shuffle(replies)
         yield from replies
 
