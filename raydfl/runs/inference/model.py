@@ -75,6 +75,11 @@ class RunModel:
         """The settings that say how a recording or an image becomes the network's input: of the view that it reads."""
         return self.data.views[self.spec.view] if self.spec.view else self.data
 
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Names of the outputs of its graph: logits and probabilities, or the score, or plain outputs."""
+        return {"score": ("score",), "none": ("outputs",)}.get(self.objective.answers, ("logits", "probabilities"))
+
     def logits(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         """Return the network's outputs float32 [batch, outputs]: those of a classifier, or what the objective makes of them.
 
