@@ -136,7 +136,8 @@ class Streaming(nn.Module):
 
     def _final_steps(self, frames: Tensor) -> Tensor:
         """Return how many steps of the GRU no later frame can change."""
-        return (frames - self.around).clamp_min(0) // self.together
+        steps: Tensor = (frames - self.around).clamp_min(0) // self.together
+        return steps
 
     def _new_frames(self, sounds: Tensor, numbers: Tensor, before: Tensor, after: Tensor) -> Tensor:
         """Return the features of frames of the recording that ends now: float32 [batch, frames, bands].

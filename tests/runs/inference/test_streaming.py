@@ -1,4 +1,4 @@
-"""Modules and graphs that hear a recording piece by piece. Oracle: the network's answer to all that was heard, as one recording, in PyTorch."""
+"""Modules and graphs that hear piece by piece. Oracle: the network's answer in PyTorch to all that was heard, as one recording."""
 
 from __future__ import annotations
 
