@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from raydfl import testing
 from raydfl.core.types import Client, ModelSpec, Ratio, Update
 from raydfl.data.examples import ClientData, Examples
 from raydfl.data.features.cache import FeatureStore
@@ -35,7 +36,7 @@ def make_examples(count: int, seed: int, lengths: bool = False) -> Examples:
     length = None if lengths else FRAMES
     store = FeatureStore(Path("memory"), frames, offsets, counts.astype(np.int32), length, {})
     labels = rng.integers(0, CLASSES, count)
-    return Examples(store, offsets[:-1], counts, labels, np.arange(count), length)
+    return testing.make_examples(store, offsets[:-1], counts, labels, length)
 
 
 def make_steps(

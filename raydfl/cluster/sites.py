@@ -23,10 +23,12 @@ from raydfl.cluster.faults import task_cause
 from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError, first_line
 from raydfl.core.files import RESUME, make_private_folder, write_durably, writing
 from raydfl.core.progress import Progress
+from raydfl.core.settings import FIRST_VIEW
 from raydfl.data import (
     ClientIds,
     Population,
     Site,
+    StoredView,
     Tables,
     build_population,
     kept_labels,
@@ -42,7 +44,7 @@ from raydfl.engine.storage import PrivateStore
 
 @dataclass(frozen=True)
 class ViewReport:
-    """All that a site tells about a further view of its examples."""
+    """All that a site tells about a view of ``data.views``."""
 
     examples: int
     """Training examples that have it."""
@@ -70,7 +72,7 @@ class SiteReport:
     trained: tuple[str, ...]
     """Names of the classes of which some client has training examples."""
     views: Mapping[str, ViewReport] = field(default_factory=dict)
-    """Further views, by name."""
+    """Those of ``data.views``, by name."""
 
     @classmethod
     def of(cls, name: str, population: Population, whole: bool = False) -> SiteReport:
@@ -82,17 +84,19 @@ class SiteReport:
         shards = {split: [(int(a), int(b)) for a, b in parts] for split, parts in population.sites[0].shards.items()}
         if whole:
             shards = {split: [(parts[0][0], parts[-1][1])] if parts else [] for split, parts in shards.items()}
+        first = population.views[FIRST_VIEW]
         return cls(
             name,
             tuple(population.num_examples(index) for index in range(len(population))),
-            population.bands,
-            population.length,
+            first.bands or 0,
+            first.length,
             shards,
             len(population.skipped),
             tuple(np.array(population.classes)[population.class_counts() > 0].tolist()),
             {
-                view: ViewReport(population.num_with_view(view), length, tuple(population.owners(view).tolist()))
-                for view, length in population.view_lengths.items()
+                name: ViewReport(population.num_with_view(name), view.length, tuple(population.owners(name).tolist()))
+                for name, view in population.views.items()
+                if name != FIRST_VIEW
             },
         )
 
@@ -130,17 +134,16 @@ def join(reports: Sequence[SiteReport], classes: Sequence[str], separator: str |
         + (f", {report.left_out} clips cannot be read and are left out" if report.left_out else "")
         for report in reports
     ]
-    views = {view: (None, _common_length([report.views[view] for report in reports])) for view in reports[0].views}
+    views = {FIRST_VIEW: StoredView(length, bands=reports[0].bands)}
+    for view in reports[0].views:
+        views[view] = StoredView(_common_length([report.views[view] for report in reports]))
     return Population(
         Tables(no_clips(), pa.record_batch(clients)),
         classes,
-        length,
-        (),
+        views,
         messages=messages,
-        bands=reports[0].bands,
         sites=sites,
         separator=separator,
-        views=views,
     )
 
 
@@ -248,7 +251,8 @@ def open_worker(
             f"run again under another run.name (ray.actors=0 and raydfl replay need the folders of all sites on one machine)"
         )
     own = Population.load(folder / "population", verify=True, verify_features=True)
-    own.length, own.view_lengths = population.length, population.view_lengths
+    for name, view in population.views.items():
+        own.views[name] = dataclasses.replace(own.views[name], length=view.length)
     first = next(each.first for each in population.sites if each.name == site)
     kept = folder / "private"
     # Who commits cannot reach the site's folder.

@@ -18,6 +18,7 @@ from raydfl.data.division import divide as divide
 from raydfl.data.division import list_clips as list_clips
 from raydfl.data.examples import ClientData as ClientData
 from raydfl.data.examples import Examples as Examples
+from raydfl.data.examples import Frames as Frames
 from raydfl.data.films import AbsentError as AbsentError
 from raydfl.data.films import has_decoder as has_decoder
 from raydfl.data.films import is_film as is_film
@@ -34,6 +35,7 @@ from raydfl.data.pools import LABELLED as LABELLED
 from raydfl.data.pools import NO_LABEL as NO_LABEL
 from raydfl.data.pools import UNLABELLED as UNLABELLED
 from raydfl.data.population import Population as Population
+from raydfl.data.population import StoredView as StoredView
 from raydfl.data.population_folder import read_population_files as read_population_files
 from raydfl.data.population_folder import upgrade_population as upgrade_population
 from raydfl.data.population_folder import write_population_files as write_population_files
@@ -42,7 +44,6 @@ from raydfl.data.profile import ProfileSettings as ProfileSettings
 from raydfl.data.profile import dealt as dealt
 from raydfl.data.segment import segments as segments
 from raydfl.data.settings import DataSettings as DataSettings
-from raydfl.data.settings import ViewSettings as ViewSettings
 from raydfl.data.shards import Shard as Shard
 from raydfl.data.shards import Site as Site
 from raydfl.data.split import SplitSettings as SplitSettings
@@ -50,3 +51,4 @@ from raydfl.data.tables import Tables as Tables
 from raydfl.data.tables import no_clips as no_clips
 from raydfl.data.transforms import Drawn as Drawn
 from raydfl.data.transforms import find_transform as find_transform
+from raydfl.data.views import View as View

@@ -26,12 +26,13 @@ from raydfl.data.manifest import remarks_of
 from raydfl.data.parts import join
 from raydfl.data.poisoning import Poisoner, alterations_for, noise_of_some, poison
 from raydfl.data.pools import HIDDEN_LABEL, NO_LABEL, UNLABELLED
-from raydfl.data.population import CLEAN, Population
+from raydfl.data.population import CLEAN, Population, StoredView
 from raydfl.data.presence import clients_without
 from raydfl.data.profile import profile_columns
 from raydfl.data.segment import segments
-from raydfl.data.settings import DataSettings, ViewSettings, with_place
-from raydfl.data.tables import ROLES, Tables, clips_table, encode, table_prefix
+from raydfl.data.settings import DataSettings, with_place
+from raydfl.data.tables import ROLES, Tables, clips_table, encode, table_prefix, view_column
+from raydfl.data.views import View
 
 
 def build_population(
@@ -80,7 +81,7 @@ def build_population(
             )
         attack.candidates(division.partition.ids, seed)
     prepared = functools.partial(prepare, data.source, cache=data.cache, progress=progress, run_chunks=run_chunks)
-    store = prepared(manifest, data.stored_features, unreadable=data.unreadable)
+    store = prepared(manifest, data.first_view.stored_features, unreadable=data.unreadable)
     messages = remarks_of(manifest)
     if data.split.as_published is not None:
         messages.append(
@@ -202,9 +203,9 @@ class _Assembler:
         self._columns = {name: column_codes(manifest, name) for name in data.columns}
         self.stores: list[FeatureStore] = []
         self.unread: list[tuple[str, str]] = []
-        """Clips without a further view, since its file cannot be read, with the reason."""
+        """Clips without a view of ``data.views``, since its file cannot be read, with the reason."""
         self.messages: list[str] = []
-        """About further views."""
+        """About ``data.views``."""
 
     def _statistics_of(self, client: np.ndarray) -> np.ndarray:
         """Return whose statistics each clip is normalised with, as a number: int64 [clips of the manifest].
@@ -253,22 +254,23 @@ class _Assembler:
         further = {name: values for name, (_, values) in self._columns.items()}
         if UNLABELLED in division.pools:
             further[HIDDEN_LABEL] = list(self.classes)
-        pipeline = self.data.pipeline
+        (first, of_first), *others = self.data.all_views.items()
         if len(training.rows.frames):
-            pipeline.check_size(int(training.rows.frames.max()), store.bands, "data.transforms")
-        arrays |= pipeline.make_tables(self.data.features, self.seed, table_prefix(""))
-        length = _common_length(clips["frames"], pipeline.cut)
-        views: dict[str, tuple[FeatureStore | None, int | None]] = {}
+            of_first.pipeline.check_size(int(training.rows.frames.max()), store.bands, "data.transforms")
+        length = _common_length(clips["frames"], of_first.pipeline.cut)
+        views = {first: StoredView(length, tuple(self.stores), store.bands)}
+        arrays |= of_first.pipeline.make_tables(of_first.features, self.seed, table_prefix(first))
         without = clients_without(self.data.missing, ids, self.seed)
-        for name, view in self.data.views.items():
+        for name, view in others:
+            start, frames = view_column(name, "start"), view_column(name, "frames")
             try:
-                views[name], starts, frames = self._view(name, view)
+                views[name], starts, counts = self._view(name, view)
                 arrays |= view.pipeline.make_tables(view.features, self.seed, table_prefix(name))
             except (ConfigError, DataError) as error:
-                raise with_place(error, f"data.views.{name}") from error
-            clips[f"view:{name}:start"], clips[f"view:{name}:frames"] = starts[clips["clip"]], frames[clips["clip"]]
+                raise with_place(error, view.where) from error
+            clips[start], clips[frames] = starts[clips["clip"]], counts[clips["clip"]]
             if name in without:
-                clips[f"view:{name}:frames"][(clips["client"] >= 0) & without[name][clips["client"]]] = 0
+                clips[frames][(clips["client"] >= 0) & without[name][clips["client"]]] = 0
         population = Population(
             Tables(
                 clips_table(clips, division.pools, further),
@@ -276,12 +278,10 @@ class _Assembler:
                 arrays,
             ),
             self.classes,
-            length,
-            self.stores,
+            views,
             [*skipped, *self.unread],
             [*messages, *self.messages],
             separator=None if self.data.label_sets is None else self.data.label_sets.separator,
-            views=views,
         )
         return population.use(self.data)
 
@@ -307,14 +307,13 @@ class _Assembler:
             found["statistics"] = pa.array(_statistics(everything, self._group[self.train], *bounds))
         return found | profile_columns(self.manifest, partition, self.data.profile)
 
-    def _view(self, name: str, view: ViewSettings) -> tuple[tuple[FeatureStore, int | None], np.ndarray, np.ndarray]:
-        """Prepare the features of a further view.
+    def _view(self, name: str, view: View) -> tuple[StoredView, np.ndarray, np.ndarray]:
+        """Prepare the features of a view of ``data.views``.
 
         Returns:
-            The store with the frames of every example that has the view (``None`` if they differ), and the place of each clip's
-            features: int64 and int32 [clips of the manifest], 0 frames if the clip lacks the view.
+            The view, and the place of each clip's features: int64 and int32 [clips of the manifest], 0 frames if the clip lacks it.
         """
-        manifest, where = self.manifest, f"data.views.{name}"
+        manifest, where = self.manifest, view.where
         if view.column not in manifest.column_names:
             hint = nearest(view.column, manifest.column_names)
             raise DataError(f"{where}.column: the manifest has no column {view.column!r}; {hint}")
@@ -343,10 +342,11 @@ class _Assembler:
                 f"{clips_of[int(failed[0])].as_py()}"
             )
         present = counts[counts > 0]
-        if not len(present):
-            return (store, None), starts, counts.astype(np.int32)
-        view.pipeline.check_size(int(present.max()), store.bands, f"{where}.transforms")
-        return (store, _common_length(present, view.pipeline.cut)), starts, counts.astype(np.int32)
+        length = None
+        if len(present):
+            view.pipeline.check_size(int(present.max()), store.bands, f"{where}.transforms")
+            length = _common_length(present, view.pipeline.cut)
+        return StoredView(length, (store,)), starts, counts.astype(np.int32)
 
     @functools.cached_property
     def _noisy(self) -> np.ndarray:
@@ -403,7 +403,7 @@ class _Assembler:
         snr = None if self.data.corrupt.noise is None else self.data.corrupt.noise.snr_db
         store = self._prepared(
             self.manifest.take(pa.array(clips)),
-            self.data.stored_features,
+            self.data.first_view.stored_features,
             noise=None if snr is None or not noisy.any() else noise_of_some(names, noisy, snr, self.seed),
             alterations=None if alteration is None else alterations_for(names, altered, alteration, self.seed),
         )
@@ -464,7 +464,7 @@ class _Assembler:
             pool: number of the training pool; -1: the clips are held out, and cut into segments as test clips are.
             hidden: int64 [clips], hidden labels of unlabelled clips.
         """
-        segment = self.data.test_segments if pool < 0 else self.data.segment
+        segment = self.data.first_view.test_segments if pool < 0 else self.data.segment
         stride = self.data.segment.test_stride if self.data.segment is not None and pool < 0 else None
         clip, first, frames = segments(rows.frames, segment, stride)
         columns = {

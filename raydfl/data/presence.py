@@ -1,4 +1,4 @@
-"""Presence: which clients have which further views of their examples.
+"""Presence: which clients have which of ``data.views``.
 
 A client has a view where one of its training examples has it. Some clips have no file of a view; ``data.missing`` takes a view from
 whole clients besides: from their training clips, their hold-out and their own test. The server's data keep it.

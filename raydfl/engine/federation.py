@@ -286,7 +286,7 @@ class Federation:
         return self.pool.width(orders, self.broadcast(keys_of(orders)))
 
     def _views_of(self, client: str) -> str:
-        """Return a client's further views, as in ``video+depth``; ``none`` if it has the first view alone."""
+        """Return a client's ``data.views``, as in ``video+depth``; ``none`` if it has none of them."""
         return "+".join(self.clients.by_id(client).profile["views"]) or "none"
 
     def plan(self) -> list[Order]:

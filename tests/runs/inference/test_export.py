@@ -262,7 +262,18 @@ def test_every_architecture(mutual: Finished, architecture: str, lengths: bool) 
 def made(run: Finished, network: nn.Module, architecture: str, length: int | None) -> RunModel:
     """A model that no run has trained."""
     spec = ModelSpec("m", architecture, 16, 3)
-    return RunModel(run.folder, "m", "", 2, network.eval(), spec, ("a", "b", "c"), run.config.data, length)
+    return RunModel(
+        run.folder,
+        "m",
+        "",
+        2,
+        network.eval(),
+        spec,
+        ("a", "b", "c"),
+        run.config.data,
+        run.config.data.first_view,
+        length,
+    )
 
 
 class Pooled(nn.Module):
