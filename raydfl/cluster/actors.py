@@ -40,8 +40,6 @@ class _Slot:
     """The time at which to give up waiting for ``ready``; infinite once it has answered."""
     node: str = ""
     """Id of the actor's node, once it has answered."""
-    fallback: str = ""
-    """The reason for training on the CPU despite a share of a GPU; empty: none."""
     load: int = 0
     """Calls that it has not answered."""
     work: float = 0.0
@@ -97,6 +95,8 @@ class ActorPool:
         self._slots: dict[Any, _Slot] = {}
         self._numbers: defaultdict[Any, int] = defaultdict(number)
         """Places for actors, by key."""
+        self.fallbacks: dict[Any, str] = {}
+        """Reasons for training on the CPU despite a share of a GPU, by the key of the actor's place."""
         self._pace: dict[tuple[ActorKind, bool], float] = {}
         """Seconds for a unit of cost, lately, by kind of actor: of training (True), and of evaluation."""
         self._failed_starts = 0
@@ -154,10 +154,6 @@ class ActorPool:
         """Return the number of actors that are there."""
         return len(self._there())
 
-    def fallbacks(self) -> list[str]:
-        """Return the reason of each actor for training on the CPU despite a share of a GPU."""
-        return [slot.fallback for slot in self._there() if slot.fallback]
-
     def _starting(self) -> list[Any]:
         return [slot.ready for slot in self._slots.values() if slot.starting]
 
@@ -175,7 +171,7 @@ class ActorPool:
             if slot.ready not in done:
                 continue
             try:
-                slot.node, slot.fallback = ray.get(slot.ready)
+                slot.node, fallback = ray.get(slot.ready)
             except RayTaskError as error:
                 raise task_cause(error) from error
             except LOST as error:
@@ -187,6 +183,8 @@ class ActorPool:
                 slot.deadline = math.inf
                 slot.due = time.monotonic() + slot.limit
                 self._failed_starts = 0
+                if fallback:
+                    self.fallbacks[key] = fallback
 
     def late(self) -> list[Any]:
         """Return the keys of places whose actors should have started by now."""

@@ -229,8 +229,8 @@ class RayPool(SitePools[ActorPool]):
         return 0 if self._settings.actors == "per_client" else sum(pool.places() for pool in self._pools.values())
 
     def fallbacks(self) -> list[str]:
-        """Return the reason of each actor for training on the CPU despite a share of a GPU."""
-        return [reason for pool in self._pools.values() for reason in pool.fallbacks()]
+        """Return a reason for each place whose actor trains, or has trained, on the CPU despite a share of a GPU."""
+        return [reason for pool in self._pools.values() for reason in pool.fallbacks.values()]
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
         """Hand out the first orders and return; the replies come in order of completion.

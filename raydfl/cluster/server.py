@@ -95,9 +95,9 @@ class Server:
         return self.round_index, self._federation.warnings, self._federation.stopped
 
     def cpu_fallback(self) -> str:
-        """Return the number of actors on the CPU despite a share of a GPU, with a reason; empty: none."""
+        """Return the number of actors on the CPU despite a share of a GPU so far, with a reason; empty: none."""
         reasons = self._pool.fallbacks() if isinstance(self._pool, RayPool) else []
-        return f"{len(reasons)} client actors train on the CPU: {reasons[0]}" if reasons else ""
+        return f"client actors on the CPU: {len(reasons)}; {reasons[0]}" if reasons else ""
 
     def round(self) -> RoundReport:
         """Do Federation.round. One that fails may be asked for again, where :meth:`rounds` is not what the server is asked for."""

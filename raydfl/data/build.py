@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from raydfl.core.errors import ConfigError, DataError, nearest
 from raydfl.core.progress import Progress
+from raydfl.core.users_code import naming_failures
 from raydfl.data.client_ids import ClientIds
 from raydfl.data.corruption import LabelErrorSettings, NoiseSettings, choose_clients, wrong_labels
 from raydfl.data.division import CLIENT_TEST, TRAINING, VALIDATION, Division, divide, list_clips
@@ -73,13 +74,15 @@ def build_population(
     division = divide(manifest, classes, data, seed, all_learnt)  # before the long work: what cannot be done fails now
     shared = data.partition.by == "table"
     if attack is not None:
-        attack.check(classes, data.features)
+        with naming_failures(attack, "check", kind="attack"):
+            attack.check(classes, data.features)
         if shared and attack.poisons:
             raise ConfigError(
                 "attack: attackers would train on altered recordings or labels, but by data.partition.by: table clients may share "
                 "clips; take an attack on what clients send, or another partition"
             )
-        attack.candidates(division.partition.ids, seed)
+        with naming_failures(attack, "candidates", kind="attack"):
+            attack.candidates(division.partition.ids, seed)
     prepared = functools.partial(prepare, data.source, cache=data.cache, progress=progress, run_chunks=run_chunks)
     store = prepared(manifest, data.first_view.stored_features, unreadable=data.unreadable)
     messages = remarks_of(manifest)
@@ -488,7 +491,10 @@ class _Assembler:
         """Return the blocks attack and triggered. The features that they need become the last of the stores."""
         poisoned = poison(attack, self.ids, self.classes, training.client, training.labels, self.seed)
         mine = poisoned.attacker[training.client]
-        target, alteration = attack.target_class(self.classes), attack.alteration()
+        with naming_failures(attack, "target_class", kind="attack"):
+            target = attack.target_class(self.classes)
+        with naming_failures(attack, "alteration", kind="attack"):
+            alteration = attack.alteration()
         test, truth = self.division.split.test, self.division.labels
         triggered = test[:0] if target is None or alteration is None else test[truth[test] != target]
         rows, sounds = training.rows, _Rows.of(self.stores[: CLEAN + 1], triggered)

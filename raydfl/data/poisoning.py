@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from raydfl.core.seeds import generator, seed_for
+from raydfl.core.users_code import naming_failures
 from raydfl.data.corruption import NOISELESS, Noise, noise_for
 from raydfl.data.features.alteration import UNALTERED, Alteration, Alterations
 from raydfl.data.features.kinds import AnyFeatures
@@ -73,8 +74,10 @@ def poison(
     for number in np.flatnonzero(attacker).tolist():
         mine = slice(bounds[number], bounds[number + 1])
         rng = generator(seed, 0, ids[number], "attack data")
-        altered[mine] = attack.altered(mine.stop - mine.start, rng)
-        flipped[mine] = attack.labels(labels[mine], altered[mine], classes, rng)
+        with naming_failures(attack, "altered", kind="attack"):
+            altered[mine] = attack.altered(mine.stop - mine.start, rng)
+        with naming_failures(attack, "labels", kind="attack"):
+            flipped[mine] = attack.labels(labels[mine], altered[mine], classes, rng)
     return Poisoned(attacker, altered, flipped)
 
 

@@ -10,6 +10,7 @@ from raydfl.core import part_names, seeds
 from raydfl.core.errors import ConfigError
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import State, Task, Update
+from raydfl.core.users_code import naming_failures
 from raydfl.data import Population
 from raydfl.engine.adversary import Adversary
 from raydfl.engine.arrivals import Arrivals
@@ -28,7 +29,6 @@ from raydfl.engine.listeners import (
     StopRule,
     begin_phase,
 )
-from raydfl.engine.method_calls import naming_failures
 from raydfl.engine.orders import SERVER, Measurement, Order, Reply, check_tasks, grouped, in_order, keys_of
 from raydfl.engine.pool import Pool
 from raydfl.engine.recall import check_file_names, restore_selection

@@ -14,9 +14,9 @@ from typing import Protocol
 
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.types import Ratio, State
+from raydfl.core.users_code import naming_failures
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
-from raydfl.engine.method_calls import naming_failures
 from raydfl.engine.pool import Pool
 from raydfl.engine.rounds import Checkpoint, Round
 from raydfl.engine.storage.committer import Committer
