@@ -36,7 +36,7 @@ def make_examples(count: int, seed: int, lengths: bool = False) -> Examples:
     length = None if lengths else FRAMES
     store = FeatureStore(Path("memory"), frames, offsets, counts.astype(np.int32), length, {})
     labels = rng.integers(0, CLASSES, count)
-    return testing.make_examples(store, offsets[:-1], counts, labels, length)
+    return testing.make_examples(labels, store, offsets[:-1], counts, length)
 
 
 def make_steps(
@@ -72,7 +72,7 @@ def make_steps(
             client=clients[index],
             models=models,
             received={key: {n: t.clone() for n, t in ts.items()} for key, ts in initial.tensors.items()},
-            data=ClientData(make_examples(size, index, lengths), nothing, nothing),
+            data=ClientData({"train": make_examples(size, index, lengths)}, nothing, nothing),
             state=dict(states[index]) if states else {},
             rng=np.random.default_rng(100 + index),
             device=torch.device("cpu"),

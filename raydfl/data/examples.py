@@ -270,18 +270,14 @@ class Examples:
 class ClientData:
     """A client's examples."""
 
-    train: Examples
-    """The first of its pools, on which it trains where the method makes no plan of its own."""
+    pools: Mapping[str, Examples]
+    """Training examples by pool; at least one."""
     validation: Examples
     """Its own hold-out, clean; may be empty."""
     test: Examples
     """A client's own test, clean; empty unless ``data.split.client_test`` makes one. The server's where that itself computes."""
-    further: Mapping[str, Examples] = field(default_factory=dict)
-    """Training examples in further pools, by name."""
-    first: str = "train"
-    """Name of the first pool."""
 
     @property
-    def pools(self) -> Mapping[str, Examples]:
-        """All training examples by pool, those of ``train`` first."""
-        return {self.first: self.train, **self.further}
+    def train(self) -> Examples:
+        """The examples of the first pool, on which a client trains where the method makes no plan of its own."""
+        return next(iter(self.pools.values()))

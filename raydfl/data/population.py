@@ -226,13 +226,10 @@ class Population:
         rows = [tables.rows(role, index, pool) for pool in self.pools]
         # All training examples of a client are in one store, so that a batch may mix pools; an empty pool takes theirs.
         store = max(int(tables.read_clips("store", own).max(initial=CLEAN)) for own in rows)
-        first, *further = (self._examples(own, store) for own in rows)
         return ClientData(
-            first,
+            {pool: self._examples(own, store) for pool, own in zip(self.pools, rows, strict=True)},
             self._examples(tables.rows("validation", index)),
             self._examples(tables.rows("client_test", index)),
-            dict(zip(self.pools[1:], further, strict=True)),
-            self.pools[0],
         )
 
     def first_examples(self, count: int) -> Examples | None:

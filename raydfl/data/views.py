@@ -29,22 +29,6 @@ def _list_transforms(value: Any) -> list[Any]:
 Transforms = Annotated[tuple[dict[str, Any], ...], BeforeValidator(_list_transforms)]
 
 
-def make_pipeline(transforms: Sequence[Mapping[str, Any]], features: AnyFeatures, where: str) -> Pipeline:
-    """Make the way of stored features into a batch.
-
-    Args:
-        transforms: name and options of each.
-        features: of the view.
-        where: place of the view's settings, for messages.
-
-    Raises:
-        ConfigError: transforms that are not known, or do not fit the features.
-    """
-    from raydfl.data.transforms import make_transforms  # it imports PyTorch, which takes seconds
-
-    return make_transforms(transforms, features, f"{where}.transforms")
-
-
 class ViewSettings(Settings):
     """A view of the examples beside data.features: another file of each, named in a column of the manifest."""
 
@@ -63,7 +47,8 @@ class ViewSettings(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> ViewSettings:
-        crop = make_pipeline(self.transforms, self.features, "data").crop if self.transforms else None
+        view = View("data", self.column, self.features, self.transforms)
+        crop = view.pipeline.crop if self.transforms else None
         if (
             self.features.kind == "file"
             or self.features.normalise in BY_TRAINING_CLIPS
@@ -97,7 +82,9 @@ class View:
         Raises:
             ConfigError: transforms that are not known, or do not fit the features.
         """
-        return make_pipeline(self.transforms, self.features, self.where)
+        from raydfl.data.transforms import make_transforms  # it imports PyTorch, which takes seconds
+
+        return make_transforms(self.transforms, self.features, f"{self.where}.transforms")
 
     @property
     def stored_features(self) -> AnyFeatures:

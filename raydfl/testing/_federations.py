@@ -134,7 +134,7 @@ def _describe_client(population: Population, index: int, attacked: bool) -> dict
         "train": data.train,
         "validation": data.validation,
         "test": data.test,
-        **{f"train@{name}": examples for name, examples in data.further.items()},
+        **{f"train@{name}": examples for name, examples in [*data.pools.items()][1:]},
     }
     if attacked:
         splits["attack"] = population.data(index, attacking=True).train

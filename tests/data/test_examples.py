@@ -22,7 +22,7 @@ def store(lengths: list[int], dtype: type = np.float32) -> FeatureStore:
 def examples(lengths: list[int], length: int | None = None, dtype: type = np.float32) -> Examples:
     clips = store(lengths, dtype)
     count = len(lengths)
-    return make_examples(clips, clips.offsets[:-1], np.array(lengths), np.arange(count) % 2, length)
+    return make_examples(np.arange(count) % 2, clips, clips.offsets[:-1], np.array(lengths), length)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -60,9 +60,8 @@ def test_all_examples_once_in_order_or_shuffled() -> None:
     data = examples([4] * 10, length=4)
     batches = list(data.batches(4, None))
     assert [len(batch.y) for batch in batches] == [4, 4, 2]
-    np.testing.assert_array_equal(
-        torch.cat([b.x for b in batches]).numpy().reshape(-1, 3), data.first_view.store.frames
-    )
+    whole = torch.cat([b.x for b in batches]).numpy()
+    np.testing.assert_array_equal(whole.reshape(-1, 3), data.first_view.store.frames)
 
     def order(seed: int) -> list[int]:
         return [int(x[0, 0]) // 12 for b in data.batches(3, np.random.default_rng(seed)) for x in b.x]
@@ -91,7 +90,7 @@ def test_reading_ahead_asks_for_what_a_batch_reads(tmp_path: Path, monkeypatch: 
     whole = store([4, 2, 7, 1])
     np.save(tmp_path / "frames.npy", whole.frames)
     mapped = FeatureStore(tmp_path, np.load(tmp_path / "frames.npy"), whole.offsets, whole.lengths, None, {})
-    data = make_examples(mapped, whole.offsets[[2, 0]], np.array([7, 4]), np.zeros(2, int), None)
+    data = make_examples(np.zeros(2, int), mapped, whole.offsets[[2, 0]], np.array([7, 4]), None)
     content = (tmp_path / "frames.npy").read_bytes()
     asked: list[bytes] = []
     monkeypatch.setattr(cache.os, "posix_fadvise", lambda fd, at, size, _: asked.append(content[at : at + size]))

@@ -30,9 +30,8 @@ SETS = Path(__file__).parent / "tiny_sets.py"
 
 
 def columns(examples: Examples) -> tuple[list[int], ...]:
-    return tuple(
-        c.tolist() for c in (examples.first_view.starts, examples.first_view.counts, examples.labels, examples.clips)
-    )
+    view = examples.first_view
+    return tuple(c.tolist() for c in (view.starts, view.counts, examples.labels, examples.clips))
 
 
 def everything(population: Population) -> list[Any]:
@@ -48,13 +47,8 @@ def everything(population: Population) -> list[Any]:
         for i in range(len(population))
         for data in [population.data(i)]
     ]
-    return [
-        population.classes,
-        population.views[FIRST_VIEW].length,
-        clients,
-        columns(population.test),
-        columns(population.validation),
-    ]
+    length = population.views[FIRST_VIEW].length
+    return [population.classes, length, clients, columns(population.test), columns(population.validation)]
 
 
 def test_groups_become_clients_with_their_clips(made: Make) -> None:

@@ -43,7 +43,7 @@ def examples(made: Pipeline, counts: tuple[int, ...] = (FRAMES,) * 40, sounding:
     if length is not None and made.cut is not None:
         length = min(length, made.cut)
     store = FeatureStore(Path("memory"), frames, offsets, lengths, None, {})
-    return make_examples(store, offsets[:-1], np.array(counts), np.zeros(len(counts), np.int64), length, made)
+    return make_examples(np.zeros(len(counts), np.int64), store, offsets[:-1], np.array(counts), length, made)
 
 
 def batches(data: Examples, number: int = 0) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:

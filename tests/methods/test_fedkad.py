@@ -47,7 +47,7 @@ def make_examples(labels: list[int], seed: int = 0) -> Examples:
     offsets = np.arange(count + 1) * FRAMES
     counts = np.full(count, FRAMES, np.int32)
     store = FeatureStore(Path("memory"), frames, offsets, counts, FRAMES, {})
-    return testing.make_examples(store, offsets[:-1], counts, np.array(labels, np.int64), FRAMES)
+    return testing.make_examples(np.array(labels, np.int64), store, offsets[:-1], counts, FRAMES)
 
 
 def network(width: int = WIDTH) -> nn.Module:
@@ -70,7 +70,7 @@ def make_step(method: Method, model: nn.Module, state: State | None = None, labe
         client=client(),
         models={"model": copy.deepcopy(model)},
         received={"global": {name: value.clone() for name, value in state.tensors["global"].items()}},
-        data=ClientData(data, data.take(np.zeros(0, np.int64)), data.take(np.zeros(0, np.int64))),
+        data=ClientData({"train": data}, data.take(np.zeros(0, np.int64)), data.take(np.zeros(0, np.int64))),
         state={},
         rng=RNG(0),
         device=torch.device("cpu"),

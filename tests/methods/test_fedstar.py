@@ -39,9 +39,8 @@ def batch_of(labelled: int, unlabelled: int) -> Batch:
     truth = torch.randint(CLASSES, (rows,), generator=random)
     hidden = torch.where((pool == 1) & (torch.arange(rows) != rows - 1), truth, -1)  # of the last nobody knows it
     columns = {"pool": pool, "hidden_label": hidden}
-    return make_batch(
-        3 * torch.randn(rows, 8, 6, generator=random), torch.where(pool == 0, truth, -100), columns=columns
-    )
+    x = 3 * torch.randn(rows, 8, 6, generator=random)
+    return make_batch(x, torch.where(pool == 0, truth, -100), columns=columns)
 
 
 def step_of(network: nn.Module, threshold: Tensor) -> Any:

@@ -35,9 +35,7 @@ def make_step(
     method: Method, state: State, kept: dict[str, torch.Tensor], client: int, task: Task | None = None
 ) -> Step:
     rng = np.random.default_rng(client)
-    batch = make_batch(
-        torch.tensor(rng.normal(size=(6, 2, 4)), dtype=torch.float32), torch.tensor(rng.integers(3, size=6))
-    )
+    batch = make_batch(torch.tensor(rng.normal(size=(6, 2, 4))).float(), torch.tensor(rng.integers(3, size=6)))
     step = Step(
         client=CLIENTS[client],
         models={"model": network(hidden=10)},
