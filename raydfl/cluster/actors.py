@@ -8,7 +8,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -19,11 +19,10 @@ from raydfl.cluster.faults import LOST, StragglerPolicy, leave_out, task_cause, 
 from raydfl.cluster.resources import ActorKind, actor_kinds, alive_nodes
 from raydfl.cluster.scheduling import Backlog, Lane, schedule
 from raydfl.core.errors import ResourcesError
-from raydfl.core.tensors import FlatTensors
-from raydfl.engine import SERVER, Order, RaySettings, Reply, in_groups, with_spans
-from raydfl.engine.storage import PrivateRef
+from raydfl.engine import SERVER, Order, RaySettings, Reply, Worker, in_groups, with_spans
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 StartActor = Callable[[ActorKind], ActorHandle[ClientActor]]
 """Starts one more client actor of a kind."""
@@ -368,50 +367,18 @@ class ActorPool:
         known = [pace for (_, what), pace in self._pace.items() if what == training]
         return self._pace.get((kind, training), max(known, default=0.0))
 
-    # -- what any one of the actors can do
-
-    def width(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> int:
-        """Do Worker.width on an actor, with a GPU if there is one; 1 where every client has an actor of its own."""
-        if not self._slots:
-            return 1
-        slot = max(self._there(), key=lambda slot: slot.kind.gpus)
-        keys = sorted(broadcast)
+    def ask(self, job: Callable[[Worker], T], wait: bool = True) -> T | None:
+        """Do Pool.ask on an actor, with a GPU if there is one."""
+        there = self._there()
+        if not there:
+            return None
+        answer: Any = max(there, key=lambda slot: slot.kind.gpus).actor.do.remote(job)
         try:
-            width: int = ray.get(cast(Any, slot.actor.width.remote(orders, keys, *[broadcast[k] for k in keys])))
+            return cast(T, ray.get(answer)) if wait else None
         except RayTaskError as error:
             raise task_cause(error) from error
-        except LOST as error:
-            raise ResourcesError(
-                f"a client actor was lost while it was measured how many clients to train together: {why_ended(error)}; "
-                f"check memory, or set train.together to a number"
-            ) from error
-        return width
-
-    def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
-        """Do PrivateStore.compact on an actor: private state never passes through the server."""
-        # Where it is lost, nothing else is: it is tried again after a later commit.
-        moved: dict[int, PrivateRef] | None = self._ask_any("compact", round_index, refs)
-        return moved or {}
-
-    def remove(self, segments: Collection[str]) -> None:
-        """Do PrivateStore.remove on an actor, and do not wait: what is left is removed when the run is next opened."""
-        for slot in self._there()[:1]:
-            slot.actor.remove.remote(list(segments))
-
-    def retain(self, segments: Collection[str]) -> None:
-        """Do PrivateStore.retain on an actor; where it is lost, the segments only take room."""
-        self._ask_any("retain", segments)
-
-    def _ask_any(self, method: str, *arguments: Any) -> Any:
-        """Return an actor's answer; ``None``: there is no actor, or it was lost."""
-        for slot in self._there()[:1]:
-            try:
-                return ray.get(getattr(slot.actor, method).remote(*arguments))
-            except RayTaskError as error:
-                raise task_cause(error) from error
-            except LOST:
-                break
-        return None
+        except LOST:
+            return None
 
 
 def _cost(orders: Sequence[Order]) -> float:

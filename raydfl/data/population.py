@@ -19,7 +19,7 @@ from raydfl.data.examples import ClientData, Examples, Frames
 from raydfl.data.features.cache import FeatureStore, open_store
 from raydfl.data.label_sets import sets_of
 from raydfl.data.settings import DataSettings
-from raydfl.data.shards import Shard, Site, only_site, shards_at
+from raydfl.data.shards import Shard, cut_shards
 from raydfl.data.tables import Column, Tables, join_columns, join_counts, table_prefix, view_column
 from raydfl.data.transforms import PLAIN, Pipeline
 
@@ -61,7 +61,7 @@ class Population:
         views: the features of every view by name, the first view's first.
         skipped: names of unreadable clips, or clips without a readable view, with the reasons.
         messages: messages to the user about the clips and clients.
-        sites: places of the data, if they are not here.
+        shards: of the server's data, if they are elsewhere; ``None``: they are cut here.
         parts: parts of the federation. The clients' ids and numbers of examples are then all that this population has itself.
         separator: separator of the classes in a label; ``None``: a label is one class.
     """
@@ -73,7 +73,7 @@ class Population:
         views: Mapping[str, StoredView],
         skipped: Sequence[tuple[str, str]] = (),
         messages: Sequence[str] = (),
-        sites: Sequence[Site] = (),
+        shards: Sequence[Shard] | None = None,
         parts: Sequence[Part] = (),
         separator: str | None = None,
     ) -> None:
@@ -96,7 +96,7 @@ class Population:
         self.ids = tables.ids
         self.parts = tuple(parts)
         """Data sets with classes of their own; empty: this is one."""
-        self._sites = tuple(sites)
+        self._shards = shards
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -127,25 +127,37 @@ class Population:
         return [name for name in self.views if name != FIRST_VIEW]
 
     @functools.cached_property
-    def sites(self) -> tuple[Site, ...]:
-        """The sites at which the data lie, in the clients' order; a single one without a name unless there are several."""
-        if self._sites:
-            return self._sites
-        if self.parts:  # each has shards of its own
-            return (only_site(len(self), {}),)
+    def shards(self) -> Sequence[Shard]:
+        """The shards of the server's data, place by place."""
+        if self._shards is not None:
+            return self._shards
         splits = {"test": self.test, "triggered": self.triggered, "server_validation": self.validation}
-        return (only_site(len(self), {split: examples.clips for split, examples in splits.items()}),)
+        return cut_shards({split: examples.clips for split, examples in splits.items()})
 
     @property
-    def shards(self) -> list[Shard]:
-        """The parts in which the server's data are measured, one site after another."""
-        return shards_at(self.sites)
+    def places(self) -> tuple[str, ...]:
+        """The places of clients and clips, in the clients' order: names of sites; empty: wherever the run is."""
+        return self._tables.places
 
-    def site_of(self, index: int) -> str:
-        """Return the name of the site of a client."""
-        if not self._sites:
-            return ""
-        return self._sites[bisect.bisect_right(self._sites, index, key=lambda site: site.stop)].name
+    def place_of(self, index: int) -> str:
+        """Return the place of a client."""
+        return self._tables.place_of(index)
+
+    @property
+    def has_clips(self) -> bool:
+        """True if the clips are known here, and not only to the sites."""
+        return bool(self._tables.clips.num_rows)
+
+    def at(self, place: str, own: Population) -> Population:
+        """Return this population for a process at a site, with the clips that are there.
+
+        Args:
+            place: name of the site.
+            own: its clients and clips.
+        """
+        views = {n: dataclasses.replace(view, length=self.views[n].length) for n, view in own.views.items()}
+        tables = self._tables.with_clips(own._tables, place)
+        return Population(tables, self._labels, views, shards=self.shards, separator=self._separator)
 
     @property
     def each(self) -> dict[str, Population]:
@@ -321,7 +333,7 @@ class Population:
             "bands": first.bands,
             "skipped": self.skipped,
             "messages": self.messages,
-            "sites": [[site.name, site.first, site.stop, dict(site.shards)] for site in self._sites],
+            "shards": None if self._shards is None else [dataclasses.astuple(shard) for shard in self._shards],
             "parts": [[part.name, part.first, part.population.views[FIRST_VIEW].bands] for part in self.parts],
         }
         population_folder.write(folder, facts, None if again else self._tables)
@@ -383,7 +395,7 @@ class Population:
                 },
                 facts["skipped"],
                 facts["messages"],
-                [Site(*site) for site in facts["sites"]],
+                None if facts["shards"] is None else [Shard(*shard) for shard in facts["shards"]],
                 parts,
                 facts["separator"],
             )

@@ -112,6 +112,7 @@ class Evaluation:
                         measure,
                         server_models=specs,
                         part=part,
+                        place=shard.place,
                     )
                 )
         return orders
