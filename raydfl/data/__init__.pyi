@@ -29,11 +29,13 @@ from raydfl.data.packed import samples_as_file as samples_as_file
 from raydfl.data.partition import PartitionSettings as PartitionSettings
 from raydfl.data.partition import natural_order as natural_order
 from raydfl.data.partition import sizes_text as sizes_text
+from raydfl.data.parts import join_parts as join_parts
 from raydfl.data.pictures import read_image as read_image
 from raydfl.data.pools import LABELLED as LABELLED
 from raydfl.data.pools import NO_LABEL as NO_LABEL
 from raydfl.data.pools import UNLABELLED as UNLABELLED
 from raydfl.data.population import Population as Population
+from raydfl.data.population_folder import part_folder as part_folder
 from raydfl.data.population_folder import upgrade_population as upgrade_population
 from raydfl.data.profile import KNOWN as KNOWN
 from raydfl.data.profile import ProfileSettings as ProfileSettings
@@ -41,6 +43,7 @@ from raydfl.data.profile import dealt as dealt
 from raydfl.data.segment import segments as segments
 from raydfl.data.settings import DataSettings as DataSettings
 from raydfl.data.settings import ViewSettings as ViewSettings
+from raydfl.data.settings import with_place as with_place
 from raydfl.data.shards import Shard as Shard
 from raydfl.data.split import SplitSettings as SplitSettings
 from raydfl.data.tables import Tables as Tables

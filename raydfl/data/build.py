@@ -24,7 +24,7 @@ from raydfl.data.features.statistics import group_numbers, normalise_groups, sta
 from raydfl.data.features.wave import BY_TRAINING_CLIPS
 from raydfl.data.listing import column_codes
 from raydfl.data.manifest import remarks_of
-from raydfl.data.parts import join
+from raydfl.data.parts import join_parts
 from raydfl.data.poisoning import Poisoner, alterations_for, noise_of_some, poison
 from raydfl.data.pools import HIDDEN_LABEL, NO_LABEL, UNLABELLED
 from raydfl.data.population import CLEAN, Population
@@ -61,7 +61,7 @@ def build_population(
         ResourcesError: no room for the features.
     """
     if data.parts:
-        return join(
+        return join_parts(
             {name: _part(name, part, seed, progress, run_chunks, labels_needed) for name, part in data.each.items()}
         )
     complete = classes is None
