@@ -41,6 +41,7 @@ from raydfl.data.profile import KNOWN as KNOWN
 from raydfl.data.profile import ProfileSettings as ProfileSettings
 from raydfl.data.profile import dealt as dealt
 from raydfl.data.segment import segments as segments
+from raydfl.data.sets import FileDataset as FileDataset
 from raydfl.data.settings import DataSettings as DataSettings
 from raydfl.data.settings import ViewSettings as ViewSettings
 from raydfl.data.settings import with_place as with_place
