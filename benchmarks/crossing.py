@@ -97,9 +97,9 @@ def listening() -> Iterator[Traffic]:
             _, traffic.lost = struct.unpack("II", wire.getsockopt(263, 6, 8))  # SOL_PACKET, PACKET_STATISTICS
 
 
-def private_things(config: Any, site_key: str) -> dict[str, list[bytes]]:
+def private_things(config: Any, run_dir: Path) -> dict[str, list[bytes]]:
     """By kind, pieces of all that must not leave a site: of every client's every training clip, and of every private tensor."""
-    from raydfl.cluster.sites import run_folder
+    from raydfl.cluster.sites import folder_at
     from raydfl.data import list_clips
     from raydfl.data.population import Population
 
@@ -111,7 +111,7 @@ def private_things(config: Any, site_key: str) -> dict[str, list[bytes]]:
         "private tensors": [],
     }
     for site in config.data.sites:
-        settings, folder = config.data.at(site), run_folder(config, site, site_key)
+        settings, folder = config.data.at(site), folder_at(config, run_dir, site)
         manifest, _ = list_clips(settings, 1)
         source = settings.source.open()
         own = Population.load(folder / "population")
@@ -166,7 +166,6 @@ def measure(file: Path, overrides: Sequence[str], folder: Path) -> dict[str, Any
     from ray.cluster_utils import Cluster
 
     from raydfl.engine.config import load_config
-    from raydfl.engine.storage.folder import stored_about
     from raydfl.runs._run import run
 
     def configure(name: str, *more: str) -> Any:
@@ -185,8 +184,7 @@ def measure(file: Path, overrides: Sequence[str], folder: Path) -> dict[str, Any
     finally:
         cluster.shutdown()
     run_dir = folder / "runs" / "nodes"
-    key = stored_about(run_dir)["site_key"]
-    private, shared = private_things(config, key), shared_things(run_dir)
+    private, shared = private_things(config, run_dir), shared_things(run_dir)
     return {
         "bytes": sum(map(len, traffic.streams.values())),
         "lost": traffic.lost,

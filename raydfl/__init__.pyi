@@ -19,6 +19,7 @@ from raydfl.core.types import Task as Task
 from raydfl.core.types import Update as Update
 from raydfl.core.version import __version__ as __version__
 from raydfl.data import Dataset as Dataset
+from raydfl.data import FileDataset as FileDataset
 from raydfl.data import find_dataset as find_dataset
 from raydfl.data import make_manifest as make_manifest
 from raydfl.data import read_audio as read_audio

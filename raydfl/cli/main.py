@@ -432,7 +432,7 @@ def sweep_command(
 def search_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="the search, a YAML file", show_default=False)],
     overrides: Overrides = None,
-    check: Annotated[bool, typer.Option("--check", help="check the space, without any recording")] = False,
+    check: Annotated[bool, typer.Option("--check", help="check the space, and whether the data sets exist")] = False,
     table: Annotated[bool, typer.Option("--table", help="write the tables and the page of what is there")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -443,11 +443,13 @@ def search_command(
     stop after their round; the same command goes on with them.
     """
     from raydfl.cli.experiments import describe_search, do_search
+    from raydfl.experiments import check_data_sets
     from raydfl.experiments.search import load_search
 
     search = load_search(file, overrides or [])
     if check:
         print(describe_search(search))  # noqa: T201
+        check_data_sets(search.foreseen)
         return
     with progress_of(quiet, as_json) as progress:
         code = do_search(search, progress, table_only=table)
@@ -492,9 +494,20 @@ _INTERRUPTED = 130
 """The exit code that Typer gives to Ctrl-C."""
 
 
+def _check_working_directory() -> None:
+    """Refuse a deleted working directory, in which PyTorch's libraries end the process without a reason."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise InputError(
+            f"The working directory cannot be used: {error.strerror}. Change to an existing folder, then run the command again."
+        ) from error
+
+
 def main(arguments: list[str] | None = None) -> Any:
     """Entry point: turns errors that were raised on purpose into one message and the right exit code."""
     try:
+        _check_working_directory()
         app(arguments, prog_name="raydfl")
     except RaydflError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)  # noqa: T201

@@ -6,7 +6,6 @@ from raydfl.cluster.gpu import with_share as with_share
 from raydfl.cluster.job import check_kept as check_kept
 from raydfl.cluster.job import check_no_token as check_no_token
 from raydfl.cluster.job import in_a_job as in_a_job
-from raydfl.cluster.pool import pool_here as pool_here
 from raydfl.cluster.resources import Bundle as Bundle
 from raydfl.cluster.resources import bundles_of as bundles_of
 from raydfl.cluster.resources import check_trial_fits as check_trial_fits
@@ -20,4 +19,5 @@ from raydfl.cluster.session import check_without_actors as check_without_actors
 from raydfl.cluster.session import connected as connected
 from raydfl.cluster.session import current_token as current_token
 from raydfl.cluster.session import ray_session as ray_session
+from raydfl.cluster.sites import open_serial_pool as open_serial_pool
 from raydfl.cluster.sites import prepare_sites as prepare_sites

@@ -8,7 +8,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -19,11 +19,10 @@ from raydfl.cluster.faults import LOST, StragglerPolicy, leave_out, task_cause, 
 from raydfl.cluster.resources import ActorKind, actor_kinds, alive_nodes
 from raydfl.cluster.scheduling import Backlog, Lane, schedule
 from raydfl.core.errors import ResourcesError
-from raydfl.core.tensors import FlatTensors
-from raydfl.engine import SERVER, Order, RaySettings, Reply, in_groups, with_spans
-from raydfl.engine.storage import PrivateRef
+from raydfl.engine import SERVER, Order, RaySettings, Reply, Worker, in_groups, with_spans
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 StartActor = Callable[[ActorKind], ActorHandle[ClientActor]]
 """Starts one more client actor of a kind."""
@@ -40,8 +39,6 @@ class _Slot:
     """The time at which to give up waiting for ``ready``; infinite once it has answered."""
     node: str = ""
     """Id of the actor's node, once it has answered."""
-    fallback: str = ""
-    """The reason for training on the CPU despite a share of a GPU; empty: none."""
     load: int = 0
     """Calls that it has not answered."""
     work: float = 0.0
@@ -97,6 +94,8 @@ class ActorPool:
         self._slots: dict[Any, _Slot] = {}
         self._numbers: defaultdict[Any, int] = defaultdict(number)
         """Places for actors, by key."""
+        self.fallbacks: dict[Any, str] = {}
+        """Reasons for training on the CPU despite a share of a GPU, by the key of the actor's place."""
         self._pace: dict[tuple[ActorKind, bool], float] = {}
         """Seconds for a unit of cost, lately, by kind of actor: of training (True), and of evaluation."""
         self._failed_starts = 0
@@ -154,10 +153,6 @@ class ActorPool:
         """Return the number of actors that are there."""
         return len(self._there())
 
-    def fallbacks(self) -> list[str]:
-        """Return the reason of each actor for training on the CPU despite a share of a GPU."""
-        return [slot.fallback for slot in self._there() if slot.fallback]
-
     def _starting(self) -> list[Any]:
         return [slot.ready for slot in self._slots.values() if slot.starting]
 
@@ -175,7 +170,7 @@ class ActorPool:
             if slot.ready not in done:
                 continue
             try:
-                slot.node, slot.fallback = ray.get(slot.ready)
+                slot.node, fallback = ray.get(slot.ready)
             except RayTaskError as error:
                 raise task_cause(error) from error
             except LOST as error:
@@ -187,6 +182,8 @@ class ActorPool:
                 slot.deadline = math.inf
                 slot.due = time.monotonic() + slot.limit
                 self._failed_starts = 0
+                if fallback:
+                    self.fallbacks[key] = fallback
 
     def late(self) -> list[Any]:
         """Return the keys of places whose actors should have started by now."""
@@ -370,50 +367,18 @@ class ActorPool:
         known = [pace for (_, what), pace in self._pace.items() if what == training]
         return self._pace.get((kind, training), max(known, default=0.0))
 
-    # -- what any one of the actors can do
-
-    def width(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> int:
-        """Do Worker.width on an actor, with a GPU if there is one; 1 where every client has an actor of its own."""
-        if not self._slots:
-            return 1
-        slot = max(self._there(), key=lambda slot: slot.kind.gpus)
-        keys = sorted(broadcast)
+    def ask(self, job: Callable[[Worker], T], wait: bool = True) -> T | None:
+        """Do Pool.ask on an actor, with a GPU if there is one."""
+        there = self._there()
+        if not there:
+            return None
+        answer: Any = max(there, key=lambda slot: slot.kind.gpus).actor.do.remote(job)
         try:
-            width: int = ray.get(cast(Any, slot.actor.width.remote(orders, keys, *[broadcast[k] for k in keys])))
+            return cast(T, ray.get(answer)) if wait else None
         except RayTaskError as error:
             raise task_cause(error) from error
-        except LOST as error:
-            raise ResourcesError(
-                f"a client actor was lost while it was measured how many clients to train together: {why_ended(error)}; "
-                f"check memory, or set train.together to a number"
-            ) from error
-        return width
-
-    def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
-        """Do PrivateStore.compact on an actor: private state never passes through the server."""
-        # Where it is lost, nothing else is: it is tried again after a later commit.
-        moved: dict[int, PrivateRef] | None = self._ask_any("compact", round_index, refs)
-        return moved or {}
-
-    def remove(self, segments: Collection[str]) -> None:
-        """Do PrivateStore.remove on an actor, and do not wait: what is left is removed when the run is next opened."""
-        for slot in self._there()[:1]:
-            slot.actor.remove.remote(list(segments))
-
-    def retain(self, segments: Collection[str]) -> None:
-        """Do PrivateStore.retain on an actor; where it is lost, the segments only take room."""
-        self._ask_any("retain", segments)
-
-    def _ask_any(self, method: str, *arguments: Any) -> Any:
-        """Return an actor's answer; ``None``: there is no actor, or it was lost."""
-        for slot in self._there()[:1]:
-            try:
-                return ray.get(getattr(slot.actor, method).remote(*arguments))
-            except RayTaskError as error:
-                raise task_cause(error) from error
-            except LOST:
-                break
-        return None
+        except LOST:
+            return None
 
 
 def _cost(orders: Sequence[Order]) -> float:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from raydfl.cluster.gpu import cap, hide_gpus, why_no_gpu
-from raydfl.cluster.job import check_visible
 from raydfl.cluster.resources import ActorKind
-from raydfl.cluster.sites import SHARE, SentToSite, resource
+from raydfl.cluster.sites import SHARE, folder_at, open_worker, resource
 from raydfl.core.errors import RaydflError, ResourcesError
 from raydfl.core.tensors import FlatTensors
+from raydfl.data import Population
 from raydfl.engine import Config, Order, Reply, Worker
-from raydfl.engine.storage import PrivateRef, PrivateStore
 
 
 def choose_device(gpus: float, cpu_fallback: bool = False) -> str:
@@ -57,19 +57,15 @@ class ClientActor:
     what the next client needs.
     """
 
-    def __init__(
-        self, run_dir: str, config: Config, kind: ActorKind, sent: SentToSite | None = None, server_node: str = ""
-    ) -> None:
+    def __init__(self, config: Config, kind: ActorKind, opening: Callable[..., Worker], server_node: str = "") -> None:
         """Open the run.
 
         Args:
-            run_dir: the run's folder, the same path on every node; at a site there is none.
             config: of the run.
             kind: of this actor.
-            sent: at a site, the rest of the run.
+            opening: opens a worker at the actor's place, on a device.
             server_node: id of the server's node, whose sync covers files written on the same node only; empty: this node.
         """
-        folder = Path(run_dir)
         self._one_at_a_time = threading.Lock()
         # The thread that waits for the lock shall get the interpreter when it gets the lock.
         sys.setswitchinterval(5e-4)
@@ -79,12 +75,8 @@ class ClientActor:
             device = choose_device(kind.gpus, config.ray.cpu_fallback)
             if kind.gpus and device == "cpu":
                 self._fallback = why_no_gpu()
-            if sent is None:
-                check_visible(folder)
-                far = bool(server_node) and ray.get_runtime_context().get_node_id() != server_node
-                self._opened = Worker(folder, config, PrivateStore(folder / "private", durable=far), device)
-            else:
-                self._opened = sent.worker(config, folder, device)
+            far = bool(server_node) and ray.get_runtime_context().get_node_id() != server_node
+            self._opened = opening(device, durable=far)
         except RaydflError as error:
             self._failed = error
 
@@ -124,28 +116,13 @@ class ClientActor:
         with self._one_at_a_time:
             return self._worker.carry_out(orders, broadcast, arrived)
 
-    def width(self, orders: list[Order], keys: list[str], *tensors: FlatTensors) -> int:
-        """Do Worker.width; arguments as for :meth:`carry_out`."""
+    def do(self, job: Callable[[Worker], Any]) -> Any:
+        """Do a job, while no client is trained."""
         with self._one_at_a_time:
-            return self._worker.width(orders, dict(zip(keys, tensors, strict=True)))
-
-    def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
-        """Do PrivateStore.compact."""
-        with self._one_at_a_time:
-            return self._worker.private.compact(round_index, refs)
-
-    def remove(self, segments: list[str]) -> None:
-        """Do PrivateStore.remove."""
-        with self._one_at_a_time:
-            self._worker.private.remove(segments)
-
-    def retain(self, segments: frozenset[str]) -> None:
-        """Do PrivateStore.retain."""
-        with self._one_at_a_time:
-            self._worker.private.retain(segments)
+            return job(self._worker)
 
 
-def start_client_actor(run_dir: Path, config: Config, site_key: str, site: str, kind: ActorKind) -> Any:
+def start_client_actor(run_dir: Path, config: Config, population: Population, place: str, kind: ActorKind) -> Any:
     """Start a client actor of some kind, at a site or anywhere. Ray never restarts it: the pool decides what is done again.
 
     Call it in the process that commits.
@@ -153,11 +130,12 @@ def start_client_actor(run_dir: Path, config: Config, site_key: str, site: str, 
     actor = ray.remote(ClientActor).options(
         num_cpus=kind.cpus,
         num_gpus=kind.gpus,
-        resources={resource(site): SHARE} if site else None,
-        scheduling_strategy="DEFAULT" if site else None,  # out of a trial's placement group, which holds no site
+        resources={resource(place): SHARE} if place else None,
+        scheduling_strategy="DEFAULT" if place else None,  # out of a trial's placement group, which holds no site
         max_concurrency=2,
         max_restarts=0,
         max_task_retries=0,
     )
-    sent = SentToSite.of(run_dir, site, site_key) if site else None
-    return actor.remote(str(run_dir), config, kind, sent, ray.get_runtime_context().get_node_id())
+    folder = folder_at(config, run_dir, place)
+    opening = functools.partial(open_worker, config, run_dir, place, folder, population if place else None)
+    return actor.remote(config, kind, opening, ray.get_runtime_context().get_node_id())

@@ -1,13 +1,12 @@
-"""RayPool and pool_here: pools of a whole run. Its data may lie at several sites, and each site is a pool of its own."""
+"""RayPool: the client actors of a whole run, at all its places."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -16,113 +15,17 @@ from raydfl.cluster.actors import ActorPool
 from raydfl.cluster.client import ClientActor
 from raydfl.cluster.faults import StragglerPolicy
 from raydfl.cluster.resources import ActorKind, free_resources, wanted_text
-from raydfl.cluster.sites import open_worker
 from raydfl.core.errors import ResourcesError
 from raydfl.core.tensors import FlatTensors
-from raydfl.data import Population
-from raydfl.engine import Config, Order, Pool, RaySettings, Reply, SerialPool, Worker, keys_of
-from raydfl.engine.storage import PrivateRef, PrivateStore
+from raydfl.engine import Order, RaySettings, Reply, Worker, keys_of
 
 _LOOK = 5.0
 """Seconds between two looks at what has not started."""
-
-OnePool = TypeVar("OnePool", SerialPool, ActorPool)
-
-
-class SitePools(Generic[OnePool]):
-    """A pool for each site; an order goes to the one that has the data it is about.
-
-    Args:
-        pools: by name of the site; under an empty name the only one, where there are no sites.
-        population: of a federation over sites; ``None``: there are none.
-    """
-
-    apart = False
-
-    def __init__(self, pools: Mapping[str, OnePool], population: Population | None = None) -> None:
-        self._pools: Mapping[str, OnePool] = pools
-        self._population = population
-
-    def _site_of(self, order: Order) -> str:
-        if self._population is None:
-            return ""
-        shard = order.measure[0].shard if order.measure else None
-        if shard is not None:
-            return shard.site
-        return self._population.site_of(self._population.index(order.task.client_id))
-
-    def _parted(self, orders: Sequence[Order]) -> dict[str, list[Order]]:
-        """Return the orders by site, the site of the first one first."""
-        parts: dict[str, list[Order]] = {}
-        for order in orders:
-            parts.setdefault(self._site_of(order), []).append(order)
-        return parts
-
-    def width(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> int:
-        """Do Worker.width at the site of the first order."""
-        site, own = next(iter(self._parted(orders).items()))
-        return self._pools[site].width(own, broadcast)
-
-    def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
-        """Do PrivateStore.compact, each client's records at its site."""
-        parts: dict[str, dict[int, PrivateRef]] = {}
-        for client, ref in refs.items():
-            site = "" if self._population is None else self._population.site_of(client)
-            parts.setdefault(site, {})[client] = ref
-        moved = (self._pools[site].compact(round_index, own) for site, own in parts.items())
-        return {client: ref for part in moved for client, ref in part.items()}
-
-    def remove(self, segments: Collection[str]) -> None:
-        """Do PrivateStore.remove at each site, which may have some of them."""
-        for pool in self._pools.values():
-            pool.remove(segments)
-
-    def retain(self, segments: Collection[str]) -> None:
-        """Do PrivateStore.retain at each site."""
-        for pool in self._pools.values():
-            pool.retain(segments)
-
-    def close(self) -> None:
-        """Free what the pools hold."""
-        for pool in self._pools.values():
-            pool.close()
+T = TypeVar("T")
 
 
-class _SerialSites(SitePools[SerialPool]):
-    """Sites in this process, one after another."""
-
-    def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
-        """Carry out the orders of one site after another, each when its replies are asked for."""
-        parts = self._parted(orders).items()
-        return itertools.chain.from_iterable(self._pools[site].run(own, broadcast) for site, own in parts)
-
-    def places(self) -> int:
-        """Return 1: this process."""
-        return 1
-
-
-def pool_here(run_dir: Path, config: Config, population: Population, key: str, scratch: Path | None = None) -> Pool:
-    """Return a pool in this process; all sites' folders must be on this machine.
-
-    Args:
-        run_dir: of the run.
-        config: of the run.
-        population: of the federation.
-        key: of the run at the sites, see :func:`raydfl.cluster.sites.run_folder`; empty without sites.
-        scratch: where new private state is written, in place of where it belongs.
-    """
-    if config.data.sites:
-        workers = {
-            site: open_worker(config, site, key, run_dir, population, scratch=scratch) for site in config.data.sites
-        }
-        return _SerialSites({site: SerialPool(worker) for site, worker in workers.items()}, population)
-    kept = run_dir / "private"
-    private = PrivateStore(kept) if scratch is None else PrivateStore(scratch, [kept])
-    return SerialPool(Worker(run_dir, config, private, population=population))
-
-
-class RayPool(SitePools[ActorPool]):
-    """Client actors: those of each site, or of the whole run, and one loop that waits for all their answers.
+class RayPool:
+    """Client actors at each place, and one loop that waits for all their answers.
 
     All actors are asked for at once, so that a cluster that grows sees what is wanted; each gets work from when it is there, in the
     middle of a round too.
@@ -135,26 +38,23 @@ class RayPool(SitePools[ActorPool]):
         start_actor: Callable[[str, ActorKind], ActorHandle[ClientActor]],
         settings: RaySettings,
         patience: StragglerPolicy | None = None,
-        population: Population | None = None,
+        places: Sequence[str] = ("",),
     ) -> None:
         """Open it.
 
         Args:
-            start_actor: starts one more client actor at the site of that name (empty: anywhere), of a kind.
-            settings: number of actors (at each site) and their resources.
+            start_actor: starts one more client actor at a place, of a kind.
+            settings: number of actors (at each place) and their resources.
             patience: with clients whose actor is lost or does not answer; by default a loss too many ends the run, and an
                 answer is waited for as long as the actor lives.
-            population: of a federation over sites; ``None``: there are none.
+            places: names of the sites that have the data; an empty name stands for the whole cluster.
 
         Raises:
             ResourcesError: too few actors have started in time.
         """
-        sites = [""] if population is None else [site.name for site in population.sites]
         patience, number = patience or StragglerPolicy(), itertools.count().__next__
-        starts = {site: functools.partial(start_actor, site) for site in sites}
-        super().__init__(
-            {site: ActorPool(start, settings, patience, number) for site, start in starts.items()}, population
-        )
+        starts = {place: functools.partial(start_actor, place) for place in places}
+        self._pools = {place: ActorPool(start, settings, patience, number) for place, start in starts.items()}
         self._settings = settings
         self._few_since: float | None = None
         """Since when there are fewer actors than there have to be (time.monotonic)."""
@@ -188,7 +88,7 @@ class RayPool(SitePools[ActorPool]):
         return done
 
     def _enough(self, needed: int) -> bool:
-        """Return whether so many actors are there, and one at each site."""
+        """Return whether so many actors are there, and one at each place."""
         there = [pool.places() for pool in self._pools.values()]
         return sum(there) >= needed and all(there)
 
@@ -229,8 +129,17 @@ class RayPool(SitePools[ActorPool]):
         return 0 if self._settings.actors == "per_client" else sum(pool.places() for pool in self._pools.values())
 
     def fallbacks(self) -> list[str]:
-        """Return the reason of each actor for training on the CPU despite a share of a GPU."""
-        return [reason for pool in self._pools.values() for reason in pool.fallbacks()]
+        """Return a reason for each place whose actor trains, or has trained, on the CPU despite a share of a GPU."""
+        return [reason for pool in self._pools.values() for reason in pool.fallbacks.values()]
+
+    def ask(self, place: str, job: Callable[[Worker], T], wait: bool = True) -> T | None:
+        """Do :meth:`ActorPool.ask` at a place."""
+        return self._pools[place].ask(job, wait)
+
+    def close(self) -> None:
+        """End all actors."""
+        for pool in self._pools.values():
+            pool.close()
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
         """Hand out the first orders and return; the replies come in order of completion.
@@ -240,9 +149,8 @@ class RayPool(SitePools[ActorPool]):
             ResourcesError: an order's actor was lost more often than ``ray.retries``, or no actor can be started any more.
         """
         references: dict[str, Any] = {key: ray.put(broadcast[key]) for key in sorted(keys_of(orders))}
-        parts = self._parted(orders)
-        for site, pool in self._pools.items():
-            pool.begin(parts.get(site, []), references)
+        for place, pool in self._pools.items():
+            pool.begin([order for order in orders if order.place == place], references)
         return self._replies()
 
     def _replies(self) -> Iterator[Reply]:

@@ -24,13 +24,14 @@ from raydfl.cluster.gpu import hide_gpus
 from raydfl.cluster.job import check_visible
 from raydfl.cluster.metrics import RayMetrics
 from raydfl.cluster.nodes import NodeWatch
-from raydfl.cluster.pool import RayPool, pool_here
+from raydfl.cluster.pool import RayPool
 from raydfl.cluster.resources import wanted_kinds
+from raydfl.cluster.sites import open_serial_pool
 from raydfl.core.errors import ResourcesError
 from raydfl.core.memory import keep_freed_memory
 from raydfl.data import Population
 from raydfl.engine import Config, Federation, Pool, RoundReport
-from raydfl.engine.storage import RunStore, mirror_of, stored_about
+from raydfl.engine.storage import RunStore, mirror_of
 
 _AT_ONCE = 0.6
 """Seconds of rounds that are asked for in one call: so much later may a run stop that is asked to."""
@@ -52,12 +53,11 @@ class Server:
             store.lock()
             opened.callback(store.unlock)
             population = Population.load(run_dir / "population", verify=True)
-            site_key = stored_about(run_dir).get("site_key", "")
-            start = functools.partial(start_client_actor, run_dir, config, site_key)
+            start = functools.partial(start_client_actor, run_dir, config, population)
             pool: Pool = (
-                pool_here(run_dir, config, population, site_key)
+                open_serial_pool(run_dir, config, population)
                 if config.ray.actors == 0
-                else RayPool(start, config.ray, StragglerPolicy.of(config), population if config.data.sites else None)
+                else RayPool(start, config.ray, StragglerPolicy.of(config), population.places)
             )
             opened.callback(pool.close)
             self._pool = pool
@@ -95,9 +95,9 @@ class Server:
         return self.round_index, self._federation.warnings, self._federation.stopped
 
     def cpu_fallback(self) -> str:
-        """Return the number of actors on the CPU despite a share of a GPU, with a reason; empty: none."""
+        """Return the number of actors on the CPU despite a share of a GPU so far, with a reason; empty: none."""
         reasons = self._pool.fallbacks() if isinstance(self._pool, RayPool) else []
-        return f"{len(reasons)} client actors train on the CPU: {reasons[0]}" if reasons else ""
+        return f"client actors on the CPU: {len(reasons)}; {reasons[0]}" if reasons else ""
 
     def round(self) -> RoundReport:
         """Do Federation.round. One that fails may be asked for again, where :meth:`rounds` is not what the server is asked for."""

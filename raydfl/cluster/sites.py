@@ -1,14 +1,15 @@
-"""A federation whose data lie at several sites: what a site tells about its own, and what everybody else knows of it.
+"""Places of data: a run's own folder, or sites whose data stay there.
 
-A site makes a population of its own clients, which stays there. What it tells is a :class:`SiteReport`: how many clients with how
-many training examples each, and of how many examples its test data are. From those reports alone comes the population of the whole
-federation, in which clients are called by their site and a number.
+A site makes a population of its own clients, which stays in its folder. It sends a :class:`SiteReport` for each part: numbers of
+clients and examples, classes, and values of the columns that the configuration names. The population of the whole federation is
+made of the reports; it calls clients by their site and a number.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,24 +21,24 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from raydfl.cluster.faults import task_cause
+from raydfl.cluster.job import check_visible
 from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError, first_line
-from raydfl.core.files import RESUME, make_private_folder, write_durably, writing
+from raydfl.core.files import RESUME, make_private_folder, plain_name, write_durably, writing
 from raydfl.core.progress import Progress
 from raydfl.data import (
     ClientIds,
     Population,
-    Site,
+    Shard,
     Tables,
     build_population,
+    encode,
     kept_labels,
     list_clips,
     natural_order,
     no_clips,
-    read_population_files,
-    write_population_files,
 )
-from raydfl.engine import Config, Worker
-from raydfl.engine.storage import PrivateStore
+from raydfl.engine import Config, SerialPool, Worker
+from raydfl.engine.storage import PrivateStore, stored_about
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class SiteReport:
     length: int | None
     """Frames of every example, ``None`` when they differ."""
     shards: Mapping[str, Sequence[tuple[int, int]]]
-    """Site.shards."""
+    """Ranges of the server's examples by split."""
     left_out: int
     """Clips that cannot be read."""
     trained: tuple[str, ...]
@@ -79,7 +80,9 @@ class SiteReport:
         Args:
             whole: measure its test data in one piece, because scores are made of all of it.
         """
-        shards = {split: [(int(a), int(b)) for a, b in parts] for split, parts in population.sites[0].shards.items()}
+        shards: dict[str, list[tuple[int, int]]] = {split: [] for split in ("test", "triggered", "server_validation")}
+        for shard in population.shards:
+            shards[shard.split].append((shard.start, shard.stop))
         if whole:
             shards = {split: [(parts[0][0], parts[-1][1])] if parts else [] for split, parts in shards.items()}
         return cls(
@@ -109,15 +112,19 @@ def join(reports: Sequence[SiteReport], classes: Sequence[str], separator: str |
         classes: the labels of all sites' clips.
         separator: as for :class:`Population`.
     """
-    sites: list[Site] = []
-    for report in reports:
-        first = sites[-1].stop if sites else 0
-        sites.append(Site(report.site, first, first + len(report.examples), report.shards))
+    shards = [
+        Shard(split, *bounds, report.site)
+        for report in reports
+        for split, ranges in report.shards.items()
+        for bounds in ranges
+    ]
     ids = ClientIds.from_strings(
         f"{report.site}/{number}" for report in reports for number in range(len(report.examples))
     )
+    sizes = [len(report.examples) for report in reports]
     clients = ids.columns() | {
-        "examples": pa.array([count for report in reports for count in report.examples], pa.int64())
+        "place": encode(np.repeat(np.arange(len(reports), dtype=np.int32), sizes), [report.site for report in reports]),
+        "examples": pa.array([count for report in reports for count in report.examples], pa.int64()),
     }
     for view in reports[0].views:
         clients[f"has:{view}"] = pa.array(
@@ -138,7 +145,7 @@ def join(reports: Sequence[SiteReport], classes: Sequence[str], separator: str |
         (),
         messages=messages,
         bands=reports[0].bands,
-        sites=sites,
+        shards=shards,
         separator=separator,
         views=views,
     )
@@ -159,42 +166,22 @@ def resource(site: str) -> str:
     return f"site:{site}"
 
 
-def run_folder(config: Config, site: str, key: str) -> Path:
-    """Return where a run's data lie on a site's node. Sites may be given the same folder, and may even be on one machine.
+def folder_at(config: Config, run_dir: Path, place: str) -> Path:
+    """Return the folder of a run at a place: below the site's folder on its node, or ``run_dir`` itself.
 
-    Args:
-        key: of the run, ``run.json``'s ``site_key``.
+    Sites may have the same folder, and may even be on one machine.
+
+    Raises:
+        RunDirectoryError: the file ``sites.key`` of the run is missing or damaged.
     """
-    return config.data.sites[site].folder / "runs" / key / site
-
-
-@dataclass(frozen=True)
-class SentToSite:
-    """A run as a client actor at a site gets it, besides its configuration: it does not see the run's folder."""
-
-    site: str
-    key: str
-    """See :func:`run_folder`."""
-    population: Mapping[str, bytes]
-    """Files of the federation's population: ids and numbers of examples."""
-
-    @classmethod
-    def of(cls, run_dir: Path, site: str, key: str) -> SentToSite:
-        """Read it from the run's folder."""
-        return cls(site, key, read_population_files(run_dir / "population"))
-
-    def worker(self, config: Config, run_dir: Path, device: str) -> Worker:
-        """Return a worker at the site; the federation's population is kept in the site's folder.
-
-        Raises:
-            ResourcesError: the disk is full or the folder cannot be written.
-            RunDirectoryError: the site's folder does not hold this run.
-        """
-        folder = run_folder(config, self.site, self.key) / "federation"
-        with writing(folder, sum(map(len, self.population.values())), "the population of the federation", RESUME):
-            make_private_folder(folder)
-            write_population_files(folder, self.population)
-        return open_worker(config, self.site, self.key, run_dir, Population.load(folder), device)
+    if not place:
+        return run_dir
+    path = run_dir / _KEY
+    try:
+        key = plain_name(path.read_text() if path.exists() else str(stored_about(run_dir)["site_key"]))
+    except (OSError, ValueError, KeyError) as error:
+        raise RunDirectoryError(f"{path} is missing or damaged ({error}). Restore it from a copy") from error
+    return config.data.sites[place].folder / "runs" / key / place
 
 
 def classes_at(config: Config, site: str) -> list[str]:
@@ -203,19 +190,20 @@ def classes_at(config: Config, site: str) -> list[str]:
     return list_clips(data, config.run.seed)[1]
 
 
-def prepare_at(config: Config, site: str, key: str, classes: list[str]) -> SiteReport:
+def prepare_at(config: Config, site: str, folder: Path, classes: list[str]) -> SiteReport:
     """Make the population of a site, in its folder, with features in its cache.
 
     Args:
+        folder: of the run at the site.
         classes: of the whole federation.
 
     Raises:
         DataError: the site's recordings cannot be used, or not be divided as configured.
     """
-    own = run_folder(config, site, key) / "population"
-    for folder in (own, config.data.sites[site].folder / "cache"):
-        with writing(folder, 0, "the site's data", RESUME):
-            make_private_folder(folder)
+    own = folder / "population"
+    for new in (own, config.data.sites[site].folder / "cache"):
+        with writing(new, 0, "the site's data", RESUME):
+            make_private_folder(new)
     population = build_population(config.data.at(site), config.run.seed, classes=classes)
     population.save(own)
     return SiteReport.of(site, population, config.parts.method.objective.answers in ("set", "score"))
@@ -223,44 +211,81 @@ def prepare_at(config: Config, site: str, key: str, classes: list[str]) -> SiteR
 
 def open_worker(
     config: Config,
-    site: str,
-    key: str,
     run_dir: Path,
-    population: Population,
+    place: str,
+    folder: Path,
+    population: Population | None,
     device: str = "cpu",
+    durable: bool = False,
     scratch: Path | None = None,
 ) -> Worker:
-    """Return a worker for the clients of one site, which can run only where the site's folder is.
+    """Open a worker for the clients of one place, in a process there.
 
     Args:
-        key: see :func:`run_folder`.
-        population: of the federation.
+        config: of the run.
+        run_dir: of the run; a site does not see it.
+        place: of the data.
+        folder: of the run at the place.
+        population: of the federation; ``None``: the one in ``folder``.
         device: on which to compute.
-        scratch: where new private state is written, in place of the site's folder, which is then only read.
+        durable: whether private state is synced here, because the process that commits cannot do it.
+        scratch: where new private state is written instead of ``folder``.
 
     Raises:
-        RunDirectoryError: the site's folder does not hold this run.
+        RunDirectoryError: ``folder`` does not hold this run.
     """
-    folder = run_folder(config, site, key)
-    if not (folder / "population").is_dir():
+    if not place:
+        check_visible(folder)
+    elif not (folder / "population").is_dir():
         raise RunDirectoryError(
-            f"{folder} does not hold the clients' data of this run on the node of site {site!r}; restore the folder, or start the "
+            f"{folder} does not hold the clients' data of this run on the node of site {place!r}; restore the folder, or start the "
             f"run again under another run.name (ray.actors=0 and raydfl replay need the folders of all sites on one machine)"
         )
-    own = Population.load(folder / "population", verify=True, verify_features=True)
-    own.length, own.view_lengths = population.length, population.view_lengths
-    first = next(each.first for each in population.sites if each.name == site)
-    kept = folder / "private"
-    # Who commits cannot reach the site's folder.
-    private = PrivateStore(kept, durable=True) if scratch is None else PrivateStore(scratch, [kept])
-    return Worker(run_dir, config, private, device, population, (own, first))
+    elif population is not None:
+        own = Population.load(folder / "population", verify=True, verify_features=True)
+        population = population.at(place, own)
+    private = PrivateStore(folder / "private", durable=durable or bool(place))
+    if scratch is not None:
+        private = PrivateStore(scratch, [folder / "private"])
+    return Worker(run_dir, config, private, device, population, place)
 
 
+def open_serial_pool(run_dir: Path, config: Config, population: Population, scratch: Path | None = None) -> SerialPool:
+    """Open a pool in this process. The folders of all sites must be on this machine.
+
+    Args:
+        run_dir: of the run.
+        config: of the run.
+        population: of the federation.
+        scratch: where new private state is written instead of the places' folders.
+    """
+    places = population.places
+    folders = [folder_at(config, run_dir, place) for place in places]
+    return SerialPool(
+        *(
+            open_worker(config, run_dir, place, folder, population, scratch=scratch)
+            for place, folder in zip(places, folders, strict=True)
+        )
+    )
+
+
+_KEY = "sites.key"
+"""File in the folder of a run with the name of its folder at sites."""
 _PATIENCE = 60.0
 """Seconds after which it is said which site is waited for."""
 
 
-def prepare_sites(config: Config, key: str, run_dir: Path, progress: Progress) -> Population:
+def _make_key(run_dir: Path) -> None:
+    """Choose the name of the run's folder at sites.
+
+    It is written down before they are asked: the next start overwrites what one that was killed has left at the sites.
+    """
+    path = run_dir / _KEY
+    if not path.exists():
+        write_durably(path, f"{run_dir.name}-{uuid.uuid4().hex[:8]}".encode())
+
+
+def prepare_sites(config: Config, run_dir: Path, progress: Progress) -> Population:
     """Have every site prepare its data, and make the federation's population of what they tell; it is kept in ``sites.json``.
 
     Raises:
@@ -272,12 +297,15 @@ def prepare_sites(config: Config, key: str, run_dir: Path, progress: Progress) -
         raise ConfigError(
             "attack: simulated attackers need one place that knows all data, which data.sites does not make; leave one of both out"
         )
+    _make_key(run_dir)
     names = list(config.data.sites)
     progress.message(f"asking the sites for their clients: {', '.join(names)}")
     found = _everywhere(config, classes_at, [(name,) for name in names], progress)
     labels = natural_order(sorted({label for labels in found for label in labels}))
     classes = kept_labels(labels, config.data.leave_out)
-    reports: list[SiteReport] = _everywhere(config, prepare_at, [(name, key, classes) for name in names], progress)
+    reports: list[SiteReport] = _everywhere(
+        config, prepare_at, [(name, folder_at(config, run_dir, name), classes) for name in names], progress
+    )
     trained = {label for report in reports for label in report.trained}
     population = join(reports, classes, None if config.data.label_sets is None else config.data.label_sets.separator)
     for label in population.classes if config.labels_needed else ():

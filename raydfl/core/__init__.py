@@ -19,7 +19,6 @@ __all__ = [
     "options",
     "part_names",
     "pretrained",
-    "processes",
     "progress",
     "registry",
     "remote",

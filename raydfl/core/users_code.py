@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
+from collections.abc import Collection, Iterator
+
+from raydfl.core.errors import ClientError, RaydflError
 
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "numpy", "raydfl", "torch", "torchvision"})
 
@@ -37,3 +41,32 @@ def place_of(error: BaseException, otherwise: str = "") -> str:
 def describe(error: BaseException) -> str:
     """Return ``ValueError: text (at file.py:12)``: an exception with the place that raised it."""
     return f"{type(error).__name__}: {error} (at {place_of(error)})"
+
+
+@contextlib.contextmanager
+def naming_failures(
+    code: object, call: str, when: str = "", elsewhere: Collection[BaseException] = (), kind: str = "method"
+) -> Iterator[None]:
+    """Raise a ClientError that names class, file and line, in place of an exception that a user's code raises inside.
+
+    Args:
+        code: the user's object.
+        call: name of the override point.
+        when: the round, for the message; empty: the first round has not begun.
+        elsewhere: errors that only pass through the user's code; they are raised as they are.
+        kind: of the object, for the message.
+
+    Raises:
+        ClientError: the user's code failed.
+    """
+    try:
+        yield
+    except RaydflError:
+        raise
+    except FAILURES as error:
+        if any(error is other for other in elsewhere):
+            raise
+        raise ClientError(
+            f"{when or 'before the first round'}: {call}() of {kind} {type(code).__qualname__} failed: {describe(error)}"
+            f"{'; the last commit counts' * bool(when)}"
+        ) from error

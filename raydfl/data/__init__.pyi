@@ -20,14 +20,12 @@ from raydfl.data.noise import add_noise as add_noise
 from raydfl.data.packed import samples_as_file as samples_as_file
 from raydfl.data.pictures import read_image as read_image
 from raydfl.data.population import Population as Population
-from raydfl.data.population_folder import read_population_files as read_population_files
 from raydfl.data.population_folder import upgrade_population as upgrade_population
-from raydfl.data.population_folder import write_population_files as write_population_files
 from raydfl.data.segment import segments as segments
+from raydfl.data.sets import FileDataset as FileDataset
 from raydfl.data.settings import DataSettings as DataSettings
 from raydfl.data.settings import ViewSettings as ViewSettings
 from raydfl.data.shards import Shard as Shard
-from raydfl.data.shards import Site as Site
 from raydfl.data.steps.corrupt import Share as Share
 from raydfl.data.steps.corrupt import draw_clients as draw_clients
 from raydfl.data.steps.corrupt import share_in_range as share_in_range
@@ -44,6 +42,7 @@ from raydfl.data.steps.profile import ProfileSettings as ProfileSettings
 from raydfl.data.steps.profile import dealt as dealt
 from raydfl.data.steps.split import SplitSettings as SplitSettings
 from raydfl.data.tables import Tables as Tables
+from raydfl.data.tables import encode as encode
 from raydfl.data.tables import no_clips as no_clips
 from raydfl.data.transforms import Drawn as Drawn
 from raydfl.data.transforms import find_transform as find_transform

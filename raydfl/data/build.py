@@ -12,6 +12,7 @@ import pyarrow as pa
 from raydfl.core.errors import ConfigError, DataError, nearest
 from raydfl.core.progress import Progress
 from raydfl.core.seeds import seed_for
+from raydfl.core.users_code import naming_failures
 from raydfl.data.features.alteration import UNALTERED, Alteration, Alterations
 from raydfl.data.features.cache import FeatureStore, prepare
 from raydfl.data.features.digests import rows_of
@@ -152,14 +153,16 @@ def build_population(
     manifest, own = list_clips(data, seed, progress, complete)
     classes = own if classes is None else classes
     if attack is not None:
-        attack.check(classes, data.features)
+        with naming_failures(attack, "check", kind="attack"):
+            attack.check(classes, data.features)
     columns = {name: encode_column(make_assignment(manifest, classes), name) for name in data.columns}
     assign = functools.partial(
         assign_clips, manifest, classes, data, seed, complete and labels_needed, attack=_poisoner(attack, data)
     )
     tables = assign()  # before the long work: what cannot be done fails now
     if attack is not None:
-        attack.candidates(tables.ids, seed)
+        with naming_failures(attack, "candidates", kind="attack"):
+            attack.candidates(tables.ids, seed)
     prepared = functools.partial(prepare, data.source, cache=data.cache, progress=progress, run_chunks=run_chunks)
     store = prepared(manifest, data.stored_features, unreadable=data.unreadable)
     messages = remarks_of(manifest)

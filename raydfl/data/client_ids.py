@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -37,6 +38,9 @@ class ClientIds(OnDemand[str]):
         _, ends, text = column.buffers()
         self._ends = np.frombuffer(ends, np.int64)[column.offset : column.offset + len(column) + 1]
         self._text = memoryview(b"" if text is None else text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ClientIds, (self.column, self.by_id)
 
     @classmethod
     def from_strings(cls, ids: Iterable[str] | pa.LargeStringArray) -> ClientIds:

@@ -145,7 +145,8 @@ def _as_table(rows_or_columns: Sequence[Mapping[str, Any]] | Mapping[str, Any] |
             return pa.table(dict(rows_or_columns))
         if not rows_or_columns:
             return pa.schema(_TYPES).empty_table()
-        return pa.Table.from_pylist([dict(row) for row in rows_or_columns])
+        names = dict.fromkeys(name for row in rows_or_columns for name in row)
+        return pa.table({name: [row.get(name) for row in rows_or_columns] for name in names})
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise DataError(f"{where}: the manifest's values do not form columns: {error}") from error
 

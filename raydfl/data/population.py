@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from raydfl.data.examples import ClientData, Examples
 from raydfl.data.features.cache import FeatureStore, open_store
 from raydfl.data.label_sets import sets_of
 from raydfl.data.settings import DataSettings
-from raydfl.data.shards import Shard, Site, only_site, shards_at
+from raydfl.data.shards import Shard, cut_shards
 from raydfl.data.tables import Column, Tables, join_columns, join_counts, table_prefix
 from raydfl.data.transforms import PLAIN
 
@@ -47,7 +48,7 @@ class Population:
         skipped: names of unreadable clips, or clips without a readable view, with the reasons.
         messages: messages to the user about the clips and clients.
         bands: features of a frame; ``None``: those of the stores.
-        sites: places of the data, if they are not here.
+        shards: of the server's data, if they are elsewhere; ``None``: they are cut here.
         parts: parts of the federation. The clients' ids and numbers of examples are then all that this population has itself.
         separator: separator of the classes in a label; ``None``: a label is one class.
         views: for each further view its store (``None``: not opened) and the frames of every example, ``None`` when they differ.
@@ -62,7 +63,7 @@ class Population:
         skipped: Sequence[tuple[str, str]] = (),
         messages: Sequence[str] = (),
         bands: int | None = None,
-        sites: Sequence[Site] = (),
+        shards: Sequence[Shard] | None = None,
         parts: Sequence[Part] = (),
         separator: str | None = None,
         views: Mapping[str, tuple[FeatureStore | None, int | None]] | None = None,
@@ -95,7 +96,7 @@ class Population:
         self.ids = tables.ids
         self.parts = tuple(parts)
         """Data sets with classes of their own; empty: this is one."""
-        self._sites = tuple(sites)
+        self._shards = shards
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -114,25 +115,44 @@ class Population:
         return self
 
     @functools.cached_property
-    def sites(self) -> tuple[Site, ...]:
-        """The sites at which the data lie, in the clients' order; a single one without a name unless there are several."""
-        if self._sites:
-            return self._sites
-        if self.parts:  # each has shards of its own
-            return (only_site(len(self), {}),)
+    def shards(self) -> Sequence[Shard]:
+        """The shards of the server's data, place by place."""
+        if self._shards is not None:
+            return self._shards
         splits = {"test": self.test, "triggered": self.triggered, "server_validation": self.validation}
-        return (only_site(len(self), {split: examples.clips for split, examples in splits.items()}),)
+        return cut_shards({split: examples.clips for split, examples in splits.items()})
 
     @property
-    def shards(self) -> list[Shard]:
-        """The parts in which the server's data are measured, one site after another."""
-        return shards_at(self.sites)
+    def places(self) -> tuple[str, ...]:
+        """The places of clients and clips, in the clients' order: names of sites; empty: wherever the run is."""
+        return self._tables.places
 
-    def site_of(self, index: int) -> str:
-        """Return the name of the site of a client."""
-        if not self._sites:
-            return ""
-        return self._sites[bisect.bisect_right(self._sites, index, key=lambda site: site.stop)].name
+    def place_of(self, index: int) -> str:
+        """Return the place of a client."""
+        return self._tables.place_of(index)
+
+    @property
+    def has_clips(self) -> bool:
+        """Whether the clips are known here, and not only to the sites."""
+        return bool(self._tables.clips.num_rows)
+
+    def at(self, place: str, own: Population) -> Population:
+        """Return this population for a process at a site, with the clips that are there.
+
+        Args:
+            place: name of the site.
+            own: its clients and clips.
+        """
+        views = {name: (store, self.view_lengths[name]) for name, store in own._views.items()}
+        return Population(
+            self._tables.with_clips(own._tables, place),
+            self._labels,
+            self.length,
+            own.stores,
+            shards=self.shards,
+            separator=self._separator,
+            views=views,
+        )
 
     @property
     def each(self) -> dict[str, Population]:
@@ -307,7 +327,7 @@ class Population:
             "bands": self.bands,
             "skipped": self.skipped,
             "messages": self.messages,
-            "sites": [[site.name, site.first, site.stop, dict(site.shards)] for site in self._sites],
+            "shards": None if self._shards is None else [dataclasses.astuple(shard) for shard in self._shards],
             "parts": [[part.name, part.first, part.population.bands] for part in self.parts],
         }
         population_folder.write(folder, facts, None if again else self._tables)
@@ -368,7 +388,7 @@ class Population:
                 facts["skipped"],
                 facts["messages"],
                 facts["bands"] if bands is None else bands,
-                [Site(*site) for site in facts["sites"]],
+                None if facts["shards"] is None else [Shard(*shard) for shard in facts["shards"]],
                 parts,
                 facts["separator"],
                 {name: (opened(store), length) for name, (store, length) in facts["views"].items()},

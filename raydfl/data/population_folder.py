@@ -16,7 +16,7 @@ import pyarrow as pa
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.files import RESUME, write_atomically, writing
 from raydfl.data import population_v1
-from raydfl.data.tables import Tables
+from raydfl.data.tables import Tables, encode
 
 FORMAT = 2
 _FACTS, _CLIPS, _CLIENTS = "population.json", "clips.arrow", "clients.arrow"
@@ -65,7 +65,7 @@ def read(folder: Path, verify: bool = False) -> tuple[dict[str, Any], Tables]:
         OSError, ValueError, KeyError, TypeError, AttributeError: a file is missing or damaged, or of another format.
     """
     if population_v1.is_in(folder) and not (folder / _FACTS).exists():
-        return population_v1.convert(folder, verify)
+        return _with_places(*population_v1.convert(folder, verify))
     facts = _read_facts(folder)
     for name, (size, digest) in facts["files"].items():
         found = (folder / name).stat().st_size
@@ -78,7 +78,20 @@ def read(folder: Path, verify: bool = False) -> tuple[dict[str, Any], Tables]:
         for name in facts["files"]
         if name.endswith(".npy")
     }
-    return facts, Tables(map_table(folder / _CLIPS), map_table(folder / _CLIENTS), arrays)
+    return _with_places(facts, Tables(map_table(folder / _CLIPS), map_table(folder / _CLIENTS), arrays))
+
+
+def _with_places(facts: dict[str, Any], tables: Tables) -> tuple[dict[str, Any], Tables]:
+    """Convert the sites of early versions (name, first client, stop, ranges of shards by split)."""
+    if "shards" in facts:
+        return facts, tables
+    sites = facts.pop("sites")
+    shards = [(split, *bounds, name) for name, _, _, of in sites for split, parts in of.items() for bounds in parts]
+    codes = np.repeat(np.arange(len(sites), dtype=np.int32), [stop - first for _, first, stop, _ in sites])
+    if sites:
+        place = encode(codes, [name for name, *_ in sites])
+        tables = Tables(tables.clips, tables.clients.append_column("place", place), tables.arrays)
+    return {**facts, "shards": shards if sites else None}, tables
 
 
 def upgrade_population(folder: Path) -> None:
@@ -96,18 +109,6 @@ def upgrade_population(folder: Path) -> None:
         upgrade_population(part_folder(folder, name))
     write(folder, {name: value for name, value in facts.items() if name != "files"}, tables)
     population_v1.remove(folder)
-
-
-def read_population_files(folder: Path) -> dict[str, bytes]:
-    """Read the files of a population without parts, to send them to a site."""
-    names = [_FACTS, *_read_facts(folder)["files"]]
-    return {name: (folder / name).read_bytes() for name in names}
-
-
-def write_population_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write what :func:`read_population_files` returned, the facts last."""
-    for name in sorted(files, key=lambda name: name == _FACTS):
-        write_atomically(folder / name, functools.partial(_write_bytes, files[name]))
 
 
 @contextmanager
@@ -145,10 +146,6 @@ def _digest(text: str) -> str:
 def _save_array(array: np.ndarray, path: Path) -> None:
     with path.open("wb") as file:
         np.save(file, array)
-
-
-def _write_bytes(content: bytes, path: Path) -> None:
-    path.write_bytes(content)
 
 
 def write_table(table: pa.RecordBatch, path: Path) -> None:

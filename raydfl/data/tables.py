@@ -21,6 +21,7 @@ view:NAME:start, frames int64, int32 place of a further view's features; 0 frame
 ======================= ============ ==============================================================================
 client                  large_string id
 by_id                   int32        positions in the order of the ids, unless the ids ascend
+place                   dictionary   site of the client's data; without the column all are where the run is
 group                   dictionary   group of which the client was made
 noisy, label_errors     bool         whether its training data are corrupted; without the column nobody's are
 first, stop             int32        range of the client's rows of the first pool, where clients share clips
@@ -149,6 +150,36 @@ class Tables:
         first, stop = self.read_clients("first"), self.read_clients("stop")
         return None if first is None or stop is None else (first, stop)
 
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Places of clients, in the clients' order."""
+        stored = "place" in self.clients.schema.names
+        return tuple(self.clients.column("place").dictionary.to_pylist()) if stored else ("",)
+
+    def place_of(self, client: int) -> str:
+        """Return the place of a client."""
+        codes = self.read_clients("place")
+        return self.places[0 if codes is None else int(codes[client])]
+
+    def with_clips(self, own: Tables, place: str) -> Tables:
+        """Return these clients with the clips of one place.
+
+        Args:
+            own: the clips, and their owners' ranges if clients share clips. Its clients are those of the place, in order.
+            place: name of the place.
+        """
+        first = int(np.argmax(self.read_clients("place") == self.places.index(place)))
+        client = own.read_clips("client")
+        clips, clients = own.clips, self.clients
+        clips = clips.set_column(
+            clips.schema.get_field_index("client"), "client", pa.array(np.where(client < 0, client, client + first))
+        )
+        for name, bound in zip(("first", "stop"), own.ranges or (), strict=False):
+            whole = np.zeros(len(self.ids), bound.dtype)
+            whole[first : first + len(bound)] = bound
+            clients = clients.append_column(name, pa.array(whole))
+        return Tables(clips, clients, own.arrays)
+
     def rows(self, role: str, client: int, pool: str = "") -> slice:
         """Return the rows of a client's clips.
 
@@ -209,7 +240,7 @@ class Tables:
         names = [name.removeprefix("profile:") for name in self.clients.schema.names if name.startswith("profile:")]
         columns = {name: self.column(name, views) for name in ("group", "noisy", "label_errors", "views", *names)}
         facts = {name: values[int(of[client])] for name, (values, of) in columns.items() if of[client] >= 0}
-        if len(self.pools) > 1:
+        if len(self.pools) > 1 and "examples" not in self.clients.schema.names:
             facts["pools"] = {name: self.num_examples(client, name) for name in self.pools}
         return facts
 

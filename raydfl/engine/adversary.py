@@ -12,6 +12,7 @@ from raydfl.core import seeds
 from raydfl.core.cuts import cut_tensors
 from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import Tensors, Update
+from raydfl.core.users_code import naming_failures
 from raydfl.rules import filled
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -45,7 +46,8 @@ class Adversary:
             begun, over = attack.start <= round_index + 1, attack.stop is not None and attack.stop < round_index + 1
             now = -1 if begun and not over else -2
         if self._drawn is None or self._drawn[0] != now:
-            self._drawn = now, attack.attackers(self._ids, self._seed, round_index)
+            with naming_failures(attack, "attackers", f"round {round_index + 1}", kind="attack"):
+                self._drawn = now, attack.attackers(self._ids, self._seed, round_index)
         return bool(self._drawn[1][client])
 
     def sent(
@@ -81,14 +83,15 @@ class Adversary:
 
         if isinstance(attack, ColludingAttack):
             whole = (filled(update, current.get(update.key, {})) for update in updates)
-            return _colluding(attack, whole, attacking, about, reference)
+            return _colluding(attack, whole, attacking, about, reference, round_index)
 
         def attacked(update: Update) -> Update:
             flat = FlatTensors.of(update.tensors)
             start = reference(update, flat.layout) if not update.cuts else self._cut_reference(update, current)
             honest = flat.vector - start.astype(np.float64)
             rng = seeds.generator(self._seed, round_index, update.client_id, "attack")
-            change = attack.change(honest, about, rng)
+            with naming_failures(attack, "change", f"round {round_index + 1}", kind="attack"):
+                change = attack.change(honest, about, rng)
             return update if change is honest else _with(update, flat.layout, start, change)
 
         return (attacked(update) if update.client_id in attacking else update for update in updates)
@@ -116,6 +119,7 @@ def _colluding(
     attacking: frozenset[str],
     cohort: Cohort,
     reference: Callable[[Update, Layout], np.ndarray],
+    round_index: int,
 ) -> Iterator[Update]:
     """Yield the updates with the attackers' replaced: one change for all attackers whose updates have the same key and layout."""
     updates = list(updates)
@@ -133,7 +137,8 @@ def _colluding(
             seen = honest if attack.knowledge == "all" else []
             own = [position for position in alike if updates[position].client_id in attacking]
             known = HonestUpdates([flat[position].vector for position in seen or own], start)
-            changes[kind] = attack.together(known, cohort)
+            with naming_failures(attack, "together", f"round {round_index + 1}", kind="attack"):
+                changes[kind] = attack.together(known, cohort)
         yield _with(update, tensors.layout, start, changes[kind])
 
 

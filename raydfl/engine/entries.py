@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from raydfl.core import seeds
 from raydfl.core.types import State
+from raydfl.core.users_code import naming_failures
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
-from raydfl.engine.method_calls import naming_failures
 
 
 def received_entries(config: Config, state: State, clients: Clients, begun: Sequence[int] = ()) -> frozenset[str]:

@@ -15,9 +15,9 @@ from raydfl.core.errors import ClientError, ConfigError
 from raydfl.core.metrics import pool as pool_metrics
 from raydfl.core.metrics import summarise
 from raydfl.core.types import Client, Metrics, ModelSpec, Ratio, State, Task, Tensors
+from raydfl.core.users_code import naming_failures
 from raydfl.data import Shard
 from raydfl.engine.clients import Clients
-from raydfl.engine.method_calls import naming_failures
 from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Reply, check_server_tasks
 from raydfl.engine.settings import EvaluateSettings
 from raydfl.engine.storage import record
@@ -112,6 +112,7 @@ class Evaluation:
                         measure,
                         server_models=specs,
                         part=part,
+                        place=shard.place,
                     )
                 )
         return orders

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 from raydfl.core import part_names, seeds
-from raydfl.core.errors import ConfigError
+from raydfl.core.errors import ConfigError, ResourcesError
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import State, Task, Update
+from raydfl.core.users_code import naming_failures
 from raydfl.data import Population
 from raydfl.engine.adversary import Adversary
 from raydfl.engine.arrivals import Arrivals
@@ -28,7 +30,6 @@ from raydfl.engine.listeners import (
     StopRule,
     begin_phase,
 )
-from raydfl.engine.method_calls import naming_failures
 from raydfl.engine.orders import SERVER, Measurement, Order, Reply, check_tasks, grouped, in_order, keys_of
 from raydfl.engine.pool import Pool
 from raydfl.engine.recall import check_file_names, restore_selection
@@ -40,7 +41,7 @@ from raydfl.engine.storage.private import PrivateIndex
 from raydfl.engine.storage.store import RunStore, as_stored
 from raydfl.engine.telemetry import RoundReport
 from raydfl.engine.validation import check_failed, check_overflow
-from raydfl.engine.worker import build_models
+from raydfl.engine.worker import Worker, build_models
 
 
 class Federation:
@@ -63,7 +64,7 @@ class Federation:
             for name in config.phases.names or ("",)
         }
         self._attackers = Adversary(config.parts.attack, type(self.method).changes, population.ids, config.run.seed)
-        self._site_of, self._part_of = population.site_of, population.part_of
+        self._place_of, self._part_of = population.place_of, population.part_of
         variants = {
             part: [(specs, build_models(self.method, specs, config.run.seed)) for specs in of_part]
             for part, of_part in self.clients.variants_of_parts().items()
@@ -89,11 +90,13 @@ class Federation:
             store.together = commit.together
             record.discard_rows(store.folder, self.state.round_index)
             self._restore_selection()
+        self._places = population.places
         if not store.private_here:
-            pool.retain(store.segments)
-        self._committer = Committer(store, self.state, self.checkpoint.private, pool.remove)
+            segments = store.segments
+            self._ask_everywhere(lambda worker: worker.private.retain(segments))
+        self._committer = Committer(store, self.state, self.checkpoint.private, self._remove_segments)
         self._ahead = ReadAhead(config, pool, self._committer, self._begin)
-        self._compaction = Compaction(pool, self._committer, self._ahead)
+        self._compaction = Compaction(pool, self._committer, self._ahead, population.place_of)
         self._listeners: Sequence[Listener] = (
             BestRound(),
             StopRule(),
@@ -282,8 +285,27 @@ class Federation:
         setting = self.config.train.together
         if isinstance(setting, int):
             return setting
+        if self.config.ray.actors == "per_client":
+            return 1
         orders = self.plan()
-        return self.pool.width(orders, self.broadcast(keys_of(orders)))
+        place, broadcast = orders[0].place, self.broadcast(keys_of(orders))
+        own = [order for order in orders if order.place == place]
+        width = self.pool.ask(place, lambda worker: worker.width(own, broadcast))
+        if width is None:
+            raise ResourcesError(
+                "A client actor was lost while it measured how many clients to train together. Check memory, or set "
+                "train.together to a number"
+            )
+        return width
+
+    def _ask_everywhere(self, job: Callable[[Worker], Any], wait: bool = True) -> None:
+        """Have a worker at each place do a job."""
+        for place in self._places:
+            self.pool.ask(place, job, wait)
+
+    def _remove_segments(self, segments: Collection[str]) -> None:
+        """Remove segments outside the run's folder. A lost request leaves them until the run is next opened."""
+        self._ask_everywhere(lambda worker: worker.private.remove(segments), wait=False)
 
     def _views_of(self, client: str) -> str:
         """Return a client's further views, as in ``video+depth``; ``none`` if it has the first view alone."""
@@ -332,12 +354,12 @@ class Federation:
                 measure,
                 attacking=measure is None and self._attackers.attacks(index, self.state.round_index),
                 part=self._part_of(index),
+                place=self._place_of(index),
                 stage=stage,
             )
             for position, (index, task) in enumerate(placed)
         ]
-        kinds = [(self.clients[index].models, self._site_of(index), self._part_of(index)) for index, _ in placed]
-        return grouped(orders, kinds, self.store.together)
+        return grouped(orders, [self.clients[index].models for index, _ in placed], self.store.together)
 
     def _stage(self, round_index: int) -> str | None:
         """Return the phase of the round after so many completed ones, where it may be another one than is configured."""

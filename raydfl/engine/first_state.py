@@ -10,10 +10,10 @@ from torch import nn
 from raydfl.core import seeds
 from raydfl.core.errors import ConfigError
 from raydfl.core.types import Client, ModelSpec, State
+from raydfl.core.users_code import naming_failures
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.evaluation import Variants
-from raydfl.engine.method_calls import naming_failures
 from raydfl.engine.parts import join_states
 from raydfl.engine.storage.store import as_stored
 from raydfl.engine.worker import build_models
@@ -44,7 +44,7 @@ def make_first_state(config: Config, clients: Clients, variants: Mapping[str, Va
 
 
 def _init(config: Config, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]]) -> State:
-    with naming_failures(config.parts.method, "init", "before the first round"):
+    with naming_failures(config.parts.method, "init"):
         return config.parts.method.init(clients, models, seeds.generator(config.run.seed, 0, "", "init"))
 
 

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.types import Ratio, State
+from raydfl.core.users_code import naming_failures
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
-from raydfl.engine.method_calls import naming_failures
 from raydfl.engine.pool import Pool
 from raydfl.engine.rounds import Checkpoint, Round
 from raydfl.engine.storage.committer import Committer
+from raydfl.engine.storage.private import PrivateRef
 from raydfl.engine.storage.store import RunStore, as_stored
 from raydfl.engine.telemetry import RoundRows
+from raydfl.engine.worker import Worker
 
 
 class Listener(Protocol):
@@ -200,10 +203,12 @@ class Compaction:
         pool: of the run.
         committer: of the run.
         ahead: the listener that begins rounds; clients that work already read their private state where it is.
+        place_of: returns the place of a client, where its records are.
     """
 
-    def __init__(self, pool: Pool, committer: Committer, ahead: ReadAhead) -> None:
+    def __init__(self, pool: Pool, committer: Committer, ahead: ReadAhead, place_of: Callable[[int], str]) -> None:
         self._pool = pool
+        self._place_of = place_of
         self._committer = committer
         self._ahead = ahead
 
@@ -212,9 +217,20 @@ class Compaction:
         sparse = None if self._ahead.begun is not None else self._committer.worth_moving(checkpoint.private)
         if sparse is None:
             return checkpoint
-        moved = self._pool.compact(checkpoint.state.round_index, sparse)
+        by_place: dict[str, dict[int, PrivateRef]] = {}
+        for client, ref in sparse.items():
+            by_place.setdefault(self._place_of(client), {})[client] = ref
+        moved: dict[int, PrivateRef] = {}
+        for place, refs in by_place.items():
+            job = functools.partial(_compact, round_index=checkpoint.state.round_index, refs=refs)
+            moved |= self._pool.ask(place, job) or {}  # if the worker is lost, a later commit tries again
         self._committer.note_moved(checkpoint.private, moved)
         return dataclasses.replace(checkpoint, private=checkpoint.private.changed(moved))
+
+
+def _compact(worker: Worker, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
+    """Compact records where they are: private state never passes through the server."""
+    return worker.private.compact(round_index, refs)
 
 
 def begin_phase(config: Config, state: State) -> State:

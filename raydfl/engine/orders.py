@@ -59,6 +59,8 @@ class Order:
     """True where the client attacks in this round."""
     part: str = ""
     """The client's part of ``data.parts``; empty: there are none."""
+    place: str = ""
+    """The site of the data that it is about; empty: wherever the run is."""
     stage: str | None = None
     """The method's phase whose training settings hold; ``None``: the one that the configuration has at this round."""
 
@@ -218,7 +220,7 @@ def grouped(orders: Sequence[Order], kinds: Sequence[Hashable], width: int) -> l
         return list(orders)
     alike: dict[Hashable, list[Order]] = {}
     for order, kind in sorted(zip(orders, kinds, strict=True), key=lambda pair: (-pair[0].cost, pair[0].position)):
-        alike.setdefault((kind, order.task.phase, order.task.receive), []).append(order)
+        alike.setdefault((kind, order.place, order.part, order.task.phase, order.task.receive), []).append(order)
     group_of: dict[int, int] = {}
     number = 0
     for members in alike.values():

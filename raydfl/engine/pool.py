@@ -1,20 +1,21 @@
-"""Pools carry out orders: what they have in common, and the one that works in this process. Others: raydfl.cluster.pool."""
+"""Pools of workers: the interface, and the pool that works in this process. raydfl.cluster.pool has the pool of Ray actors."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 from raydfl.core.tensors import FlatTensors
 from raydfl.engine.orders import Order, Reply, in_groups
-from raydfl.engine.storage.private import PrivateRef
 from raydfl.engine.telemetry import with_spans
 from raydfl.engine.worker import Worker
 
+T = TypeVar("T")
+
 
 class Pool(Protocol):
-    """A pool of workers, which carries out clients' work."""
+    """Workers at one or several places. An order goes to a worker at its place, which alone has the data."""
 
     apart: bool
     """True if it works while its caller does something else."""
@@ -27,20 +28,12 @@ class Pool(Protocol):
         """Return the number of clients (or groups) that can be worked on at a time; 0: as many as are asked for."""
         ...
 
-    def width(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> int:
-        """Return :meth:`Worker.width` of a process in which clients are trained."""
-        ...
+    def ask(self, place: str, job: Callable[[Worker], T], wait: bool = True) -> T | None:
+        """Have a worker at a place do a job.
 
-    def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
-        """Do PrivateStore.compact, where private state may be read."""
-        ...
-
-    def remove(self, segments: Collection[str]) -> None:
-        """Do PrivateStore.remove wherever segments may lie outside the run's folder."""
-        ...
-
-    def retain(self, segments: Collection[str]) -> None:
-        """Do PrivateStore.retain wherever segments may lie outside the run's folder."""
+        Returns:
+            The result; ``None`` if no worker is there, if the worker is lost, or without ``wait``.
+        """
         ...
 
     def close(self) -> None:
@@ -49,40 +42,29 @@ class Pool(Protocol):
 
 
 class SerialPool:
-    """Everything in this process, in the order given: for tests, debuggers and small work."""
+    """A worker for each place, all in this process and in the order given: for tests, debuggers and small work."""
 
     apart = False
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(self, *workers: Worker) -> None:
+        self.workers = {worker.place: worker for worker in workers}
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
         """Carry out one group of orders after another, each when its replies are asked for."""
         for group in in_groups(orders):
             begun = time.perf_counter()
-            replies = self._worker.carry_out(group, broadcast, begun)
+            replies = self.workers[group[0].place].carry_out(group, broadcast, begun)
             yield from with_spans(replies, 0, begun, time.perf_counter())
 
     def places(self) -> int:
         """Return 1: this process."""
         return 1
 
-    def width(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> int:
-        """Return the width of this process's worker."""
-        return self._worker.width(orders, broadcast)
-
-    def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
-        """Do PrivateStore.compact."""
-        return self._worker.private.compact(round_index, refs)
-
-    def remove(self, segments: Collection[str]) -> None:
-        """Do PrivateStore.remove."""
-        self._worker.private.remove(segments)
-
-    def retain(self, segments: Collection[str]) -> None:
-        """Do PrivateStore.retain."""
-        self._worker.private.retain(segments)
+    def ask(self, place: str, job: Callable[[Worker], T], wait: bool = True) -> T | None:
+        """Do the job now."""
+        return job(self.workers[place])
 
     def close(self) -> None:
-        """Close the file that private state is written to."""
-        self._worker.private.close()
+        """Close the files of private state."""
+        for worker in self.workers.values():
+            worker.private.close()

@@ -72,7 +72,7 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
 
 def _check_classes(population: Population) -> None:
     """Refuse sets of classes of which one has no training clip; without sets the data know better what became of its clips."""
-    if population.sets is None or population.sites[0].name:
+    if population.sets is None or not population.has_clips:
         return
     for number in np.flatnonzero(population.class_counts() == 0):
         raise DataError(

@@ -116,7 +116,7 @@ class Worker:
         private: PrivateStore,
         device: str = "cpu",
         population: Population | None = None,
-        held: tuple[Population, int] | None = None,
+        place: str = "",
     ) -> None:
         """Open it.
 
@@ -126,14 +126,14 @@ class Worker:
             private: where clients' private state lies.
             device: on which to compute.
             population: of the whole federation; ``None``: the one in ``run_dir``.
-            held: the population that has the data of some clients, who follow one another and whom alone this worker can serve, and
-                the index of the first of them in the federation's; ``None``: ``population`` holds everybody's data.
+            place: the site whose clients alone this worker can serve, because it has their clips.
 
         Raises:
             ConfigError: a file that the configuration names is not what it is where the run was started.
         """
         config.check_files()
         self.run_dir = run_dir
+        self.place = place
         self.config = config
         self.private = private
         self.device = torch.device(device)
@@ -146,8 +146,7 @@ class Worker:
         self.method = config.parts.method
         self.population = Population.load(run_dir / "population") if population is None else population
         self.clients = Clients(self.population, config)
-        self._held, self._first = (self.population, 0) if held is None else held
-        self._held.use(config.data)
+        self.population.use(config.data)
         keep_freed_memory()
         self.attack = config.parts.attack
         at_clients = (self.method, self.method.objective, *([] if self.attack is None else [self.attack]))
@@ -185,7 +184,7 @@ class Worker:
         for order in orders:
             if order.task.client_id != SERVER and order.measure is None:
                 index = self.clients.index_of(order.task.client_id)
-                self._held.data(index - self._first, order.attacking).train.read_ahead()
+                self.population.data(index, order.attacking).train.read_ahead()
             if order.private is not None:
                 self.private.read_ahead(order.private)
 
@@ -353,7 +352,7 @@ class Worker:
             client = Client(SERVER, -1, 0, order.server_models, {"part": order.part} if order.part else {})
             return client, ClientData(train=nothing, validation=nothing, test=test)
         client = self.clients.by_id(order.task.client_id)
-        return client, self._held.data(client.index - self._first, order.attacking)
+        return client, self.population.data(client.index, order.attacking)
 
     def _build(self, specs: tuple[ModelSpec, ...], place: int) -> Replica:
         key = (specs, place)
@@ -448,8 +447,7 @@ class Worker:
                 found = self.method.evaluate(step, examples, self.config.evaluate.batch_size)
                 with _malformed(order):
                     metrics = checked_metrics(found, order.subject)
-                at_site = measurement.shard is not None and measurement.shard.site
-                if order.task.client_id != SERVER or at_site:  # single clips' scores stay where the clips are
+                if order.task.client_id != SERVER or order.place:  # single clips' scores stay where the clips are
                     metrics = reduced(metrics)
                 if measurement.split == TRIGGERED and self.attack is not None:
                     metrics = attack_success(metrics, self.attack.target_class(self.population.classes))
@@ -492,7 +490,7 @@ class Worker:
         return test if shard is None else test.take(np.arange(shard.start, shard.stop))
 
     def _test(self, split: str, part: str) -> Examples:
-        held = self._held.each[part]
+        held = self.population.each[part]
         if split == SERVER_VALIDATION:
             return held.validation
         return held.triggered if split == TRIGGERED else held.test

@@ -10,7 +10,8 @@ CVPR 2022, algorithm 1. With the drift h_i, the control variates g_i and g, all 
 Readings and deviations:
 
 - Scales s_i and g_i are those of the released code. With equal clients s_i is 1. Its means over clients are uniform
-  (``rule: uniform_mean``).
+  (``rule: uniform_mean``). It adds the mean drift of all clients, in the cohort or not, to the cohort's mean model; algorithm 1
+  has all clients in each round. Here both means are the cohort's.
 - A client sends w_i + h_i in place of both: the same mean for half the bytes.
 - The last term is written with v - w, which has the same gradient. With momentum E ceil(mean(n) / B) is replaced by the effective
   number of steps. Other optimisers than SGD are rejected. Buffers are averaged.

@@ -60,7 +60,6 @@ from raydfl.core.spool import Spool
 from raydfl.core.types import Batch, Client, Metrics, ModelSpec, Ratio, Scores, State, Update
 from raydfl.methods._layers import check_prefixes
 from raydfl.methods._method import Counted, Method
-from raydfl.objectives import Centres
 from raydfl.training import Plan, Step, fit, predict
 
 PROTOTYPE = "model/prototype"
@@ -232,12 +231,13 @@ class ProFiLA(Method):
         anomalous = batch.columns["pool"] if self.mode == "as_run" else None
         learnt = batch if anomalous is None or self.centre_of == "all" else _only(batch, anomalous == 0)
         own = self._prototype(network)
-        means = objective.follow(self._centres(network), z, learnt)
-        mean = means[0]
+        if self.task == "prototype":
+            mean = _follow(network.own_prototype, z, learnt, objective.momentum)
+        else:
+            mean = objective.follow(network.objective, z, learnt)[0]
         smoothed = F.normalize(self.memory * own + (1 - self.memory) * mean, dim=0)
-        value = cast(
-            Tensor, objective.distance(z, smoothed.expand_as(z) if self.task == "prototype" else means, learnt)
-        )
+        target = smoothed if self.task == "prototype" else mean
+        value: Tensor = objective.distance(z, target.expand_as(z), learnt)
         if self.aligns:
             near = smoothed if self.align == "smoothed" else F.normalize(mean, dim=0)
             value = value + step.state[_LAMBDA] * (near - F.normalize(network.prototype, dim=0)).square().sum()
@@ -307,8 +307,8 @@ class ProFiLA(Method):
         step.state.pop(_LAMBDA, None)
         if renews:  # The objective scores clips by their distance to the prototype.
             network = cast(Any, step.models["model"])
-            network.objective.sums.copy_(network.own_prototype.sums)
-            network.objective.counts.copy_(network.own_prototype.counts)
+            network.objective.sums.copy_(network.own_prototype)
+            network.objective.counts.fill_(1.0)
         steps = sum(cast(Ratio, metrics["steps"]).total for metrics in found)
         return {**pool(found), "steps": Ratio(steps, 1)}
 
@@ -324,29 +324,22 @@ class ProFiLA(Method):
 
     def _renew(self, step: Step, first: bool) -> None:
         """Make the client's prototype the mean of its normal training clips, but for the first time in part."""
+        network = cast(Any, step.models["model"])
+        if first:
+            network.own_prototype.zero_()  # The clients share one network, and each begins its own prototype anew.
         examples = cast(Any, self.objective).normal_examples(step.data.train)
         if not len(examples):
             return
-        network = cast(Any, step.models["model"])
         outputs = F.normalize(predict(step, "model", examples, step.training.batch_size), dim=1)
         mean = F.normalize(outputs.mean(dim=0), dim=0).to(step.device)
         if not first:
             mean = F.normalize(self.renewal * self._prototype(network) + (1 - self.renewal) * mean, dim=0)
-        # Decayed counts of full batches stay at this weight, so a full batch counts 1 - momentum.
-        size = step.training.batch_size
-        clips = min(size, len(step.data.train)) if self.mode == "normal" else size
-        weight = clips / (1 - cast(Any, self.objective).momentum)
-        network.own_prototype.sums.copy_(mean * weight)
-        network.own_prototype.counts.fill_(weight)
-
-    def _centres(self, network: Any) -> Centres:
-        """Return the running mean whose direction is the client's prototype."""
-        centres: Centres = network.own_prototype if self.task == "prototype" else network.objective
-        return centres
+        network.own_prototype.copy_(mean)
 
     def _prototype(self, network: Any) -> Tensor:
         """Return the client's prototype, of length 1: float32 [size]."""
-        return F.normalize(self._centres(network).sums[0], dim=0)
+        own = network.own_prototype if self.task == "prototype" else network.objective.sums[0]
+        return F.normalize(own, dim=0)
 
     @property
     def steers(self) -> bool:
@@ -441,7 +434,27 @@ def add_prototype(network: nn.Module, size: int) -> None:
             f"models.model: {type(network).__name__} has an attribute 'prototype' that is no tensor [{size}], as many numbers as "
             f"it gives; rename it, or make it one"
         )
-    network.own_prototype = Centres(1, size, kept=False)
+    network.register_buffer("own_prototype", torch.zeros(size), persistent=False)
+
+
+def _follow(prototype: Tensor, z: Tensor, batch: Batch, momentum: float) -> Tensor:
+    """Move a client's prototype by 1 - momentum towards the mean of a batch in which a clip counts.
+
+    Args:
+        prototype: float32 [size], changed in place.
+        z: float32 [batch, size], of length 1.
+        batch: the examples of z with their weights.
+        momentum: the remaining share of the prototype, 0 to 1.
+
+    Returns:
+        The mean of z with gradients, float32 [size].
+    """
+    weight = torch.ones_like(z[:, 0]) if batch.weight is None else batch.weight
+    count = weight.sum()
+    mean = (weight @ z) / count.clamp_min(1.0)
+    with torch.no_grad():
+        prototype.add_((1 - momentum) * (count > 0) * (mean - prototype))
+    return mean
 
 
 def _only(batch: Batch, which: Tensor) -> Batch:

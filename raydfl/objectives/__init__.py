@@ -10,6 +10,5 @@ Imports training, data and core. Begin with classify.py.
 from raydfl.objectives._find import find_objective
 from raydfl.objectives._objective import Objective
 from raydfl.objectives.classify import Classify
-from raydfl.objectives.compact import Centres
 
-__all__ = ["Centres", "Classify", "Objective", "find_objective"]
+__all__ = ["Classify", "Objective", "find_objective"]

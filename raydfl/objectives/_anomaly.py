@@ -104,7 +104,7 @@ class AnomalyObjective(Objective):
         Raises:
             DataError: a client has no normal clip to train on, or a single clip.
         """
-        if not self.normal or population.sets is not None or population.sites[0].name:
+        if not self.normal or population.sets is not None or not population.has_clips:
             return []
         strange = np.array([name not in self.normal for name in population.classes])
         clips = population.label_counts()

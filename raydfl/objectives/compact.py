@@ -153,16 +153,15 @@ class Centres(nn.Module):
     Args:
         centres: how many.
         size: numbers of each.
-        kept: whether they are in the network's state dict, and so sent or kept.
     """
 
     sums: Tensor
     counts: Tensor
 
-    def __init__(self, centres: int, size: int, kept: bool = True) -> None:
+    def __init__(self, centres: int, size: int) -> None:
         super().__init__()
-        self.register_buffer("sums", torch.zeros(centres, size), persistent=kept)
-        self.register_buffer("counts", torch.zeros(centres), persistent=kept)
+        self.register_buffer("sums", torch.zeros(centres, size))
+        self.register_buffer("counts", torch.zeros(centres))
 
 
 class _Distance(nn.Module):

@@ -7,13 +7,13 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from raydfl.cluster import pool_here
+from raydfl.cluster import open_serial_pool
 from raydfl.core.errors import InputError, RunDirectoryError
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import Client, Update
 from raydfl.data import Population
 from raydfl.engine import Config, Federation, UpdateChecker
-from raydfl.engine.storage import RunStore, local_run, round_of, stored_about, stored_config
+from raydfl.engine.storage import RunStore, local_run, round_of, stored_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,7 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
         never = config.evaluate.model_copy(update={"every": 10**9})
         quiet = config.model_copy(update={"evaluate": never, "run": unjudged})
         population = Population.load(run_dir / "population", verify=True, verify_features=True)
-        key = stored_about(run_dir).get("site_key", "")
-        pool = pool_here(run_dir, config, population, key, scratch / "private")
+        pool = open_serial_pool(run_dir, config, population, scratch / "private")
         with contextlib.closing(pool), contextlib.closing(Federation(quiet, population, copy, pool)) as federation:
             while federation.state.round_index < round_number - 1:
                 federation.round()
@@ -102,7 +101,7 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
             group = [other for other in orders if other is order or (other.group == order.group and order.group >= 0)]
             received = federation.broadcast({key for other in group for key in other.task.receive})
             # Here nobody is dropped or hurried: what a client's code raises is what one wants to see.
-            strict = pool_here(run_dir, _strict(config), population, key, scratch / "private")
+            strict = open_serial_pool(run_dir, _strict(config), population, scratch / "private")
             with contextlib.closing(strict):
                 result = next(each for each in strict.run(group, received) if each.position == order.position)
             measured = result.measured.get("train", {})

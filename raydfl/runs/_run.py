@@ -174,10 +174,9 @@ def execute(
                 {"raydfl.digest": about["digest"]},
                 about.get("mlflow_run_id"),
             )
-            facts = {**about, "mlflow_run_id": run_id, "cpu_fallback": _cpu_fallback(config, server, progress)}
-            facts = {name: value for name, value in facts.items() if value is not None}
-            if facts != about:
-                write_about(run_dir, config, facts)
+            if run_id != about.get("mlflow_run_id"):
+                facts = {**about, "mlflow_run_id": run_id}
+                write_about(run_dir, config, {name: value for name, value in facts.items() if value is not None})
             try:
                 result = _rounds(run_dir, config, server, round_index, ended, tracker, progress, on_round, durable)
             except BaseException as error:
@@ -203,14 +202,6 @@ def execute(
     next_step = f"open {folder}/report.html" if result.finished else f"raydfl resume {name}"
     progress.finish(result, time.monotonic() - started, next_step)
     return result
-
-
-def _cpu_fallback(config: Config, server: Server | RemoteServer, progress: Progress) -> str | None:
-    """Show and return the reason for training on the CPU instead of a GPU; ``None``: no actor does."""
-    reason = server.cpu_fallback() if config.ray.cpu_fallback else ""
-    if reason:
-        progress.message(f"warning: {reason}")
-    return reason or None
 
 
 def _nothing_to_do(config: Config, name: str, round_index: int, ended: str) -> str:
@@ -248,8 +239,14 @@ def _rounds(
         scores.update(record.scores(rows))
 
     with StopSignals(progress, "stopping after this round") as stop:
-        told = False
+        told, fallback = False, ""
         while True:
+            # Actors may start in any round, so the loop asks before each call of the server.
+            found = server.cpu_fallback() if config.ray.cpu_fallback else ""
+            if found and found != fallback:
+                fallback = found
+                progress.message(f"warning: {fallback}")
+                write_about(run_dir, config, {**stored_about(run_dir), "cpu_fallback": fallback})
             last = round_index >= total or bool(ended) or stop.asked
             if last:
                 finished = server.finish(round_index)

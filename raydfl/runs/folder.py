@@ -162,9 +162,8 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
             f"{run_dir} holds rounds of a run, but its run.json is missing; restore it from a copy, give the new run another "
             f"run.name, or remove the folder"
         )
-    site_key = _site_key(run_dir) if config.data.sites else ""
     if config.data.sites:
-        population = prepare_sites(config, site_key, run_dir, progress)
+        population = prepare_sites(config, run_dir, progress)
     else:
         population = build_population(
             config.data, config.run.seed, progress, attack=config.parts.attack, labels_needed=config.labels_needed
@@ -179,7 +178,7 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
         remarks.append(f"train.clients: {eligible} of {len(population)} clients may take part")
     for message in (*population.messages, *remarks):
         progress.message(message)
-    begin(run_dir, config, population, models, site_key, remarks)
+    begin(run_dir, config, population, models, remarks)
 
 
 def _check_ids(config: Config) -> None:
@@ -198,23 +197,11 @@ def _remarks(config: Config, population: Population) -> list[str]:
     return [f"{part}: {text}" if part else text for part, texts in of_parts.items() for text in texts]
 
 
-def _site_key(run_dir: Path) -> str:
-    """Return the key under which sites keep their part of the run.
-
-    It is written down before they are asked: the next start overwrites what one that was killed has left at the sites.
-    """
-    path = run_dir / "sites.key"
-    if not path.exists():
-        write_durably(path, f"{run_dir.name}-{uuid.uuid4().hex[:8]}".encode())
-    return path.read_text()
-
-
 def begin(
     run_dir: Path,
     config: Config,
     population: Population,
     models: Mapping[str, Any],
-    site_key: str = "",
     remarks: Sequence[str] = (),
 ) -> None:
     """Write what makes a folder the folder of a run that has done no round yet.
@@ -222,7 +209,6 @@ def begin(
     Args:
         run_dir: an empty folder, or one that is not there yet; its name becomes the run's.
         models: as :func:`raydfl.engine.probe.try_models` describes them.
-        site_key: under which sites keep their part of the run (raydfl.cluster.sites); empty: there are none.
         remarks: what the objective says of the clients' data; the report shows it.
     """
     population.save(run_dir / "population")
@@ -251,8 +237,6 @@ def begin(
         about["parts"] = {part.name: list(part.population.classes) for part in population.parts}
     if any(data.features.normalise == "group" for data in config.data.each.values()):
         about["statistics"] = "training clips"
-    if site_key:
-        about["site_key"] = site_key
     write_durably(run_dir / "run.json", json.dumps(about, indent=2).encode())
 
 

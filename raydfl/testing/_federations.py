@@ -141,7 +141,7 @@ def _describe_client(population: Population, index: int, attacked: bool) -> dict
     return {
         "id": population.ids[index],
         "part": population.part_of(index),
-        "site": population.site_of(index),
+        "site": population.place_of(index),
         "profile": population.profile(index),
         **{name: _describe(examples) for name, examples in splits.items()},
     }

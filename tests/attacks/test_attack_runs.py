@@ -13,6 +13,7 @@ import torch
 from helpers import differ, known
 
 from raydfl.core import registry
+from raydfl.core.errors import ClientError
 from raydfl.core.metrics import attack_success
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import ModelSpec, Ratio
@@ -35,6 +36,7 @@ from raydfl.testing import assert_same_bits, read_tensors, start_server, train_f
 
 Tiny = Callable[..., Config]
 OPTIONS = {"backdoor": ", target: tone0, hz: 900"}
+PREPARING = ("check", "candidates", "altered", "labels", "target_class", "alteration")
 ATTACKS = registry.names("raydfl.attacks")
 
 
@@ -44,6 +46,27 @@ def attack(name: str, clients: str = "0.5", more: str = "") -> str:
 
 def rows(config: Config, name: str) -> list[dict[str, Any]]:
     return record.read_rows(Path(config.run.dir) / name).to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("base", "call", "when"),
+    [
+        ("UpdateAttack", "change", "round 1"),
+        ("ColludingAttack", "together", "round 1"),
+        *(("Attack", call, "before the first round") for call in PREPARING),
+    ],
+)
+def test_a_failure_of_an_attack_at_the_server_names_attack_and_line(
+    tiny: Tiny, tmp_path: Path, base: str, call: str, when: str
+) -> None:
+    source = tmp_path / "mine.py"
+    source.write_text(
+        f"from raydfl.attacks import {base}\n\nclass Mine({base}):\n    def {call}(self, *arguments):\n        return 1 / 0\n"
+    )
+    with pytest.raises(
+        ClientError, match=rf"^{when}: {call}\(\) of attack Mine failed: ZeroDivisionError: .* \(at {source}:5\)"
+    ):
+        run(tiny(attack(f"{source}:Mine")))
 
 
 def test_every_attack_is_here() -> None:
@@ -89,7 +112,7 @@ class ShuffledPool(SerialPool):
         chance = random.Random(3)
         groups = in_groups(orders)
         chance.shuffle(groups)
-        replies = [reply for group in groups for reply in self._worker.carry_out(group, broadcast)]
+        replies = [reply for group in groups for reply in self.workers[""].carry_out(group, broadcast)]
         chance.shuffle(replies)
         yield from replies
 

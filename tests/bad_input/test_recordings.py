@@ -301,7 +301,7 @@ def test_a_list_or_a_root_that_is_not_there(training: Train, recordings: Path) -
         "The set is at https://",
     )
     other = training(f"data={{name: fsdd, root: {recordings}}}", f"run.dir={recordings}/runs")
-    other.refuses("there is no recordings/ with wav files in .*Expected .*Found: cache/|Found: clips.csv")
+    other.refuses("there is no file of the set in .*Expected .*Found: cache/|Found: clips.csv")
 
 
 def test_what_is_there_is_told_even_if_it_cannot_be_divided(raydfl: Raydfl, training: Train, recordings: Path) -> None:
@@ -355,7 +355,7 @@ def test_what_is_there_is_told_even_if_it_cannot_be_divided(raydfl: Raydfl, trai
 def test_a_division_that_cannot_be_had_says_why_with_numbers(
     training: Train, recordings: Path, override: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raydfl.data.partition._WORK", 30_000)  # draws are given up after seconds
+    monkeypatch.setattr("raydfl.data.steps.dealing._WORK", 30_000)  # draws are given up after seconds
     training(override).refuses(message)
     assert not (recordings / "runs").exists()
 

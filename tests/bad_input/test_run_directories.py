@@ -67,6 +67,18 @@ def test_a_run_ends_well_although_its_working_directory_is_deleted(
     assert (result.run_dir / "report.html").exists()
 
 
+def test_a_deleted_working_directory_is_refused_at_the_start(
+    raydfl: Raydfl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the import of PyTorch ends the process with a message of MKL alone."""
+    (tmp_path / "job").mkdir()
+    monkeypatch.chdir(tmp_path / "job")
+    (tmp_path / "job").rmdir()
+    raydfl("run", tmp_path / "job.yaml").refuses(
+        "The working directory cannot be used: No such file or directory. Change to"
+    )
+
+
 # -- damage ----------------------------------------------------------------------------------------------------------
 
 

@@ -9,10 +9,8 @@ from fake_cluster import START, FakeCluster, open_pool, orders
 
 from raydfl.cluster.faults import StragglerPolicy
 from raydfl.cluster.pool import RayPool
-from raydfl.cluster.sites import SiteReport, join
 from raydfl.core.errors import ResourcesError
 from raydfl.core.types import Task
-from raydfl.data.population import Population
 from raydfl.data.shards import Shard
 from raydfl.engine.orders import SERVER, Measurement, Order
 from raydfl.engine.settings import RaySettings
@@ -23,9 +21,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
     return FakeCluster(monkeypatch)
 
 
-def two_sites() -> Population:
-    """A federation of two clients at north and three at south."""
-    return join([SiteReport("north", (1, 1), 8, 4, {}, 0, ()), SiteReport("south", (1, 1, 1), 8, 4, {}, 0, ())], ["a"])
+SITES = ("north", "south")
 
 
 def carry_out(pool, costs):  # type: ignore[no-untyped-def]
@@ -191,9 +187,9 @@ def test_with_an_actor_for_each_client_the_servers_data_are_measured_at_the_site
     cluster: FakeCluster,
 ) -> None:
     cluster.join("a", 4)
-    pool = RayPool(cluster.start_actor, RaySettings(actors="per_client"), population=two_sites())
+    pool = RayPool(cluster.start_actor, RaySettings(actors="per_client"), places=SITES)
     sent = [
-        Order(position, Task(SERVER), 0, 1.0, measure=(Measurement("test", (), Shard("test", 0, 1, site)),))
+        Order(position, Task(SERVER), 0, 1.0, measure=(Measurement("test", (), Shard("test", 0, 1, site)),), place=site)
         for position, site in enumerate(["north", "south", "north"])
     ]
     assert len(list(pool.run(sent, {"global": None}))) == 3
@@ -205,9 +201,9 @@ def test_with_an_actor_for_each_client_the_servers_data_are_measured_at_the_site
 
 def test_a_client_is_worked_on_at_its_own_site_alone(cluster: FakeCluster) -> None:
     cluster.join("a", 4)
-    pool = RayPool(cluster.start_actor, RaySettings(actors=2), population=two_sites())
+    pool = RayPool(cluster.start_actor, RaySettings(actors=2), places=SITES)
     clients = ["north/0", "south/0", "north/1", "south/1", "south/2"]
-    sent = [Order(position, Task(client), 0, 1.0) for position, client in enumerate(clients)]
+    sent = [Order(position, Task(client), 0, 1.0, place=client[:5]) for position, client in enumerate(clients)]
     results = list(pool.run(sent, {"global": None}))
     assert sorted(result.position for result in results) == [0, 1, 2, 3, 4]
     for site in ("north", "south"):
@@ -225,7 +221,7 @@ def test_a_site_that_stays_away_is_named(cluster: FakeCluster) -> None:
     cluster.join("a", 1)
     settings = RaySettings(actors=1, ready_timeout=30.0)
     with pytest.raises(ResourcesError, match="1 of 2 client actors started within 30 s, none at site south, each"):
-        RayPool(cluster.start_actor, settings, population=two_sites())
+        RayPool(cluster.start_actor, settings, places=SITES)
 
 
 def test_the_retries_of_a_client_that_is_left_out_are_told(cluster: FakeCluster) -> None:

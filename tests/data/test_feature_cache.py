@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import errno
 import hashlib
 import json
@@ -17,7 +18,7 @@ import pytest
 import soundfile
 from tiny_sets import Folder, Made, write_folder
 
-from raydfl.core.errors import DataError, ResourcesError
+from raydfl.core.errors import DataError, RaydflError, ResourcesError
 from raydfl.core.files import default_cache
 from raydfl.core.progress import Silent
 from raydfl.data.features import cache as cache_module
@@ -466,22 +467,41 @@ def test_worker_processes_give_the_same_bits(
     root = write_folder(tmp_path / "data")
     alone, _ = make(root, tmp_path / "alone")
     monkeypatch.setattr(chunks_module, "_START_UP_S", 0.0)
-    monkeypatch.setattr(chunks_module, "available_cpus", lambda: 2)
-    here: list[int] = []
+    monkeypatch.setattr("joblib.cpu_count", lambda: 2)
+    processes: list[int] = []
 
     def run(function: Callable[[Chunk], ChunkReport], chunks: Sequence[Chunk]) -> Iterator[ChunkReport]:
-        here.append(len(chunks))
-        return run_locally(function, chunks)
+        for report in run_locally(_Named(function), chunks):
+            processes.append(int(report.failures.pop(-1)))
+            yield report
 
-    monkeypatch.setattr(chunks_module, "share_with_processes", _watched(chunks_module.share_with_processes, here))
     together, _ = make(root, tmp_path / "together", run_chunks=run)
-    assert here == [4, 3]  # all chunks; those of them that went to other processes
+    assert processes[0] == os.getpid()
+    assert len(processes) == 4
+    assert os.getpid() not in processes[1:]
     np.testing.assert_array_equal(together.frames, alone.frames)
 
 
-def _watched(original: Callable[..., Any], seen: list[int]) -> Callable[..., Any]:
-    def watch(function: Any, items: Sequence[Any], workers: int) -> Any:
-        seen.append(len(items))
-        return original(function, items, workers)
+class _Named:
+    """A function whose reports name the process that ran it."""
 
-    return watch
+    def __init__(self, function: Callable[[Chunk], ChunkReport]) -> None:
+        self.function = function
+
+    def __call__(self, chunk: Chunk) -> ChunkReport:
+        report = self.function(chunk)
+        return dataclasses.replace(report, failures={**report.failures, -1: str(os.getpid())})
+
+
+def _die(chunk: Chunk) -> ChunkReport:
+    if chunk.number:
+        os._exit(9)
+    return ChunkReport(0, 0, {}, 1000.0)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_process_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("joblib.cpu_count", lambda: 2)
+    chunks = [Chunk(number, Source("fsdd"), [], SETTINGS, "") for number in range(3)]
+    with pytest.raises(RaydflError, match=r"killed in the middle.*run the same command again"):
+        list(run_locally(_die, chunks))

@@ -218,9 +218,7 @@ def test_sites_with_views_compute_what_one_place_does(tiny: Tiny, folder: Path) 
     ]
     alone = federation(tiny, folder, "run.name=alone", "train.cohort=3", "train.rounds=1")
     train_federation(alone)
-    at_site = Population.load(
-        folder / "nodes/north/runs" / json.loads((run_dir / "run.json").read_text())["site_key"] / "north/population"
-    )
+    at_site = Population.load(folder / "nodes/north/runs" / (run_dir / "sites.key").read_text() / "north/population")
     here = Population.load(Path(alone.run.dir) / "alone" / "population")
     for client in range(3):
         mine, theirs = (p.use(alone.data).data(client).train for p in (at_site, here))

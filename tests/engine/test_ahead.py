@@ -37,7 +37,7 @@ class Apart(SerialPool):
 
 
 def open_apart(config: Config) -> tuple[Server, Apart]:
-    with mock.patch("raydfl.cluster.pool.SerialPool", Apart):
+    with mock.patch("raydfl.cluster.sites.SerialPool", Apart):
         server = start_server(config)
     return server, cast(Apart, server._pool)
 

@@ -21,7 +21,7 @@ from raydfl.core import registry
 from raydfl.core.errors import ClientError, ConfigError
 from raydfl.core.types import Task, Update
 from raydfl.data.population import Population
-from raydfl.data.shards import shards
+from raydfl.data.shards import shard_ranges
 from raydfl.engine.arrivals import Arrivals
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
@@ -163,7 +163,7 @@ def test_what_is_waited_for_is_measured_and_nothing_else(monkeypatch: pytest.Mon
     ],
 )
 def test_test_data_are_cut_between_clips(clips: list[int], size: int, expected: list[tuple[int, int]]) -> None:
-    assert shards(np.array(clips, np.int64), size) == expected
+    assert shard_ranges(np.array(clips, np.int64), size) == expected
 
 
 PLANS = {

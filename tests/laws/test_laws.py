@@ -94,7 +94,7 @@ class WatchedPool(SerialPool):
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
         shuffled = in_groups(orders)
         self.random.shuffle(shuffled)
-        replies = [reply for group in shuffled for reply in self._worker.carry_out(group, broadcast)]
+        replies = [reply for group in shuffled for reply in self.workers[""].carry_out(group, broadcast)]
         self.random.shuffle(replies)
         for value in (orders, broadcast, replies):
             self._note(value)

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,9 +21,11 @@ from raydfl.data.population import Population
 from raydfl.engine.config import Config
 from raydfl.engine.federation import Federation
 from raydfl.engine.storage.store import RunStore
-from raydfl.runs._run import resume, run
+from raydfl.engine.telemetry import RoundReport
+from raydfl.runs._run import OnRound, resume, run
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
+from raydfl.runs.result import Result
 from raydfl.testing import assert_same_bits, read_tensors
 
 Tiny = Callable[..., Config]
@@ -86,14 +89,46 @@ def test_a_share_of_a_gpu_that_pytorch_does_not_find_is_refused_or_the_cpu_train
         run(tiny(*share, "ray.actors=2"))
     with pytest.raises(ResourcesError, match=r"ray.gpus=0.1, but PyTorch finds no GPU"):
         run(tiny("run.name=each", "ray.gpus=0.1", "ray.actors=per_client", "ray.cpus=0.1"))
-    said = io.StringIO()
-    outcome = run(tiny(*share, "ray.actors=2", "ray.cpu_fallback=true"), Progress("lines", said))
+    lines, outcome = fall_back(tiny(*share, "ray.actors=2", "ray.cpu_fallback=true"), actors=2)
     assert_same_bits(known(tiny()), read_tensors(outcome.run_dir))
-    first, *lines = said.getvalue().splitlines()
-    assert first == "ray.cpu_fallback: clients train on the CPU if PyTorch finds no GPU"
+    warned = next(at for at, line in enumerate(lines) if line.startswith("warning: client actors on the CPU"))
+    assert warned < next(at for at, line in enumerate(lines) if line.startswith("round 1"))
+
+
+def fall_back(config: Config, actors: int, on_round: OnRound | None = None) -> tuple[list[str], Result]:
+    """Train on the CPU instead of a GPU, and check that output and run.json report it for so many actors."""
+    said = io.StringIO()
+    outcome = run(config, Progress("lines", said), on_round)
+    lines = said.getvalue().splitlines()
+    assert lines[0] == "ray.cpu_fallback: clients train on the CPU if PyTorch finds no GPU"
     reason = json.loads((outcome.run_dir / "run.json").read_text())["cpu_fallback"]
-    assert reason.startswith("2 client actors train on the CPU: ")
-    assert lines.index(f"warning: {reason}") < next(at for at, line in enumerate(lines) if line.startswith("round 1"))
+    assert reason.startswith(f"client actors on the CPU: {actors}; ")
+    assert f"warning: {reason}" in lines
+    return lines, outcome
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+def test_a_fallback_to_the_cpu_is_reported_for_actors_that_start_in_a_round(tiny: Tiny) -> None:
+    """Six clients and the server's evaluation have an actor each, or the second actor gets CPUs after the first round only."""
+    common = ("ray.gpus=0.1", "ray.cpu_fallback=true", "train.cohort=1.0")
+    fall_back(tiny("run.name=each", "ray.actors=per_client", "ray.cpus=0.1", *common), actors=7)
+
+    config = tiny("run.name=late", "ray.actors=2", "ray.cpus=2", "ray.min_actors=1", "train.rounds=500", *common)
+    about = Path(config.run.dir) / "late" / "run.json"
+    others = ray.remote(Holder).options(num_cpus=2).remote()
+
+    def end_when_both_have_started(report: RoundReport) -> bool:
+        if report.round == 1:
+            assert "CPU: 1;" in about.read_text()
+            ray.kill(others)
+        time.sleep(0.05)
+        return "CPU: 2;" in about.read_text()
+
+    fall_back(config, 2, end_when_both_have_started)
+
+
+class Holder:
+    """Holds CPUs that a client actor waits for."""
 
 
 class Dying(RayPool):

@@ -18,12 +18,12 @@ from torch import nn
 
 from raydfl import read_rows
 from raydfl.core.errors import ConfigError
-from raydfl.core.types import Ratio, State, Update
+from raydfl.core.types import ModelSpec, Ratio, State, Update
 from raydfl.data.examples import ClientData
 from raydfl.engine.config import Config
 from raydfl.methods.profila import PROTOTYPE, ProFiLA, add_prototype
 from raydfl.models.dense import MeanLinear
-from raydfl.objectives.compact import Centres, Compact
+from raydfl.objectives.compact import Compact
 from raydfl.runs._run import resume
 from raydfl.testing import assert_same_bits, read_tensors, train_federation
 
@@ -40,7 +40,7 @@ def made(**options: Any) -> ProFiLA:
 def networks() -> dict[str, nn.Module]:
     network = MeanLinear(BANDS, CLASSES)
     add_prototype(network, CLASSES)
-    network.objective = Centres(1, CLASSES)
+    Compact(size=CLASSES).extend(network, ModelSpec("model", "made by the test", BANDS, CLASSES))
     return {"model": network}
 
 
@@ -67,7 +67,7 @@ def loss_of(method: ProFiLA, weight: float, pool: list[int] | None = None) -> tu
     """The loss of a batch; what the network makes of it; and the network, whose centre was (1, 0, 0)."""
     step = make_steps(method, networks)[1]
     network: Any = step.models["model"]
-    network.own_prototype.sums.copy_(torch.tensor([[3.0, 0.0, 0.0]]))
+    network.own_prototype.copy_(torch.tensor([3.0, 0.0, 0.0]))
     step.state["lambda"] = torch.tensor(weight)
     batch = step.data.train.batch(np.arange(6))
     if pool is not None:
@@ -86,29 +86,40 @@ def test_clips_are_drawn_to_the_clients_prototype_and_their_mean_to_the_common_o
     task = (z - target).square().sum(dim=1).mean()
     aligned = (unit(z.mean(dim=0)) - unit(network.prototype)).square().sum()
     assert value == pytest.approx(float(task + 0.3 * aligned), rel=1e-5)
-    torch.testing.assert_close(network.own_prototype.sums[0], 0.9 * torch.tensor([3.0, 0, 0]) + z.sum(dim=0))
+    torch.testing.assert_close(network.own_prototype, 0.9 * torch.tensor([3.0, 0, 0]) + 0.1 * z.mean(dim=0))
     smoothed, z, network = loss_of(made(memory=0.6, align="smoothed"), 0.3)
     assert smoothed == pytest.approx(float(task + 0.3 * (target - unit(network.prototype)).square().sum()), rel=1e-5)
 
 
-@pytest.mark.parametrize("batch_size", [6, 100])
-def test_a_batch_moves_the_clients_prototype_by_1_minus_momentum(batch_size: int) -> None:
-    """Also if the client has fewer clips than a batch."""
-    method = made()
+@pytest.mark.parametrize(
+    ("options", "clips", "anomalous", "momentum"),
+    [
+        ({}, 6, 0, 0.9),
+        ({}, 2, 0, 0.9),  # the last batch is short
+        ({"mode": "as_run"}, 6, 2, 0.9),
+        ({"mode": "as_run"}, 6, 6, 1.0),  # no clip counts
+    ],
+)
+def test_a_batch_moves_the_clients_prototype_by_1_minus_momentum(
+    options: dict[str, Any], clips: int, anomalous: int, momentum: float
+) -> None:
+    method = made(**options)
     object.__setattr__(method, "objective", Compact(size=CLASSES))  # all clips are normal
     step = make_steps(method, networks, sizes=[6])[0]
-    step.training = step.training.model_copy(update={"batch_size": batch_size})
+    step.training = step.training.model_copy(update={"batch_size": 6})
     network: Any = step.models["model"]
-    batch = step.data.train.batch(np.arange(6))
-    before = unit(F.normalize(network(batch.x), dim=1).detach().mean(dim=0))
+    pool = torch.tensor([1] * anomalous + [0] * (clips - anomalous))
+    batch = dataclasses.replace(step.data.train.batch(np.arange(clips)), columns={"pool": pool})
+    before = unit(F.normalize(network(step.data.train.batch(np.arange(6)).x), dim=1).detach().mean(dim=0))
     with torch.no_grad():
         method._renew(step, first=True)
         network.output.weight.neg_()
         network.output.bias.add_(1.0)
-        mean = F.normalize(network(batch.x), dim=1).mean(dim=0)
+        z = F.normalize(network(batch.x), dim=1)[pool == 0]
         step.state["lambda"] = torch.tensor(0.0)
         method.loss(step, batch)
-    torch.testing.assert_close(method._prototype(network), unit(0.9 * before + 0.1 * mean))
+    mean = z.mean(dim=0) if len(z) else before
+    torch.testing.assert_close(method._prototype(network), unit(momentum * before + (1 - momentum) * mean))
 
 
 def test_the_alignments_gradient_reaches_the_network() -> None:

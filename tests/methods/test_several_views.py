@@ -127,7 +127,7 @@ def test_the_divergence_is_the_papers(tiny: Tiny, folder: Path) -> None:
     for _ in range(2):
         inner.round()
     order = inner.plan()[0]
-    worker = inner.pool._worker
+    worker = inner.pool.workers[""]
     for setting, first_is_student in (("standard", False), ("literal", True)):
         step = worker.prepare(order, inner.broadcast({"global", "teacher"}))
         step.models = {name: network.eval() for name, network in step.models.items()}

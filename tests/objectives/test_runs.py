@@ -200,7 +200,7 @@ def test_scores_against_own_clips_are_those_of_the_clients_segments(tiny: Tiny) 
     server = start_server(config)
     server.round()
     server.finish()
-    worker, federation = server._federation.pool._worker, server._federation  # type: ignore[attr-defined]
+    worker, federation = server._federation.pool.workers[""], server._federation  # type: ignore[attr-defined]
     (order,) = federation._orders(federation.method.plan_evaluation(federation.state, federation.clients[:1]), ())
     step = worker.prepare(order, federation.broadcast({"global"}))
     server.close()

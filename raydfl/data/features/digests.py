@@ -15,11 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import joblib
 import pyarrow as pa
 
 from raydfl.core.errors import DataError
 from raydfl.core.files import check_regular, file_digest, write_atomically
-from raydfl.core.processes import available_cpus
 from raydfl.core.progress import Progress
 from raydfl.data.dataset import Dataset
 from raydfl.data.packed import file_and_place
@@ -141,7 +141,9 @@ def _new_digests(
     now = time.time_ns()
     learned = False
     with (
-        ThreadPoolExecutor(min(8, 2 * available_cpus())) as threads,  # reading and hashing both release the interpreter
+        ThreadPoolExecutor(
+            min(8, 2 * joblib.cpu_count())
+        ) as threads,  # reading and hashing both release the interpreter
         progress.steps("looking at clips", len(unknown)) as advance,
     ):
         found = threads.map(read, unknown)

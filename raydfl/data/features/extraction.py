@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import joblib
 import numpy as np
+from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from raydfl.core.errors import DataError, RaydflError
 from raydfl.core.files import write_atomically
-from raydfl.core.processes import available_cpus, share_with_processes
 from raydfl.core.registry import build
 from raydfl.data.dataset import Dataset, find_dataset
 from raydfl.data.features.alteration import UNALTERED, Alterations
@@ -35,7 +36,9 @@ from raydfl.data.noise import NOISELESS, Noise, add_noise
 _CLIPS = 128
 _SECONDS = 600.0
 _START_UP_S = 5.0
-"""The cost of a helping process before its first result: it imports torch."""
+"""The time of a worker process before its first result: it imports torch."""
+_IDLE_S = 5
+"""Seconds after which a worker process without work ends."""
 
 
 @dataclass(frozen=True)
@@ -217,17 +220,34 @@ RunChunks = Callable[[Callable[[Chunk], ChunkReport], Sequence[Chunk]], Iterable
 
 
 def run_locally(function: Callable[[Chunk], ChunkReport], chunks: Sequence[Chunk]) -> Iterator[ChunkReport]:
-    """Run chunks in this process, with the help of one more for each other processor once it is seen that this will pay."""
-    workers = available_cpus()
+    """Run chunks in this process, and in one process for each processor once the measured time shows that this pays.
+
+    Raises:
+        RaydflError: a process was killed.
+    """
+    workers = joblib.cpu_count()
     spent = 0.0
     for position, chunk in enumerate(chunks):
         left = len(chunks) - position
         if position and workers > 1 and spent / position * left * (1 - 1 / workers) > _START_UP_S:
-            yield from share_with_processes(function, chunks[position:], workers - 1)
+            yield from _run_in_processes(function, chunks[position:], workers)
             return
         report = function(chunk)
         spent += report.seconds
         yield report
+
+
+def _run_in_processes(
+    function: Callable[[Chunk], ChunkReport], chunks: Sequence[Chunk], workers: int
+) -> Iterator[ChunkReport]:
+    run = joblib.Parallel(workers, return_as="generator_unordered", batch_size=1, idle_worker_timeout=_IDLE_S)
+    try:
+        yield from run(joblib.delayed(function)(chunk) for chunk in chunks)
+    except TerminatedWorkerError as error:
+        raise RaydflError(
+            "a worker process was killed in the middle of its work, often for lack of memory; the chunks that others finished are "
+            "kept, so run the same command again"
+        ) from error
 
 
 @contextlib.contextmanager

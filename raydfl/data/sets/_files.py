@@ -1,23 +1,24 @@
-"""The common part of sets that live in folders: finding the root, listing audio files, and saying what is wrong with a layout."""
+"""Data sets in folders: their base class, listing of files, and messages about a wrong layout."""
 
 from __future__ import annotations
 
 import csv
-import io
 import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import pyarrow as pa
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
-from raydfl.core.files import open_regular, read_regular
+from raydfl.core.files import read_regular
 from raydfl.data.audio import AUDIO_SUFFIXES
-from raydfl.data.dataset import Card
+from raydfl.data.dataset import Card, Dataset
 from raydfl.data.manifest import FFMPEG_SUFFIXES, FILM_SUFFIXES, make_manifest, shown_name
 from raydfl.data.pictures import PICTURE_SUFFIXES
 
@@ -197,88 +198,127 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def match_name(pattern: re.Pattern[str], name: str, card: Card, form: str) -> re.Match[str]:
-    """Take apart a set's file name.
-
-    Args:
-        name: file name, without folders.
-        form: the pattern in the words of the set's documentation, for the message.
-
-    Raises:
-        DataError: the name is not of that form.
-    """
-    found = pattern.fullmatch(name)
-    if found is None:
-        raise DataError(f"{card.title}: the file name {name!r} is not of the form {form}; rename or remove the file")
-    return found
-
-
-def read_rows(path: Path, needed: tuple[str, ...], card: Card) -> list[dict[str, str]]:
+def read_rows(root: Path, name: str, needed: tuple[str, ...], card: Card) -> list[dict[str, str]]:
     """Read the rows of a set's CSV file, all values as text.
 
     Raises:
-        DataError: it cannot be read, or lacks one of the columns ``needed``.
+        DataError: it is missing, cannot be read, or lacks one of the columns ``needed``.
     """
+    path = root / name
+    reader = csv.DictReader(read_text(root, name, card).splitlines(keepends=True))
     try:
-        with io.TextIOWrapper(open_regular(path), "utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file)
-            names = list(reader.fieldnames or [])
-            rows = list(reader)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        rows, names = list(reader), list(reader.fieldnames or [])
+    except csv.Error as error:
         raise DataError(f"{card.title}: {path} cannot be read: {error}") from error
-    for name in needed:
-        if name not in names:
-            raise DataError(f"{card.title}: {path} has no column {name!r}; its columns: {', '.join(names) or 'none'}")
+    for column in needed:
+        if column not in names:
+            raise DataError(f"{card.title}: {path} has no column {column!r}; its columns: {', '.join(names) or 'none'}")
     for number, row in enumerate(rows, start=2):
-        if any(row[name] is None for name in needed):
+        if any(row[column] is None for column in needed):
             raise DataError(f"{card.title}: line {number} of {path} has fewer values than the header has columns")
     return rows
 
 
-def read_lines(path: Path, card: Card) -> list[str]:
-    """Read the lines of one of a set's lists that are not empty.
+def read_text(root: Path, name: str, card: Card) -> str:
+    """Read one of a set's lists.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: it is missing or cannot be read.
     """
+    path = root / name
+    if not path.is_file():
+        raise wrong_layout(root, card, f"there is no {name}")
     try:
-        return [line for line in read_regular(path).decode("utf-8-sig").splitlines() if line.strip()]
+        return read_regular(path).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{card.title}: {path} cannot be read: {error}") from error
 
 
-def list_folder(root: Path, name: str, card: Card) -> list[str]:
-    """List the wav files in one folder of a set, as :func:`list_audio`.
+def hold_out(rows: list[dict[str, Any]], column: str, values: Collection[int], card: Card) -> list[dict[str, Any]]:
+    """Make the clips with these values of a column the test set, and all others the training set; without values no split.
 
     Raises:
-        DataError: there is no such folder below ``root``, or there are none in it.
+        DataError: no clip has one of the values.
     """
-    files = list_audio(root / name) if (root / name).is_dir() else []
-    if not files:
-        raise wrong_layout(root, card, f"there is no {name}/ with wav files")
-    return files
+    if not values:
+        return rows
+    there = sorted({row[column] for row in rows})
+    for value in values:
+        if value not in there:
+            raise DataError(
+                f"{card.title}: no clip is of {column} {value}, which is to be tested on; there are "
+                f"{', '.join(map(str, there))}"
+            )
+    return [row | {"split": "test" if row[column] in values else "train"} for row in rows]
 
 
-def manifest_of(
-    rows: Iterable[Mapping[str, Any]], root: Path, card: Card, fold: str = "", test_folds: Collection[int] = ()
-) -> pa.Table:
-    """Make a set's manifest of rows in which ``path``, where absent, is the clip's below ``root``.
+@dataclass(frozen=True, kw_only=True)
+class FileDataset(Dataset):
+    r"""Base of data sets in a folder, whose file names a pattern explains.
 
-    Args:
-        fold: the column by which clips are held out; used only with ``test_folds``.
-        test_folds: values of that column: their clips are the test set, the others for training.
+    A complete set::
 
-    Raises:
-        DataError: no clip is of a fold that is to be tested on, or the rows form no manifest.
+        class MySet(FileDataset):
+            pattern = r"(?P<group>\w+)/(?P<label>[AN])(?P<take>\d+)\.wav"
+            codes = {"label": {"A": "anger", "N": "neutral"}, "take": int}
+
+    A set with lists or tables beside its recordings overrides :meth:`rows`.
     """
-    listed: list[dict[str, Any]] = [{"path": str(root / row["clip"]), **row} for row in rows]
-    if test_folds:
-        folds = {row[fold] for row in listed}
-        for number in test_folds:
-            if number not in folds:
-                there = ", ".join(str(number) for number in sorted(folds))
-                raise DataError(
-                    f"{card.title}: no clip is of {fold} {number}, which is to be tested on; there are {there}"
-                )
-        listed = [row | {"split": "test" if row[fold] in test_folds else "train"} for row in listed]
-    return make_manifest(listed, f"{card.title} in {root}")
+
+    pattern: ClassVar[str] = ""
+    """Regular expression for a path below the root. Its named groups become columns: ``label``, ``group``, ``split``, others."""
+    codes: ClassVar[Mapping[str, Mapping[str, Any] | Callable[[str], Any]]] = {}
+    """Meanings of the codes in a column: a table, or a function such as ``int``."""
+    files: ClassVar[str] = f".*({'|'.join(map(re.escape, AUDIO_SUFFIXES))})"
+    """Regular expression, in either case, for the paths that must match ``pattern``. Other files are left out."""
+
+    root: Annotated[Path, Field(description="folder that holds the set's files")]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        re.compile(cls.pattern)  # a mistake in it is reported with the user's file
+        if cls.card is Dataset.card:
+            cls.card = Card(cls.__name__, f"files whose paths match {cls.pattern}")
+
+    def manifest(self) -> pa.Table:
+        """List the clips.
+
+        Raises:
+            DataError: the root is missing or laid out in another way, or a file has another name.
+        """
+        root = find_root(self.root, self.card)
+        rows = [{"path": str(root / row["clip"]), **row} for row in self.rows(root)]
+        if rows and not any(Path(row["path"]).is_file() for row in rows):
+            raise wrong_layout(root, self.card, f"none of the {len(rows)} listed files, such as {rows[0]['clip']}, is")
+        return make_manifest(rows, f"{self.card.title} in {root}")
+
+    def rows(self, root: Path) -> list[dict[str, Any]]:
+        """Return a row for each clip: ``clip``, the path below ``root``, and the columns of the pattern.
+
+        Raises:
+            DataError: there is no file of the set, or a file has another name.
+        """
+        rows, wanted = [], re.compile(self.files, re.IGNORECASE | re.DOTALL)
+        for name in filter(wanted.fullmatch, list_files(root)):
+            check_name(name, root)
+            rows.append({"clip": name, **self._columns(name)})
+        if not rows:
+            raise wrong_layout(root, self.card, "there is no file of the set")
+        return rows
+
+    def _columns(self, name: str) -> dict[str, Any]:
+        """Return what the pattern and the codes say of a file."""
+        found = re.fullmatch(self.pattern, name, re.DOTALL)
+        try:
+            if found is None:
+                raise ValueError
+            columns: dict[str, Any] = found.groupdict()
+            for column, codes in self.codes.items():
+                if columns.get(column) is not None:
+                    columns[column] = (codes.__getitem__ if isinstance(codes, Mapping) else codes)(columns[column])
+        except (KeyError, ValueError):
+            raise DataError(
+                f"{self.card.title}: the file name {name!r} does not fit the layout {self.card.layout}; rename or "
+                f"remove the file"
+            ) from None
+        return columns

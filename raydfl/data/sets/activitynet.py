@@ -17,25 +17,26 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
-from raydfl.core.files import read_regular
 from raydfl.data.audio import read_audio
-from raydfl.data.dataset import Card, Dataset
+from raydfl.data.dataset import Card
 from raydfl.data.manifest import FILM_SUFFIXES
 from raydfl.data.pictures import read_image
-from raydfl.data.sets._files import find_root, list_audio, manifest_of, wrong_layout
+from raydfl.data.sets._files import FileDataset, list_audio, read_text, wrong_layout
 
 _LIST = "activity_net.v1-3.min.json"
 _SPLIT_OF = {"training": "train", "validation": "test"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActivityNet(Dataset):
-    """Films of human activities."""
+class ActivityNet(FileDataset):
+    """Films of human activities. A group is a film.
+
+    Extra columns: ``start`` and ``stop`` (float64, seconds; null: the whole film).
+    """
 
     card: ClassVar[Card] = Card(
         title="ActivityNet 1.3",
@@ -45,7 +46,6 @@ class ActivityNet(Dataset):
         classes=200,
     )
 
-    root: Annotated[Path, Field(description=f"folder that holds `{_LIST}` and the films")]
     clips: Annotated[
         Literal["segments", "films"],
         Field(
@@ -53,27 +53,19 @@ class ActivityNet(Dataset):
         ),
     ] = "segments"
 
-    def manifest(self) -> pa.Table:
-        """List the clips of the films that lie there. A group is a film.
-
-        Extra columns: ``start`` and ``stop`` (float64, seconds; null: the whole film).
-
-        Raises:
-            DataError: the list cannot be read, or none of its films is there.
-        """
-        root = find_root(self.root, self.card)
-        if not (root / _LIST).is_file():
-            raise wrong_layout(root, self.card, f"there is no {_LIST}")
+    def rows(self, root: Path) -> list[dict[str, Any]]:
+        """List the clips of the films that are there."""
+        database = self._database(root)
         films = {Path(name).stem.removeprefix("v_"): name for name in list_audio(root, FILM_SUFFIXES)}
         rows = [
             {"path": str(root / films[film]), "group": film, "split": _SPLIT_OF[about["subset"]], **row}
-            for film, about in sorted(_database(root / _LIST, self.card).items())
+            for film, about in sorted(database.items())
             if film in films and about.get("subset") in _SPLIT_OF
             for row in self._clips(films[film], about)
         ]
         if not rows:
             raise wrong_layout(root, self.card, f"there is no film of those that {_LIST} marks activities in")
-        return manifest_of(rows, root, self.card)
+        return rows
 
     def _clips(self, name: str, about: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         try:
@@ -117,13 +109,14 @@ class ActivityNet(Dataset):
         """Return ``@start-stop`` of a segment."""
         return None if row["start"] is None else f"@{row['start']!r}-{row['stop']!r}"
 
-
-def _database(path: Path, card: Card) -> Mapping[str, Mapping[str, Any]]:
-    """Return what the published list says of each film, by its id."""
-    try:
-        found = json.loads(read_regular(path))["database"]
-        if not isinstance(found, dict) or not all(isinstance(about, dict) for about in found.values()):
-            raise TypeError("the entry database is no table of films")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{card.title}: {path} cannot be read: {type(error).__name__}: {error}") from error
-    return found
+    def _database(self, root: Path) -> Mapping[str, Mapping[str, Any]]:
+        """Return what the published list says of each film, by its id."""
+        try:
+            found = json.loads(read_text(root, _LIST, self.card))["database"]
+            if not isinstance(found, dict) or not all(isinstance(about, dict) for about in found.values()):
+                raise TypeError("the entry database is no table of films")
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{self.card.title}: {root / _LIST} cannot be read: {type(error).__name__}: {error}"
+            ) from error
+        return found

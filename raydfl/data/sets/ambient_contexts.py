@@ -7,26 +7,20 @@ published lists name 3,936 and 697 files of nine classes, where the paper says t
 
 from __future__ import annotations
 
-import re
+from collections import defaultdict
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
-
-import pyarrow as pa
-from pydantic import Field
-from pydantic.dataclasses import dataclass
+from typing import Any, ClassVar
 
 from raydfl.core.errors import DataError
-from raydfl.data.dataset import Card, Dataset
-from raydfl.data.sets._files import find_root, list_audio, manifest_of, match_name, read_lines, wrong_layout
+from raydfl.data.dataset import Card
+from raydfl.data.sets._files import FileDataset, read_text
 
 _LISTS = {"train_split.txt": "train", "test_split.txt": "test"}
-_NAME = re.compile(r"id_(?P<recording>.+)_\d+_\d+_(?P<take>\d+)\.wav")
 _FORM = "id_{video}_{begin}_{end}_{second}.wav"
 
 
-@dataclass(frozen=True, kw_only=True)
-class AmbientContexts(Dataset):
-    """Sounds of everyday places."""
+class AmbientContexts(FileDataset):
+    """Sounds of everyday places. Extra columns: ``recording`` (the video) and ``take`` (int64, its second)."""
 
     card: ClassVar[Card] = Card(
         title="Ambient Acoustic Contexts",
@@ -34,37 +28,28 @@ class AmbientContexts(Dataset):
         licence="of the videos, which differ",
         url="https://www.esense.io/datasets/ambientacousticcontext/index.html",
     )
+    pattern: ClassVar = r"(?:.*/)?id_(?P<recording>[^/]+)_\d+_\d+_(?P<take>\d+)\.wav"
+    files: ClassVar = pattern
+    codes: ClassVar = {"take": int}
 
-    root: Annotated[Path, Field(description="folder that holds both lists and, at any depth, the files")]
-
-    def manifest(self) -> pa.Table:
-        """List the files on the lists. Extra columns: ``recording`` (the video) and ``take`` (int64, its second).
-
-        Raises:
-            DataError: a list is missing, a line is no file and class, or a file is not there or there twice.
-        """
-        root = find_root(self.root, self.card)
-        places: dict[str, list[str]] = {}
-        for name in list_audio(root):
-            places.setdefault(name.rpartition("/")[2], []).append(name)
-        rows = [row for name, split in _LISTS.items() for row in self._listed(root, name, split, places)]
-        return manifest_of(sorted(rows, key=lambda row: str(row["clip"])), root, self.card)
-
-    def _listed(self, root: Path, name: str, split: str, places: dict[str, list[str]]) -> list[dict[str, Any]]:
-        if not (root / name).is_file():
-            raise wrong_layout(root, self.card, f"there is no {name}")
-        rows = []
-        for line in read_lines(root / name, self.card):
-            file, tab, label = line.partition("\t")
-            if not tab or not label.strip():
-                raise DataError(f"{self.card.title}: {root / name}: {line!r} is not a file, a tab and a class")
-            found = match_name(_NAME, file.rpartition("/")[2].strip(), self.card, _FORM)
-            there = places.get(found.group(), [])
-            if len(there) != 1:
-                where = "not there" if not there else f"there {len(there)} times: {', '.join(there[:3])}"
-                raise DataError(
-                    f"{self.card.title}: {found.group()!r} of {name} is {where}; below {root} it must be once"
-                )
-            row = {"clip": there[0], "label": label.strip(), "split": split}
-            rows.append({**row, "recording": found["recording"], "take": int(found["take"])})
-        return rows
+    def rows(self, root: Path) -> list[dict[str, Any]]:
+        """List the files on the lists."""
+        places = defaultdict(list)
+        for row in super().rows(root):
+            places[Path(row["clip"]).name].append(row)
+        rows: list[dict[str, Any]] = []
+        for name, split in _LISTS.items():
+            for line in filter(str.strip, read_text(root, name, self.card).splitlines()):
+                file, _, label = line.partition("\t")
+                if not label.strip():
+                    raise DataError(f"{self.card.title}: {root / name}: {line!r} is not a file, a tab and a class")
+                file = file.rpartition("/")[2].strip()
+                if len(there := places[file]) != 1:
+                    where = (
+                        f"{len(there)} times: {', '.join(row['clip'] for row in there[:3])}" if there else "not there"
+                    )
+                    raise DataError(
+                        f"{self.card.title}: {file!r} of {name} is {where}; below {root} it must be once, named {_FORM}"
+                    )
+                rows.append({"clip": there[0]["clip"], "label": label.strip(), "split": split, **there[0]})
+        return sorted(rows, key=lambda row: str(row["clip"]))

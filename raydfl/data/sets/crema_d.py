@@ -10,25 +10,19 @@ Clip ``1076_MTI_SAD_XX`` has no sound in the published set and is always left ou
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import pyarrow as pa
+import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
-from raydfl.data.dataset import Card, Dataset
-from raydfl.data.sets._files import find_root, list_folder, manifest_of, match_name, read_rows, wrong_layout
+from raydfl.data.dataset import Card
+from raydfl.data.sets._files import FileDataset, hold_out, read_rows, wrong_layout
 
-_NAME = re.compile(
-    r"(?P<actor>\d{4})_(?P<sentence>[A-Z]{3})_(?P<emotion>ANG|DIS|FEA|HAP|NEU|SAD)_(?P<level>[A-Z]{1,2})\.wav"
-)
-_FORM = "{actor}_{sentence}_{emotion}_{level}.wav"
 _EMOTIONS = {"ANG": "anger", "DIS": "disgust", "FEA": "fear", "HAP": "happy", "NEU": "neutral", "SAD": "sad"}
-_OF_LETTER = {code[0]: emotion for code, emotion in _EMOTIONS.items()}
-_NO_SOUND = "1076_MTI_SAD_XX.wav"
+_NO_SOUND = "AudioWAV/1076_MTI_SAD_XX.wav"
 _TABLES = ("processedResults/summaryTable.csv", "summaryTable.csv")
 _FOLDS = 5
 
@@ -36,18 +30,26 @@ Emotion = Literal["anger", "disgust", "fear", "happy", "neutral", "sad"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CremaD(Dataset):
-    """Acted emotions; a group is an actor."""
+class CremaD(FileDataset):
+    """Acted emotions; a group is an actor.
+
+    Extra columns: ``sentence``, ``level``, ``fold`` (int64, 1 to 5). There is no official split. The folds are the actors in order,
+    cut in five: FedAudio cross-validates like this.
+    """
 
     card: ClassVar[Card] = Card(
         title="CREMA-D",
-        layout=f"AudioWAV/{_FORM} (and {_TABLES[0]} for voted labels)",
+        layout=f"AudioWAV/{{actor}}_{{sentence}}_{{emotion}}_{{level}}.wav (and {_TABLES[0]} for voted labels)",
         licence="ODbL 1.0",
         url="https://github.com/CheyneyComputerScience/CREMA-D",
         classes=len(_EMOTIONS),
     )
+    files: ClassVar = r"AudioWAV/.*\.wav"
+    pattern: ClassVar = (
+        r"AudioWAV/(?P<group>\d{4})_(?P<sentence>[A-Z]{3})_(?P<label>[A-Z]{3})_(?P<level>[A-Z]{1,2})\.wav"
+    )
+    codes: ClassVar = {"label": _EMOTIONS}
 
-    root: Annotated[Path, Field(description="folder that holds AudioWAV/")]
     labels: Annotated[
         Literal["acted", "voted"], Field(description="the emotion asked for, or the one that most raters saw and heard")
     ] = "acted"
@@ -61,52 +63,28 @@ class CremaD(Dataset):
         ),
     ] = ()
 
-    def manifest(self) -> pa.Table:
-        """Extra columns: ``sentence``, ``level``, ``fold`` (int64, 1 to 5). There is no official split.
-
-        The folds are the actors in order, cut in five: FedAudio cross-validates like this.
-        """
-        root = find_root(self.root, self.card)
-        files = list_folder(root, "AudioWAV", self.card)
-        votes = self._votes(root) if self.labels == "voted" else {}
-        kept = set(self.emotions or _EMOTIONS.values())
-        rows: list[dict[str, Any]] = []
-        for name in files:
-            found = match_name(_NAME, name, self.card, _FORM)
-            if name == _NO_SOUND:
-                continue
-            if self.labels == "voted":
-                if name[:-4] not in votes:
-                    raise DataError(f"{self.card.title}: summaryTable.csv has no row for {name[:-4]}; remove the file")
-                label = _OF_LETTER.get(votes[name[:-4]])
-            else:
-                label = _EMOTIONS[found["emotion"]]
-            if label in kept:
-                rows.append(
-                    {
-                        "clip": f"AudioWAV/{name}",
-                        "label": label,
-                        "group": found["actor"],
-                        "sentence": found["sentence"],
-                        "level": found["level"],
-                    }
-                )
-        folds = _actor_folds(sorted({row["group"] for row in rows}))
+    def rows(self, root: Path) -> list[dict[str, Any]]:
+        """List the clips of the chosen emotions."""
+        rows = [row for row in super().rows(root) if row["clip"] != _NO_SOUND]
+        if self.labels == "voted":
+            votes = self._votes(root)
+            for row in rows:
+                name = Path(row["clip"]).stem
+                if name not in votes:
+                    raise DataError(f"{self.card.title}: summaryTable.csv has no row for {name}; remove the file")
+                row["label"] = votes[name]
+        kept = self.emotions or _EMOTIONS.values()
+        rows = [row for row in rows if row["label"] in kept]
+        actors = np.array_split(sorted({row["group"] for row in rows}), _FOLDS)
+        folds = {actor: fold for fold, own in enumerate(actors, start=1) for actor in own.tolist()}
         rows = [row | {"fold": folds[row["group"]]} for row in rows]
-        return manifest_of(rows, root, self.card, "fold", self.test_folds)
+        return hold_out(rows, "fold", self.test_folds, self.card)
 
-    def _votes(self, root: Path) -> dict[str, str]:
-        """Return the letter (or, in a draw, letters with colons between) that won, by file name without suffix."""
+    def _votes(self, root: Path) -> dict[str, str | None]:
+        """Return the emotion that won by file name without suffix; ``None`` in a draw."""
+        emotions = {emotion[0].upper(): emotion for emotion in _EMOTIONS.values()}
         for name in _TABLES:
             if (root / name).is_file():
-                rows = read_rows(root / name, ("FileName", "MultiModalVote"), self.card)
-                return {row["FileName"]: row["MultiModalVote"] for row in rows}
+                rows = read_rows(root, name, ("FileName", "MultiModalVote"), self.card)
+                return {row["FileName"]: emotions.get(row["MultiModalVote"]) for row in rows}
         raise wrong_layout(root, self.card, f"labels: voted needs {_TABLES[0]}, which is not there")
-
-
-def _actor_folds(actors: list[str]) -> dict[str, int]:
-    """Cut a list in five whose sizes differ by at most one, the longer ones first."""
-    size, longer = divmod(len(actors), _FOLDS)
-    lengths = [size + (fold < longer) for fold in range(_FOLDS)]
-    numbers = [fold + 1 for fold, length in enumerate(lengths) for _ in range(length)]
-    return dict(zip(actors, numbers, strict=True))

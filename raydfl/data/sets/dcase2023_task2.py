@@ -9,19 +9,16 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic.dataclasses import dataclass
-
 from raydfl.data.dataset import Card
 from raydfl.data.sets._machine_sets import SECTION_FORM, SectionSet
 
 
-@dataclass(frozen=True, kw_only=True)
 class DCASE2023Task2(SectionSet):
     """Machines with shifts of domain, DCASE 2023's."""
 
     card: ClassVar[Card] = Card(
         title="DCASE 2023 task 2, development set",
-        layout=f"{{machine}}/{{train,test}}/ with {SECTION_FORM}",
+        layout=f"{{machine}}/{{train,test}}/ with {SECTION_FORM}, at any depth (dev_data/raw ...)",
         licence="CC BY 4.0",
         url="https://zenodo.org/record/7690157",
         classes=2,

@@ -10,19 +10,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import pyarrow as pa
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from raydfl.data.dataset import Card, Dataset
-from raydfl.data.sets._files import SPLIT_OF, find_root, manifest_of, read_rows, wrong_layout
+from raydfl.data.dataset import Card
+from raydfl.data.sets._files import SPLIT_OF, FileDataset, read_rows, wrong_layout
 
 _PARTS = {"dev": ("fname", "labels", "split"), "eval": ("fname", "labels")}
 
 
 @dataclass(frozen=True, kw_only=True)
-class FSD50K(Dataset):
-    """Sounds of 200 classes, several for a clip."""
+class FSD50K(FileDataset):
+    """Sounds of 200 classes, several for a clip. Nobody owns a clip (group is null): partition by clips."""
 
     card: ClassVar[Card] = Card(
         title="FSD50K",
@@ -31,35 +30,20 @@ class FSD50K(Dataset):
         url="https://zenodo.org/records/4060432",
     )
 
-    root: Annotated[Path, Field(description="folder that holds the four folders of FSD50K")]
     subset: Annotated[
         Literal["all", "dev", "eval"], Field(description="dev: without the test set; eval: it alone; all: both")
     ] = "all"
 
-    def manifest(self) -> pa.Table:
-        """List the clips of the CSV files. Nobody owns a clip (group is null): partition by clips.
-
-        Raises:
-            DataError: a CSV file is missing, lacks a column, or names no file that is there.
-        """
-        root = find_root(self.root, self.card)
+    def rows(self, root: Path) -> list[dict[str, Any]]:
+        """List the clips of the CSV files."""
         rows: list[dict[str, Any]] = []
-        for part in ("dev", "eval") if self.subset == "all" else (self.subset,):
-            file = root / "FSD50K.ground_truth" / f"{part}.csv"
-            if not file.is_file():
-                raise wrong_layout(root, self.card, f"there is no FSD50K.ground_truth/{part}.csv")
-            table = read_rows(file, _PARTS[part], self.card)
+        for part in _PARTS if self.subset == "all" else (self.subset,):
             folder = f"FSD50K.{part}_audio"
+            table = read_rows(root, f"FSD50K.ground_truth/{part}.csv", _PARTS[part], self.card)
             if not any((root / folder / f"{row['fname']}.wav").is_file() for row in table):
                 raise wrong_layout(root, self.card, f"{folder}/ has none of the files of {part}.csv")
-            rows += [
-                {
-                    "clip": f"{folder}/{row['fname']}.wav",
-                    "label": row["labels"],
-                    "split": "test" if part == "eval" else SPLIT_OF.get(row["split"].lower(), "train"),
-                }
-                for row in table
-            ]
-        if self.subset == "eval":
-            rows = [{**row, "split": None} for row in rows]
-        return manifest_of(sorted(rows, key=lambda row: str(row["clip"])), root, self.card)
+            for row in table:
+                split = SPLIT_OF.get(row["split"].lower(), "train") if part == "dev" else "test"
+                clip = {"clip": f"{folder}/{row['fname']}.wav", "label": row["labels"]}
+                rows.append({**clip, "split": None if self.subset == "eval" else split})
+        return sorted(rows, key=lambda row: str(row["clip"]))

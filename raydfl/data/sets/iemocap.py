@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import pyarrow as pa
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
-from raydfl.data.dataset import Card, Dataset
-from raydfl.data.sets._files import find_root, manifest_of, wrong_layout
+from raydfl.data.dataset import Card
+from raydfl.data.sets._files import FileDataset, hold_out, wrong_layout
 
 _TURN = re.compile(
     r"\[(?P<start>[\d.]+) - (?P<end>[\d.]+)\]\s+"
@@ -30,8 +29,11 @@ _ALL = {code: code for code in ("neu", "hap", "exc", "sad", "ang", "fru", "fea",
 
 
 @dataclass(frozen=True, kw_only=True)
-class IEMOCAP(Dataset):
-    """Emotions in dialogue; a group is an actor (``Ses01F`` ... ``Ses05M``)."""
+class IEMOCAP(FileDataset):
+    """Emotions in dialogue; a group is an actor (``Ses01F`` ... ``Ses05M``).
+
+    Extra columns: ``session`` (int64) and ``dialogue``. There is no official split. Durations are those of the evaluation files.
+    """
 
     card: ClassVar[Card] = Card(
         title="IEMOCAP",
@@ -41,7 +43,6 @@ class IEMOCAP(Dataset):
         classes=len(set(_FOUR.values())),
     )
 
-    root: Annotated[Path, Field(description="folder that holds Session1 to Session5 (IEMOCAP_full_release)")]
     improvised: Annotated[bool, Field(description="only the improvised dialogues, not the scripted ones")] = False
     emotions: Annotated[
         Literal["four", "all"], Field(description="four: neu, hap (with exc), sad, ang; all: the ten categories")
@@ -50,21 +51,15 @@ class IEMOCAP(Dataset):
         tuple[int, ...], Field(description="these sessions (1 to 5, two actors each) are the test set; none: no split")
     ] = ()
 
-    def manifest(self) -> pa.Table:
-        """Extra columns: ``session`` (int64) and ``dialogue``. There is no official split.
-
-        Durations are those of the evaluation files.
-        """
-        root = find_root(self.root, self.card)
+    def rows(self, root: Path) -> list[dict[str, Any]]:
+        """List the turns of the chosen emotions."""
         reports = sorted(
             file for file in root.glob("Session[1-5]/dialog/EmoEvaluation/*.txt") if not file.name.startswith(".")
         )
         if not reports:
             raise wrong_layout(root, self.card, "there is no Session{1-5}/dialog/EmoEvaluation with txt files")
         rows = [row for report in reports for row in self._turns(report)]
-        if rows and not any((root / row["clip"]).is_file() for row in rows):
-            raise wrong_layout(root, self.card, f"not one of the {len(rows)} turns has its file, as {rows[0]['clip']}")
-        return manifest_of(rows, root, self.card, "session", self.test_sessions)
+        return hold_out(rows, "session", self.test_sessions, self.card)
 
     def _turns(self, report: Path) -> Iterator[dict[str, Any]]:
         """Yield the kept turns of one dialogue."""

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic.dataclasses import dataclass
-
 from raydfl.data.dataset import Card
 from raydfl.data.sets._machine_sets import SECTION_FORM, SectionSet
 
 
-@dataclass(frozen=True, kw_only=True)
 class MIMIIDG(SectionSet):
     """Machines with shifts of domain, DCASE 2022's."""
 
     card: ClassVar[Card] = Card(
         title="MIMII DG, DCASE 2022 task 2",
-        layout=f"{{machine}}/{{train,test}}/ with {SECTION_FORM}",
+        layout=f"{{machine}}/{{train,test}}/ with {SECTION_FORM}, at any depth",
         licence="CC BY-SA 4.0",
         url="https://zenodo.org/record/6529888",
         classes=2,

@@ -11,22 +11,20 @@ archive: give its folder as ``test_root``, which then takes the place of the cli
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError, nearest
 from raydfl.core.files import content_digest
 from raydfl.data.audio import audio_seconds, read_audio
-from raydfl.data.dataset import Card, Dataset
-from raydfl.data.sets._files import find_root, list_audio, manifest_of, match_name, wrong_layout
+from raydfl.data.dataset import Card
+from raydfl.data.sets._files import FileDataset, find_root, list_audio, read_text, wrong_layout
 
 KEYWORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
 """The ten commands of the 12-class task."""
@@ -47,23 +45,30 @@ _SILENCE_SECONDS = 1.0
 _SILENCE_STEP = 0.5
 _LISTS = {"validation_list.txt": "validation", "testing_list.txt": "test"}
 
-_NAME = re.compile(r"(?:(?P<word>[a-z]+)_)?(?P<speaker>[0-9a-f]+)_nohash_(?P<take>\d+)\.wav(?:\.wav)?")
-_FORM = "{speaker}_nohash_{take}.wav"
-
 
 @dataclass(frozen=True, kw_only=True)
-class SpeechCommands(Dataset):
-    """Speech Commands: one-second clips of single words, many speakers of very uneven size."""
+class SpeechCommands(FileDataset):
+    """Speech Commands: one-second clips of single words, many speakers of very uneven size.
+
+    Extra columns: ``word`` (null in silence), ``take`` (int64) and ``start`` (s, of silence in its file; null for whole files).
+    """
 
     card: ClassVar[Card] = Card(
         title="Speech Commands (v0.01, v0.02, or the 12-class test archive)",
-        layout=f"one folder for each word with {_FORM}, and {' and '.join(_LISTS)}; "
+        layout=f"one folder for each word with {{speaker}}_nohash_{{take}}.wav, and {' and '.join(_LISTS)}; "
         f"or the test archive's word folders with {UNKNOWN}/ and {SILENCE}/",
         licence="CC BY 4.0",
         url="http://download.tensorflow.org/data/speech_commands_v0.02.tar.gz",
     )
 
-    root: Annotated[Path, Field(description="folder that the archive was unpacked into")]
+    files: ClassVar = rf"(?!{_NOISE}/)[^/]+/.*\.wav"
+    # In the test archive a file of another word begins with the word.
+    pattern: ClassVar = (
+        rf"{SILENCE}/.*|(?P<word>[^/]+)/(?:.*/)?"
+        r"(?:(?P<other>[a-z]+)_)?(?P<group>[0-9a-f]+)_nohash_(?P<take>\d+)\.wav(?:\.wav)?"
+    )
+    codes: ClassVar = {"take": int}
+
     task: Annotated[
         Literal["words", "keywords"],
         Field(description=f"words: every folder is a class; keywords: those of `keywords`, {UNKNOWN} and {SILENCE}"),
@@ -76,22 +81,26 @@ class SpeechCommands(Dataset):
         Field(description="folder of the 12-class test archive, used in place of the clips on the testing list"),
     ] = None
 
-    def manifest(self) -> pa.Table:
-        """Extra columns: ``word``, ``take`` (int64) and ``start`` (s).
-
-        The word is what is said, null in silence. The start is where in its file a clip that is cut out begins, null for
-        whole files.
-        """
-        root = find_root(self.root, self.card)
-        rows = list(self._archive_rows(root, "", None) if _is_test_archive(root) else self._tree_rows(root))
+    def rows(self, root: Path) -> list[dict[str, Any]]:
+        """List the words, and the silence of the keywords task."""
+        if _is_test_archive(root):
+            rows = self._words(root, {})
+        else:
+            split_of = {
+                line.strip(): split
+                for name, split in _LISTS.items()
+                for line in read_text(root, name, self.card).splitlines()
+            }
+            rows = self._words(root, split_of, "train")
+            if self.task == "keywords" and (root / _NOISE).is_dir():
+                rows += _silence_rows(root)
         if self.test_root is not None:
             archive = find_root(self.test_root, self.card)
             if not _is_test_archive(archive):
                 raise wrong_layout(archive, self.card, f"test_root is not the test archive: no {UNKNOWN} or {SILENCE}")
-            rows = [row for row in rows if row["split"] != "test"] + list(
-                self._archive_rows(archive, "test_root/", "test")
-            )
-        return manifest_of(rows, root, self.card)
+            rows = [row for row in rows if row["split"] != "test"]
+            rows += [row | {"clip": f"test_root/{row['clip']}"} for row in self._words(archive, {}, "test")]
+        return rows
 
     def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
         """Read the whole file, or for silence one second of it."""
@@ -107,49 +116,21 @@ class SpeechCommands(Dataset):
             return None
         return f"{content_digest(Path(row['path']))} from {row['start']} s for {_SILENCE_SECONDS} s"
 
-    def _tree_rows(self, root: Path) -> Iterator[dict[str, Any]]:
-        lists = {name: root / name for name in _LISTS}
-        if missing := [name for name, path in lists.items() if not path.is_file()]:
-            raise wrong_layout(root, self.card, f"there is no {' and no '.join(missing)}")
-        split_of = {
-            line.strip(): _LISTS[name] for name, path in lists.items() for line in path.read_text("utf-8").splitlines()
-        }
-        files = [name for name in list_audio(root) if "/" in name and not name.startswith(f"{_NOISE}/")]
-        if not files:
-            raise wrong_layout(root, self.card, "there are no word folders with wav files")
-        self._check_keywords({name.split("/")[0] for name in files})
-        for name in files:
-            word = name.split("/")[0]
-            found = match_name(_NAME, name.rpartition("/")[2], self.card, _FORM)
-            split = split_of.get(name, "train")
-            yield _row(name, root / name, self._label(word), found["speaker"], split, word, int(found["take"]))
-        if self.task == "keywords" and (root / _NOISE).is_dir():
-            yield from _silence_rows(root)
-
-    def _archive_rows(self, root: Path, prefix: str, split: str | None) -> Iterator[dict[str, Any]]:
-        files = [name for name in list_audio(root) if "/" in name]
-        self._check_keywords({name.split("/")[0] for name in files} - {UNKNOWN, SILENCE})
-        for name in files:
-            folder, _, file = name.partition("/")
-            if folder == SILENCE:
-                yield _row(prefix + name, root / name, SILENCE, None, split, None, None)
-                continue
-            found = match_name(_NAME, file, self.card, f"{_FORM}, in {UNKNOWN} {{word}}_{_FORM}.wav")
-            word = found["word"] if folder == UNKNOWN else folder
-            yield _row(
-                prefix + name, root / name, self._label(folder), found["speaker"], split, word, int(found["take"])
-            )
-
-    def _label(self, folder: str) -> str:
-        return folder if self.task == "words" or folder in self.keywords else UNKNOWN
-
-    def _check_keywords(self, folders: set[str]) -> None:
-        if self.task == "keywords":
-            for word in self.keywords:
-                if word not in folders:
-                    raise DataError(
-                        f"{self.card.title}: there is no folder for the keyword {word!r}; {nearest(word, folders)}"
-                    )
+    def _words(self, root: Path, split_of: Mapping[str, str], otherwise: str | None = None) -> list[dict[str, Any]]:
+        """List the files of a folder; the split of files that ``split_of`` does not name is ``otherwise``."""
+        rows, folders = super().rows(root), set()
+        for row in rows:
+            clip, other = row["clip"], row.pop("other")
+            folder = clip.split("/")[0]
+            folders.add(folder)
+            unknown = self.task == "keywords" and folder not in (*self.keywords, SILENCE)
+            row |= {"label": UNKNOWN if unknown else folder, "word": other if folder == UNKNOWN else row["word"]}
+            row |= {"path": str(root / clip), "split": split_of.get(clip, otherwise), "start": None}
+        for word in self.keywords if self.task == "keywords" else ():
+            if word not in folders:
+                known = nearest(word, folders - {UNKNOWN, SILENCE})
+                raise DataError(f"{self.card.title}: there is no folder for the keyword {word!r}; {known}")
+        return rows
 
 
 def _is_test_archive(root: Path) -> bool:
@@ -163,20 +144,5 @@ def _silence_rows(root: Path) -> Iterator[dict[str, Any]]:
         starts = np.arange(0.0, audio_seconds(path) - _SILENCE_SECONDS, _SILENCE_STEP)
         for take, start in enumerate(starts.tolist()):
             clip = f"{_NOISE}/{name}@{start:g}"
-            yield _row(clip, path, SILENCE, None, split, None, take) | {"start": start, "seconds": _SILENCE_SECONDS}
-
-
-def _row(
-    clip: str, path: Path, label: str, speaker: str | None, split: str | None, word: str | None, take: int | None
-) -> dict[str, Any]:
-    return {
-        "clip": clip,
-        "path": str(path),
-        "label": label,
-        "group": speaker,
-        "split": split,
-        "seconds": None,
-        "word": word,
-        "take": take,
-        "start": None,
-    }
+            row = {"clip": clip, "path": str(path), "label": SILENCE, "group": None, "split": split}
+            yield {**row, "seconds": _SILENCE_SECONDS, "word": None, "take": take, "start": start}

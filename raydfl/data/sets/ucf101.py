@@ -8,20 +8,17 @@ The 50 actions that UCF101 took from UCF50 have no sound.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import pyarrow as pa
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
-from raydfl.data.dataset import Card, Dataset
-from raydfl.data.sets._files import find_root, list_audio, manifest_of, match_name, read_lines, wrong_layout
+from raydfl.data.dataset import Card
+from raydfl.data.sets._files import FileDataset, read_text
 
 _FILMS, _LISTS = "UCF-101", "ucfTrainTestlist"
-_NAME = re.compile(r"v_(\w+)_g(\d+)_c(\d+)\.avi", re.ASCII)
 _SILENT = frozenset(
     [
         *("BaseballPitch", "Basketball", "BenchPress", "Biking", "Billiards", "BreastStroke", "CleanAndJerk", "Diving"),
@@ -37,8 +34,11 @@ _SILENT = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class UCF101(Dataset):
-    """Films of human actions."""
+class UCF101(FileDataset):
+    """Films of human actions. A group is a scene: ``{class}/g{group}``.
+
+    Extra column: ``number`` (int64). Without the folder of lists there is no official split.
+    """
 
     card: ClassVar[Card] = Card(
         title="UCF101",
@@ -47,8 +47,10 @@ class UCF101(Dataset):
         url="https://www.crcv.ucf.edu/data/UCF101.php",
         classes=51,
     )
+    files: ClassVar = rf"{_FILMS}/.*\.avi"
+    pattern: ClassVar = rf"(?a:{_FILMS}/(?P<label>.*)/v_\w+_g(?P<group>\d+)_c(?P<number>\d+)\.avi)"
+    codes: ClassVar = {"number": int}
 
-    root: Annotated[Path, Field(description=f"folder that holds `{_FILMS}/` and `{_LISTS}/`")]
     fold: Annotated[Literal[1, 2, 3], Field(description="which of the official divisions into training and test")] = 1
     classes: Annotated[
         Literal["with_sound", "all"],
@@ -57,23 +59,19 @@ class UCF101(Dataset):
         ),
     ] = "with_sound"
 
-    def manifest(self) -> pa.Table:
-        """List the films that lie there, divided as the lists say. A group is a scene: ``{class}/g{group}``.
-
-        Extra column: ``number`` (int64). Without the folder of lists there is no official split.
-        """
-        root = find_root(self.root, self.card)
-        films = list_audio(root / _FILMS, (".avi",)) if (root / _FILMS).is_dir() else []
-        if not films:
-            raise wrong_layout(root, self.card, f"there is no {_FILMS}/ with avi files")
+    def rows(self, root: Path) -> list[dict[str, Any]]:
+        """List the films that are there, divided as the lists say."""
+        films = super().rows(root)
+        rows = [film for film in films if self.classes == "all" or film["label"] not in _SILENT]
+        if not rows:
+            raise DataError(
+                f"{self.card.title}: the {len(films)} films in {root / _FILMS} are of classes without sound; for pictures alone "
+                f"set data.classes=all"
+            )
         split_of = self._lists(root)
-        rows: list[dict[str, Any]] = []
-        for film in films:
-            label, _, name = film.rpartition("/")
-            _, group, number = match_name(_NAME, name, self.card, "v_{class}_g{group}_c{number}.avi").groups()
-            if self.classes == "with_sound" and label in _SILENT:
-                continue
-            row = {"clip": f"{_FILMS}/{film}", "label": label, "group": f"{label}/g{group}", "number": int(number)}
+        for row in rows:
+            film = row["clip"].removeprefix(f"{_FILMS}/")
+            row["group"] = f"{row['label']}/g{row['group']}"
             if split_of is not None:
                 if film not in split_of:
                     raise DataError(
@@ -81,13 +79,7 @@ class UCF101(Dataset):
                         f"complete the lists"
                     )
                 row["split"] = split_of[film]
-            rows.append(row)
-        if not rows:
-            raise DataError(
-                f"{self.card.title}: the {len(films)} films in {root / _FILMS} are of classes without sound; for pictures alone "
-                f"set data.classes=all"
-            )
-        return manifest_of(rows, root, self.card)
+        return rows
 
     def _lists(self, root: Path) -> dict[str, str] | None:
         """Return the part of the split by film: ``{class}/{name}``; ``None`` without lists."""
@@ -96,5 +88,6 @@ class UCF101(Dataset):
         return {
             line.split()[0]: split
             for split in ("train", "test")
-            for line in read_lines(root / _LISTS / f"{split}list0{self.fold}.txt", self.card)
+            for line in read_text(root, f"{_LISTS}/{split}list0{self.fold}.txt", self.card).splitlines()
+            if line.strip()
         }

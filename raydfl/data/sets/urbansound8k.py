@@ -7,38 +7,33 @@ since slices of one recording belong together. FedAudio and FedMLAC leave out cl
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-import pyarrow as pa
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
 from raydfl.data.audio import audio_seconds
-from raydfl.data.dataset import Card, Dataset
-from raydfl.data.sets._files import find_root, manifest_of, read_rows, wrong_layout
+from raydfl.data.dataset import Card
+from raydfl.data.sets._files import FileDataset, hold_out, read_rows
 
 _TABLE = "metadata/UrbanSound8K.csv"
 _COLUMNS = ("slice_file_name", "fsID", "fold", "classID")
 # By classID. The column with the names is called class in some copies of the file and class_name in others.
-_CLASSES = {
-    "0": "air_conditioner",
-    "1": "car_horn",
-    "2": "children_playing",
-    "3": "dog_bark",
-    "4": "drilling",
-    "5": "engine_idling",
-    "6": "gun_shot",
-    "7": "jackhammer",
-    "8": "siren",
-    "9": "street_music",
-}
+_CLASSES = (
+    *("air_conditioner", "car_horn", "children_playing", "dog_bark", "drilling"),
+    *("engine_idling", "gun_shot", "jackhammer", "siren", "street_music"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class UrbanSound8K(Dataset):
-    """Urban sounds, ten classes."""
+class UrbanSound8K(FileDataset):
+    """Urban sounds, ten classes.
+
+    Extra columns: ``fold`` (int64) and ``recording`` (the Freesound id). The official protocol is cross-validation over the folds.
+    """
 
     card: ClassVar[Card] = Card(
         title="UrbanSound8K",
@@ -48,51 +43,26 @@ class UrbanSound8K(Dataset):
         classes=len(_CLASSES),
     )
 
-    root: Annotated[Path, Field(description="folder that holds metadata/ and audio/")]
     shortest_seconds: Annotated[float, Field(ge=0, description="leave out clips shorter than this, s")] = 0.0
     test_folds: Annotated[
         tuple[int, ...], Field(description="these folds (1 to 10) are the test set; none: no split")
     ] = ()
 
-    def manifest(self) -> pa.Table:
-        """Extra columns: ``fold`` (int64) and ``recording`` (the Freesound id).
-
-        The official protocol is cross-validation over the folds.
-        """
-        root = find_root(self.root, self.card)
-        if not (root / _TABLE).is_file():
-            raise wrong_layout(root, self.card, f"there is no {_TABLE}")
+    def rows(self, root: Path) -> list[dict[str, Any]]:
+        """List the clips of the table."""
         rows: list[dict[str, Any]] = []
-        for number, row in enumerate(read_rows(root / _TABLE, _COLUMNS, self.card), start=2):
+        labels = {str(number): label for number, label in enumerate(_CLASSES)}
+        for number, row in enumerate(read_rows(root, _TABLE, _COLUMNS, self.card), start=2):
             try:
-                fold = int(row["fold"])
-                label = _CLASSES[row["classID"]]
+                fold, label = int(row["fold"]), labels[row["classID"]]
             except (ValueError, KeyError) as error:
-                table = root / _TABLE
                 raise DataError(
-                    f"{self.card.title}: line {number} of {table} has no fold or no class: {error}"
+                    f"{self.card.title}: line {number} of {root / _TABLE} has no fold or no class: {error}"
                 ) from error
-            clip = f"audio/fold{fold}/{row['slice_file_name']}"
-            seconds = _seconds(root / clip)
+            clip, seconds = f"audio/fold{fold}/{row['slice_file_name']}", None
+            # The file states it, since some copies of the set are padded. If it cannot be read, reading the clip says so.
+            with contextlib.suppress(DataError):
+                seconds = audio_seconds(root / clip)
             if seconds is None or seconds >= self.shortest_seconds:
-                rows.append(
-                    {
-                        "clip": clip,
-                        "label": label,
-                        "seconds": seconds,
-                        "fold": fold,
-                        "recording": row["fsID"],
-                    }
-                )
-        if rows and all(row["seconds"] is None for row in rows):
-            raise wrong_layout(root, self.card, f"audio/ has none of the {len(rows)} files of {_TABLE}")
-        rows.sort(key=lambda row: row["clip"])
-        return manifest_of(rows, root, self.card, "fold", self.test_folds)
-
-
-def _seconds(path: Path) -> float | None:
-    """Read it from the file, since some copies of the set are padded; ``None`` if it cannot be read: reading the clip says so."""
-    try:
-        return audio_seconds(path)
-    except DataError:
-        return None
+                rows.append({"clip": clip, "label": label, "seconds": seconds, "fold": fold, "recording": row["fsID"]})
+        return hold_out(sorted(rows, key=lambda row: str(row["clip"])), "fold", self.test_folds, self.card)

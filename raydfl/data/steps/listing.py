@@ -25,7 +25,7 @@ NO_LABEL = -100
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which clips the clients and the server have: a table of clips and a table of clients.
+    """Assignment of clips to the clients and the server: a table of clips and a table of clients.
 
     A clip has a row for each of its uses. Every step adds columns to the table of clips:
 

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from raydfl.core.seeds import generator
+from raydfl.core.users_code import naming_failures
 from raydfl.data.features.alteration import Alteration
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.steps.corrupt import ALTERED, STORES
@@ -58,9 +59,14 @@ def poison(tables: Assignment, attack: Poisoner, seed: int) -> Assignment:
     for number in np.flatnonzero(attackers).tolist():
         mine = slice(bounds[number], bounds[number + 1])
         rng = generator(seed, 0, ids[number], "attack data")
-        altered[mine] = attack.altered(mine.stop - mine.start, rng)
-        labels[mine] = attack.labels(labels[mine], altered[mine], classes, rng)
-    target, changes = attack.target_class(classes), attack.alteration() is not None
+        with naming_failures(attack, "altered", kind="attack"):
+            altered[mine] = attack.altered(mine.stop - mine.start, rng)
+        with naming_failures(attack, "labels", kind="attack"):
+            labels[mine] = attack.labels(labels[mine], altered[mine], classes, rng)
+    with naming_failures(attack, "target_class", kind="attack"):
+        target = attack.target_class(classes)
+    with naming_failures(attack, "alteration", kind="attack"):
+        changes = attack.alteration() is not None
     triggered = test[label[test] != target] if changes and target is not None else test[:0]
     # All training clips of an attacker are in one store, so that a batch may have altered and unaltered ones.
     store = np.where(attackers[client] & changes, ALTERED, tables.codes("store")[train])

@@ -20,8 +20,8 @@ from raydfl.core.remote import RemoteFolder, below, check_uri, is_uri, parted
 from raydfl.core.yaml import parse_yaml
 from raydfl.engine.storage.store import RunStore
 
-_IMMUTABLE = ("commits", "private", "rows", "population")
-"""Folders in which a file of the same name and size is the same file."""
+_IMMUTABLE = re.compile(r"(commits|private|rows)/.*|population/.*(?<!\.json)")
+"""Names of files that never change; a new cache of features changes ``population.json``."""
 _OF_COMMITS = ("commits", "private", "rows")
 """Folders in which a commit may make files superfluous."""
 _SEGMENT = re.compile(r"private/(\d+)-\S+\.seg")
@@ -158,7 +158,7 @@ class RunMirror:
             raise RunDirectoryError(f"{self.uri} has lost its LATEST while it was read; try again")
         for name, size in there.items():
             path = self.folder / name
-            known = name.partition("/")[0] in _IMMUTABLE and path.exists() and path.stat().st_size == size
+            known = _IMMUTABLE.fullmatch(name) and path.exists() and path.stat().st_size == size
             if name not in ("run.json", "LATEST") and not known and not _hidden(name):
                 self._place.download(name, path, RESUME)
         for path in (self.folder / "rows").glob("*.parquet"):
@@ -218,7 +218,7 @@ class RunMirror:
         latest = (self.folder / "LATEST").read_bytes()
         here = self._files(everything, _round(latest))
         for name, size in here.items():
-            if not (name.partition("/")[0] in _IMMUTABLE and self._there.get(name) == size):
+            if not _IMMUTABLE.fullmatch(name) or self._there.get(name) != size:
                 self._place.upload(self.folder / name, name)
                 self._there[name] = size
         if self._latest != latest.decode():

@@ -149,6 +149,13 @@ class Search:
         }
 
     @property
+    def foreseen(self) -> list[Trial]:
+        """Trials that need no result of another one; with Optuna, the corners of the space in their place."""
+        optuna = self.settings.searcher == "optuna"
+        values = corners(self.settings) if optuna else map(self.drawn, range(self.samples))
+        return [self.trial(number, each) for number, each in enumerate(values)]
+
+    @property
     def identity(self) -> dict[str, Any]:
         """All that decides the trials and what becomes of them, as plain data: a folder holds one such search."""
         settings = self.settings.model_dump(

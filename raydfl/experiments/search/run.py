@@ -19,7 +19,7 @@ from raydfl.experiments.plan import prepare
 from raydfl.experiments.search.controller import SearchController
 from raydfl.experiments.search.journal import Journal
 from raydfl.experiments.search.page import write_page
-from raydfl.experiments.search.plan import Search, claim, corners, trial_name
+from raydfl.experiments.search.plan import Search, claim, trial_name
 from raydfl.experiments.search.results import SearchResults, collect, write_tables
 from raydfl.experiments.search.tracking import SearchTracker
 from raydfl.experiments.trial import REASON, ROUND, SCORE, TrialOrder
@@ -92,13 +92,8 @@ def _do(
         return
     config, settings = search.first, search.settings
     with Executor(config, search.folder, progress, settings.retries, settings.parallel, run_config) as executor:
-        values = [record.values for record in journal.trials.values()]
-        values += (
-            list(corners(settings))
-            if settings.searcher == "optuna"
-            else [search.drawn(number) for number in range(search.samples)]
-        )
-        prepare([search.trial(0, each) for each in values], progress, executor.run_chunks)
+        begun = [search.trial(number, record.values) for number, record in journal.trials.items()]
+        prepare([*begun, *search.foreseen], progress, executor.run_chunks)
         clients = 0
         if config.ray.actors == "per_client":
             quiet, needed = Progress("quiet"), config.labels_needed

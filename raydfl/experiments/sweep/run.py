@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import joblib
+
 from raydfl.cluster import bundles_of, check_kept
 from raydfl.core.files import default_cache
-from raydfl.core.processes import available_cpus
 from raydfl.experiments.execute import Decision, Executor, RunConfig, first_words
 from raydfl.experiments.plan import prepare, rounds_done
 from raydfl.experiments.sweep.grid import CellRun, Sweep
@@ -93,7 +94,7 @@ def _bundles(sweep: Sweep, each: CellRun) -> tuple[dict[str, float], ...]:
 
 def _local_cpus(sweep: Sweep, parallel: int | None) -> int:
     """Return the CPUs of a Ray of this process alone: as many as ``--parallel`` and a cell's own process ask for, at least."""
-    here, cells = available_cpus(), sweep.settings.cells
+    here, cells = int(joblib.cpu_count()), sweep.settings.cells
     actors = sum(bundle.get("CPU", 0.0) for bundle in _bundles(sweep, sweep.runs[0])) - cells.cpus
     asked = (parallel or 1) * (cells.cpus + actors) if actors <= here else 0.0
     return max(here, math.ceil(asked))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pyarrow.fs as fs
@@ -16,6 +17,7 @@ from helpers import known, stop_after
 from raydfl.cluster.client import ClientActor
 from raydfl.cluster.resources import ActorKind
 from raydfl.cluster.server import Server
+from raydfl.cluster.sites import open_worker
 from raydfl.core import remote as place
 from raydfl.core.errors import ConfigError, InputError, ResourcesError, RunDirectoryError
 from raydfl.core.remote import below, parted
@@ -297,6 +299,16 @@ def test_on_another_machine_the_run_is_fetched_and_ends_the_same(
     assert files(remote / "far") == files(local(far()))
 
 
+def test_a_new_cache_under_a_path_of_equal_length_reaches_the_mirror(far: Tiny, remote: Path, tmp_path: Path) -> None:
+    stop_after(far(), 1)
+    shutil.rmtree(tmp_path / "cache")
+    config = far(f"data.cache={tmp_path / 'hoard'}")
+    assert run(config).finished
+    there, here = (files(folder)["population/population.json"] for folder in (remote / "far", local(config)))
+    assert str(tmp_path / "hoard").encode() in here
+    assert there == here
+
+
 def test_resume_by_uri_with_more_rounds(far: Tiny, remote: Path, tiny: Tiny) -> None:
     run(far("train.rounds=1"))
     shutil.rmtree(local(far()))
@@ -480,7 +492,8 @@ def test_a_folder_that_only_some_nodes_see_is_refused(
     run_dir = create(config, Progress("quiet"))
     with pytest.raises(ResourcesError, match=r"does not see the run's folder .*all nodes must see run.dir"):
         Server(tmp_path / "elsewhere", config)
-    actor = ClientActor(str(tmp_path / "elsewhere"), config, ActorKind(1, 0))
+    elsewhere = tmp_path / "elsewhere"
+    actor = ClientActor(config, ActorKind(1, 0), partial(open_worker, config, elsewhere, "", elsewhere, None))
     with pytest.raises(ResourcesError, match="does not see the run's folder"):
         actor.ready()
     with pytest.raises(

@@ -15,14 +15,15 @@ import torch
 from helpers import differ
 from sklearn.metrics import average_precision_score
 
-from raydfl.cluster.sites import SiteReport, join, run_folder
+from raydfl.cluster.sites import SiteReport, folder_at, join
 from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError
 from raydfl.data.build import build_population
 from raydfl.data.population import Population
+from raydfl.data.shards import Shard
 from raydfl.engine.config import Config, make_config
 from raydfl.engine.listeners import Compaction
 from raydfl.engine.rounds import Checkpoint
-from raydfl.engine.storage.folder import stored_about, stored_config
+from raydfl.engine.storage.folder import stored_config
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.record import read_rows
 from raydfl.experiments import prepare
@@ -43,7 +44,7 @@ def folder_of(config: Config) -> Path:
 
 
 def at(config: Config, site: str) -> Path:
-    return run_folder(config, site, stored_about(folder_of(config))["site_key"])
+    return folder_at(config, folder_of(config), site)
 
 
 def whole(config: Config) -> dict[str, bytes]:
@@ -63,8 +64,7 @@ def test_a_population_of_reports_has_their_clients_and_nothing_else() -> None:
     population = join([north, south], ["a", "b"])
     assert list(population.ids) == ["north/0", "north/1", "south/0"]
     assert [population.num_examples(index) for index in range(3)] == [3, 5, 4]
-    assert [population.site_of(index) for index in range(3)] == ["north", "north", "south"]
-    assert [(site.name, site.first, site.stop) for site in population.sites] == [("north", 0, 2), ("south", 2, 3)]
+    assert [population.place_of(index) for index in range(3)] == ["north", "north", "south"]
     assert (population.bands, population.length, population.stores) == (16, 40, ())
     assert "2 clips cannot be read" in population.messages[0]
     assert "cannot" not in population.messages[1]
@@ -80,9 +80,7 @@ def test_the_population_is_read_back_with_its_sites(tmp_path: Path) -> None:
     population.save(tmp_path)
     again = Population.load(tmp_path, verify=True)
     assert (list(again.ids), again.classes, again.bands) == (list(population.ids), ("a", "b"), 16)
-    assert [(s.name, s.first, s.stop, [tuple(p) for p in s.shards["test"]]) for s in again.sites] == [
-        ("north", 0, 2, [(0, 7)])
-    ]
+    assert (again.places, again.shards) == (("north",), [Shard("test", 0, 7, "north")])
 
 
 def test_what_sites_tell_is_written_down_word_for_word(silos: Silos) -> None:
@@ -151,9 +149,7 @@ def test_it_trains_and_measures_at_all_sites(silos: Silos) -> None:
     outcome = runs.run(config)
     assert outcome.finished
     run = read_run(folder_of(config))
-    tests = [
-        Population.load(at(config, site) / "population").sites[0].shards["test"][-1][1] for site in config.data.sites
-    ]
+    tests = [len(Population.load(at(config, site) / "population").test) for site in config.data.sites]
     _, confusion = run.confusions["test", "plugin/confusion"]
     assert confusion.sum() == sum(tests)
     for site in config.data.sites:

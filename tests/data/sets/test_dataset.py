@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raydfl.core.errors import ConfigError
+from raydfl.core.errors import ConfigError, DataError
 from raydfl.core.registry import build
 from raydfl.data.dataset import Card, Dataset, dataset_names, find_dataset
 
@@ -124,6 +124,37 @@ def test_a_set_of_ones_own_is_one_class_in_one_file(tmp_path: Path, write_audio:
     samples, rate = dataset.read(rows[1])
     assert (samples.shape, samples.dtype, rate) == ((800, 2), np.float32, 8000)
     assert dataset.identity(rows[1]) is None
+
+
+NAMED = """
+from raydfl import FileDataset
+
+
+class Moods(FileDataset):
+    pattern = r"(?P<group>\\w+)/(?P<label>[AN])(?P<take>\\d+)[.]wav"
+    codes = {"label": {"A": "anger", "N": "neutral"}, "take": int}
+"""
+
+
+def test_a_set_of_ones_own_can_be_a_pattern_for_file_names(tmp_path: Path, write_audio: Callable[..., Path]) -> None:
+    for name in ("joe/A1.wav", "sue/N12.wav"):
+        write_audio(f"clips/{name}")
+    (tmp_path / "clips/joe/notes.txt").touch()
+    (tmp_path / "mine.py").write_text(NAMED)
+    dataset = build(find_dataset(f"{tmp_path}/mine.py:Moods"), {"root": tmp_path / "clips"}, "data")
+    rows = dataset.manifest().to_pylist()
+    assert [(row["clip"], row["group"], row["label"], row["take"]) for row in rows] == [
+        ("joe/A1.wav", "joe", "anger", 1),
+        ("sue/N12.wav", "sue", "neutral", 12),
+    ]
+    write_audio("clips/joe/B1.flac")
+    with pytest.raises(DataError, match="Moods: the file name 'joe/B1.flac' does not fit the layout files whose paths"):
+        dataset.manifest()
+    with pytest.raises(DataError, match="Moods: the root .*/none does not exist. Expected a folder with files whose"):
+        build(type(dataset), {"root": tmp_path / "none"}, "data").manifest()
+    (tmp_path / "bad.py").write_text(NAMED.replace("[AN]", "[AN"))
+    with pytest.raises(ConfigError, match=r"bad.py:Moods' cannot be imported: .*: missing"):
+        find_dataset(f"{tmp_path}/bad.py:Moods")
 
 
 def test_the_base_asks_for_a_manifest() -> None:

@@ -149,6 +149,21 @@ def test_check_describes(search_file: StudyFile, raydfl: Raydfl) -> None:
     )
 
 
+@pytest.mark.parametrize("searcher", ["grid", "optuna"])
+def test_check_names_data_sets_that_are_not_there(
+    search_file: StudyFile, raydfl: Raydfl, tmp_path: Path, searcher: str
+) -> None:
+    """The folder that exists is empty, but no recording is read."""
+    folders = [str(tmp_path), "/nowhere/spoken"]
+    settings = {"data": {"name": "fsdd", "split": {"validation": 0.2}}}
+    file = search_file(settings=settings, space={"data.root": {"choice": folders}}, searcher=searcher, samples=None)
+    said = raydfl("search", file, "--check")
+    assert "the corners of the space are valid configurations" in said.out
+    said.refuses(
+        "1 of 2 runs have no recordings", r"trial-001: .*: data.root /nowhere/spoken does not exist. Correct data.root"
+    )
+
+
 NOT_SEARCHED = {
     "rule": "which aggregation is used is a question of its own",
     "objective": "what is learnt is a question of its own",

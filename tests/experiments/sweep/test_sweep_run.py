@@ -13,13 +13,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import joblib
 import pytest
 from commands import Raydfl
 from helpers import known
 from studies import StudyFile, leave
 
 from raydfl.core.errors import InputError, ResourcesError
-from raydfl.core.processes import available_cpus
 from raydfl.engine.config import Config, make_config
 from raydfl.experiments.execute import Study
 from raydfl.experiments.plan import rounds_done
@@ -142,7 +142,7 @@ def test_a_cell_that_the_cluster_cannot_hold_is_refused(grid: StudyFile, ray_ses
 
 
 def test_a_local_ray_has_what_the_machine_or_the_user_says(grid: StudyFile) -> None:
-    here = available_cpus()
+    here = joblib.cpu_count()
     assert _local_cpus(load_sweep(grid()), None) == here
     assert _local_cpus(load_sweep(grid()), here + 3) == here + 3
     assert _local_cpus(load_sweep(grid(cells={"cpus": here + 0.5})), None) == here + 1
