@@ -249,7 +249,7 @@ def configured(method: str, folder: Path, name: str, *overrides: str) -> Config:
     values |= {"method": {"name": method}, "run": {"name": name, "dir": str(folder / "runs"), "seed": 1}}
     if method == "fedstar":
         values["data"]["unlabelled"] = {"keep": 0.4}
-    if method == "profila":
+    if method.startswith("profila"):
         values["objective"] = {"name": "compact", "size": 4, "normal": ["yes"]}
     if method == "fedmlac":
         values["models"] = {"plugin": "crnn_tiny", "local": ["crnn_tiny", {"name": "crnn_tiny", "hidden": 8}]}

@@ -47,7 +47,7 @@ EPOCHS = (0, 1, 5)
 
 FEDAVG = {"method": {"name": "fedavg"}}
 AS_RUN = {
-    "method": {"mode": "as_run"},
+    "method": {"name": "profila_as_run"},
     "data": {
         "split": {
             "test": None,
@@ -78,7 +78,7 @@ CONTESTANTS: Mapping[str, Mapping[str, Any]] = {
     "FedPer": {"method": {"name": "fedper", "personal": BODY}},
     "each by itself": {"method": {"name": "fedper", "personal": ALL}},
     "one client with all clips": {**FEDAVG, "central": True},
-    "ProFiLA, normal clips alone": {"method": {"steer": "off"}},
+    "ProFiLA, normal clips alone": {"method": {"beta": 0.0, "adaptive_lr": False}},
     "ProFiLA, anomalies to steer by": {},
     "ProFiLA, as run": AS_RUN,
     "autoencoder (FedAvg)": {**FEDAVG, "objective": {"name": "reconstruct", "normal": ["normal"], "bins": 9}},
@@ -98,7 +98,7 @@ AS_PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "FedAvg": {**FEDAVG, "data": PUBLISHED},
     "FedPer": {**CONTESTANTS["FedPer"], "data": PUBLISHED},
     "ProFiLA, as run": {
-        "method": {"mode": "as_run", "steer": "test"},
+        "method": {"name": "profila_as_run", "steer": "test"},
         "data": {**PUBLISHED, "pools": AS_RUN["data"]["pools"]},
     },
 }
@@ -180,7 +180,8 @@ class Bench:
         """Return a run's configuration: the job's, with what ``changes`` has over it."""
         values = load_config(JOB, []).model_dump(mode="json", exclude={"track"})
         method = dict(changes.get("method", {}))
-        values["method"] = method if "name" in method else {"name": "profila", "total_rounds": self.rounds} | method
+        ours = "profila" in method.get("name", "profila")
+        values["method"] = ({"name": "profila", "total_rounds": self.rounds} if ours else {}) | method
         model = changes.get("model", {})
         if "begin" in changes:
             file = self._file(seed, changes["begin"])
@@ -396,7 +397,7 @@ def spread(bench: Bench) -> None:
     kinds = {
         "FedAvg": FEDAVG,
         "FedAvg, objective.spread 1": {**FEDAVG, "spread": 1.0},
-        "ProFiLA": {"method": {"steer": "off"}},
+        "ProFiLA": {"method": {"beta": 0.0, "adaptive_lr": False}},
     }
     for name, changes in kinds.items():
         seen = [bench.run(seed, changes, points) for seed in bench.seeds]
@@ -415,7 +416,7 @@ def joining(bench: Bench) -> None:
     kinds: Mapping[str, Mapping[str, Any] | None] = {
         "nothing": None,
         "FedAvg": FEDAVG,
-        "ProFiLA": {"method": {"steer": "off"}},
+        "ProFiLA": {"method": {"beta": 0.0, "adaptive_lr": False}},
     }
     for name, changes in kinds.items():
         cells: list[list[float]] = [[] for _ in EPOCHS]

@@ -38,8 +38,10 @@ TINY_METHOD = {
     "fedgen": {"noise": 4, "hidden": 8, "server_steps": 5, "server_batch": 8},
     "fedrep": {"head_epochs": 2},
     "pfedme": {"lam": 1.0, "personal_steps": 2},
+    "profila_as_run": {"anomalous_share": 0.0},
 }
-TINY_OBJECTIVE = {"profila": {"name": "compact", "size": 4, "normal": ["tone0"]}}
+COMPACT = {"name": "compact", "size": 4, "normal": ["tone0"]}
+TINY_OBJECTIVE = {"profila": COMPACT, "profila_as_run": COMPACT}
 TINY_DATA = {"fedstar": {"unlabelled": {"keep": 0.4}}}
 TINY_MODELS = {
     "fedbn": {"model": {"name": "split_cnn", "filters": [4], "groups": 2}},

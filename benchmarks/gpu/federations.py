@@ -44,6 +44,7 @@ METHODS: Mapping[str, Values] = {
     "fedstar": {"data": {"unlabelled": {"keep": 0.4}}, "method": {"threshold": [0.0, 0.0]}},
     "hermes": {"method": {"threshold": 0.0}},
     "profila": {"objective": COMPACT},
+    "profila_as_run": {"objective": COMPACT, "method": {"anomalous_share": 0.0}},
     **{name: {"models": OF_VIEWS, "data": TWO_VIEWS} for name in ("multifl", "unifl", "harmony", "modality_mirror")},
 }
 OBJECTIVES: Mapping[str, Values] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 from raydfl.attacks import Attack
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError
+from raydfl.engine.former_options import find_former_tuning, take_former_options
 from raydfl.engine.groups import add_groups, find_group_rule
 from raydfl.engine.settings import FineTuneSettings
 from raydfl.methods import Method
@@ -38,7 +38,7 @@ class Parts:
     chosen_by: Mapping[str, tuple[str, tuple[str, ...]]]
     """For models whose architecture a client's profile says and no draw: what of it, and the values in the architectures' order."""
     former: Mapping[str, Any]
-    """Settings that were options of the method in earlier versions, by their names then, as digests have them."""
+    """Options of earlier versions, by their names then, as digests have them."""
     fine_tune: FineTuneSettings
     """The fine-tuning of an evaluation."""
 
@@ -65,7 +65,7 @@ def assemble(
         ConfigError: an unknown name, an option that is unknown, of the wrong type or out of range, or a user's file that cannot be
             loaded in this process.
     """
-    options, former = _take_former(method)
+    options, former = take_former_options(method)
     built = _build("raydfl.methods", Method, options, "method")
     if "tasks" in former and groups not in (None, former["tasks"]):
         raise ConfigError(
@@ -80,45 +80,8 @@ def assemble(
     chosen_by, lists = _chosen_by(_with_copies(models, type(built).copies))
     chosen_models, rule = _models(built.models_for(tuple(models)), lists), find_group_rule(groups)
     whole = built if rule is None else add_groups(built, rule)
-    tuning = _former_fine_tuning(built, former) if fine_tune is None else fine_tune
+    tuning = find_former_tuning(built, former) if fine_tune is None else fine_tune
     return Parts(whole, built.built_rule, attackers, chosen_models, chosen_by, former, tuning)
-
-
-def _take_former(method: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a method's options, and apart from them those that are settings of the run today.
-
-    ``tasks`` is ``train.groups`` today. ``fine_tune_epochs`` and ``fine_tune_part``, of methods that fine-tune, are
-    ``evaluate.fine_tune``.
-    """
-    options, former = dict(method), dict[str, Any]()
-    if not isinstance(options.get("name"), str):
-        return options, former
-    cls = registry.find("raydfl.methods", options["name"], Method, "method")
-    own = {field.name for field in dataclasses.fields(cls)}
-    if cls.fine_tuning:
-        former = {"fine_tune_epochs": cls.fine_tuning, "fine_tune_part": "all"}
-    for name in {"tasks", *former} - own:
-        if name in options:
-            former[name] = options.pop(name)
-    return options, former
-
-
-def _former_fine_tuning(method: Method, former: Mapping[str, Any]) -> FineTuneSettings:
-    """Return the fine-tuning that a method has by itself, or by its former options.
-
-    Raises:
-        ConfigError: one of these is out of range.
-    """
-    epochs, part = former.get("fine_tune_epochs", 0), former.get("fine_tune_part", "all")
-    if type(epochs) is not int or epochs < 0:
-        raise ConfigError(f"method.fine_tune_epochs: {epochs!r}; it must be a whole number from 0 on")
-    head = getattr(method, "head", ())
-    if part not in ("all", "head") or (part == "head" and epochs and not head):
-        reason = "method.head is empty" if part == "head" else "it must be all or head"
-        raise ConfigError(
-            f"method.fine_tune_part: {part!r}; {reason}; set evaluate.fine_tune.part to names of tensors instead"
-        )
-    return FineTuneSettings(epochs=epochs, part=list(head) if part == "head" else [])
 
 
 def text_of(value: Any) -> str:

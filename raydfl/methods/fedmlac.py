@@ -17,7 +17,7 @@ Readings of what the paper leaves open, and deviations:
 - alpha, vl, vh and the temperature are not given: 0.5, 0.1, 0.1 and 1. A temperature T other than 1 softens both outputs and
   multiplies the divergence by T^2, so that gradients keep their size.
 - ``form: literal`` is equation 9 as printed: the plug-in learns from the local model alone. ``form: supervised`` adds
-  cross-entropy to the plug-in's loss, of weight 1; ``plug_ce_weight`` sets another weight (0 is the literal form).
+  cross-entropy to the plug-in's loss, with weight 1; a number is another weight.
 - The paper does not say what the local models are at the start. ``warm_epochs`` passes over a client's data train its local
   model alone, with cross-entropy, when it takes part for the first time: without it the plug-in first learns from untrained
   teachers. It costs no communication.
@@ -77,13 +77,12 @@ class FedMLAC(Method):
         Literal["module", "tensor"], Field(description="what a layer is: a module with its bias, or each tensor")
     ] = "module"
     form: Annotated[
-        Literal["literal", "supervised"],
-        Field(description="literal: the plug-in's loss is equation 9 as printed; supervised: plus cross-entropy"),
+        Literal["literal", "supervised"] | Annotated[float, Field(ge=0)],
+        Field(
+            description="the plug-in's loss. literal: equation 9 as printed; supervised: plus cross-entropy with weight 1; "
+            "a number: with that weight"
+        ),
     ] = "literal"
-    plug_ce_weight: Annotated[
-        float | None,
-        Field(ge=0, description="weight of the cross-entropy in the plug-in's loss; null: the form's, 0 or 1"),
-    ] = None
     warm_epochs: Annotated[
         int, Field(ge=0, description="passes that train a client's local model alone before its first participation")
     ] = 0
@@ -144,7 +143,7 @@ class FedMLAC(Method):
         if not self.mutual:
             return cross_entropy
         divergence = self._divergence(local, plugin, batch)
-        weight = FORMS[self.form] if self.plug_ce_weight is None else self.plug_ce_weight
+        weight = FORMS[self.form] if isinstance(self.form, str) else self.form
         return divergence if weight == 0 else divergence + weight * cross_entropy
 
     def _divergence(self, teacher: Tensor, student: Tensor, batch: Batch) -> Tensor:

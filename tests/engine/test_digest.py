@@ -147,3 +147,28 @@ def test_defaults_of_a_views_transforms_may_be_written_down(tiny: Tiny) -> None:
     digests = [tiny(view, "models.model.view=seen").digest() for view in views]
     assert digests[:3] == [digests[0]] * 3
     assert digests[3] != digests[0]
+
+
+POOLED = "data.pools={normal: {column: label, values: [tone0]}, anomalous: {column: label, values: [tone1, tone2]}}"
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "digest"),
+    [
+        ("profila", [], "fb7bfa433ecd2e3d"),
+        ("profila", ["method.schedule=rising"], "fb7bfa433ecd2e3d"),
+        ("profila", ["method.schedule=literal"], "869c35ddf663c467"),
+        ("profila", ["method.anomalous_share=0.5"], "09fd7daa4fda0c9c"),
+        ("profila", [POOLED, "method.mode=as_run"], "a2c7cc8a947ec752"),
+        ("fedmlac", ["method.form=literal"], "9eb43e646c090bcb"),
+        ("fedmlac", ["method.form=supervised"], "744c786b2e4a3058"),
+        ("fedmlac", ["method.plug_ce_weight=null"], "9eb43e646c090bcb"),
+        ("fedmlac", ["method.plug_ce_weight=1"], "86d1adac2958eb16"),
+        ("fedmlac", ["method.form=supervised", "method.plug_ce_weight=0.5"], "5643f2dc2c941bf3"),
+    ],
+)
+def test_options_of_earlier_versions_keep_their_digests(
+    tiny: Tiny, method: str, options: list[str], digest: str
+) -> None:
+    """The digests are those of the last version that had these options."""
+    assert tiny(*options, method=method).digest() == digest

@@ -46,6 +46,10 @@ _METHOD_OPTIONS = {
     "fedrolex": ("method.share=0.5",),
     "fedstar": ("method.threshold=[0.3, 0.3]",),
     "hermes": ("method.threshold=0.0",),
+    "profila_as_run": (
+        "data.pools={normal: {column: label, values: [tone0]}, anomalous: {column: label, values: [tone1, tone2]}}",
+        "method.anomalous_share=0.25",
+    ),
     "heterofl": ("method.share=0.5",),
 }
 

@@ -22,6 +22,7 @@ from raydfl.core.types import ModelSpec, Ratio, State, Update
 from raydfl.data.examples import ClientData
 from raydfl.engine.config import Config
 from raydfl.methods.profila import PROTOTYPE, ProFiLA, add_prototype
+from raydfl.methods.profila_as_run import ProFiLAAsRun
 from raydfl.models.dense import MeanLinear
 from raydfl.objectives.compact import Compact
 from raydfl.runs._run import resume
@@ -31,8 +32,8 @@ Tiny = Callable[..., Config]
 RNG = np.random.default_rng
 
 
-def made(**options: Any) -> ProFiLA:
-    method = ProFiLA(**options)
+def made(cls: type[ProFiLA] = ProFiLA, **options: Any) -> Any:
+    method = cls(**options)
     object.__setattr__(method, "objective", Compact(size=CLASSES, normal=("usual",)))
     return method
 
@@ -49,21 +50,21 @@ def networks() -> dict[str, nn.Module]:
 
 def test_the_alignments_weight_over_the_rounds() -> None:
     given: dict[str, Any] = {"lam": (1.0, 2.0), "warm_rounds": 4, "total_rounds": 10}
-    rising, literal = made(**given), made(**given, schedule="literal")
+    rising, literal = made(**given), made(ProFiLAAsRun, **given, schedule="literal")
     for method in (rising, literal):
         assert [method.weight_in(r) for r in range(4)] == pytest.approx([1.25, 1.5, 1.75, 2.0])  # t = 1 ... 4
     assert rising.weight_in(6) == pytest.approx(2 * (0.8 + 0.2 * (1 - math.cos(math.pi / 4))))  # t = 7, half-way
     assert literal.weight_in(6) == pytest.approx(2 * (0.8 + 0.2 * math.cos(math.pi / 4)))
     assert rising.weight_in(50) == pytest.approx(2.0)
     assert literal.weight_in(50) == pytest.approx(1.6)
-    assert made(**given, schedule="constant").weight_in(6) == 2.0
-    assert made(**given, first_round=0).weight_in(0) == 1.0
+    assert made(ProFiLAAsRun, **given, schedule="constant").weight_in(6) == 2.0
+    assert made(ProFiLAAsRun, **given, first_round=0).weight_in(0) == 1.0
 
 
 # -- the loss ----------------------------------------------------------------------------------------------------------
 
 
-def loss_of(method: ProFiLA, weight: float, pool: list[int] | None = None) -> tuple[float, torch.Tensor, Any]:
+def loss_of(method: Any, weight: float, pool: list[int] | None = None) -> tuple[float, torch.Tensor, Any]:
     """The loss of a batch; what the network makes of it; and the network, whose centre was (1, 0, 0)."""
     step = make_steps(method, networks)[1]
     network: Any = step.models["model"]
@@ -87,7 +88,7 @@ def test_clips_are_drawn_to_the_clients_prototype_and_their_mean_to_the_common_o
     aligned = (unit(z.mean(dim=0)) - unit(network.prototype)).square().sum()
     assert value == pytest.approx(float(task + 0.3 * aligned), rel=1e-5)
     torch.testing.assert_close(network.own_prototype, 0.9 * torch.tensor([3.0, 0, 0]) + 0.1 * z.mean(dim=0))
-    smoothed, z, network = loss_of(made(memory=0.6, align="smoothed"), 0.3)
+    smoothed, z, network = loss_of(made(ProFiLAAsRun, anomalous_share=0.0, memory=0.6, align="smoothed"), 0.3)
     assert smoothed == pytest.approx(float(task + 0.3 * (target - unit(network.prototype)).square().sum()), rel=1e-5)
 
 
@@ -96,8 +97,8 @@ def test_clips_are_drawn_to_the_clients_prototype_and_their_mean_to_the_common_o
     [
         ({}, 6, 0, 0.9),
         ({}, 2, 0, 0.9),  # the last batch is short
-        ({"mode": "as_run"}, 6, 2, 0.9),
-        ({"mode": "as_run"}, 6, 6, 1.0),  # no clip counts
+        ({"cls": ProFiLAAsRun}, 6, 2, 0.9),
+        ({"cls": ProFiLAAsRun}, 6, 6, 1.0),  # no clip counts
     ],
 )
 def test_a_batch_moves_the_clients_prototype_by_1_minus_momentum(
@@ -119,7 +120,7 @@ def test_a_batch_moves_the_clients_prototype_by_1_minus_momentum(
         step.state["lambda"] = torch.tensor(0.0)
         method.loss(step, batch)
     mean = z.mean(dim=0) if len(z) else before
-    torch.testing.assert_close(method._prototype(network), unit(momentum * before + (1 - momentum) * mean))
+    torch.testing.assert_close(method.prototype(network), unit(momentum * before + (1 - momentum) * mean))
 
 
 def test_the_alignments_gradient_reaches_the_network() -> None:
@@ -135,7 +136,7 @@ def test_the_alignments_gradient_reaches_the_network() -> None:
 
 def test_anomalous_clips_are_pushed_away_and_told_apart() -> None:
     pool = [0, 1, 0, 1, 0, 1]
-    method = made(mode="as_run", memory=0.6, push=(0.7, 0.3), margin=(1.9, 1.5), contrast=0.4, contrast_temperature=0.5)
+    method = made(ProFiLAAsRun, memory=0.6, push=(0.7, 0.3), margin=(1.9, 1.5), contrast=0.4, contrast_temperature=0.5)
     value, z, _ = loss_of(method, 0.0, pool)
     usual, strange = z[::2], z[1::2]
     target, centre = unit(0.6 * torch.tensor([1.0, 0, 0]) + 0.4 * usual.mean(dim=0)), unit(usual.mean(dim=0))
@@ -148,7 +149,7 @@ def test_anomalous_clips_are_pushed_away_and_told_apart() -> None:
         logs = torch.log_softmax((z[i] @ z[among].T) / 0.5, dim=0)
         contrasts.append(-np.mean([float(logs[k]) for k, j in enumerate(among) if pool[j] == pool[i]]))
     assert value == pytest.approx(float(expected) + 0.4 * float(np.mean(contrasts)), rel=1e-4)
-    plain = made(mode="as_run", memory=0.6, centre_of="all", push=(0.0, 0.0), contrast=0.0)
+    plain = made(ProFiLAAsRun, memory=0.6, centre_of="all", push=(0.0, 0.0), contrast=0.0)
     of_all, z, _ = loss_of(plain, 0.0, pool)
     target = unit(0.6 * torch.tensor([1.0, 0, 0]) + 0.4 * z.mean(dim=0))
     assert of_all == pytest.approx(float((z - target).square().sum(dim=1).mean()), rel=1e-5)
@@ -163,7 +164,7 @@ def test_an_epoch_with_anomalous_clips_ends_where_either_pool_would() -> None:
         whole.take(np.arange(1011)), empty, empty, {"anomalous": whole.take(np.arange(1011, 1213))}, "normal"
     )
     step.training = step.training.model_copy(update={"batch_size": 32})
-    plan = made(mode="as_run")._plan(step)
+    plan = made(ProFiLAAsRun).plan_batches(step)
     assert plan is not None
     assert (dict(plan.rows), plan.steps) == ({"normal": 24, "anomalous": 8}, 25)
 
@@ -182,7 +183,7 @@ STATE = State(0, {"global": {"model/a": torch.zeros(1), PROTOTYPE: torch.tensor(
 
 def test_clients_count_by_clips_and_performance_and_the_prototype_moves() -> None:
     updates = [update("a", 1.0, 10, 0.9), update("b", 2.0, 30, 0.5)]
-    method = made(alpha=0.3, beta=0.7, temperature=2.0)
+    method = made(ProFiLAAsRun, alpha=0.3, beta=0.7, temperature=2.0)
     state, _ = method.aggregate(STATE, updates, RNG(0))
     grown = np.exp(np.array([0.9, 0.5]) / 2)
     weights = 0.3 * np.array([0.25, 0.75]) + 0.7 * grown / grown.sum()
@@ -206,7 +207,7 @@ def test_a_client_whose_performance_is_unknown_counts_as_the_mean_and_without_an
 
 
 def test_performance_is_the_mean_of_the_last_rounds() -> None:
-    method, state = made(alpha=0.0, beta=1.0, history=2), STATE
+    method, state = made(ProFiLAAsRun, alpha=0.0, beta=1.0, history=2), STATE
     for auc in (0.1, 0.5, 0.9):
         state, _ = method.aggregate(state, [update("a", 1.0, 1, auc), update("b", 2.0, 1, 0.5)], RNG(0))
     assert state.extra["performance"] == {"a": [0.5, 0.9], "b": [0.5, 0.5]}
@@ -237,7 +238,7 @@ ADAM = ("train.optimiser={name: adam, lr: 0.0005, keep: true}", "train.local_epo
 
 
 def test_a_stopped_run_goes_on_to_the_same_bits_with_kept_moments(tiny: Tiny) -> None:
-    settings = [*FILM, *ADAM, "train.rounds=4", "method.history=2"]
+    settings = [*FILM, *ADAM, "train.rounds=4", "method.history=2"]  # of profila_as_run
     reference = known(tiny(*settings, method="profila"))
     names = "\n".join(reference)
     assert all(
@@ -270,8 +271,9 @@ def test_a_clients_private_tensors_do_not_move_while_others_train(tiny: Tiny) ->
         (["method.personal=[model/prototype]"], "is the common prototype and must be shared"),
         (["objective={name: compact, size: 4, by: class}"], "has one prototype a client, and objective.by is class"),
         (["method.alpha=0", "method.beta=0"], "both 0, so that no client counts"),
-        (["method.mode=as_run"], "normal"),
+        (["method.mode=as_run"], "the pool 'normal'"),
         (["method.mode=as_run", "train.batch_size=1"], "at least 2"),
+        (["method.mode=asrun"], "it is as_run or normal"),
         (["method.lr_min=0.1"], "above method.lr_max"),
     ],
 )

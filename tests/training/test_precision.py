@@ -138,7 +138,7 @@ def test_law_8_holds_in_bfloat16(tiny: Tiny, method: str) -> None:
     common = ["train.precision=bfloat16", "train.cohort=4", "train.rounds=2"]
     if method == "fedopt":  # its usual eps turns the rounding of a change near 0 into a whole step
         common.append("method.eps=0.001")
-    if method == "profila":  # clients of different learning rates are not trained together, and an AUC jumps
+    if method.startswith("profila"):  # clients of different learning rates are not trained together, and an AUC jumps
         common.append("method.steer=off")
     alone = kept(tiny("run.name=alone", *common, method=method))
     together = kept(tiny("run.name=together", "train.together=3", *common, method=method))

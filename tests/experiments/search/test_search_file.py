@@ -167,7 +167,6 @@ def test_check_names_data_sets_that_are_not_there(
 NOT_SEARCHED = {
     "rule": "which aggregation is used is a question of its own",
     "objective": "what is learnt is a question of its own",
-    "form": "FedMLAC: plug_ce_weight covers both forms",
     "lpa": "FedMLAC: an ablation",
     "mutual": "FedMLAC: an ablation",
     "learn_from": "FedSTAR: its baselines",
@@ -178,9 +177,9 @@ NOT_SEARCHED = {
     "share": "the devices' limits: part of the problem",
     "generated_epochs": "FedGen: more than the passes of a round",
     "student": "methods of several views: which one is to learn is the problem",
-    "mode": "ProFiLA: whether anomalies may be trained on is part of the problem",
     **dict.fromkeys(
-        ("centre_of", "anomalous_share", "push", "margin", "contrast", "contrast_temperature"), "ProFiLA: of as_run"
+        ("centre_of", "anomalous_share", "push", "margin", "contrast", "contrast_temperature"),
+        "ProFiLA: of anomalies in training",
     ),
     "total_rounds": "ProFiLA: the rounds of the run",
     "first_round": "ProFiLA: two readings of the code",

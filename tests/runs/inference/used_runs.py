@@ -58,7 +58,7 @@ def configure(folder: Path, recordings: Path, **parts: Any) -> Config:
     """A federation of three speakers on those recordings."""
     features = parts.pop("features", {"seconds": 0.25})
     values: dict[str, Any] = {
-        "method": {"name": "fedmlac", "plug_ce_weight": 1.0},
+        "method": {"name": "fedmlac", "form": "supervised"},
         "models": {"plugin": TINY, "local": [TINY, {**TINY, "hidden": 5}]},
         "data": parts.pop("whole_data", None)
         or {

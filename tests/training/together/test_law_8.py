@@ -58,6 +58,7 @@ from raydfl.methods.multifl import MultiFL
 from raydfl.methods.perfedavg import PerFedAvg
 from raydfl.methods.pfedme import PFedMe
 from raydfl.methods.profila import ProFiLA, add_prototype
+from raydfl.methods.profila_as_run import ProFiLAAsRun
 from raydfl.methods.scaffold import Scaffold
 from raydfl.methods.unifl import UniFL
 from raydfl.models.crnn import CRNN
@@ -87,8 +88,8 @@ PRUNING = ("fedapta", "fedmp", "hermes")
 EVERY_KIND = ("convolution", "recurrent", "linear")
 
 
-def profila(**options: Any) -> ProFiLA:
-    method = ProFiLA(lam=(0.5, 1.0), **options)
+def profila(cls: type[ProFiLA] = ProFiLA, **options: Any) -> ProFiLA:
+    method = cls(lam=(0.5, 1.0), **options)
     object.__setattr__(method, "objective", Compact(size=CLASSES))
     return method
 
@@ -104,7 +105,8 @@ METHODS: dict[str, list[Method]] = {
     "fedprox": [FedProx(mu=1.0), FedProx(mu=1.0, squared=False)],
     "fedper": [FedPer()],
     "fedstar": [FedSTAR(learn_from="labelled", kernel_decay=0.01)],  # with pools in test_plans.py
-    "profila": [profila(), profila(task="compact", align="smoothed", ramp=True)],
+    "profila": [profila()],
+    "profila_as_run": [profila(ProFiLAAsRun, anomalous_share=0.0, task="compact", align="smoothed", ramp=True)],
     "scaffold": [Scaffold()],
     "ditto": [Ditto()],
     "fedbabu": [FedBABU()],
@@ -136,7 +138,7 @@ METHODS: dict[str, list[Method]] = {
         FedMLAC(),
         FedMLAC(sequential=True),
         FedMLAC(mutual=False),
-        FedMLAC(plug_ce_weight=0.5, temperature=2.0),
+        FedMLAC(form=0.5, temperature=2.0),
         FedMLAC(sequential=True, alpha=1.0),
         FedMLAC(form="supervised", warm_epochs=1),
     ],

@@ -1,0 +1,85 @@
+"""Options of methods in earlier versions: what they are today, and what digests have of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from raydfl.core import registry
+from raydfl.core.errors import ConfigError
+from raydfl.core.options import options_of
+from raydfl.engine.settings import FineTuneSettings
+from raydfl.methods import Method
+
+
+def take_former_options(method: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a method's name and options as they are today, and the options of earlier versions for the digest.
+
+    ``tasks`` is ``train.groups`` today. ``fine_tune_epochs`` and ``fine_tune_part``, of methods that fine-tune, are
+    ``evaluate.fine_tune``.
+    """
+    options, former = dict(method), dict[str, Any]()
+    name = options.get("name")
+    if not isinstance(name, str):
+        return options, former
+    cls = _find(name)
+    own = {field.name for field in dataclasses.fields(cls)}
+    if cls.fine_tuning:
+        former = {"fine_tune_epochs": cls.fine_tuning, "fine_tune_part": "all"}
+    for key in {"tasks", *former} - own:
+        if key in options:
+            former[key] = options.pop(key)
+    if name == "fedmlac":
+        former |= _take_form(options)
+    elif name == "profila":
+        former |= _take_readings(options, own)
+    return options, former
+
+
+def _find(name: str) -> type[Method]:
+    return registry.find("raydfl.methods", name, Method, "method")
+
+
+def _take_form(options: dict[str, Any]) -> dict[str, Any]:
+    """Read FedMLAC's ``plug_ce_weight`` as ``form``."""
+    form, weight = options.get("form", "literal"), options.pop("plug_ce_weight", None)
+    if weight is not None:
+        options["form"] = weight
+    elif not isinstance(form, str):
+        form, weight = "literal", form
+    return {"form": form, "plug_ce_weight": float(weight) if type(weight) is int else weight}
+
+
+def _take_readings(options: dict[str, Any], own: set[str]) -> dict[str, Any]:
+    """Read ProFiLA's ``mode``, and options that ``profila_as_run`` has alone, as that method's."""
+    moved = {option.name: option.default for option in options_of(_find("profila_as_run")) if option.name not in own}
+    mode = options.pop("mode", "normal")
+    if mode not in ("normal", "as_run"):
+        raise ConfigError(f"method.mode: {mode!r}; it is as_run or normal. Today as_run is method.name=profila_as_run")
+    if mode == "normal" and moved.keys().isdisjoint(options):
+        return {"mode": mode, **moved}
+    options["name"] = "profila_as_run"
+    if mode == "as_run":
+        return {"mode": mode}
+    share = options.get("anomalous_share", moved["anomalous_share"])
+    options["anomalous_share"] = 0.0
+    return {"mode": mode, "anomalous_share": share}
+
+
+def find_former_tuning(method: Method, former: Mapping[str, Any]) -> FineTuneSettings:
+    """Return the fine-tuning that a method has by itself, or by its options of earlier versions.
+
+    Raises:
+        ConfigError: one of these is out of range.
+    """
+    epochs, part = former.get("fine_tune_epochs", 0), former.get("fine_tune_part", "all")
+    if type(epochs) is not int or epochs < 0:
+        raise ConfigError(f"method.fine_tune_epochs: {epochs!r}; it must be a whole number from 0 on")
+    head = getattr(method, "head", ())
+    if part not in ("all", "head") or (part == "head" and epochs and not head):
+        reason = "method.head is empty" if part == "head" else "it must be all or head"
+        raise ConfigError(
+            f"method.fine_tune_part: {part!r}; {reason}; set evaluate.fine_tune.part to names of tensors instead"
+        )
+    return FineTuneSettings(epochs=epochs, part=list(head) if part == "head" else [])
