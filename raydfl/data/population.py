@@ -133,7 +133,7 @@ class Population:
 
     @property
     def has_clips(self) -> bool:
-        """Whether the clips are known here, and not only to the sites."""
+        """True where the clips are known here, and not only to the sites."""
         return bool(self._tables.clips.num_rows)
 
     def at(self, place: str, own: Population) -> Population:

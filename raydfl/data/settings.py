@@ -14,7 +14,6 @@ from raydfl.core.errors import ConfigError, InputError, nearest
 from raydfl.core.options import check_keys, explain, path_options, unknown_key
 from raydfl.core.remote import check_uri, is_uri
 from raydfl.core.settings import Settings
-from raydfl.data.corruption import CorruptSettings
 from raydfl.data.dataset import find_dataset
 from raydfl.data.features.extraction import Source
 from raydfl.data.features.file import FileFeatures
@@ -22,12 +21,14 @@ from raydfl.data.features.kinds import AnyFeatures, kind_of, make_features
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.wave import BY_TRAINING_CLIPS
 from raydfl.data.label_sets import LabelSetSettings
-from raydfl.data.partition import PartitionSettings
-from raydfl.data.pools import LABELLED, UNLABELLED, PoolSettings, UnlabelledSettings
-from raydfl.data.profile import KNOWN, ProfileSettings
 from raydfl.data.remote import local_copy
 from raydfl.data.segment import SegmentSettings
-from raydfl.data.split import SplitSettings
+from raydfl.data.steps.corrupt import CorruptSettings
+from raydfl.data.steps.dealing import PartitionSettings
+from raydfl.data.steps.listing import LABELLED, UNLABELLED
+from raydfl.data.steps.pools import PoolSettings, UnlabelledSettings
+from raydfl.data.steps.profile import KNOWN, ProfileSettings
+from raydfl.data.steps.split import SplitSettings
 
 if TYPE_CHECKING:  # a configuration is read without waiting for PyTorch where nothing is transformed
     from raydfl.data.transforms import Pipeline
