@@ -18,13 +18,16 @@ from raydfl.data.manifest import remarks_of as remarks_of
 from raydfl.data.manifest import shown_name as shown_name
 from raydfl.data.noise import add_noise as add_noise
 from raydfl.data.packed import samples_as_file as samples_as_file
+from raydfl.data.parts import join_parts as join_parts
 from raydfl.data.pictures import read_image as read_image
 from raydfl.data.population import Population as Population
+from raydfl.data.population_folder import part_folder as part_folder
 from raydfl.data.population_folder import upgrade_population as upgrade_population
 from raydfl.data.segment import segments as segments
 from raydfl.data.sets import FileDataset as FileDataset
 from raydfl.data.settings import DataSettings as DataSettings
 from raydfl.data.settings import ViewSettings as ViewSettings
+from raydfl.data.settings import with_place as with_place
 from raydfl.data.shards import Shard as Shard
 from raydfl.data.steps.corrupt import Share as Share
 from raydfl.data.steps.corrupt import draw_clients as draw_clients

@@ -21,7 +21,7 @@ from raydfl.data.features.statistics import group_numbers, normalise_groups, sta
 from raydfl.data.features.wave import BY_TRAINING_CLIPS
 from raydfl.data.manifest import remarks_of
 from raydfl.data.noise import NOISELESS, Noise, noise_for
-from raydfl.data.parts import join
+from raydfl.data.parts import join_parts
 from raydfl.data.population import CLEAN, Population
 from raydfl.data.remote import fetch_recordings
 from raydfl.data.segment import segments
@@ -146,7 +146,7 @@ def build_population(
         ResourcesError: no room for the features.
     """
     if data.parts:
-        return join(
+        return join_parts(
             {name: _part(name, part, seed, progress, run_chunks, labels_needed) for name, part in data.each.items()}
         )
     complete = classes is None
