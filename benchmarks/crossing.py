@@ -100,7 +100,7 @@ def listening() -> Iterator[Traffic]:
 def private_things(config: Any, run_dir: Path) -> dict[str, list[bytes]]:
     """By kind, pieces of all that must not leave a site: of every client's every training clip, and of every private tensor."""
     from raydfl.cluster.sites import folder_at
-    from raydfl.data.build import list_clips
+    from raydfl.data import list_clips
     from raydfl.data.population import Population
 
     found: dict[str, list[bytes]] = {

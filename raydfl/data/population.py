@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import copy
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -127,22 +128,42 @@ class Population:
         """The places of clients and clips, in the clients' order: names of sites; empty: wherever the run is."""
         return self._tables.places
 
+    @property
+    def place_codes(self) -> np.ndarray:
+        """Positions of all clients' places in :attr:`places`: int [clients]."""
+        stored = self._tables.read_clients("place")
+        return np.broadcast_to(np.int32(0), len(self)) if stored is None else stored
+
     def place_of(self, index: int) -> str:
         """Return the place of a client."""
         return self._tables.place_of(index)
 
     @property
     def has_clips(self) -> bool:
-        """Whether the clips are known here, and not only to the sites."""
+        """Return whether any clips are known here. Otherwise only sites know them."""
         return bool(self._tables.clips.num_rows)
 
-    def at(self, place: str, own: Population) -> Population:
+    def at(self, place: str, folder: Path) -> Population:
         """Return this population for a process at a site, with the clips that are there.
 
         Args:
             place: name of the site.
-            own: its clients and clips.
+            folder: of the site's own population.
+
+        Raises:
+            RunDirectoryError: a file is missing or damaged.
+            DataError: the features in the cache are missing or damaged.
         """
+        if place not in self.places:
+            return self
+        if self.parts:
+            at = copy.copy(self)
+            at.parts = tuple(
+                Part(part.name, part.first, part.population.at(place, population_folder.part_folder(folder, part.name)))
+                for part in self.parts
+            )
+            return at
+        own = Population.load(folder, verify=True, verify_features=True)
         views = {name: (store, self.view_lengths[name]) for name, store in own._views.items()}
         return Population(
             self._tables.with_clips(own._tables, place),

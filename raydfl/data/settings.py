@@ -14,7 +14,6 @@ from raydfl.core.errors import ConfigError, InputError, nearest
 from raydfl.core.options import check_keys, explain, path_options, unknown_key
 from raydfl.core.remote import check_uri, is_uri
 from raydfl.core.settings import Settings
-from raydfl.data.corruption import CorruptSettings
 from raydfl.data.dataset import find_dataset
 from raydfl.data.features.extraction import Source
 from raydfl.data.features.file import FileFeatures
@@ -22,19 +21,21 @@ from raydfl.data.features.kinds import AnyFeatures, kind_of, make_features
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.wave import BY_TRAINING_CLIPS
 from raydfl.data.label_sets import LabelSetSettings
-from raydfl.data.partition import PartitionSettings
-from raydfl.data.pools import LABELLED, UNLABELLED, PoolSettings, UnlabelledSettings
-from raydfl.data.profile import KNOWN, ProfileSettings
 from raydfl.data.remote import local_copy
 from raydfl.data.segment import SegmentSettings
-from raydfl.data.split import SplitSettings
+from raydfl.data.steps.corrupt import CorruptSettings
+from raydfl.data.steps.dealing import PartitionSettings
+from raydfl.data.steps.listing import LABELLED, UNLABELLED
+from raydfl.data.steps.pools import PoolSettings, UnlabelledSettings
+from raydfl.data.steps.profile import KNOWN, ProfileSettings
+from raydfl.data.steps.split import SplitSettings
 
 if TYPE_CHECKING:  # a configuration is read without waiting for PyTorch where nothing is transformed
     from raydfl.data.transforms import Pipeline
 
 
 class SiteSettings(Settings):
-    """A node that holds data of its own. Every other key is an option of the data set there (``root`` ...), in place of data's."""
+    """A node that holds data of its own. Other keys are ``partition`` and the options of the data set there, in place of data's."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -44,6 +45,17 @@ class SiteSettings(Settings):
             description="Folder on the site's node, an absolute path: features, who has which clips, and private models stay in it."
         ),
     ]
+
+    parts: Annotated[
+        dict[str, dict[str, Any]],
+        Field(
+            description="Parts that the site has, by name, each with options of the part's data set there. Empty: all parts."
+        ),
+    ] = Field(default_factory=dict)
+
+    def of_part(self, name: str) -> dict[str, Any]:
+        """Return the site's settings for one part."""
+        return {"folder": self.folder, **(self.model_extra or {}), **self.parts.get(name, {})}
 
     @field_validator("folder")
     @classmethod
@@ -316,10 +328,10 @@ class DataSettings(Settings):
         if isinstance(views, Mapping):
             values = {**values, "views": {view: _checked_view(view, settings) for view, settings in views.items()}}
         sites = values.get("sites")
-        for name, site in (sites if isinstance(sites, Mapping) else {}).items():
+        for name, site in (sites if isinstance(sites, Mapping) and not values.get("parts") else {}).items():
             for key in site if isinstance(site, Mapping) else ():
-                if key != "folder" and key not in options:
-                    known, of = ["folder", *options], f" for data set {values['name']!r}"
+                if key not in (*_OF_SITES, *options):
+                    known, of = [*_OF_SITES, *options], f" for data set {values['name']!r}"
                     raise unknown_key(str(key), known, f"data.sites.{name}", SiteSettings, f"data.sites.{name}", of)
         return values
 
@@ -342,15 +354,8 @@ class DataSettings(Settings):
             )
         self._check_pools()
         self._check_table()
-        if self.columns and self.sites:
-            raise ConfigError(
-                "data.columns: the numbers of a column's values would differ from site to site; leave it out"
-            )
+        self._check_parts()
         if self.parts:
-            if self.sites:
-                raise ConfigError("data.parts and data.sites: a federation has either several parts or several sites")
-            for name in self.parts:
-                self.part(name)
             return self
         if self.heads != "part":
             raise ConfigError(
@@ -360,7 +365,7 @@ class DataSettings(Settings):
             raise ConfigError("data.name is missing: name a data set, one of `raydfl data list`")
         for key, uri in self.uris.items():
             check_uri(uri, f"data.{key}")
-        self._check_sites_and_views()
+        self._check_views()
         self._check_images()
         if not self.sites:
             self.source.open()  # the data set checks its own options
@@ -368,13 +373,20 @@ class DataSettings(Settings):
             self.at(name)
         return self
 
-    def _check_sites_and_views(self) -> None:
-        """Refuse what cannot be done where the data lie, and views without a usable name."""
-        columns = [name for name, profile in self.profile.items() if profile.column is not None]
-        if self.sites and columns:
-            raise ConfigError(
-                f"data.profile.{columns[0]}.column: the lists of clips are at the sites (data.sites); deal values instead"
-            )
+    def _check_parts(self) -> None:
+        """Check the settings of each part, and that sites name parts that exist."""
+        for site, own in self.sites.items():
+            for name in own.parts:
+                if name not in self.parts:
+                    hint = nearest(name, self.parts) if self.parts else "leave it out"
+                    raise ConfigError(f"data.sites.{site}.parts: there is no part {name!r} in data.parts; {hint}")
+        for name in self.parts:
+            if self.sites and not self.part(name).sites:
+                raise ConfigError(f"data.parts.{name}: no site has the part; name it in data.sites.SITE.parts")
+            self.part(name)
+
+    def _check_views(self) -> None:
+        """Reject views without a usable name."""
         for name in self.views:
             if not name.isidentifier():
                 raise ConfigError(f"data.views: the name {name!r} must be a word of letters, digits and _")
@@ -422,7 +434,6 @@ class DataSettings(Settings):
         wanted = {
             "data.pools": self.pools,
             "data.unlabelled": self.unlabelled,
-            "data.sites": self.sites,
             "data.corrupt.noise": self.corrupt.noise,
             "data.corrupt.labels": self.corrupt.labels,
             "data.missing": self.missing,
@@ -476,10 +487,11 @@ class DataSettings(Settings):
         if not own.get("name", self.name):
             raise ConfigError(f"{where}.name is missing: name a data set, one of `raydfl data list`")
         common = self.model_dump(exclude={"parts", "sites", "heads"}, exclude_unset=True)
+        sites = {site: own.of_part(name) for site, own in self.sites.items() if name in own.parts or not own.parts}
         if "name" in own and own["name"] != self.name:
             common = {key: value for key, value in common.items() if key in type(self).model_fields}
         try:
-            return DataSettings.model_validate({**common, "cache": self.cache, **own})
+            return DataSettings.model_validate({**common, "cache": self.cache, "sites": sites, **own})
         except ValidationError as error:
             raise ConfigError(explain(error, where, own, DataSettings)) from error
         except ConfigError as error:
@@ -502,15 +514,18 @@ class DataSettings(Settings):
             ConfigError: the data set does not take the site's options.
         """
         own = self.sites[site]
-        for key in path_options(find_dataset(self.name)):
-            value = (own.model_extra or {}).get(key)
+        given = dict(own.model_extra or {})
+        paths = {key: given.get(key) for key in path_options(find_dataset(self.name))}
+        if isinstance(given.get("partition"), Mapping):
+            paths["partition.file"] = given["partition"].get("file")
+        for key, value in paths.items():
             if isinstance(value, str | Path) and not is_uri(value) and not Path(value).is_absolute():
                 raise ConfigError(
                     f"data.sites.{site}.{key}: {str(value)!r} would be looked for in the working directory of a process of Ray on "
                     f"the site's node; give an absolute path"
                 )
         values = self.model_dump(exclude={"sites", "cache", "parts"})
-        return DataSettings.model_validate({**values, **dict(own.model_extra or {}), "cache": own.folder / "cache"})
+        return DataSettings.model_validate({**values, **given, "cache": own.folder / "cache"})
 
     @property
     def source(self) -> Source:
@@ -523,6 +538,10 @@ class DataSettings(Settings):
         """The options that are files or folders behind a URI, by name."""
         options = self.model_extra or {}
         return {key: options[key] for key in path_options(find_dataset(self.name)) if is_uri(options.get(key))}
+
+
+_OF_SITES = ("folder", "parts", "partition")
+"""Keys of a site that are no options of a data set."""
 
 
 def with_place(error: InputError, where: str) -> InputError:

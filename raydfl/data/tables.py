@@ -64,10 +64,15 @@ def clips_table(
     )
 
 
-def no_clips() -> pa.RecordBatch:
-    """Make a table without clips, for a federation whose clips are elsewhere."""
-    kinds = {"role": np.int8, "pool": np.int8, "client": np.int32}
-    return clips_table({name: np.zeros(0, kind) for name, kind in kinds.items()}, ("train",), {})
+def no_clips(further: Mapping[str, Sequence[str]] | None = None) -> pa.RecordBatch:
+    """Make a table without clips, for a federation whose clips are elsewhere.
+
+    Args:
+        further: values of the further columns by name.
+    """
+    values = further or {}
+    kinds = {"role": np.int8, "pool": np.int8, "client": np.int32} | {f"column:{name}": np.int32 for name in values}
+    return clips_table({name: np.zeros(0, kind) for name, kind in kinds.items()}, ("train",), values)
 
 
 def table_prefix(view: str) -> str:
@@ -170,15 +175,17 @@ class Tables:
         """
         first = int(np.argmax(self.read_clients("place") == self.places.index(place)))
         client = own.read_clips("client")
-        clips, clients = own.clips, self.clients
-        clips = clips.set_column(
-            clips.schema.get_field_index("client"), "client", pa.array(np.where(client < 0, client, client + first))
-        )
+        columns = dict(zip(own.clips.schema.names, own.clips.columns, strict=True))
+        columns["client"] = pa.array(np.where(client < 0, client, client + first))
+        for name, values in self.values.items():  # numbers stand for the values of all places
+            codes = np.array([values.index(value) for value in own.values[name]], np.int32)
+            columns[f"column:{name}"] = encode(codes[own.read_clips(f"column:{name}")], values)
+        clients = self.clients
         for name, bound in zip(("first", "stop"), own.ranges or (), strict=False):
             whole = np.zeros(len(self.ids), bound.dtype)
             whole[first : first + len(bound)] = bound
             clients = clients.append_column(name, pa.array(whole))
-        return Tables(clips, clients, own.arrays)
+        return Tables(pa.record_batch(columns), clients, own.arrays)
 
     def rows(self, role: str, client: int, pool: str = "") -> slice:
         """Return the rows of a client's clips.

@@ -17,7 +17,6 @@ from tiny_sets import Folder, Made, write_folder
 from raydfl.core.errors import ConfigError, DataError, InputError
 from raydfl.core.options import options_of
 from raydfl.data.build import build_population
-from raydfl.data.corruption import Noise, noise_for
 from raydfl.data.features.cache import FeatureStore, prepare
 from raydfl.data.features.extraction import Chunk, ChunkReport, Source, chunk_bounds
 from raydfl.data.features.extractor import FeatureExtractor
@@ -27,6 +26,7 @@ from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures
 from raydfl.data.features.wave import EPSILON
+from raydfl.data.noise import Noise, noise_for
 from raydfl.data.settings import DataSettings
 from raydfl.engine.config import Config, make_config
 from raydfl.experiments.sweep import features_text

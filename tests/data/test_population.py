@@ -16,12 +16,13 @@ from raydfl.core import files as files_module
 from raydfl.core.errors import DataError, ResourcesError, RunDirectoryError
 from raydfl.data.build import build_population
 from raydfl.data.client_ids import ClientIds
-from raydfl.data.corruption import add_noise, noise_for, wrong_labels
 from raydfl.data.examples import Examples
 from raydfl.data.features.cache import FeatureStore
 from raydfl.data.features.extractor import FeatureExtractor
+from raydfl.data.noise import add_noise, noise_for
 from raydfl.data.population import Population
 from raydfl.data.settings import DataSettings
+from raydfl.data.steps.corrupt import wrong_labels
 from raydfl.data.tables import Tables, clips_table
 
 Make = Callable[..., DataSettings]

@@ -223,7 +223,6 @@ def test_only_what_a_part_comes_to_is_in_the_digest(tiny: Tiny) -> None:
             "fedavg",
             r"^data\.parts\.a\.views\.x\.features\.kind is 3",
         ),
-        ([PARTS, "data.sites={x: {folder: /x}}"], "fedavg", "either several parts or several sites"),
         ([PARTS], "fedkad", "method 'fedkad' needs one list of classes"),
         (
             [PARTS, "attack=sign_flip"],

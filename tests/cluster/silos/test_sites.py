@@ -15,7 +15,8 @@ import torch
 from helpers import differ
 from sklearn.metrics import average_precision_score
 
-from raydfl.cluster.sites import SiteReport, folder_at, join
+from raydfl.cluster.site_reports import SiteReport, join_sites
+from raydfl.cluster.sites import folder_at
 from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError
 from raydfl.data.build import build_population
 from raydfl.data.population import Population
@@ -61,7 +62,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def test_a_population_of_reports_has_their_clients_and_nothing_else() -> None:
     north = SiteReport("north", (3, 5), 16, 40, {"test": [(0, 7)], "triggered": []}, 2, ("a",))
     south = SiteReport("south", (4,), 16, 40, {"test": [], "triggered": []}, 0, ("b",))
-    population = join([north, south], ["a", "b"])
+    population = join_sites([north, south], ["a", "b"])
     assert list(population.ids) == ["north/0", "north/1", "south/0"]
     assert [population.num_examples(index) for index in range(3)] == [3, 5, 4]
     assert [population.place_of(index) for index in range(3)] == ["north", "north", "south"]
@@ -72,11 +73,11 @@ def test_a_population_of_reports_has_their_clients_and_nothing_else() -> None:
 
 def test_lengths_that_differ_between_sites_are_no_common_length() -> None:
     reports = [SiteReport(name, (3,), 16, length, {}, 0, ("a",)) for name, length in (("north", 40), ("south", 41))]
-    assert join(reports, ["a"]).length is None
+    assert join_sites(reports, ["a"]).length is None
 
 
 def test_the_population_is_read_back_with_its_sites(tmp_path: Path) -> None:
-    population = join([SiteReport("north", (3, 5), 16, 40, {"test": [(0, 7)]}, 0, ("a",))], ["a", "b"])
+    population = join_sites([SiteReport("north", (3, 5), 16, 40, {"test": [(0, 7)]}, 0, ("a",))], ["a", "b"])
     population.save(tmp_path)
     again = Population.load(tmp_path, verify=True)
     assert (list(again.ids), again.classes, again.bands) == (list(population.ids), ("a", "b"), 16)
@@ -89,7 +90,9 @@ def test_what_sites_tell_is_written_down_word_for_word(silos: Silos) -> None:
     told = json.loads((folder_of(config) / "sites.json").read_text())
     assert told["classes"] == ["tone0", "tone1", "tone2"]
     assert [site["site"] for site in told["sites"]] == ["north", "south"]
-    assert set(told["sites"][0]) == {"site", "examples", "bands", "length", "shards", "left_out", "trained", "views"}
+    assert set(told["sites"][0]) == {
+        *("site", "examples", "bands", "length", "shards", "left_out", "trained", "views", "columns", "profile")
+    }
     assert [site["trained"] for site in told["sites"]] == [["tone0", "tone1", "tone2"], ["tone0", "tone1"]]
     examples = [count for site in told["sites"] for count in site["examples"]]
     assert examples == [population.num_examples(index) for index in range(len(population))]
@@ -338,11 +341,6 @@ def test_a_site_whose_folder_is_gone_is_named(silos: Silos) -> None:
     shutil.rmtree(config.data.sites["south"].folder)
     with pytest.raises(RunDirectoryError, match="site 'south'"):
         runs.resume(folder_of(config))
-
-
-def test_attackers_need_one_place_that_knows_all_data(silos: Silos) -> None:
-    with pytest.raises(ConfigError, match="attack: .*sites"):
-        create(silos("attack={name: sign_flip, clients: 0.2}"), Progress("quiet"))
 
 
 def test_recordings_that_cannot_be_used_are_told_of(silos: Silos) -> None:
