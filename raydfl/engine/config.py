@@ -32,7 +32,6 @@ from raydfl.engine.paths import absolute
 from raydfl.engine.phases import Phases
 from raydfl.engine.selection import Selection, check_begins, check_measured, server_validates
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
-from raydfl.methods import needs_of
 from raydfl.models import INIT_FROM, check_model
 from raydfl.training import PhaseSettings, TrainSettings, check_device
 
@@ -115,7 +114,7 @@ class Config(Settings):
 
     def _models_fit(self, data: DataSettings) -> None:
         """Refuse networks that cannot read their views, and views that nobody reads."""
-        read, views = set(needs_of(self.parts.method).views), data.all_views
+        read, views = set(self.parts.method.needs().views), data.all_views
         for name, choices in self.parts.models.items():
             for architecture, options in choices:
                 if name in type(self.parts.method).on_features:

@@ -18,7 +18,7 @@ from raydfl.data import DataSettings, Population
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.worker import build_models
-from raydfl.methods import Method
+from raydfl.methods import Method, compute_logits
 from raydfl.training import fixed_tensors, preserved
 
 _FRAMES = 96
@@ -132,8 +132,10 @@ def _try(
             f"{where}: the shape of {lazy[0]!r} is not known before the network computes something (a lazy layer), but what is "
             f"sent and kept needs it from the start; use the layer that is told its size ({place})"
         )
+    if name in method.partial:
+        return
     try:
-        logits: Any = method.logits(models, name, batch)
+        logits: Any = compute_logits(method, models, name, batch)
     except RaydflError as error:
         raise ConfigError(f"{where}: {error}") from error
     except FAILURES as error:  # whatever a user's code raises
@@ -141,15 +143,13 @@ def _try(
             f"{where} cannot compute a batch of x {list(batch.x.shape)}: {type(error).__name__}: {error} (at "
             f"{place_of(error, place)}); it is called as forward(x, lengths), where lengths may be None"
         ) from error
-    if logits is None:
-        return
     if not isinstance(logits, Tensor) or logits.shape != (len(batch.y), width):
         output = "class" if method.objective.answers == "class" else "output of the objective"
         given = f"a tensor of shape {list(logits.shape)}" if isinstance(logits, Tensor) else _what(logits)
         raise ConfigError(
             f"{where}: forward() returns {given} for {len(batch.y)} examples ({place}); it must be logits, "
             f"[{len(batch.y)}, {width}] here: one number for each example and {output}. Where this network is only a part of one, "
-            f"say in the method's logits() what is to be looked at"
+            f"name it in the method's class variable partial"
         )
     if real and not bool(torch.isfinite(logits).all()):
         raise ConfigError(

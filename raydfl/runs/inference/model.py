@@ -24,7 +24,7 @@ from raydfl.core.types import Batch, ModelSpec, Tensors
 from raydfl.data import DataSettings, Population, View
 from raydfl.engine import KEPT_MODEL, SERVER, Clients, Config, best_of, build_models, fixed_of_whole, received_entries
 from raydfl.engine.storage import Commit, PrivateStore, RunStore, local_run, stored_config
-from raydfl.methods import Method
+from raydfl.methods import Method, compute_logits
 from raydfl.objectives import Classify, Objective
 from raydfl.runs.inference.threshold import Threshold, recorded_threshold
 from raydfl.training import Replica, fixed_tensors
@@ -121,10 +121,7 @@ class RunFusion:
     def logits(self, batch: Batch) -> Tensor:
         """Return its outputs float32 [batch, classes] for a batch with all views."""
         with torch.no_grad():
-            found = self.method.logits(self.networks, self.name.rpartition(":")[2], batch)
-        if found is None:
-            raise InputError(f"model {self.name!r} gives no outputs of its own; choose another with --model")
-        return found
+            return compute_logits(self.method, self.networks, self.name.rpartition(":")[2], batch)
 
 
 def load_fusion(run_dir: str | Path, model: str, trust: bool = False, best: bool = False) -> RunFusion | None:
@@ -208,7 +205,9 @@ class _Run:
         found = self._shared()
         self._check_reads_data(model)
         if model is None and found:
-            model = self.method.default_model(list(found))
+            # Of a method with models on features the student, which is the first.
+            named = [name for name in found if ":" not in name] if self.method.on_features else [*found]
+            model = named[0] if named and (self.method.on_features or len(found) == 1) else None
         if model in found:
             specs, name, key, part = found[model]
             networks, _ = self._load(specs, self._received([key], part), {}, f"model {model!r}")
