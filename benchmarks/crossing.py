@@ -100,7 +100,7 @@ def listening() -> Iterator[Traffic]:
 def private_things(config: Any, run_dir: Path) -> dict[str, list[bytes]]:
     """By kind, pieces of all that must not leave a site: of every client's every training clip, and of every private tensor."""
     from raydfl.cluster.sites import folder_at
-    from raydfl.data.build import list_clips
+    from raydfl.data import list_clips
     from raydfl.data.population import Population
 
     found: dict[str, list[bytes]] = {
@@ -127,8 +127,9 @@ def private_things(config: Any, run_dir: Path) -> dict[str, list[bytes]]:
                     _middle(wave),
                     np.round(wave[middle : middle + 32, 0] * 32767).astype(np.int16).tobytes(),
                 ]
-                start = int(examples.starts[number])
-                found["features"].append(_middle(own.stores[0].frames[start : start + int(examples.counts[number])]))
+                view = examples.first_view
+                start = int(view.starts[number])
+                found["features"].append(_middle(view.store.frames[start : start + int(view.counts[number])]))
                 found["names of clips"].append(str(row["clip"]).encode())
         for path in sorted((folder / "private").glob("*.seg")):
             content = path.read_bytes()

@@ -11,13 +11,10 @@ import pyarrow as pa
 
 from raydfl.core.options import options_of
 from raydfl.data import (
-    CLIENT_TEST,
-    TRAINING,
-    VALIDATION,
+    Assignment,
     DataSettings,
-    Division,
     PartitionSettings,
-    divide,
+    assign_clips,
     find_dataset,
     list_clips,
     natural_order,
@@ -91,23 +88,22 @@ def describe_data(data: DataSettings, seed: int, labels_needed: bool = True) -> 
     if extra:
         yield from _entry("other columns", ", ".join(extra))
     yield from remarks_of(manifest)
-    division = divide(manifest, classes, data, seed, labels_needed)
+    tables = assign_clips(manifest, classes, data, seed, labels_needed, last="hold_out")
     yield ""
     if data.sites:
         yield f"Without its sites; each of them ({', '.join(data.sites)}) divides clips of its own:"
     else:
         yield "With this configuration:"
-    yield from _entry(f"clients ({len(division.partition.ids):,})", _clients(division, data.partition))
-    if len(division.pools) > 1:
-        sizes = np.bincount(division.pool[division.role == TRAINING], minlength=len(division.pools))
-        pools = (f"{name} ({size:,})" for name, size in zip(division.pools, sizes.tolist(), strict=True))
-        yield from _entry("pools", ", ".join(pools))
-    yield from _entry("test set", _part(division, division.split.test, len(classes)))
-    if len(division.split.validation):
-        yield from _entry("server validation", _part(division, division.split.validation, len(classes)))
-    used = sum(map(len, (division.partition.rows, division.split.test, division.split.validation)))
-    if used < manifest.num_rows:
-        yield from _entry("left out", f"{manifest.num_rows - used:,} clips")
+    yield from _entry(f"clients ({len(tables.ids):,})", _clients(tables, data.partition))
+    if len(tables.pools) > 1:
+        pool = tables.codes("pool")
+        yield from _entry("pools", ", ".join(f"{name} ({(pool == n).sum():,})" for n, name in enumerate(tables.pools)))
+    yield from _entry("test set", _count_server(tables, "test"))
+    if tables.has_role("server_validation").any():
+        yield from _entry("server validation", _count_server(tables, "server_validation"))
+    left_out = manifest.num_rows - len(np.unique(tables.codes("clip")))
+    if left_out:
+        yield from _entry("left out", f"{left_out:,} clips")
     yield ""
     yield "Clips that cannot be read are found by: raydfl data prepare FILE"
 
@@ -173,18 +169,20 @@ def _condition(count: str) -> tuple[bool, str]:
     return name != "normal", name
 
 
-def _clients(division: Division, settings: PartitionSettings) -> str:
-    sizes = division.partition.sizes
+def _clients(tables: Assignment, settings: PartitionSettings) -> str:
+    sizes = tables.sizes()
     how = f"by {settings.column or 'group'}" if settings.by == "group" else settings.by
     how += f", {settings.shards} shards each" if settings.shards > 1 else ""
-    validation = ""
-    for role, name in ((VALIDATION, "validation"), (CLIENT_TEST, "tests")):
-        held_out = int((division.role == role).sum())
-        validation += f"; {held_out:,} of them for the clients' own {name}" if held_out else ""
-    return f"{how}: {sizes_text(sizes)}, {int(sizes.sum()):,} in all{validation}"
+    own = ""
+    for role, name in (("validation", "validation"), ("client_test", "tests")):
+        held_out = tables.has_role(role).sum()
+        own += f"; {held_out:,} of them for the clients' own {name}" if held_out else ""
+    return f"{how}: {sizes_text(sizes)}, {sizes.sum():,} in all{own}"
 
 
-def _part(division: Division, rows: np.ndarray, classes: int) -> str:
-    if not len(rows):
+def _count_server(tables: Assignment, role: str) -> str:
+    """Count the server's clips of a role, and their classes."""
+    labels = tables.codes("label")[tables.has_role(role)]
+    if not len(labels):
         return "none"
-    return f"{len(rows):,} clips of {len(np.unique(division.labels[rows]))} of the {classes} classes"
+    return f"{len(labels):,} clips of {len(np.unique(labels))} of the {len(tables.classes)} classes"

@@ -13,17 +13,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from raydfl.core.errors import DataError, InputError
 from raydfl.core.options import options_of
 from raydfl.core.yaml import to_yaml
 from raydfl.data import (
-    CLIENT_TEST,
-    TRAINING,
+    Assignment,
     DataSettings,
-    Division,
-    divide,
+    assign_clips,
     find_dataset,
     list_clips,
     sizes_text,
@@ -191,14 +188,14 @@ def find(config: Config) -> Proposal | None:
         tried = {**settings, "data.split": {**kept, **test}, "data.partition": partition, **objective}
         try:
             whole = configure(tried)
-            division = divide(manifest, classes, whole.data, config.run.seed, whole.labels_needed)
-            sizes = np.add.reduceat(division.role != CLIENT_TEST, division.partition.offsets[:-1], dtype=np.int64)
+            tables = assign_clips(manifest, classes, whole.data, config.run.seed, whole.labels_needed, last="hold_out")
+            sizes = tables.sizes("train", "validation")
             if len(sizes) < 2:
                 continue
             if conditions is not None:
-                fits = _suits_machines(manifest, conditions, division, strict)
+                fits = _suits_machines(tables, conditions, strict)
             else:
-                there = np.unique(division.labels[division.split.test])
+                there = np.unique(tables.codes("label")[tables.has_role("test")])
                 fits = not strict or len(there) == len(classes) or test == _OFFICIAL
             if not fits:
                 continue
@@ -207,7 +204,7 @@ def find(config: Config) -> Proposal | None:
             configure(tried).train.cohort_size(len(sizes))
         except InputError:
             continue
-        tested = len(division.split.test) + int((division.role == CLIENT_TEST).sum())
+        tested = int(tables.has_role("test", "client_test").sum())
         left_out = ["the other keys of data.split do not fit these clips: they are left out"] if kept != own else []
         return Proposal(tried, sizes, tested, [*reasons, *left_out, why_test, why_partition, why_train])
     return None
@@ -277,23 +274,16 @@ def _tests_of_machines(manifest: pa.Table, conditions: Conditions) -> Iterator[t
         yield {"test": None, "client_test": held_out}, f"{why}; {share:.0%} of these are tested on too. {classify}"
 
 
-def _suits_machines(manifest: pa.Table, conditions: Conditions, division: Division, strict: bool) -> bool:
+def _suits_machines(tables: Assignment, conditions: Conditions, strict: bool) -> bool:
     """Return whether clients train on normal clips alone, and test on both kinds.
 
     Args:
         strict: every client must have both kinds in its test; otherwise one client.
     """
-    values = manifest.column(conditions.column)
-    strange = pc.fill_null(pc.is_in(values, pa.array(conditions.anomalous, values.type)), False).to_numpy()
-    strange = strange[division.partition.rows]
-    training, tested = division.role == TRAINING, division.role == CLIENT_TEST
-
-    def count(chosen: np.ndarray) -> np.ndarray:
-        return np.add.reduceat(chosen, division.partition.offsets[:-1], dtype=np.int64)
-
-    both = (count(tested & strange) > 0) & (count(tested & ~strange) > 0)
-    trained = not (training & strange).any() and bool((count(training) > 1).all())
-    return trained and bool(both.all() if strict else both.any())
+    strange = np.isin(tables.texts(conditions.column, "data").astype(str), conditions.anomalous)
+    both = np.all([tables.select(mine).sizes("client_test") > 0 for mine in (strange, ~strange)], axis=0)
+    trained = not (tables.has_role("train") & strange).any() and (tables.sizes("train") > 1).all()
+    return bool(trained and (both.all() if strict else both.any()))
 
 
 def _tests(manifest: pa.Table) -> Iterator[tuple[dict[str, Any], str]]:

@@ -1,10 +1,9 @@
-"""The way to a population: clips are listed, divided, corrupted where that is asked for, and their features prepared."""
+"""The way to a population: clips are listed, steps assign them to clients, and their features are prepared."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -12,27 +11,114 @@ import pyarrow as pa
 
 from raydfl.core.errors import ConfigError, DataError, nearest
 from raydfl.core.progress import Progress
+from raydfl.core.seeds import seed_for
 from raydfl.core.users_code import naming_failures
-from raydfl.data.client_ids import ClientIds
-from raydfl.data.corruption import LabelErrorSettings, NoiseSettings, choose_clients, wrong_labels
-from raydfl.data.division import CLIENT_TEST, TRAINING, VALIDATION, Division, divide, list_clips
-from raydfl.data.features.alteration import Alteration
+from raydfl.data.features.alteration import UNALTERED, Alteration, Alterations
 from raydfl.data.features.cache import FeatureStore, prepare
 from raydfl.data.features.digests import rows_of
 from raydfl.data.features.extraction import RunChunks
 from raydfl.data.features.statistics import group_numbers, normalise_groups, statistics_of
 from raydfl.data.features.wave import BY_TRAINING_CLIPS
-from raydfl.data.listing import column_codes
 from raydfl.data.manifest import remarks_of
-from raydfl.data.parts import join
-from raydfl.data.poisoning import Poisoner, alterations_for, noise_of_some, poison
-from raydfl.data.pools import HIDDEN_LABEL, NO_LABEL, UNLABELLED
-from raydfl.data.population import CLEAN, Population
-from raydfl.data.presence import clients_without
-from raydfl.data.profile import profile_columns
+from raydfl.data.noise import NOISELESS, Noise, noise_for
+from raydfl.data.parts import join_parts
+from raydfl.data.population import CLEAN, Population, StoredView
+from raydfl.data.remote import fetch_recordings
 from raydfl.data.segment import segments
-from raydfl.data.settings import DataSettings, ViewSettings, with_place
-from raydfl.data.tables import ROLES, Tables, clips_table, encode, table_prefix
+from raydfl.data.settings import DataSettings, with_place
+from raydfl.data.steps.client_file import share_clips
+from raydfl.data.steps.corrupt import ALTERED, NOISY, corrupt, remove_views
+from raydfl.data.steps.leave_out import deal_ungrouped, leave_out_labels
+from raydfl.data.steps.listing import NO_LABEL, UNLABELLED, Assignment, encode_column, make_assignment, natural_order
+from raydfl.data.steps.partition import check_classes, partition_clips
+from raydfl.data.steps.poison import Poisoner, poison
+from raydfl.data.steps.pools import HIDDEN_LABEL, assign_pools
+from raydfl.data.steps.profile import add_profiles
+from raydfl.data.steps.split import hold_out, split_clips
+from raydfl.data.tables import POOLED, Tables, clips_table, table_prefix, view_column
+from raydfl.data.views import View
+
+Step = Callable[[Assignment], Assignment]
+
+
+def list_clips(
+    data: DataSettings, seed: int, progress: Progress | None = None, complete: bool = True
+) -> tuple[pa.Table, list[str]]:
+    """List the configured data set: its manifest and the names of its classes; no clip is opened.
+
+    Recordings behind a URI are copied first.
+
+    Args:
+        seed: the run's: it draws the groups of ``data.ungrouped: deal``.
+        complete: whether these are all clips of the federation, so that a label to be left out must be among theirs.
+
+    Raises:
+        ConfigError: options that the data set does not take.
+        DataError: recordings that are not there, or a list that cannot be used.
+    """
+    for uri in data.uris.values():
+        fetch_recordings(uri, data.cache, progress)
+    manifest = data.source.open().manifest()
+    if manifest.column("label").null_count == manifest.num_rows:
+        raise DataError("no clip has a label, so nothing says what the classes are")
+    if data.leave_out:
+        manifest = leave_out_labels(manifest, data.leave_out, complete)
+    if data.ungrouped == "deal" and manifest.column("group").null_count:
+        manifest = deal_ungrouped(manifest, seed)
+    return manifest, natural_order(manifest.column("label").unique().drop_null().to_pylist())
+
+
+def make_steps(data: DataSettings, seed: int, attack: Poisoner | None = None) -> dict[str, Step]:
+    """Return the steps from the list of clips to the clients, by name and in their order."""
+    own = {name: settings.partition for name, settings in data.pools.items()}
+    if data.unlabelled is not None:
+        own[UNLABELLED] = data.unlabelled.partition
+    steps: dict[str, Step] = {
+        "split": lambda tables: split_clips(tables, data.split, seed),
+        "pools": lambda tables: assign_pools(tables, data.pools, data.unlabelled, seed),
+        "partition": lambda tables: partition_clips(tables, data.partition, own, seed),
+        "hold_out": lambda tables: hold_out(tables, data.split, seed),
+        "profile": lambda tables: add_profiles(tables, data.profile),
+        "corrupt": lambda tables: remove_views(corrupt(tables, data.corrupt, seed), data.missing, seed),
+    }
+    if data.partition.file is not None:
+        file, minimum = data.partition.file, data.partition.minimum
+        columns = {own.column: f"data.profile.{name}" for name, own in data.profile.items() if own.column is not None}
+        steps["partition"] = lambda tables: share_clips(tables, file, minimum, columns)
+    if attack is not None:
+        steps["poison"] = lambda tables: poison(tables, attack, seed)
+    return steps
+
+
+def assign_clips(
+    manifest: pa.Table,
+    classes: Sequence[str],
+    data: DataSettings,
+    seed: int,
+    learnt: bool = True,
+    readable: np.ndarray | None = None,
+    attack: Poisoner | None = None,
+    last: str | None = None,
+) -> Assignment:
+    """Assign the clips of a list to clients and server.
+
+    Args:
+        learnt: whether each class has to be learnt, so that one without training clips is a mistake.
+        readable: bool [clips of the list]; ``None``: all can be read.
+        last: name of the last step to do; ``None``: all.
+
+    Raises:
+        DataError: a step does not fit the clips.
+    """
+    listed = make_assignment(manifest, classes)
+    tables = usable = listed if readable is None else listed.select(readable)
+    for name, step in make_steps(data, seed, attack).items():
+        tables = step(tables)
+        if name == "partition" and learnt and data.unseen == "stop" and data.label_sets is None:
+            check_classes(tables, listed, usable)
+        if name == last:
+            break
+    return tables
 
 
 def build_population(
@@ -44,7 +130,7 @@ def build_population(
     classes: Sequence[str] | None = None,
     labels_needed: bool = True,
 ) -> Population:
-    """List the clips, divide them, and make sure that their features are in the cache.
+    """List the clips, assign them, and make sure that their features are in the cache.
 
     Args:
         data: the configuration.
@@ -61,57 +147,54 @@ def build_population(
         ResourcesError: no room for the features.
     """
     if data.parts:
-        return join(
+        return join_parts(
             {name: _part(name, part, seed, progress, run_chunks, labels_needed) for name, part in data.each.items()}
         )
     complete = classes is None
     manifest, own = list_clips(data, seed, progress, complete)
-    for name in data.columns:
-        column_codes(manifest, name)
     classes = own if classes is None else classes
-    all_learnt = complete and labels_needed
-    division = divide(manifest, classes, data, seed, all_learnt)  # before the long work: what cannot be done fails now
-    shared = data.partition.by == "table"
     if attack is not None:
         with naming_failures(attack, "check", kind="attack"):
             attack.check(classes, data.features)
-        if shared and attack.poisons:
-            raise ConfigError(
-                "attack: attackers would train on altered recordings or labels, but by data.partition.by: table clients may share "
-                "clips; take an attack on what clients send, or another partition"
-            )
+    columns = {name: encode_column(make_assignment(manifest, classes), name) for name in data.columns}
+    assign = functools.partial(
+        assign_clips, manifest, classes, data, seed, complete and labels_needed, attack=_poisoner(attack, data)
+    )
+    tables = assign()  # before the long work: what cannot be done fails now
+    if attack is not None:
         with naming_failures(attack, "candidates", kind="attack"):
-            attack.candidates(division.partition.ids, seed)
+            attack.candidates(tables.ids, seed)
     prepared = functools.partial(prepare, data.source, cache=data.cache, progress=progress, run_chunks=run_chunks)
-    store = prepared(manifest, data.stored_features, unreadable=data.unreadable)
+    store = prepared(manifest, data.first_view.stored_features, unreadable=data.unreadable)
     messages = remarks_of(manifest)
     if data.split.as_published is not None:
         messages.append(
             "data.split.as_published: clips that are trained on are tested on too, so scores say how well clips are known, not "
             "how well a failing machine is heard"
         )
-    skipped: list[tuple[str, str]] = []
-    if store.failures:
-        clips = manifest.column("clip")
-        skipped = [(clips[index].as_py(), reason) for index, reason in sorted(store.failures.items())]
-        messages.append(
-            f"{len(skipped)} of {manifest.num_rows} clips cannot be read and are left out, the first {skipped[0][0]}"
+    clips = manifest.column("clip")
+    skipped = [(clips[index].as_py(), reason) for index, reason in sorted(store.failures.items())]
+    if skipped:
+        first = f"the first {skipped[0][0]}"
+        messages.append(f"{len(skipped)} of {len(clips)} clips cannot be read and are left out, {first}")
+        if len(skipped) == len(clips):
+            raise DataError(f"none of {len(clips)} clips can be read, {first}: {skipped[0][1]}")
+        tables = assign(readable=~np.isin(np.arange(len(clips)), list(store.failures)))
+    return _Assembler(manifest, tables, data, seed, prepared, complete).population(
+        store, None if attack is None else attack.alteration(), columns, skipped, messages
+    )
+
+
+def _poisoner(attack: Poisoner | None, data: DataSettings) -> Poisoner | None:
+    """Return the attack if attackers have clips of their own to alter."""
+    if attack is None or data.partition.by != "table":
+        return attack
+    if attack.poisons:
+        raise ConfigError(
+            "attack: attackers would train on altered recordings or labels, but by data.partition.by: table clients may share "
+            "clips; take an attack on what clients send, or another partition"
         )
-        usable = np.delete(np.arange(manifest.num_rows), sorted(store.failures))
-        if not len(usable):
-            raise DataError(
-                f"none of {manifest.num_rows} clips can be read, the first {skipped[0][0]}: {skipped[0][1]}"
-            )
-        division = divide(manifest, classes, data, seed, all_learnt, usable)
-    dropped = len(division.split.train) - len(division.partition.rows)
-    if dropped and division.partition.table is not None:
-        messages.append(f"{dropped} training clips belong to no client: none of {data.partition.file} has them")
-    elif dropped:
-        messages.append(
-            f"{dropped} training clips belong to no client: theirs would have fewer than {data.partition.minimum} clips"
-        )
-    assembler = _Assembler(manifest, division, classes, data, seed, prepared, complete)
-    return assembler.population(store, None if shared else attack, skipped, messages)
+    return None
 
 
 def _part(
@@ -122,202 +205,234 @@ def _part(
     run_chunks: RunChunks | None,
     labels_needed: bool,
 ) -> Population:
-    """Return the population of one of ``data.parts``; what is wrong with its recordings says whose they are."""
+    """Return the population of one of ``data.parts``; messages about its recordings name the part."""
     try:
         return build_population(data, seed, progress, run_chunks, labels_needed=labels_needed)
     except (ConfigError, DataError) as error:
         raise with_place(error, f"data.parts.{name}") from error
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """The places of clips in their store."""
-
-    starts: np.ndarray
-    frames: np.ndarray
-    store: np.ndarray
-    """int8: position of the store."""
-
-    @classmethod
-    def of(cls, stores: Sequence[FeatureStore], clips: np.ndarray) -> _Rows:
-        """Find clips in the last of the stores."""
-        offsets, number = stores[-1].offsets, np.full(len(clips), len(stores) - 1, np.int8)
-        return cls(offsets[clips], offsets[clips + 1] - offsets[clips], number)
-
-    def take(self, where: np.ndarray) -> _Rows:
-        return _Rows(self.starts[where], self.frames[where], self.store[where])
-
-    def replaced(self, where: np.ndarray, other: _Rows) -> _Rows:
-        starts, frames, store = self.starts.copy(), self.frames.copy(), self.store.copy()
-        starts[where], frames[where], store[where] = other.starts, other.frames, other.store
-        return _Rows(starts, frames, store)
-
-
-@dataclass(frozen=True)
-class _Training:
-    """All clients' training clips, by client; one entry for each clip."""
-
-    clips: np.ndarray
-    """int64: rows of the manifest."""
-    client: np.ndarray
-    """int64, ascending."""
-    rows: _Rows
-    labels: np.ndarray
-    """int64: wrong ones as they are."""
-    noisy: np.ndarray
-    """bool."""
-
-
 class _Assembler:
-    """The way from a division of clips and their features to the tables of a population."""
+    """The way from assigned clips and their features to the tables of a population, with a row for each example."""
 
     def __init__(
         self,
         manifest: pa.Table,
-        division: Division,
-        classes: Sequence[str],
+        tables: Assignment,
         data: DataSettings,
         seed: int,
         prepared: Callable[..., FeatureStore],
         complete: bool,
     ) -> None:
-        self.manifest = manifest
-        self.division = division
-        self.classes = classes
-        self.data = data
-        self.seed = seed
-        self.ids = ClientIds.from_strings(division.partition.ids)
-        self._prepared = prepared
-        self._complete = complete
-        partition = division.partition
-        self._shared = partition.ranges is not None
-        """Clients have clips in common: no clip is one client's."""
-        client = np.zeros(len(partition.rows), np.int64)
-        if not self._shared:
-            client = np.repeat(np.arange(len(self.ids)), np.diff(partition.offsets))
-        trained, validated, tested = (division.role == role for role in (TRAINING, VALIDATION, CLIENT_TEST))
-        self.train, self.train_of = partition.rows[trained], client[trained]
-        self._pool = division.pool[trained]
-        self.validation, self.validation_of = partition.rows[validated], client[validated]
-        self.client_test, self.client_test_of = partition.rows[tested], client[tested]
-        self._group = self._statistics_of(client)
-        self._is_train = np.isin(np.arange(manifest.num_rows), self.train)
-        self._columns = {name: column_codes(manifest, name) for name in data.columns}
+        self.manifest, self.data, self.seed = manifest, data, seed
+        order = [tables.codes(name) for name in ("client", "pool", "role")]
+        self.tables = tables.select(np.lexsort(order))
+        self.clip, self.client = self.tables.codes("clip"), self.tables.codes("client")
+        self.train = self.tables.has_role("train")
+        self._prepared, self._complete = prepared, complete
+        self._trained = np.isin(np.arange(manifest.num_rows), self.clip[self.train])
+        self._group = self._statistics_of()
         self.stores: list[FeatureStore] = []
         self.unread: list[tuple[str, str]] = []
-        """Clips without a further view, since its file cannot be read, with the reason."""
+        """Clips without a view of ``data.views``, since its file cannot be read, with the reason."""
         self.messages: list[str] = []
-        """About further views."""
+        """About ``data.views``."""
 
-    def _statistics_of(self, client: np.ndarray) -> np.ndarray:
-        """Return whose statistics each clip is normalised with, as a number: int64 [clips of the manifest].
-
-        Args:
-            client: int64, one for each of the partition's rows.
-        """
+    def _statistics_of(self) -> np.ndarray:
+        """Return whose statistics each clip is normalised with, as a number: int64 [clips of the list]."""
         if self.data.features.normalise == "part":
             return np.zeros(self.manifest.num_rows, np.int64)
-        if self.data.features.normalise == "client":
-            numbers = np.full(
-                self.manifest.num_rows, len(self.ids), np.int64
-            )  # no client's: those of all training clips
-            numbers[self.division.partition.rows] = client
-            return numbers
-        return group_numbers(self.manifest)
+        if self.data.features.normalise != "client":
+            return group_numbers(self.manifest)
+        nobody = self.tables.clients.num_rows  # their statistics are those of all training clips
+        numbers, owned = np.full(self.manifest.num_rows, nobody, np.int64), self.client >= 0
+        numbers[self.clip[owned]] = self.client[owned]
+        return numbers
 
     def population(
-        self, store: FeatureStore, attack: Poisoner | None, skipped: Sequence[tuple[str, str]], messages: Sequence[str]
+        self,
+        store: FeatureStore,
+        alteration: Alteration | None,
+        columns: dict[str, tuple[np.ndarray, list[str]]],
+        skipped: Sequence[tuple[str, str]],
+        messages: Sequence[str],
     ) -> Population:
         """Return the population.
 
         Args:
             store: features of all clips, not yet normalised by group.
-            attack: as for :func:`build_population`.
+            alteration: what attackers do to recordings.
+            columns: further columns of batches: codes of the clips of the list, and their meanings.
             skipped: as for :class:`Population`.
-            messages: what is to be said before this has anything to say.
+            messages: to the user, before those of the tables.
         """
-        division, ids = self.division, self.ids
-        self.stores.append(self._normalised(store, np.arange(self.manifest.num_rows)))
-        training = self._training()
-        blocks = [
-            *self._pools("train", training.rows, training.labels),
-            self._held_out("validation", self.validation, self.validation_of),
-            self._held_out("client_test", self.client_test, self.client_test_of),
-            self._held_out("server_validation", division.split.validation),
-            self._held_out("test", division.split.test),
-        ]
-        if attack is not None:
-            blocks += self._attacked(attack, training)
-        clips = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+        tables, data, classes = self.tables, self.data, self.tables.classes
+        starts, frames, number = self._find_features(store, alteration)
         arrays: dict[str, np.ndarray] = {}
-        if self.data.features.normalise in BY_TRAINING_CLIPS:
+        messages = [*messages, *tables.messages]
+        if data.features.normalise in BY_TRAINING_CLIPS:
             arrays["statistics"] = statistics_of(self.stores[CLEAN])
-            messages = [*messages, *self._strange_groups()]
-        further = {name: values for name, (_, values) in self._columns.items()}
-        if UNLABELLED in division.pools:
-            further[HIDDEN_LABEL] = list(self.classes)
-        pipeline = self.data.pipeline
-        if len(training.rows.frames):
-            pipeline.check_size(int(training.rows.frames.max()), store.bands, "data.transforms")
-        arrays |= pipeline.make_tables(self.data.features, self.seed, table_prefix(""))
-        length = _common_length(clips["frames"], pipeline.cut)
-        views: dict[str, tuple[FeatureStore | None, int | None]] = {}
-        without = clients_without(self.data.missing, ids, self.seed)
-        for name, view in self.data.views.items():
+            messages += self._strange_groups()
+        (first_name, first_view), *others = data.all_views.items()
+        if self.train.any():
+            first_view.pipeline.check_size(int(frames[self.train].max()), store.bands, "data.transforms")
+        arrays |= first_view.pipeline.make_tables(data.features, self.seed, table_prefix(first_name))
+        row, first, length = self._cut(frames)
+        label, pools = tables.codes("label"), tables.pools
+        label = np.where(label < 0, NO_LABEL, label)
+        examples = {
+            "role": tables.codes("role"),
+            "pool": tables.codes("pool"),
+            "client": self.client,
+            "store": number,
+            "clip": self.clip,
+            "label": label,
+            "start": starts,
+        }
+        meanings = {name: values for name, (_, values) in columns.items()}
+        for name, (codes, _) in columns.items():
+            examples[f"column:{name}"] = codes[self.clip]
+        if UNLABELLED in pools:
+            hidden = examples["pool"] == pools.index(UNLABELLED)
+            examples["label"] = np.where(hidden, NO_LABEL, label)
+            examples[f"column:{HIDDEN_LABEL}"] = np.where(hidden, np.maximum(label, -1), -1)
+            meanings[HIDDEN_LABEL] = classes
+        frames_of_all = _common_length(length, first_view.pipeline.cut)
+        views = {first_name: StoredView(frames_of_all, tuple(self.stores), store.bands)}
+        for name, view in others:
             try:
-                views[name], starts, frames = self._view(name, view)
+                views[name], view_starts, view_frames = self._view(name, view)
                 arrays |= view.pipeline.make_tables(view.features, self.seed, table_prefix(name))
             except (ConfigError, DataError) as error:
-                raise with_place(error, f"data.views.{name}") from error
-            clips[f"view:{name}:start"], clips[f"view:{name}:frames"] = starts[clips["clip"]], frames[clips["clip"]]
-            if name in without:
-                clips[f"view:{name}:frames"][(clips["client"] >= 0) & without[name][clips["client"]]] = 0
+                raise with_place(error, view.where) from error
+            examples[view_column(name, "start")], present = view_starts[self.clip], view_frames[self.clip]
+            if name in data.missing:
+                present[tables.codes(f"lacks:{name}")] = 0
+            examples[view_column(name, "frames")] = present
+        kinds = {"role": np.int8, "pool": np.int8, "store": np.int8, "start": np.int64}
+        cut: dict[str, np.ndarray] = {}
+        for name, values in examples.items():
+            wide = name.startswith("view:") and name.endswith(":start")
+            cut[name] = values[row].astype(np.int64 if wide else kinds.get(name, np.int32))
+            if name == "start":
+                cut["start"] += first
+                cut["frames"] = length.astype(np.int32)
         population = Population(
-            Tables(
-                clips_table(clips, division.pools, further),
-                pa.record_batch({**ids.columns(), **self._client_columns(training.rows.frames)}),
-                arrays,
-            ),
-            self.classes,
-            length,
-            self.stores,
+            Tables(clips_table(cut, pools, meanings), self._clients(row), arrays),
+            classes,
+            views,
             [*skipped, *self.unread],
             [*messages, *self.messages],
-            separator=None if self.data.label_sets is None else self.data.label_sets.separator,
-            views=views,
+            separator=None if data.label_sets is None else data.label_sets.separator,
         )
-        return population.use(self.data)
+        return population.use(data)
 
-    def _client_columns(self, frames: np.ndarray) -> dict[str, pa.Array]:
-        """Return the columns of the clients table beside the ids.
-
-        Args:
-            frames: int64 [training clips].
-        """
-        partition, found = self.division.partition, {}
-        if partition.ranges is not None:
-            found = self._ranges(frames, partition.ranges)
-        else:
-            if partition.group_of.max() >= 0:
-                found["group"] = encode(partition.group_of.astype(np.int32), partition.groups)
-            flags = {"noisy": self._noisy, "label_errors": self._with_label_errors}
-            found |= {name: pa.array(flag) for name, flag in flags.items() if flag.any()}
-        if self.data.features.normalise in BY_TRAINING_CLIPS:
-            bounds = partition.ranges or np.searchsorted(
-                self.train_of, [np.arange(len(self.ids)), np.arange(1, len(self.ids) + 1)]
-            )
-            everything = statistics_of(self.stores[CLEAN]).shape[1] - 1
-            found["statistics"] = pa.array(_statistics(everything, self._group[self.train], *bounds))
-        return found | profile_columns(self.manifest, partition, self.data.profile)
-
-    def _view(self, name: str, view: ViewSettings) -> tuple[tuple[FeatureStore, int | None], np.ndarray, np.ndarray]:
-        """Prepare the features of a further view.
+    def _find_features(
+        self, store: FeatureStore, alteration: Alteration | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Find the features of all clips; the noisy and the altered ones become stores of their own.
 
         Returns:
-            The store with the frames of every example that has the view (``None`` if they differ), and the place of each clip's
-            features: int64 and int32 [clips of the manifest], 0 frames if the clip lacks the view.
+            First frames, numbers of frames, and positions of the stores.
         """
-        manifest, where = self.manifest, f"data.views.{name}"
+        self.stores.append(self._normalised(store, np.arange(self.manifest.num_rows)))
+        offsets = self.stores[CLEAN].offsets
+        starts, frames = offsets[self.clip], np.diff(offsets)[self.clip]
+        number, kind = np.zeros(len(starts), np.int8), self.tables.codes("store")
+        for code in (NOISY, ALTERED):
+            rows = np.flatnonzero(kind == code)
+            if not len(rows):
+                continue
+            clips, firsts = np.unique(self.clip[rows], return_index=True)
+            self.stores.append(
+                self._changed(clips, self.tables.select(rows[firsts]), alteration if code == ALTERED else None)
+            )
+            offsets, place = self.stores[-1].offsets, np.searchsorted(clips, self.clip[rows])
+            starts[rows], frames[rows] = offsets[place], np.diff(offsets)[place]
+            number[rows] = len(self.stores) - 1
+        return starts, frames, number
+
+    def _changed(self, clips: np.ndarray, tables: Assignment, alteration: Alteration | None) -> FeatureStore:
+        """Return the features of noisy or altered clips.
+
+        Args:
+            clips: int [clips], ascending: rows of the list.
+            tables: with these clips; the columns ``noise`` and ``altered`` name the changed ones.
+        """
+        names, noise, alterations = tables.clips.column("clip").to_pylist(), None, None
+        noisy, altered = tables.codes("noise"), tables.codes("altered")
+        if self.data.corrupt.noise is not None and noisy.any():
+            drawn = noise_for(names, self.data.corrupt.noise.snr_db, self.seed)
+            seeds = (seed if yes else NOISELESS for seed, yes in zip(drawn.seeds, noisy, strict=True))
+            noise = Noise(drawn.snr_db, tuple(seeds))
+        if alteration is not None:
+            seeds = (
+                seed_for(self.seed, 0, name, "alteration") if yes else UNALTERED
+                for name, yes in zip(names, altered, strict=True)
+            )
+            alterations = Alterations(alteration, tuple(seeds))
+        store = self._prepared(
+            self.manifest.take(pa.array(clips)),
+            self.data.first_view.stored_features,
+            noise=noise,
+            alterations=alterations,
+        )
+        return self._normalised(store, clips)
+
+    def _normalised(self, store: FeatureStore, clips: np.ndarray) -> FeatureStore:
+        """Return the features of these clips of the list as the settings want them."""
+        if self.data.features.normalise not in BY_TRAINING_CLIPS:
+            return store
+        clean = self.stores[CLEAN] if self.stores else None
+        return normalise_groups(store, self._group[clips], self._trained[clips], self.data.features.dtype, clean)
+
+    def _cut(self, frames: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Cut clips into examples: the clip of each (a row of the tables), its first frame there, its number of frames."""
+        data, found = self.data, []
+        pooled = self.tables.has_role(*POOLED)
+        test_stride = None if data.segment is None else data.segment.test_stride
+        for mine, segment, stride in (
+            (pooled, data.segment, None),
+            (~pooled, data.first_view.test_segments, test_stride),
+        ):
+            rows = np.flatnonzero(mine)
+            clip, first, length = segments(frames[rows], segment, stride)
+            found.append((rows[clip], first, length))
+        row, first, length = (np.concatenate(column) for column in zip(*found, strict=True))
+        order = np.argsort(row, kind="stable")
+        return row[order], first[order], length[order]
+
+    def _clients(self, row: np.ndarray) -> pa.RecordBatch:
+        """Return the table of clients.
+
+        Args:
+            row: int64 [examples]: the clip of each, a row of the tables.
+        """
+        clients = self.tables.clients
+        found = {name: clients.column(name) for name in clients.schema.names if not name.startswith("column:")}
+        shared = "first" in found
+        if shared:
+            bounds = tuple(found[name].to_numpy() for name in ("first", "stop"))
+            before = np.searchsorted(row, np.arange(self.train.sum() + 1)).astype(np.int32)  # training clips come first
+            found |= {name: pa.array(before[bound]) for name, bound in zip(("first", "stop"), bounds, strict=True)}
+        if self.data.features.normalise in BY_TRAINING_CLIPS:
+            rows = np.flatnonzero(self.train)
+            if not shared:  # clips of several pools lie apart, and are one client's all the same
+                rows = rows[np.argsort(self.client[rows], kind="stable")]
+                ends = np.searchsorted(self.client[rows], np.arange(clients.num_rows + 1))
+                bounds = (ends[:-1], ends[1:])
+            everything = statistics_of(self.stores[CLEAN]).shape[1] - 1
+            found["statistics"] = pa.array(_statistics(everything, self._group[self.clip[rows]], *bounds))
+        order = ("client", "by_id", "group", "first", "stop", "noisy", "label_errors", "statistics")
+        return pa.record_batch({name: found[name] for name in [*order, *found] if name in found})
+
+    def _view(self, name: str, view: View) -> tuple[StoredView, np.ndarray, np.ndarray]:
+        """Prepare the features of a view of ``data.views``.
+
+        Returns:
+            The view, and the place of each clip's features: int64 and int32 [clips of the list], 0 frames if the clip lacks it.
+        """
+        manifest, where = self.manifest, view.where
         if view.column not in manifest.column_names:
             hint = nearest(view.column, manifest.column_names)
             raise DataError(f"{where}.column: the manifest has no column {view.column!r}; {hint}")
@@ -346,184 +461,22 @@ class _Assembler:
                 f"{clips_of[int(failed[0])].as_py()}"
             )
         present = counts[counts > 0]
-        if not len(present):
-            return (store, None), starts, counts.astype(np.int32)
-        view.pipeline.check_size(int(present.max()), store.bands, f"{where}.transforms")
-        return (store, _common_length(present, view.pipeline.cut)), starts, counts.astype(np.int32)
-
-    @functools.cached_property
-    def _noisy(self) -> np.ndarray:
-        """Clients whose training clips are noisy: bool [clients]."""
-        return self._chosen(self.data.corrupt.noise, "noise")
-
-    @functools.cached_property
-    def _with_label_errors(self) -> np.ndarray:
-        """Clients of whose training clips some have wrong labels: bool [clients]."""
-        return self._chosen(self.data.corrupt.labels, "labels")
-
-    def _chosen(self, corruption: NoiseSettings | LabelErrorSettings | None, purpose: str) -> np.ndarray:
-        if corruption is None:
-            return np.zeros(len(self.ids), bool)
-        return choose_clients(self.ids, corruption.clients, self.seed, purpose)
-
-    def _training(self) -> _Training:
-        """Return the training clips; the noisy ones' features become a store of their own."""
-        rows = _Rows.of(self.stores, self.train)
-        if self._shared:
-            return _Training(self.train, self.train_of, rows, self._labels(), self.train_of.astype(bool))
-        mine = self._noisy[self.train_of]
-        affected = np.sort(self.train[mine])
-        if len(affected):
-            everything = np.ones(len(affected), bool)
-            self.stores.append(self._features(affected, everything, None, ~everything))
-            rows = rows.replaced(mine, _Rows.of(self.stores, np.searchsorted(affected, self.train[mine])))
-        return _Training(self.train, self.train_of, rows, self._labels(), mine)
-
-    def _labels(self) -> np.ndarray:
-        """Return the training clips' labels with the wrong ones in place."""
-        labels: np.ndarray = self.division.labels[self.train]  # a copy: by positions
-        wrong = self.data.corrupt.labels
-        if wrong is None:
-            return labels
-        bounds = np.searchsorted(self.train_of, np.arange(len(self.ids) + 1))
-        for number in np.flatnonzero(self._with_label_errors):
-            mine = bounds[number] + np.flatnonzero(labels[bounds[number] : bounds[number + 1]] >= 0)
-            labels[mine] = wrong_labels(labels[mine], len(self.classes), wrong.rate, self.seed, self.ids[int(number)])
-        return labels
-
-    def _normalised(self, store: FeatureStore, clips: np.ndarray) -> FeatureStore:
-        """Return the features of these clips of the manifest as the settings want them."""
-        if self.data.features.normalise not in BY_TRAINING_CLIPS:
-            return store
-        clean = self.stores[CLEAN] if self.stores else None
-        return normalise_groups(store, self._group[clips], self._is_train[clips], self.data.features.dtype, clean)
-
-    def _features(
-        self, clips: np.ndarray, noisy: np.ndarray, alteration: Alteration | None, altered: np.ndarray
-    ) -> FeatureStore:
-        """Return the features of some clips (ascending), noisy and altered where the flags (bool [clips]) say so."""
-        names = self.manifest.column("clip").take(pa.array(clips)).to_pylist()
-        snr = None if self.data.corrupt.noise is None else self.data.corrupt.noise.snr_db
-        store = self._prepared(
-            self.manifest.take(pa.array(clips)),
-            self.data.stored_features,
-            noise=None if snr is None or not noisy.any() else noise_of_some(names, noisy, snr, self.seed),
-            alterations=None if alteration is None else alterations_for(names, altered, alteration, self.seed),
-        )
-        return self._normalised(store, clips)
-
-    def _pools(self, role: str, rows: _Rows, labels: np.ndarray) -> list[dict[str, np.ndarray]]:
-        """Return the columns of all training clips, pool by pool."""
-        blocks = []
-        for number, name in enumerate(self.division.pools):
-            mine = self._pool == number
-            blocks.append(
-                self._block(
-                    role,
-                    rows.take(mine),
-                    np.where(name == UNLABELLED, NO_LABEL, labels[mine]),
-                    self.train[mine],
-                    None if self._shared else self.train_of[mine],
-                    number,
-                    labels[mine] if name == UNLABELLED else None,
-                )
-            )
-        return blocks
-
-    def _ranges(self, frames: np.ndarray, ranges: tuple[np.ndarray, np.ndarray]) -> dict[str, pa.Array]:
-        """Return the ranges of training examples of clients that may share them.
-
-        Args:
-            frames: int64 [training clips].
-            ranges: of each client, in training clips.
-        """
-        clip, _, _ = segments(frames, self.data.segment, None)
-        before = np.searchsorted(clip, np.arange(len(frames) + 1)).astype(np.int32)
-        return {name: pa.array(before[bound]) for name, bound in zip(("first", "stop"), ranges, strict=True)}
-
-    def _held_out(self, role: str, clips: np.ndarray, owners: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """Return the columns of held-out clips."""
-        rows = _Rows.of(self.stores[: CLEAN + 1], clips)
-        return self._block(role, rows, self.division.labels[clips], clips, owners)
-
-    def _block(
-        self,
-        role: str,
-        rows: _Rows,
-        labels: np.ndarray,
-        clips: np.ndarray,
-        owners: np.ndarray | None,
-        pool: int = -1,
-        hidden: np.ndarray | None = None,
-    ) -> dict[str, np.ndarray]:
-        """Return the columns of the clips of one role and pool.
-
-        Args:
-            role: one of ROLES.
-            rows: places of the clips' features.
-            labels: int64 [clips].
-            clips: int64 [clips], rows of the manifest.
-            owners: int64 [clips], ascending; ``None``: the server, or clients that share clips.
-            pool: number of the training pool; -1: the clips are held out, and cut into segments as test clips are.
-            hidden: int64 [clips], hidden labels of unlabelled clips.
-        """
-        segment = self.data.test_segments if pool < 0 else self.data.segment
-        stride = self.data.segment.test_stride if self.data.segment is not None and pool < 0 else None
-        clip, first, frames = segments(rows.frames, segment, stride)
-        columns = {
-            "role": np.full(len(clip), ROLES.index(role), np.int8),
-            "pool": np.full(len(clip), pool, np.int8),
-            "client": np.full(len(clip), -1, np.int32) if owners is None else owners[clip].astype(np.int32),
-            "store": rows.store[clip],
-            "clip": clips[clip].astype(np.int32),
-            "label": labels[clip].astype(np.int32),
-            "start": (rows.starts[clip] + first).astype(np.int64),
-            "frames": frames.astype(np.int32),
-        }
-        for name, (codes, _) in self._columns.items():
-            columns[f"column:{name}"] = codes[clips[clip]]
-        if UNLABELLED in self.division.pools:
-            none = np.full(len(clips), -1) if hidden is None else np.maximum(hidden, -1)
-            columns[f"column:{HIDDEN_LABEL}"] = none[clip].astype(np.int32)
-        return columns
-
-    def _attacked(self, attack: Poisoner, training: _Training) -> list[dict[str, np.ndarray]]:
-        """Return the blocks attack and triggered. The features that they need become the last of the stores."""
-        poisoned = poison(attack, self.ids, self.classes, training.client, training.labels, self.seed)
-        mine = poisoned.attacker[training.client]
-        with naming_failures(attack, "target_class", kind="attack"):
-            target = attack.target_class(self.classes)
-        with naming_failures(attack, "alteration", kind="attack"):
-            alteration = attack.alteration()
-        test, truth = self.division.split.test, self.division.labels
-        triggered = test[:0] if target is None or alteration is None else test[truth[test] != target]
-        rows, sounds = training.rows, _Rows.of(self.stores[: CLEAN + 1], triggered)
-        clips = np.concatenate([training.clips[mine], triggered])
-        if alteration is not None and len(clips):
-            order = np.argsort(clips)
-            none = np.zeros(len(triggered), bool)
-            noisy, changed = np.r_[training.noisy[mine], none][order], np.r_[poisoned.altered[mine], ~none][order]
-            clips = clips[order]
-            self.stores.append(self._features(clips, noisy, alteration, changed))
-            rows = rows.replaced(mine, _Rows.of(self.stores, np.searchsorted(clips, training.clips[mine])))
-            sounds = _Rows.of(self.stores, np.searchsorted(clips, triggered))
-        return [
-            *self._pools("attack", rows, poisoned.labels),
-            self._block("triggered", sounds, truth[triggered], triggered, None),
-        ]
+        length = None
+        if len(present):
+            view.pipeline.check_size(int(present.max()), store.bands, f"{where}.transforms")
+            length = _common_length(present, view.pipeline.cut)
+        return StoredView(length, (store,)), starts, counts.astype(np.int32)
 
     def _strange_groups(self) -> list[str]:
-        """Return what is to be said of groups without training clips."""
+        """Return a message about groups without training clips."""
         if self.data.features.normalise != "group":
             return []
-        split, own = self.division.split, self._group[self.train]
-        held_out = (self.validation, self.client_test, split.validation, split.test)
-        used = self._group[np.concatenate([self.train, *held_out])]
-        strange = len(np.setdiff1d(used, own))
+        groups, trained = np.unique(self._group[self.clip]), np.unique(self._group[self.clip[self.train]])
+        strange = len(np.setdiff1d(groups, trained))
         if not strange:
             return []
         return [
-            f"{strange} of {len(np.unique(used))} groups have no training clip: theirs are normalised with the "
+            f"{strange} of {len(groups)} groups have no training clip: theirs are normalised with the "
             "statistics of all training clips"
         ]
 

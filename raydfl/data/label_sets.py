@@ -10,7 +10,7 @@ from pydantic import Field
 
 from raydfl.core.errors import DataError
 from raydfl.core.settings import Settings
-from raydfl.data.partition import natural_order
+from raydfl.data.steps.listing import natural_order
 
 
 class LabelSetSettings(Settings):

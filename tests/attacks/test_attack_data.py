@@ -17,9 +17,9 @@ from raydfl.attacks.corrupt_recordings import Damage
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError, DataError
 from raydfl.data.build import build_population
-from raydfl.data.corruption import add_noise, noise_for
 from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.data.features.log_mel import FeatureSettings
+from raydfl.data.noise import add_noise, noise_for
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
 

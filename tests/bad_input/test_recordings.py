@@ -333,8 +333,8 @@ def test_what_is_there_is_told_even_if_it_cannot_be_divided(raydfl: Raydfl, trai
             "data.partition={by: dirichlet, clients: 6, alpha: 0.001, minimum: 3, balance: false}",
             "in .* draws with alpha 0.001.*Raise alpha",
         ),
-        ("data.partition={by: group, column: speaker}", "the manifest has no column 'speaker' to partition by"),
-        ("data.split.test={by: fold, values: [1]}", "the manifest has no column 'fold'"),
+        ("data.partition={by: group, column: speaker}", "data.partition: the recordings have no column 'speaker'"),
+        ("data.split.test={by: fold, values: [1]}", "data.split.test: the recordings have no column 'fold'"),
         ("data.split.test={by: split}", "no clip has 'test' in column 'split' .the column is empty."),
         ("data.split.test={by: group, values: [carl]}", "no clip has 'carl' in column 'group' .known: anna, bert."),
         (
@@ -355,7 +355,7 @@ def test_what_is_there_is_told_even_if_it_cannot_be_divided(raydfl: Raydfl, trai
 def test_a_division_that_cannot_be_had_says_why_with_numbers(
     training: Train, recordings: Path, override: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raydfl.data.partition._WORK", 30_000)  # draws are given up after seconds
+    monkeypatch.setattr("raydfl.data.steps.dealing._WORK", 30_000)  # draws are given up after seconds
     training(override).refuses(message)
     assert not (recordings / "runs").exists()
 

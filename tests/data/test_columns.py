@@ -13,10 +13,10 @@ from pydantic import ValidationError
 from raydfl.core.errors import DataError
 from raydfl.data.build import build_population
 from raydfl.data.examples import Examples
-from raydfl.data.listing import column_codes
 from raydfl.data.manifest import make_manifest
 from raydfl.data.population import Population
 from raydfl.data.settings import DataSettings
+from raydfl.data.steps.listing import encode_column, make_assignment
 from raydfl.engine.config import make_config
 
 Make = Callable[..., DataSettings]
@@ -49,7 +49,7 @@ def test_a_batch_has_the_codes_of_its_examples(made: Make) -> None:
     train = population.data(0).train
     batch = train.batch(np.array([3, 0]))
     assert batch.columns["take"].tolist() == train.columns["take"][[3, 0]].tolist()
-    assert set(batch.tensors()) == {"x", "y", "columns/take"}
+    assert set(batch.tensors()) == {"views/", "y", "columns/take"}
 
 
 def test_a_column_that_is_not_there_is_refused_before_a_clip_is_read(
@@ -71,8 +71,8 @@ def test_a_column_with_gaps_is_refused() -> None:
         for i, device in enumerate(["b", None, "a10", "a9"])
     ]
     with pytest.raises(DataError, match="1 of 4 clips have no value in column 'device', the first c1"):
-        column_codes(make_manifest(rows, "rows"), "device")
-    codes, values = column_codes(make_manifest(rows[:1] + rows[2:], "rows"), "device")
+        encode_column(make_assignment(make_manifest(rows, "rows"), ["w"]), "device")
+    codes, values = encode_column(make_assignment(make_manifest(rows[:1] + rows[2:], "rows"), ["w"]), "device")
     assert (codes.tolist(), values) == ([2, 1, 0], ["a9", "a10", "b"])
 
 

@@ -8,14 +8,13 @@ from pydantic import ValidationError
 from scipy import signal, stats
 
 from raydfl.core.errors import DataError
-from raydfl.data.corruption import (
+from raydfl.data import draw_clients
+from raydfl.data.noise import Noise, add_noise, noise_for
+from raydfl.data.steps.corrupt import (
     CorruptSettings,
     LabelErrorSettings,
-    Noise,
     NoiseSettings,
-    add_noise,
-    choose_clients,
-    noise_for,
+    Share,
     transition_matrix,
     wrong_labels,
 )
@@ -88,24 +87,25 @@ def test_labels_go_wrong_at_the_rate_and_by_the_matrix() -> None:
     assert not (wrong_labels(labels, 10, 1.0, 1, "anna") == labels).any()
 
 
+def choose(wanted: Share, seed: int = 1) -> np.ndarray:
+    return draw_clients(IDS, wanted, np.random.default_rng(seed), "data.corrupt", "corrupted")
+
+
 def test_clients_by_share_number_or_name() -> None:
-    assert choose_clients(IDS, 0.2, 1, "labels").sum() == 10
-    assert choose_clients(IDS, 0.05, 1, "labels").sum() == 3  # halves up
-    assert choose_clients(IDS, 1, 1, "labels").sum() == 1
-    assert choose_clients(IDS, 1.0, 1, "labels").all()
-    assert not choose_clients(IDS, 0, 1, "labels").any()
-    assert np.flatnonzero(choose_clients(IDS, ("c7", "c3"), 1, "labels")).tolist() == [3, 7]
-    drawn = choose_clients(IDS, 0.5, 1, "labels")
-    np.testing.assert_array_equal(drawn, choose_clients(IDS, 0.5, 1, "labels"))
-    assert (drawn != choose_clients(IDS, 0.5, 1, "noise")).any()
-    assert (drawn != choose_clients(IDS, 0.5, 2, "labels")).any()
+    assert choose(0.2).sum() == 10
+    assert choose(0.05).sum() == 3  # halves up
+    assert choose(1).sum() == 1
+    assert choose(1.0).all()
+    assert not choose(0).any()
+    assert np.flatnonzero(choose(("c7", "c3"))).tolist() == [3, 7]
+    assert (choose(0.5) != choose(0.5, 2)).any()
 
 
 def test_what_cannot_be_corrupted() -> None:
     with pytest.raises(DataError, match="51 clients are to be corrupted, there are 50"):
-        choose_clients(IDS, 51, 1, "labels")
+        choose(51)
     with pytest.raises(DataError, match="there is no client 'c77'; did you mean 'c7'"):
-        choose_clients(IDS, ("c77",), 1, "labels")
+        choose(("c77",))
     with pytest.raises(DataError, match="needs at least 2 classes, the data have 1"):
         transition_matrix(1, 0.1, np.random.default_rng(0))
 

@@ -98,7 +98,7 @@ def test_every_field_says_what_it_means() -> None:
 
 
 def test_reading_a_configuration_does_not_wait_for_torch() -> None:
-    code = "import sys, raydfl.data.settings, raydfl.data.partition; print('torch' in sys.modules)"
+    code = "import sys, raydfl.data.settings, raydfl.data.steps.partition; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path)}
     )

@@ -21,7 +21,6 @@ from tiny_sets import Folder, Made, write_folder
 from raydfl.core.errors import DataError, RaydflError, ResourcesError
 from raydfl.core.files import default_cache
 from raydfl.core.progress import Silent
-from raydfl.data.corruption import Noise, add_noise
 from raydfl.data.features import cache as cache_module
 from raydfl.data.features import extraction as chunks_module
 from raydfl.data.features.cache import FeatureStore, open_store, prepare
@@ -29,6 +28,7 @@ from raydfl.data.features.digests import content_digests
 from raydfl.data.features.extraction import Chunk, ChunkReport, Source, chunk_bounds, run_locally
 from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.data.features.log_mel import FeatureSettings
+from raydfl.data.noise import Noise, add_noise
 from raydfl.data.sets.manifest import Manifest
 
 SETS = Path(__file__).parent / "tiny_sets.py"

@@ -17,7 +17,6 @@ from tiny_sets import Folder, Made, write_folder
 from raydfl.core.errors import ConfigError, DataError, InputError
 from raydfl.core.options import options_of
 from raydfl.data.build import build_population
-from raydfl.data.corruption import Noise, noise_for
 from raydfl.data.features.cache import FeatureStore, prepare
 from raydfl.data.features.extraction import Chunk, ChunkReport, Source, chunk_bounds
 from raydfl.data.features.extractor import FeatureExtractor
@@ -27,6 +26,7 @@ from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures
 from raydfl.data.features.wave import EPSILON
+from raydfl.data.noise import Noise, noise_for
 from raydfl.data.settings import DataSettings
 from raydfl.engine.config import Config, make_config
 from raydfl.experiments.sweep import features_text
@@ -547,7 +547,7 @@ def test_a_run_on_a_file_cannot_predict_and_says_what_it_takes(tmp_path: Path) -
         InputError, match=r"run was trained on features from a file \(apc.npz\): nothing .* raydfl export"
     ):
         classify(run, [tmp_path / "some.wav"])
-    said = describe_front_end(load_model(run).data)
+    said = describe_front_end(load_model(run).view)
     assert list(said) == ["kind", "file", "normalise", "pad", "dtype", "crop", "segments"]
     assert {key: said["file"][key] for key in ("name", "bands", "frames")} == {
         "name": "apc.npz",
@@ -561,7 +561,7 @@ def test_a_run_on_a_file_cannot_predict_and_says_what_it_takes(tmp_path: Path) -
 def test_a_model_is_named_in_the_front_end_and_in_tables(tmp_path: Path) -> None:
     options = {"weights": str(tmp_path / "apc.pt"), "options": {"scale": 2.0}, "bands": 5, "frames": 7}
     config = configure(tmp_path, {"kind": "model", "model": f"{OWN}:Frames", "sample_rate": 8000, **options})
-    said = describe_front_end(config.data)
+    said = describe_front_end(config.data.first_view)
     assert list(said) == [
         "kind",
         "samples",

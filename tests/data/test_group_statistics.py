@@ -19,7 +19,7 @@ from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.wave import EPSILON
 from raydfl.data.settings import DataSettings
-from raydfl.data.split import HoldOutSettings, SplitSettings
+from raydfl.data.steps.split import HoldOutSettings, SplitSettings
 
 Make = Callable[..., DataSettings]
 SETS = Path(__file__).parent / "tiny_sets.py"

@@ -11,11 +11,10 @@ import pyarrow as pa
 import pytest
 
 from raydfl.core.errors import ConfigError, DataError
-from raydfl.data.build import build_population
-from raydfl.data.division import list_clips
-from raydfl.data.listing import deal_ungrouped
+from raydfl.data.build import build_population, list_clips
 from raydfl.data.manifest import make_manifest
 from raydfl.data.settings import DataSettings
+from raydfl.data.steps.leave_out import deal_ungrouped
 from raydfl.engine.config import make_config
 
 Make = Callable[..., DataSettings]

@@ -3,38 +3,52 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from pydantic import ValidationError
 from scipy import stats
+from tiny_sets import list_made_up
 
 from raydfl.core.errors import DataError
-from raydfl.data import partition as partition_module
-from raydfl.data.partition import Partition, PartitionSettings, natural_order, partition_clips
+from raydfl.data import Assignment, natural_order
+from raydfl.data.steps import dealing
+from raydfl.data.steps.dealing import PartitionSettings
+from raydfl.data.steps.partition import partition_clips
+from raydfl.data.steps.pools import assign_pools
+from raydfl.data.steps.split import SplitSettings, split_clips
 
 
 def deal(
-    clips: int, labels_: int, seed: int = 1, *, rows: np.ndarray | None = None, columns: Any = None, **options: Any
-) -> tuple[Partition, np.ndarray]:
-    """A partition of clips with labels 0, 1, ..., 0, 1, ...; and the labels."""
-    labels = np.arange(clips) % labels_
-    table = pa.table({"clip": [f"c{i}" for i in range(clips)], **(columns or {})})
-    rows = np.arange(clips) if rows is None else rows
-    partition = partition_clips(table, rows, labels, PartitionSettings(**options), seed)
-    np.testing.assert_array_equal(np.sort(partition.rows), np.sort(rows))  # everything once
-    assert len(partition.offsets) == len(partition.ids) + 1
-    assert len(set(partition.ids)) == len(partition.ids)
-    for start, stop in zip(partition.offsets, partition.offsets[1:], strict=False):
-        assert (np.diff(partition.rows[start:stop]) > 0).all()
-    return partition, labels
+    clips: int, labels: int, seed: int = 1, *, rows: list[int] | None = None, columns: Any = None, **options: Any
+) -> Assignment:
+    """Clips of the classes 0, 1, ... in turn, all or some ``rows``, of which each client has some."""
+    listed = list_made_up(clips, labels, **(columns or {}))
+    listed = listed if rows is None else listed.select(np.array(rows))
+    tables = assign_pools(split_clips(listed, SplitSettings(test=None), 1), {}, None, 1)
+    tables = partition_clips(tables, PartitionSettings(**options), {}, seed)
+    if options.get("smaller") != "drop":
+        assert sorted(tables.codes("clip")) == sorted(listed.codes("clip"))  # everything once
+    assert len(set(tables.ids)) == len(tables.ids)
+    for own in owned(tables):
+        assert own == sorted(own)
+    return tables
 
 
-def counts(partition: Partition, labels: np.ndarray) -> np.ndarray:
+def owned(tables: Assignment) -> list[list[int]]:
+    """The clips of each client."""
+    return [tables.codes("clip")[tables.codes("client") == number].tolist() for number in range(len(tables.ids))]
+
+
+def counts(tables: Assignment) -> np.ndarray:
     """Clips by client and label."""
-    table = np.zeros((len(partition.ids), labels.max() + 1), int)
-    client = np.repeat(np.arange(len(partition.ids)), np.diff(partition.offsets))
-    np.add.at(table, (client, labels[partition.rows]), 1)
+    table = np.zeros((len(tables.ids), len(tables.classes)), int)
+    np.add.at(table, (tables.codes("client"), tables.codes("label")), 1)
     return table
+
+
+def groups(tables: Assignment) -> list[str]:
+    """The group of each client."""
+    found: list[str] = tables.clients.column("group").to_pylist()
+    return found
 
 
 EVERY_KIND: list[dict[str, Any]] = [
@@ -55,34 +69,29 @@ COLUMNS = {"group": [f"s{i % 4}" for i in range(400)], "recording": [f"r{i % 80}
 @pytest.mark.parametrize("options", EVERY_KIND)
 def test_the_seed_decides(options: dict[str, Any]) -> None:
     def drawn(seed: int) -> list[list[int]]:
-        partition, _ = deal(400, 5, seed, columns=COLUMNS, **options)
-        return [part.tolist() for part in np.split(partition.rows, partition.offsets[1:-1])]
+        return owned(deal(400, 5, seed, columns=COLUMNS, **options))
 
     assert drawn(1) == drawn(1)
     assert (drawn(1) == drawn(2)) == (options == {"by": "group"})  # there is nothing to draw in whole groups
 
 
 def test_groups_are_clients() -> None:
-    groups = ["b", "a10", "a9", "b", "a9", "b"]
-    partition, _ = deal(6, 2, columns={"group": groups}, by="group")
-    assert list(partition.ids) == ["a9", "a10", "b"]
-    assert [part.tolist() for part in np.split(partition.rows, partition.offsets[1:-1])] == [[2, 4], [1], [0, 3, 5]]
-    assert [partition.groups[i] for i in partition.group_of] == ["a9", "a10", "b"]
+    tables = deal(6, 2, columns={"group": ["b", "a10", "a9", "b", "a9", "b"]}, by="group")
+    assert list(tables.ids) == groups(tables) == ["a9", "a10", "b"]
+    assert owned(tables) == [[2, 4], [1], [0, 3, 5]]
 
 
 def test_shards_divide_each_group_evenly() -> None:
-    groups = ["jackson"] * 45 + ["theo"] * 31
-    partition, _ = deal(76, 10, columns={"group": groups}, by="group", shards=10)
-    assert partition.ids[:2] == ["jackson/0", "jackson/1"]
-    assert partition.ids[-1] == "theo/9"
-    sizes = np.diff(partition.offsets)
+    tables = deal(76, 10, columns={"group": ["jackson"] * 45 + ["theo"] * 31}, by="group", shards=10)
+    assert list(tables.ids) == [f"{name}/{number}" for name in ("jackson", "theo") for number in range(10)]
+    sizes = tables.sizes()
     assert sorted(sizes[:10]) == [4] * 5 + [5] * 5
     assert sorted(sizes[10:]) == [3] * 9 + [4]
-    assert [partition.groups[i] for i in partition.group_of] == ["jackson"] * 10 + ["theo"] * 10
+    assert groups(tables) == ["jackson"] * 10 + ["theo"] * 10
 
 
-def test_only_the_rows_given_are_dealt() -> None:
-    rows = np.array([1, 4, 5, 8])
+def test_only_the_clips_of_the_table_are_dealt() -> None:
+    rows = [1, 4, 5, 8]
     deal(9, 2, rows=rows, columns={"group": list("aaabbbccc")}, by="group")
     deal(9, 2, rows=rows, by="iid", clients=2)
 
@@ -95,12 +104,12 @@ def test_small_groups_stop_or_are_dropped() -> None:
     )
     with pytest.raises(DataError, match=message):
         deal(8, 2, columns=columns, by="group", minimum=3)
-    table = pa.table({"clip": [str(i) for i in range(8)], **columns})
-    partition = partition_clips(table, np.arange(8), np.zeros(8, int), PartitionSettings(minimum=2, smaller="drop"), 1)
-    assert list(partition.ids) == ["a", "b"]
-    assert partition.rows.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    tables = deal(8, 2, columns=columns, minimum=2, smaller="drop")
+    assert list(tables.ids) == ["a", "b"]
+    assert owned(tables) == [[0, 1, 2, 3, 4], [5, 6]]
+    assert tables.messages == ("1 training clips belong to no client: theirs would have fewer than 2 clips",)
     with pytest.raises(DataError, match="no client is left"):
-        partition_clips(table, np.arange(8), np.zeros(8, int), PartitionSettings(minimum=9, smaller="drop"), 1)
+        deal(8, 2, columns=columns, minimum=9, smaller="drop")
     with pytest.raises(DataError, match=r"2 shards each.*the fewest, 0, has 'c/1'"):
         deal(8, 2, columns=columns, by="group", shards=2)
 
@@ -109,8 +118,8 @@ def test_clips_without_a_group() -> None:
     columns = {"group": ["a", None, "b", None]}
     with pytest.raises(DataError, match="2 of 4 training clips have no 'group', so no client to go to: c1, c3; fill"):
         deal(4, 2, columns=columns, by="group")
-    deal(4, 2, rows=np.array([0, 2]), columns=columns, by="group")  # those of the test set may lack it
-    with pytest.raises(DataError, match="no column 'speaker' to partition by; did you mean"):
+    deal(4, 2, rows=[0, 2], columns=columns, by="group")  # those of the test set may lack it
+    with pytest.raises(DataError, match="data.partition: the recordings have no column 'speaker'; did you mean"):
         deal(4, 2, columns={"speakers": list("aabb")}, by="group", column="speaker")
 
 
@@ -119,7 +128,7 @@ def test_unbalanced_dirichlet_follows_its_law() -> None:
     alpha, clients = 0.7, 5
     shares = []
     for seed in range(150):
-        table = counts(*deal(4000, 2, seed, by="dirichlet", clients=clients, alpha=alpha, balance=False))
+        table = counts(deal(4000, 2, seed, by="dirichlet", clients=clients, alpha=alpha, balance=False))
         shares.append(table[0] / 2000)
     shares_of_client = np.array(shares)
     law = stats.beta(alpha, alpha * (clients - 1))
@@ -131,14 +140,14 @@ def test_unbalanced_dirichlet_follows_its_law() -> None:
 def test_the_first_label_of_a_balanced_dirichlet_follows_the_same_law() -> None:
     alpha, clients = 0.7, 5
     first = [
-        counts(*deal(2000, 2, seed, by="dirichlet", clients=clients, alpha=alpha))[1, 0] / 1000 for seed in range(150)
+        counts(deal(2000, 2, seed, by="dirichlet", clients=clients, alpha=alpha))[1, 0] / 1000 for seed in range(150)
     ]
     assert stats.kstest(first, stats.beta(alpha, alpha * (clients - 1)).cdf).pvalue > 0.01
 
 
 @pytest.mark.parametrize("alpha", [0.1, 0.5, 1.0])
 def test_who_holds_an_even_share_gets_nothing_of_later_labels(alpha: float) -> None:
-    table = counts(*deal(1200, 10, by="dirichlet", clients=50, alpha=alpha, minimum=5))
+    table = counts(deal(1200, 10, by="dirichlet", clients=50, alpha=alpha, minimum=5))
     assert table.sum(axis=1).min() >= 5
     held = np.cumsum(table, axis=1)
     full = held[:, :-1] >= 1200 / 50
@@ -148,36 +157,32 @@ def test_who_holds_an_even_share_gets_nothing_of_later_labels(alpha: float) -> N
 
 def test_alpha_goes_from_one_label_each_to_even() -> None:
     def entropy(alpha: float) -> float:
-        table = counts(*deal(3000, 10, by="dirichlet", clients=10, alpha=alpha, balance=False))
+        table = counts(deal(3000, 10, by="dirichlet", clients=10, alpha=alpha, balance=False))
         return float(np.mean([stats.entropy(row + 1e-9) for row in table]))
 
     assert entropy(0.05) < entropy(0.5) < entropy(5) < entropy(500)
     assert entropy(500) == pytest.approx(np.log(10), abs=0.02)
-    one_each = counts(*deal(3000, 10, by="dirichlet", clients=10, alpha=1e-6))
+    one_each = counts(deal(3000, 10, by="dirichlet", clients=10, alpha=1e-6))
     assert ((one_each > 0).sum(axis=1) == 1).all()
 
 
 def test_recordings_stay_whole() -> None:
-    recordings = [f"r{i // 5}" for i in range(1000)]
-    table = pa.table({"clip": [str(i) for i in range(1000)], "recording": recordings})
-    labels = np.arange(1000) // 5 % 10
-    settings = PartitionSettings(by="dirichlet", column="recording", clients=10, alpha=0.5, minimum=5)
-    partition = partition_clips(table, np.arange(1000), labels, settings, 0)
-    owned = [{recordings[row] for row in part} for part in np.split(partition.rows, partition.offsets[1:-1])]
-    assert sum(map(len, owned)) == 200  # each at one client only
-    assert min(map(len, owned)) >= 5
-    assert len(partition.rows) == 1000
+    columns = {"recording": [f"r{i // 5}" for i in range(1000)]}
+    tables = deal(1000, 10, columns=columns, by="dirichlet", column="recording", clients=10, alpha=0.5, minimum=5)
+    recordings = [{clip // 5 for clip in own} for own in owned(tables)]
+    assert sum(map(len, recordings)) == 200  # each at one client only
+    assert min(map(len, recordings)) >= 5
 
 
 def test_a_recordings_label_is_the_most_frequent() -> None:
-    result = partition_module._most_frequent(np.array([0, 0, 0, 1, 1]), np.array([2, 1, 2, 3, 0]), 2)
+    result = dealing._most_frequent(np.array([0, 0, 0, 1, 1]), np.array([2, 1, 2, 3, 0]), 2)
     assert result.tolist() == [2, 0]
 
 
 def test_dealing_by_proportions_gives_nothing_to_proportion_0() -> None:
     thirds = np.array([1 / 3, 1 / 3, 1 / 3, 0.0])
     for count in (1, 3, 9, 3000):
-        dealt = np.bincount(partition_module._dealt(count, thirds), minlength=4)
+        dealt = np.bincount(dealing._dealt(count, thirds), minlength=4)
         assert dealt[3] == 0
         assert dealt.sum() == count
         assert np.ptp(dealt[:3]) <= 1
@@ -191,16 +196,14 @@ def test_quantity_by_fedstars_rule(clips: int, clients: int, spread: float) -> N
     mean = clips / clients
     beyond = int(spread * mean + 1e-9)
     for seed in range(5):
-        sizes = partition_module._spread_sizes(clips, clients, spread, np.random.default_rng(seed))
+        sizes = dealing._spread_sizes(clips, clients, spread, np.random.default_rng(seed))
         assert sizes.sum() == clips
         assert sizes.min() >= int(mean - beyond)
         assert sizes.max() <= max(int(mean + beyond), int(np.ceil(mean)))
 
 
 def test_the_rest_of_a_quantity_partition_is_dealt_uniformly() -> None:
-    sizes = partition_module._spread_sizes(
-        200_000, 100, 1.0, np.random.default_rng(0)
-    )  # from 0, the limit is not reached
+    sizes = dealing._spread_sizes(200_000, 100, 1.0, np.random.default_rng(0))  # from 0, the limit is not reached
     assert stats.chisquare(sizes).pvalue > 0.01
     with pytest.raises(DataError, match="the smallest client has 0 clips .2.0 on average., fewer than minimum 1"):
         deal(200, 4, by="quantity", clients=100, spread=1.0)
@@ -209,7 +212,7 @@ def test_the_rest_of_a_quantity_partition_is_dealt_uniformly() -> None:
 def test_quantity_by_dirichlet_keeps_labels_alike() -> None:
     shares = []
     for seed in range(150):
-        table = counts(*deal(2000, 4, seed, by="quantity", clients=5, alpha=1.5))
+        table = counts(deal(2000, 4, seed, by="quantity", clients=5, alpha=1.5))
         shares.append(table[0].sum() / 2000)
     assert stats.kstest(shares, stats.beta(1.5, 1.5 * 4).cdf).pvalue > 0.01
     assert stats.chi2_contingency(table).pvalue > 0.001
@@ -219,7 +222,7 @@ def test_quantity_by_dirichlet_keeps_labels_alike() -> None:
     ("clients", "wanted", "classes"), [(60, 2, 10), (5, 2, 10), (3, 10, 10), (100, 1, 35), (7, 3, 20)]
 )
 def test_classes_per_client(clients: int, wanted: int, classes: int) -> None:
-    table = counts(*deal(classes * 300, classes, by="classes", clients=clients, classes=wanted))
+    table = counts(deal(classes * 300, classes, by="classes", clients=clients, classes=wanted))
     assert ((table > 0).sum(axis=1) == wanted).all()
     for label in range(classes):  # everyone who has it has an even part of it
         held = table[:, label][table[:, label] > 0]
@@ -229,7 +232,7 @@ def test_classes_per_client(clients: int, wanted: int, classes: int) -> None:
 
 def test_a_number_of_classes_drawn_for_each_client() -> None:
     """FedSTAR's rule: int(Normal(3, sqrt(0.5))), so that 2 and 3 are the usual numbers; every label is with somebody."""
-    table = counts(*deal(400 * 12, 12, by="classes", clients=400, classes=3, variance=0.5))
+    table = counts(deal(400 * 12, 12, by="classes", clients=400, classes=3, variance=0.5))
     numbers = (table > 0).sum(axis=1)
     assert set(numbers.tolist()) <= {1, 2, 3, 4, 5}
     normal = stats.norm(3, 0.5**0.5)
@@ -240,7 +243,7 @@ def test_a_number_of_classes_drawn_for_each_client() -> None:
 
 
 def test_iid() -> None:
-    table = counts(*deal(2703, 10, by="iid", clients=60))
+    table = counts(deal(2703, 10, by="iid", clients=60))
     assert set(table.sum(axis=1)) == {45, 46}
     assert stats.chi2_contingency(table).pvalue > 0.001
 
@@ -292,7 +295,7 @@ def test_iid() -> None:
 def test_partitions_that_cannot_be_end_with_numbers(
     clips: int, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(partition_module, "_WORK", 300_000)
+    monkeypatch.setattr(dealing, "_WORK", 300_000)
     columns = {"recording": [f"r{i % 80}" for i in range(clips)]}
     with pytest.raises(DataError, match=message):
         deal(clips, 5, columns=columns, **options)

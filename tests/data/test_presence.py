@@ -9,11 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 from seen_and_heard import CLIENTS, federation, write
+from tiny_sets import list_made_up
 
 from raydfl.core.errors import ConfigError
-from raydfl.data.examples import Examples
+from raydfl.data.examples import Frames
 from raydfl.data.population import Population
-from raydfl.data.presence import clients_without
+from raydfl.data.steps.corrupt import remove_views
+from raydfl.data.steps.dealing import PartitionSettings
+from raydfl.data.steps.partition import partition_clips
+from raydfl.data.steps.pools import assign_pools
+from raydfl.data.steps.split import SplitSettings, split_clips
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.storage.record import read_rows, to_rows
@@ -34,14 +39,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_share_is_exact_and_nested() -> None:
     """Half up in decimals, whatever 0.29 * 50 is in floating point."""
-    ids = [f"c{number}" for number in range(50)]
+    groups = list_made_up(50, group=[f"g{number}" for number in range(50)])
+    owned = partition_clips(
+        assign_pools(split_clips(groups, SplitSettings(test=None), 1), {}, None, 1), PartitionSettings(), {}, 1
+    )
+
+    def take(seed: int, **missing: float) -> dict[str, np.ndarray]:
+        tables = remove_views(owned, missing, seed)
+        return {view: tables.codes(f"lacks:{view}") for view in missing}
+
     before = np.zeros(50, bool)
     for share, count in ((0.0, 0), (0.09, 5), (0.1, 5), (0.29, 15), (0.3, 15), (0.9, 45), (1.0, 50)):
-        taken = clients_without({"video": share}, ids, seed=3)["video"]
+        taken = take(3, video=share)["video"]
         assert taken.sum() == count
         assert not (before & ~taken).any()
         before = taken
-    half = [clients_without({"video": 0.5, "depth": 0.5}, ids, seed) for seed in (3, 4)]
+    half = [take(seed, video=0.5, depth=0.5) for seed in (3, 4)]
     assert (half[0]["video"] != half[0]["depth"]).any()
     assert (half[0]["video"] != half[1]["video"]).any()
 
@@ -52,7 +65,7 @@ def test_three_views_of_which_clients_lack_some(tiny: Tiny, folder: Path) -> Non
         tiny, folder, "harmony", "data.missing={video: 0.5, depth: 0.3}", "data.split.validation=0.3", views=VIEWS
     )
     population = Population.load(create(config, Progress("quiet")) / "population").use(config.data)
-    taken = clients_without(config.data.missing, population.ids, config.run.seed)
+    taken = {name: ~population.owners(name) for name in VIEWS}
     clients = Clients(population, config)
     assert [int(taken[name].sum()) for name in VIEWS] == [3, 2]
     for client in range(CLIENTS):
@@ -98,14 +111,14 @@ def test_measuring_a_network_reads_no_other_view(tiny: Tiny, folder: Path, monke
     config = federation(tiny, folder, "unifl", "data.missing={video: 1.0}", "evaluate.every=1")
     server = start_server(config)
     read: list[int] = []
-    stored = Examples._stored
+    stored = Frames._stored
 
-    def watched(self: Examples, *arguments: Any) -> np.ndarray:
+    def watched(self: Frames, *arguments: Any) -> np.ndarray:
         read.append(self.stream)
         return stored(self, *arguments)
 
     federation_ = server._federation
-    monkeypatch.setattr(Examples, "_stored", watched)
+    monkeypatch.setattr(Frames, "_stored", watched)
     orders = [o for o in federation_._evaluation.server_orders(federation_.state) if o.task.receive == ("global",)]
     list(federation_.pool.run(orders, federation_.broadcast({"global"})))
     assert set(read) == {0}

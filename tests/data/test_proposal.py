@@ -12,7 +12,7 @@ import pytest
 from raydfl.cli.proposal import STARTS, find, propose
 from raydfl.core.errors import DataError
 from raydfl.core.yaml import parse_yaml
-from raydfl.data.division import CLIENT_TEST, TRAINING, divide, list_clips
+from raydfl.data import Assignment, assign_clips, list_clips
 from raydfl.engine.config import Config, make_config
 from raydfl.engine.overrides import apply_overrides
 
@@ -42,10 +42,15 @@ def read_back(config: Config) -> tuple[Config, Config, list[str]]:
 
 def sizes(config: Config) -> tuple[list[int], int]:
     """Clips of each client, and of the test set."""
-    manifest, classes = list_clips(config.data, config.run.seed)
-    division = divide(manifest, classes, config.data, config.run.seed)
-    assert set(division.labels[division.partition.rows]) == set(range(len(classes)))
-    return np.diff(division.partition.offsets).tolist(), len(division.split.test)
+    tables = assign(config)
+    owned = tables.has_role("train", "validation", "client_test")
+    assert set(tables.codes("label")[owned]) == set(range(len(tables.classes)))
+    return tables.sizes().tolist(), int(tables.has_role("test").sum())
+
+
+def assign(config: Config) -> Assignment:
+    """The clips of a configuration as a run would assign them."""
+    return assign_clips(*list_clips(config.data, config.run.seed), config.data, config.run.seed, config.labels_needed)
 
 
 SPEAKERS = r"^(?P<group>s\d+)_"
@@ -159,18 +164,14 @@ def test_no_client_trains_on_anomalies_of_machines(tmp_path: Path, case: str) ->
     in_file, on_line, _ = read_back(make_config({"method": "fedavg", **settings, "data": data}))
     assert in_file.digest() == on_line.digest()
     objective = on_line.parts.method.objective
-    manifest, classes = list_clips(on_line.data, 1)
-    division = divide(manifest, classes, on_line.data, 1, on_line.labels_needed)
-    anomalous = np.array([label not in objective.normal for label in manifest.column("label").to_pylist()])
-    anomalous = anomalous[division.partition.rows]
     assert len(objective.normal) == 1
     assert objective.answers == "score"
     assert (on_line.objective or {}).items() >= settings.get("objective", {"name": "reconstruct"}).items()
-    assert not anomalous[division.role == TRAINING].any()
-    clients = np.repeat(np.arange(len(division.partition.ids)), np.diff(division.partition.offsets))
-    tested = division.role == CLIENT_TEST
+    tables = assign(on_line)
+    anomalous = ~np.isin(tables.texts("label", ""), objective.normal)
+    assert not (anomalous & tables.has_role("train")).any()
     for kind in (anomalous, ~anomalous):
-        assert set(clients[tested & kind]) == set(clients)
+        assert (tables.select(kind).sizes("client_test") > 0).all()
 
 
 def test_sections_with_conditions_are_machines_too(tmp_path: Path) -> None:
@@ -185,11 +186,10 @@ def test_sections_with_conditions_are_machines_too(tmp_path: Path) -> None:
     config = make_config({"method": "fedavg", "data": {"name": "manifest", "file": str(tmp_path / "list.csv")}})
     _, on_line, _ = read_back(config)
     assert on_line.objective == config.objective
-    manifest, classes = list_clips(on_line.data, 1)
-    division = divide(manifest, classes, on_line.data, 1)
-    condition = np.array(manifest.column("condition").to_pylist())[division.partition.rows]
-    assert set(condition[division.role == TRAINING]) == {"normal"}
-    assert set(condition[division.role == CLIENT_TEST]) == {"normal", "anomaly"}
+    tables = assign(on_line)
+    condition = tables.texts("condition", "")
+    assert set(condition[tables.has_role("train")]) == {"normal"}
+    assert set(condition[tables.has_role("client_test")]) == {"normal", "anomaly"}
 
 
 def test_an_objective_without_classes_stays(tmp_path: Path) -> None:
@@ -209,12 +209,11 @@ def test_a_column_with_speakers_names_the_owners(tmp_path: Path, column: str) ->
     config = make_config({"method": "fedavg", "data": {"name": "manifest", "file": str(tmp_path / "list.csv")}})
     in_file, on_line, lines = read_back(config)
     assert in_file.digest() == on_line.digest()
-    manifest, classes = list_clips(on_line.data, 1)
-    division = divide(manifest, classes, on_line.data, 1)
-    owners = np.array(manifest.column("group").to_pylist())
+    tables = assign(on_line)
+    owners = tables.texts("group", "")
     assert set(owners) == {f"00{speaker}" for speaker in range(6)}
-    assert set(division.partition.ids) == set(owners[division.split.train])
-    assert set(owners[division.split.train]) & set(owners[division.split.test]) == set()
+    assert set(tables.ids) == set(owners[tables.has_role("train")])
+    assert set(tables.ids) & set(owners[tables.has_role("test")]) == set()
     assert any(f"the column {column} names 6 owners" in line for line in lines)
 
 

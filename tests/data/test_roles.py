@@ -15,7 +15,7 @@ from raydfl.core.seeds import generator
 from raydfl.data.build import build_population
 from raydfl.data.population import Population
 from raydfl.data.settings import DataSettings
-from raydfl.data.split import hold_out_of_each
+from raydfl.data.steps.split import draw_share_of_each
 
 Make = Callable[..., DataSettings]
 
@@ -88,10 +88,10 @@ def test_roles_leave_others_training_clips_and_validation_as_they_were(made: Mak
 
 def test_a_stratified_share_is_rounded_for_each_label_and_never_all() -> None:
     labels = np.repeat([0, 1, 2], [10, 4, 1])
-    chosen = hold_out_of_each(labels, 0.3, generator(0, 0, "a", "test"))
+    chosen = draw_share_of_each(labels, 0.3, generator(0, 0, "a", "test"))
     assert np.bincount(labels[chosen], minlength=3).tolist() == [3, 1, 0]
-    assert not hold_out_of_each(np.zeros(1, int), 0.9, generator(0, 0, "a", "test")).all()
-    drawn = [hold_out_of_each(labels, 0.5, generator(seed, 0, "a", "t"))[:10] for seed in range(500)]
+    assert not draw_share_of_each(np.zeros(1, int), 0.9, generator(0, 0, "a", "test")).all()
+    drawn = [draw_share_of_each(labels, 0.5, generator(seed, 0, "a", "t"))[:10] for seed in range(500)]
     assert np.mean(drawn, axis=0) == pytest.approx(np.full(10, 0.5), abs=0.08)
 
 
@@ -121,7 +121,10 @@ def test_a_label_that_only_tests_have_is_kept_if_that_is_wanted(made: Make) -> N
     ("split", "message"),
     [
         ({"client_test": {"by": "take", "values": [9]}}, "data.split.client_test: no clip that is left has '9' in"),
-        ({"validation": {"by": "tak", "values": [1]}}, "the manifest has no column 'tak'; did you mean 'take'"),
+        (
+            {"validation": {"by": "tak", "values": [1]}},
+            "data.split.validation: the recordings have no column 'tak'; did you mean 'take'",
+        ),
         ({"client_test": {"by": "take", "values": [1, 2, 3, 4]}}, "holds out all 96 clips and leaves none to train on"),
         ({"client_test": {"by": "group", "values": ["g0"]}}, "client 'g0' would hold out all its 16 clips"),
     ],

@@ -11,8 +11,10 @@ import pyarrow as pa
 import soundfile
 from pydantic.dataclasses import dataclass
 
+from raydfl.data import Assignment
 from raydfl.data.dataset import Dataset
 from raydfl.data.manifest import make_manifest
+from raydfl.data.steps.listing import make_assignment
 
 RATE = 8000
 
@@ -75,6 +77,13 @@ class Made(Dataset):
 
     def identity(self, row: Mapping[str, Any]) -> str:
         return f"tone {row['clip']} {self._seconds(row['take'])}"
+
+
+def list_made_up(clips: int, labels: int = 2, **columns: list[Any]) -> Assignment:
+    """Tables with clips ``c0``, ``c1`` ... of the classes ``0``, ``1`` ... in turn, and further columns."""
+    numbers = range(clips)
+    names = {"clip": [f"c{i}" for i in numbers], "path": [None] * clips, "label": [str(i % labels) for i in numbers]}
+    return make_assignment(make_manifest({**names, **columns}, "made up"), [str(label) for label in range(labels)])
 
 
 def write_folder(root: Path, labels: int = 3, groups: int = 2, takes: int = 3, seconds: float = 0.2) -> Path:

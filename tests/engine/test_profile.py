@@ -74,7 +74,7 @@ def test_a_column_of_the_manifest(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        ("rom", r"data.profile.room: the data have no column 'rom'; did you mean 'room'"),
+        ("rom", r"data.profile.room: the recordings have no column 'rom'; did you mean 'room'"),
         ("mood", r"data.profile.room: column 'mood' says '[01]', '[01]' of clips of client 's0'; it must be one value"),
         ("holes", r"data.profile.room: column 'holes' has no value for a clip of client 's0'"),
     ],

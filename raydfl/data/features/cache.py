@@ -44,7 +44,6 @@ from raydfl.core.files import (
 )
 from raydfl.core.lock import locked
 from raydfl.core.progress import Progress, Silent
-from raydfl.data.corruption import Noise
 from raydfl.data.features.alteration import Alterations
 from raydfl.data.features.digests import content_digests, rows_of
 from raydfl.data.features.extraction import (
@@ -63,6 +62,7 @@ from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures
 from raydfl.data.features.wave import BY_TRAINING_CLIPS
+from raydfl.data.noise import Noise
 
 FORMAT = 1
 """Goes into every key; raised when the calculation of features or the files change."""

@@ -22,7 +22,6 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 from raydfl.core.errors import DataError, RaydflError
 from raydfl.core.files import write_atomically
 from raydfl.core.registry import build
-from raydfl.data.corruption import NOISELESS, Noise, add_noise
 from raydfl.data.dataset import Dataset, find_dataset
 from raydfl.data.features.alteration import UNALTERED, Alterations
 from raydfl.data.features.extractor import FeatureExtractor, WaveFeatures
@@ -32,6 +31,7 @@ from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures
 from raydfl.data.films import NoDecoderError
+from raydfl.data.noise import NOISELESS, Noise, add_noise
 
 _CLIPS = 128
 _SECONDS = 600.0

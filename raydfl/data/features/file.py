@@ -28,9 +28,9 @@ from raydfl.core.errors import ConfigError, DataError
 from raydfl.core.files import check_regular
 from raydfl.core.progress import Progress
 from raydfl.core.settings import Settings
-from raydfl.data.corruption import NOISELESS, Noise
 from raydfl.data.features.digests import DIGEST_BYTES, UNREADABLE, file_digests
 from raydfl.data.features.wave import Dtype, Frames, GivenNormalise, z_scored
+from raydfl.data.noise import NOISELESS, Noise
 
 _WAYS = "a .safetensors file, an .npz file, or a folder of CLIP.npy"
 _FLOATS = ("float16", "float32", "float64")

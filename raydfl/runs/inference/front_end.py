@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from raydfl.data import DataSettings, ViewSettings
+from raydfl.data import View
 from raydfl.data.features import (
     EPSILON,
     LARGEST_DENOMINATOR,
@@ -25,23 +25,23 @@ from raydfl.data.transforms import RandomCrop
 
 
 def describe_front_end(
-    data: DataSettings | ViewSettings, statistics: np.ndarray | None = None, average: str = "probabilities"
+    view: View, statistics: np.ndarray | None = None, average: str = "probabilities"
 ) -> dict[str, Any]:
     """Describe how a recording becomes the input of a network: one entry for each step, in the order of the steps.
 
     Args:
-        data: settings of the view that the network reads.
+        view: that the network reads.
         statistics: of ``normalise: group``, float64 [2, bands]: mean and deviation. ``None``: not known, or not needed.
         average: the output of the network that is averaged over the segments of a recording.
     """
-    settings = data.features
+    settings = view.features
     if isinstance(settings, ImageFeatures):
-        return {"kind": settings.kind, **_describe_image(settings, data.pipeline.crop)}
+        return {"kind": settings.kind, **_describe_image(settings, view.pipeline.crop)}
     if isinstance(settings, FileFeatures):
         first = {"file": {"name": settings.path.name, "bands": settings.bands, "frames": settings.frames}}
     else:
         first = {**_describe_wave(settings), **_describe_features(settings)}
-    segment, pipeline = data.test_segments, data.pipeline
+    segment, pipeline = view.test_segments, view.pipeline
     mean, deviation = (None, None) if statistics is None else statistics.tolist()
     late = pipeline.late is not None and pipeline.late.z_score
     return {

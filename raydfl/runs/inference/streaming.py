@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raydfl.core.errors import InputError
-from raydfl.data import DataSettings
 from raydfl.data.features import FeatureSettings
 from raydfl.models import CRNN
 from raydfl.runs.inference.model import RunModel
@@ -205,14 +204,9 @@ def _check_network(model: RunModel) -> CRNN:
 
 def unbounded(model: RunModel) -> RunModel:
     """Return the model as it is asked about recordings that are neither cut nor filled, whatever the run's settings say."""
-    view, name = model.view, model.spec.view
-    names = ("seconds", "least_seconds", "frames")
-    free = {each: None for each in names if each in type(view.features).model_fields}
-    view = view.model_copy(update={"features": view.features.model_copy(update=free)})
-    data = (
-        model.data.model_copy(update={"views": {**model.data.views, name: view}}) if name else cast(DataSettings, view)
-    )
-    return replace(model, data=data, length=None)
+    names, features = ("seconds", "least_seconds", "frames"), model.view.features
+    free = {each: None for each in names if each in type(features).model_fields}
+    return replace(model, view=replace(model.view, features=features.model_copy(update=free)), length=None)
 
 
 class Stream:

@@ -11,7 +11,7 @@ import pytest
 import soundfile
 
 from raydfl.core.errors import DataError
-from raydfl.data.division import divide, list_clips
+from raydfl.data import assign_clips, list_clips
 from raydfl.data.sets.speech_commands import KEYWORDS, WORDS, SpeechCommands
 from raydfl.data.settings import DataSettings
 
@@ -225,8 +225,8 @@ def test_silence_is_left_out_or_dealt_to_speakers(archive: Path, tmp_path: Path)
 
     def sizes(**more: Any) -> dict[str, int]:
         data = DataSettings.model_validate({**options, **more})
-        division = divide(*list_clips(data, 1), data, 1)
-        return dict(zip(division.partition.ids, np.diff(division.partition.offsets).tolist(), strict=True))
+        tables = assign_clips(*list_clips(data, 1), data, 1)
+        return dict(zip(tables.ids, tables.sizes().tolist(), strict=True))
 
     assert sizes(leave_out=["_silence_"]) == {"0a1b2c3d": 3, "ffffffff": 2}
     assert sizes(ungrouped="deal") == {"0a1b2c3d": 4, "ffffffff": 3}

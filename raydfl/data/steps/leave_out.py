@@ -1,4 +1,4 @@
-"""Changes to a data set's list of clips before it is divided: labels left out, clips dealt out, columns as numbers."""
+"""Leave out: clips with some labels leave the list, and clips without a group get one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,22 @@ import pyarrow.compute as pc
 
 from raydfl.core.errors import DataError, nearest
 from raydfl.core.seeds import generator
-from raydfl.data.partition import natural_order
+from raydfl.data.steps.listing import natural_order
+
+
+def leave_out_labels(manifest: pa.Table, left_out: Sequence[str], complete: bool) -> pa.Table:
+    """Return the list without the clips of some labels.
+
+    Args:
+        left_out: the labels.
+        complete: whether these are all clips of the federation, so that each label must be among theirs.
+
+    Raises:
+        DataError: there is no such label, or none is left.
+    """
+    labels = manifest.column("label").unique().drop_null().to_pylist()
+    kept = kept_labels(labels, left_out if complete else set(left_out) & set(labels))
+    return manifest.filter(pc.is_in(manifest.column("label"), pa.array([*kept, None])))
 
 
 def kept_labels(labels: Sequence[str], left_out: Iterable[str]) -> list[str]:
@@ -52,24 +67,3 @@ def deal_ungrouped(manifest: pa.Table, seed: int) -> pa.Table:
         groups[clips] = names[np.arange(len(clips)) % len(names)]
     place = manifest.column_names.index("group")
     return manifest.set_column(place, "group", pa.array(groups.tolist(), pa.string()))
-
-
-def column_codes(manifest: pa.Table, name: str) -> tuple[np.ndarray, list[str]]:
-    """Return a column as numbers, int32 [clips], and the values that they stand for, in natural order.
-
-    Raises:
-        DataError: there is no such column, or a clip has no value in it.
-    """
-    if name not in manifest.column_names:
-        raise DataError(f"data.columns: the recordings have no column {name!r}; {nearest(name, manifest.column_names)}")
-    column = manifest.column(name)
-    if column.null_count:
-        clip = manifest.column("clip")[pc.index(pc.is_null(column), True).as_py()]
-        raise DataError(
-            f"data.columns: {column.null_count} of {len(column)} clips have no value in column {name!r}, the first {clip}; give "
-            f"them one, or leave the column out"
-        )
-    texts = [str(value) for value in column.to_pylist()]
-    values = natural_order(list(set(texts)))
-    code = {value: number for number, value in enumerate(values)}
-    return np.array([code[text] for text in texts], np.int32), values

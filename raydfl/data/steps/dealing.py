@@ -1,4 +1,4 @@
-"""Partitions: which client has which clips.
+"""Kinds of partition: how clips are dealt to owners.
 
 - ``group``: the natural one: a speaker, an actor, a device is a client, or several (``shards``).
 - ``dirichlet``: each label's clips are dealt in proportions drawn from Dirichlet(alpha) over the clients; with ``column:
@@ -10,7 +10,7 @@
 - ``classes``: every client has ``classes`` labels, or with ``variance`` a number drawn about it, FedSTAR's rule; a label's clips
   are dealt evenly to those who have it, and everyone has one at least.
 - ``iid``: shuffled and dealt evenly.
-- ``table``: a file says it, with a row for each client (raydfl.data.partition_table); clients may share clips.
+- ``table``: a file says it, with a row for each client (raydfl.data.steps.client_file); clients may share clips.
 
 All of them end: a draw that leaves a client below ``minimum`` is repeated a fixed number of times, then it is an error with
 numbers.
@@ -18,27 +18,19 @@ numbers.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Literal, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
 from pydantic import Field, model_validator
 
-from raydfl.core.errors import DataError, nearest
-from raydfl.core.seeds import generator
+from raydfl.core.errors import DataError
 from raydfl.core.settings import Settings
-
-
-def sizes_text(sizes: np.ndarray) -> str:
-    """Describe sizes: ``18 to 24 clips each, median 21``."""
-    if sizes.min() == sizes.max():
-        return f"{sizes.min():,} clips each"
-    return f"{sizes.min():,} to {sizes.max():,} clips each, median {np.median(sizes):g}"
-
+from raydfl.data.client_ids import to_numbers
+from raydfl.data.steps.listing import Assignment, natural_order
+from raydfl.data.steps.suggestions import suggest_dirichlet
 
 _WORK = 30_000_000
 """Numbers drawn, about, before a random partition counts as impossible: some seconds, for small data many draws."""
@@ -129,132 +121,67 @@ class PartitionSettings(Settings):
         return self
 
 
-@dataclass(frozen=True)
-class Partition:
-    """The rows of each client."""
+class Owners(NamedTuple):
+    """The owners of some clips."""
 
     ids: Sequence[str]
-    """Client ids, in the population's order."""
-    rows: np.ndarray
-    """int64: row numbers of the manifest, client after client, ascending within a client."""
-    offsets: np.ndarray
-    """int64 [clients + 1]: client ``i`` has ``rows[offsets[i]:offsets[i + 1]]``."""
-    groups: Sequence[str]
-    """Names of the groups that clients were made of; empty when they are not made of groups."""
-    group_of: np.ndarray
-    """int32 [clients]: index into ``groups``, -1 for none."""
-    ranges: tuple[np.ndarray, np.ndarray] | None = None
-    """int32 [clients] each, where a table says who has which clips and clients may share them: client ``i`` has
-    ``rows[ranges[0][i]:ranges[1][i]]``. ``rows`` then ascend, and ``offsets`` and ``group_of`` are empty."""
-    table: pa.Table | None = None
-    """The user's table of clients with the columns that are needed, where there is one."""
-
-    @property
-    def sizes(self) -> np.ndarray:
-        """int64 [clients]: clips of each client."""
-        return np.diff(self.offsets) if self.ranges is None else self.ranges[1] - self.ranges[0]
+    """Ids of the clients in their order."""
+    owner: np.ndarray
+    """int64 [clips]: position of the owner, -1 for none."""
+    groups: Sequence[str] = ()
+    """Names of the groups of which clients were made."""
+    group: np.ndarray | None = None
+    """int [clients]: position of the group; None: clients are not made of groups."""
 
 
-def partition_clips(
-    manifest: pa.Table,
-    rows: np.ndarray,
-    labels: np.ndarray,
-    settings: PartitionSettings,
-    seed: int,
-    pool: str = "",
-) -> Partition:
-    """Deal clips to clients, by any kind of partition but ``table``.
-
-    Args:
-        manifest: columns ``clip`` and those that the settings name.
-        rows: int64: the rows to deal.
-        labels: int64 [all rows of the manifest]: class indices.
-        seed: the run's.
-        pool: name of a further pool whose clips these are; it is dealt by draws of its own.
-
-    Raises:
-        DataError: clips without a group, or a minimum that cannot be met, with the numbers.
-    """
-    rng = generator(seed, 0, pool, "partition")
+def deal_clips(tables: Assignment, settings: PartitionSettings, rng: np.random.Generator) -> Owners:
+    """Deal clips to clients, by any kind of partition but ``table``."""
     if settings.by == "group":
-        return _by_group(manifest, rows, settings, rng)
+        return _by_group(tables, settings, rng)
     clients = cast(int, settings.clients)  # the settings have seen to it that each kind has what it needs
+    labels = tables.codes("label")
     if settings.by == "dirichlet":
-        owner = _dirichlet(manifest, rows, labels[rows], settings, clients, rng)
+        owner = _dirichlet(tables, labels, settings, clients, rng)
     else:
-        _check_total(len(rows), "clips", clients, settings.minimum)
+        _check_total(len(labels), "clips", clients, settings.minimum)
         if settings.by == "quantity":
-            owner = _quantity(len(rows), settings, clients, rng)
+            owner = _quantity(len(labels), settings, clients, rng)
         elif settings.by == "classes":
-            owner = _classes(labels[rows], settings, clients, rng)
+            owner = _classes(labels, settings, clients, rng)
         else:
-            owner = rng.permutation(np.arange(len(rows)) % clients)
+            owner = rng.permutation(np.arange(len(labels)) % clients)
     digits = len(str(clients - 1))
-    ids = [f"client-{number:0{digits}d}" for number in range(clients)]
-    return _sorted_partition(ids, rows, owner, (), np.full(clients, -1, np.int32))
+    return Owners([f"client-{number:0{digits}d}" for number in range(clients)], owner)
 
 
-def without_groups(clips: int) -> str:
-    """Return a setting with which this many clips without owners can be dealt."""
-    return f"data.partition='{{by: dirichlet, clients: {min(10, max(2, clips // 10))}, alpha: 0.5}}'"
-
-
-def natural_order(names: Sequence[str]) -> list[str]:
-    """Return the names, sorted with the numbers in them as numbers: ``a/2`` before ``a/10``."""
-    return sorted(names, key=_natural)
-
-
-_NUMBER = re.compile("([0-9]+)")
-
-
-def _natural(name: str) -> list[Any]:
-    parts: list[Any] = _NUMBER.split(name)  # text and numbers take turns
-    parts[1::2] = [(int(number), number) for number in parts[1::2]]
-    return parts
-
-
-def _sorted_partition(
-    ids: Sequence[str], rows: np.ndarray, owner: np.ndarray, groups: Sequence[str], group_of: np.ndarray
-) -> Partition:
-    order = np.lexsort((rows, owner))
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(ids)))]).astype(np.int64)
-    return Partition(ids, rows[order], offsets, groups, group_of)
-
-
-def _values(manifest: pa.Table, rows: np.ndarray, column: str) -> tuple[list[str], np.ndarray]:
-    """Return the column's values among these rows, in natural order, and int64 [rows] which of them each row has."""
-    if column not in manifest.column_names:
-        raise DataError(
-            f"the manifest has no column {column!r} to partition by; {nearest(column, manifest.column_names)}"
-        )
-    encoded = manifest.column(column).take(pa.array(rows)).combine_chunks().cast(pa.string()).dictionary_encode()
+def _values(tables: Assignment, column: str) -> tuple[list[str], np.ndarray]:
+    """Return the values of a column in natural order, and the position of each clip's value: int64 [clips]."""
+    encoded = tables.column(column, "data.partition").cast(pa.string()).dictionary_encode()
     if encoded.null_count:
-        clips = manifest.column("clip").take(pa.array(rows)).filter(encoded.is_null()).to_pylist()
+        clips = tables.clips.column("clip").filter(encoded.is_null()).to_pylist()
         hint = "fill the column, remove them"
-        if column == "group" and len(clips) < len(rows):
+        if column == "group" and len(clips) < len(encoded):
             hint += ", deal them out with data.ungrouped=deal, leave their labels out with data.leave_out"
         raise DataError(
-            f"{len(clips)} of {len(rows)} training clips have no {column!r}, so no client to go to: {', '.join(clips[:5])}"
+            f"{len(clips)} of {len(encoded)} training clips have no {column!r}, so no client to go to: {', '.join(clips[:5])}"
             f"{' ...' if len(clips) > 5 else ''}; {hint}, or choose another data.partition, for example "
-            f"{without_groups(len(rows))}"
+            f"{suggest_dirichlet(len(encoded))}"
         )
     found = encoded.dictionary.to_pylist()
     names = natural_order(found)
     position = {name: number for number, name in enumerate(names)}
-    places = np.array([position[name] for name in found], np.int64)
-    return names, places[encoded.indices.to_numpy()]
+    return names, np.array([position[name] for name in found], np.int64)[to_numbers(encoded)]
 
 
-def _by_group(manifest: pa.Table, rows: np.ndarray, settings: PartitionSettings, rng: np.random.Generator) -> Partition:
-    column = settings.column or "group"
-    names, group = _values(manifest, rows, column)
-    shards = settings.shards
+def _by_group(tables: Assignment, settings: PartitionSettings, rng: np.random.Generator) -> Owners:
+    column, shards = settings.column or "group", settings.shards
+    names, group = _values(tables, column)
     # Shuffled, then dealt in turn within each group.
-    shuffled = rng.permutation(len(rows))
+    shuffled = rng.permutation(len(group))
     order = shuffled[np.argsort(group[shuffled], kind="stable")]
     sizes = np.bincount(group, minlength=len(names))
-    turn = np.arange(len(rows)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    owner = np.empty(len(rows), np.int64)
+    turn = np.arange(len(group)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    owner = np.empty(len(group), np.int64)
     owner[order] = group[order] * shards + turn % shards
     counts = np.bincount(owner, minlength=len(names) * shards)
     kept = counts >= settings.minimum
@@ -272,10 +199,8 @@ def _by_group(manifest: pa.Table, rows: np.ndarray, settings: PartitionSettings,
         if not kept.any():
             raise DataError(f"{few}. With data.partition.smaller=drop no client is left")
     clients = np.flatnonzero(kept)
-    place = np.cumsum(kept) - 1
-    mine = kept[owner]
     ids = [_shard_id(names, int(client), shards) for client in clients]
-    return _sorted_partition(ids, rows[mine], place[owner[mine]], names, (clients // shards).astype(np.int32))
+    return Owners(ids, np.where(kept, np.cumsum(kept) - 1, -1)[owner], names, clients // shards)
 
 
 def _shard_id(names: Sequence[str], client: int, shards: int) -> str:
@@ -317,18 +242,12 @@ def _dealt(count: int, proportions: np.ndarray) -> np.ndarray:
 
 
 def _dirichlet(
-    manifest: pa.Table,
-    rows: np.ndarray,
-    labels: np.ndarray,
-    settings: PartitionSettings,
-    clients: int,
-    rng: np.random.Generator,
+    tables: Assignment, labels: np.ndarray, settings: PartitionSettings, clients: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Draw the owners: int64 [rows]."""
-    what = "clips"
-    unit_of = np.arange(len(rows))
+    """Draw the owners: int64 [clips]."""
+    what, unit_of = "clips", np.arange(len(labels))
     if settings.column is not None:
-        names, unit_of = _values(manifest, rows, settings.column)
+        names, unit_of = _values(tables, settings.column)
         what = f"values of column {settings.column!r}"
         labels = _most_frequent(unit_of, labels, len(names))
     units = len(labels)

@@ -18,8 +18,8 @@ Further columns are for ``data.profile``.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pyarrow as pa
@@ -29,47 +29,51 @@ import pyarrow.parquet
 from raydfl.core.errors import DataError, nearest
 from raydfl.data.client_ids import ClientIds
 from raydfl.data.csv_file import read_csv
-from raydfl.data.partition import Partition, PartitionSettings
+from raydfl.data.steps.listing import Assignment
+from raydfl.data.tables import encode
 
 _FIRST, _CLIPS, _CLIENT = "first", "clips", "client"
 _WHERE = "data.partition.file"
 _KINDS = (".parquet", ".arrow", ".feather", ".csv")
 
 
-def partition_by_table(
-    clips: int, rows: np.ndarray, settings: PartitionSettings, profiles: Mapping[str, str]
-) -> Partition:
-    """Give clips to clients as a table says.
+def share_clips(tables: Assignment, path: Path, minimum: int, profiles: Mapping[str, str]) -> Assignment:
+    """Give clips to clients as a table says: the table of clients gets the ranges ``first`` and ``stop`` of training clips.
 
     Args:
-        clips: rows of the manifest.
-        rows: int64, ascending: rows for training; clients do without their other clips.
-        settings: ``by: table``.
+        minimum: training clips that each client must have; clients do without their held-out clips.
         profiles: further columns to read, with the settings that name them.
 
     Raises:
         DataError: the table cannot be used, or leaves a client below the minimum.
     """
-    path = cast(Path, settings.file)
+    trained = tables.has_role("train")
+    rows, listed = tables.codes("clip")[trained], len(tables.clips.column("clip").dictionary)
     table = _read(path, {_FIRST: _WHERE, _CLIPS: _WHERE, **profiles})
-    before = np.searchsorted(rows, np.arange(clips + 1)).astype(np.int32)
-    first, stop = (before[bound] for bound in _find_ranges(table, clips, path))
+    before = np.searchsorted(rows, np.arange(listed + 1)).astype(np.int32)
+    first, stop = (before[bound] for bound in _find_ranges(table, listed, path))
     counts = stop - first
-    if counts.min() < settings.minimum:
+    if counts.min() < minimum:
         row = int(counts.argmin())
         raise DataError(
-            f"{_WHERE}: {int((counts < settings.minimum).sum()):,} of {len(table):,} clients have fewer than "
-            f"data.partition.minimum {settings.minimum} clips to train on; the one in row {row + 1} of {path} has "
+            f"{_WHERE}: {int((counts < minimum).sum()):,} of {len(table):,} clients have fewer than "
+            f"data.partition.minimum {minimum} clips to train on; the one in row {row + 1} of {path} has "
             f"{counts[row]}: its other clips are held out by data.split or cannot be read; give it others"
         )
     # What no client has is left out: how many begin at or before a clip, and how many end there.
     begun, ended = (np.cumsum(np.bincount(bound, minlength=len(rows) + 1)) for bound in (first, stop))
     owned = (begun > ended)[:-1]
     place = np.concatenate([[0], np.cumsum(owned)]).astype(np.int32)
-    none = np.zeros(0, np.int64)
-    return Partition(
-        _read_ids(table, path), rows[owned], none, (), none.astype(np.int32), (place[first], place[stop]), table
-    )
+    ids = _read_ids(table, path)
+    columns = {name: table.column(name).combine_chunks() for name in profiles}
+    clients = {**ids.columns(), "first": pa.array(place[first]), "stop": pa.array(place[stop])}
+    clients |= {f"column:{name}": column for name, column in columns.items()}
+    order = np.concatenate([np.flatnonzero(trained)[owned], np.flatnonzero(~trained)])
+    found = replace(tables.select(order), clients=pa.record_batch(clients))
+    found = found.with_clips(client=encode(np.full(len(order), -1, np.int32), ids.column))
+    if owned.all():
+        return found
+    return found.with_message(f"{(~owned).sum()} training clips belong to no client: none of {path} has them")
 
 
 def _read(path: Path, needed: Mapping[str, str]) -> pa.Table:

@@ -1,27 +1,30 @@
-"""Corruption of chosen clients' training data: background noise and wrong labels, as FedMLAC's robustness experiments have them.
+"""Corrupt: chosen clients' training clips get noise and wrong labels, as in FedMLAC's robustness experiments.
 
-Their source is FedAudio (Zhang et al., ICASSP 2023). Deviations from its code:
-
-- Noise: one generator for each clip, from the run's seed and the clip's name. FedAudio seeds its generator with 8 for every
-  file, so all clips there get the same pattern, scaled. The noise is added at the features' sample rate, before the log-mel.
-- Wrong labels: FedAudio repairs empty rows of the transition matrix for 4 classes only; here for any number.
+Their source is FedAudio (Zhang et al., ICASSP 2023), which repairs empty rows of the transition matrix for 4 classes only; here
+they are repaired for any number. ``remove_views`` takes views from clients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated
 
 import numpy as np
+import pyarrow as pa
 from pydantic import Field, field_validator
 
 from raydfl.core.errors import DataError, nearest
-from raydfl.core.seeds import generator, seed_for
+from raydfl.core.seeds import generator
 from raydfl.core.settings import Settings
+from raydfl.data.client_ids import to_numbers
+from raydfl.data.steps.listing import Assignment, set_columns
+from raydfl.data.tables import encode
 
-NOISELESS = -1
-"""In place of a clip's seed: no noise."""
+STORES = ("clean", "noisy", "altered")
+"""Kinds of features of a clip."""
+CLEAN, NOISY, ALTERED = range(len(STORES))
 SPARSITY = 0.4
 """Share of a transition matrix's off-diagonal cells that are 0."""
 
@@ -69,43 +72,71 @@ class CorruptSettings(Settings):
     labels: Annotated[LabelErrorSettings | None, Field(description="Wrong labels. null: none.")] = None
 
 
-@dataclass(frozen=True)
-class Noise:
-    """The noise of some clips."""
-
-    snr_db: float
-    """Power of the clip over the power of the noise, in decibels."""
-    seeds: tuple[int, ...]
-    """One for each clip, at least 0; :data:`NOISELESS` leaves the clip as it is."""
-
-    def part(self, start: int, stop: int) -> Noise:
-        """Return the noise of clips ``start`` to ``stop - 1``."""
-        return Noise(self.snr_db, self.seeds[start:stop])
-
-
-def noise_for(clips: Iterable[str], snr_db: float, seed: int) -> Noise:
-    """Return the noise of clips of these names in a run of this seed."""
-    return Noise(snr_db, tuple(seed_for(seed, 0, clip, "noise") for clip in clips))
-
-
-def add_noise(wave: np.ndarray, snr_db: float, seed: int) -> np.ndarray:
-    """Add white Gaussian noise of power mean(wave^2) / 10^(snr_db / 10) to ``wave`` (float32 [samples])."""
-    power = float(np.mean(np.square(wave, dtype=np.float64)))
-    noise = np.random.default_rng(seed).standard_normal(wave.size)
-    result: np.ndarray = (wave + noise * np.sqrt(power / 10 ** (snr_db / 10))).astype(np.float32)
-    return result
-
-
-def choose_clients(ids: Sequence[str], wanted: Share, seed: int, purpose: str) -> np.ndarray:
-    """Choose whose data are corrupted: bool [clients].
-
-    Args:
-        purpose: keeps the draws for noise and for labels apart.
+def corrupt(tables: Assignment, settings: CorruptSettings, seed: int) -> Assignment:
+    """Add ``store``, ``noise`` and ``altered``, put wrong labels in place, and flag the clients whose data are corrupted.
 
     Raises:
         DataError: more clients than there are, or an unknown id.
     """
-    return draw_clients(ids, wanted, generator(seed, 0, "", f"corrupt {purpose}"), "data.corrupt", "corrupted")
+    noisy = choose_clients(tables, None if settings.noise is None else settings.noise.clients, "noisy", seed)
+    wrong = choose_clients(tables, None if settings.labels is None else settings.labels.clients, "label_errors", seed)
+    label, client, train = tables.codes("label").copy(), tables.codes("client"), tables.has_role("train")
+    if settings.labels is not None:
+        rows, bounds = tables.train_bounds()
+        for number in np.flatnonzero(wrong).tolist():
+            mine = rows[bounds[number] : bounds[number + 1]]
+            mine = mine[label[mine] >= 0]
+            label[mine] = wrong_labels(label[mine], len(tables.classes), settings.labels.rate, seed, tables.ids[number])
+    noise = train & (client >= 0)
+    noise[noise] = noisy[client[noise]]
+    flags = {name: pa.array(flag) for name, flag in (("noisy", noisy), ("label_errors", wrong)) if flag.any()}
+    return replace(tables, clients=set_columns(tables.clients, flags)).with_clips(
+        label=encode(label, tables.classes),
+        store=encode(noise.astype(np.int8), STORES),
+        noise=pa.array(noise),
+        altered=pa.array(np.zeros(len(noise), bool)),
+    )
+
+
+_PURPOSES = {"noisy": "noise", "label_errors": "labels"}
+
+
+def choose_clients(tables: Assignment, wanted: Share | None, name: str, seed: int) -> np.ndarray:
+    """Choose the clients whose data are corrupted, by their column of the user's table or by a draw: bool [clients].
+
+    Args:
+        wanted: of the settings; ``None``: there is no such corruption.
+        name: ``noisy`` or ``label_errors``; it keeps the draws apart.
+    """
+    own = f"column:{name}"
+    if own in tables.clients.schema.names:
+        chosen = to_numbers(tables.clients.column(own))
+        if chosen.any() and wanted is None:
+            raise DataError(f"data.clients: there are {name} clients, so set data.corrupt.{_PURPOSES[name]} too")
+        return chosen
+    if wanted is None:
+        return np.zeros(tables.clients.num_rows, bool)
+    rng = generator(seed, 0, "", f"corrupt {_PURPOSES[name]}")
+    return draw_clients(tables.ids, wanted, rng, "data.corrupt", "corrupted")
+
+
+def remove_views(tables: Assignment, missing: Mapping[str, float], seed: int) -> Assignment:
+    """Add the columns ``lacks:VIEW`` for views that are taken from clients.
+
+    A client loses a view of its training clips, its hold-out and its own test; the server keeps it. Exactly ``share * clients``
+    clients lose it, rounded half up, each view drawn by itself. Those of a smaller share are among those of a larger one.
+
+    Args:
+        missing: by view the share of the clients, 0 to 1.
+    """
+    client = tables.codes("client")
+    for view, share in missing.items():
+        # 0.29 of 50 clients is 14.5, though not in floating point
+        number = math.floor(round(share * tables.clients.num_rows, 9) + 0.5)
+        rng = generator(seed, 0, "", f"missing {view}")
+        without = draw_clients(tables.ids, number, rng, f"data.missing.{view}", "without")
+        tables = tables.with_clips(**{f"lacks:{view}": pa.array((client >= 0) & without[client])})
+    return tables
 
 
 def draw_clients(ids: Sequence[str], wanted: Share, rng: np.random.Generator, where: str, what: str) -> np.ndarray:

@@ -1,18 +1,20 @@
-"""Profile: what else is said of clients, dealt by the configuration or read from a column of the manifest."""
+"""Profile: clients get further columns, dealt by the configuration or read from a column."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, NoReturn
 
 import numpy as np
 import pyarrow as pa
 from pydantic import Field, model_validator
 
-from raydfl.core.errors import DataError, nearest
+from raydfl.core.errors import DataError
 from raydfl.core.seeds import generator
 from raydfl.core.settings import Settings
-from raydfl.data.partition import Partition
+from raydfl.data.client_ids import to_numbers
+from raydfl.data.steps.listing import Assignment, set_columns
 from raydfl.data.tables import encode
 
 KNOWN = ("group", "noisy", "label_errors", "part", "pools", "views")
@@ -49,42 +51,40 @@ def dealt(name: str, settings: ProfileSettings, clients: int, seed: int) -> np.n
     return generator(seed, 0, "", f"profile/{name}").integers(len(settings.values), size=clients).astype(kind)
 
 
-def profile_columns(
-    manifest: pa.Table, partition: Partition, profile: Mapping[str, ProfileSettings]
-) -> dict[str, pa.DictionaryArray]:
-    """Read the profiles whose source is a column of the manifest or of the table of clients.
+def add_profiles(tables: Assignment, profile: Mapping[str, ProfileSettings]) -> Assignment:
+    """Add the columns ``profile:NAME`` of clients whose source is a column of the list or of the user's table of clients.
 
-    Returns:
-        Columns ``profile:NAME`` of the clients table, with values in the order of their text. Truth values, integers and
-        decimals keep their type; other values become text.
+    Their values are in the order of their text. Truth values, integers and decimals keep their type; other values become text.
 
     Raises:
         DataError: there is no such column, or it has nulls, or several values for a client.
     """
-    found: dict[str, pa.DictionaryArray] = {}
+    found: dict[str, pa.Array] = {}
     for name, settings in profile.items():
+        column = f"column:{settings.column}"
         if settings.column is None:
             continue
-        if partition.table is not None:
-            encoded = partition.table.column(settings.column).combine_chunks().dictionary_encode()
-            found[f"profile:{name}"] = _sort_values(encoded.indices.to_numpy(), encoded.dictionary)
-            continue
-        where = f"data.profile.{name}"
-        if settings.column not in manifest.column_names:
-            raise DataError(
-                f"{where}: the data have no column {settings.column!r}; {nearest(settings.column, manifest.column_names)}"
-            )
-        encoded = manifest.column(settings.column).take(pa.array(partition.rows)).combine_chunks().dictionary_encode()
-        codes = encoded.indices.fill_null(-1).to_numpy()
-        least, most = (extreme.reduceat(codes, partition.offsets[:-1]) for extreme in (np.minimum, np.maximum))
-        for client in np.flatnonzero((least < 0) | (least < most))[:1].tolist():
-            values = encoded.dictionary.to_pylist()
-            own = codes[partition.offsets[client] : partition.offsets[client + 1]]
-            _refuse(
-                [values[code] if code >= 0 else None for code in own], where, settings.column, partition.ids[client]
-            )
-        found[f"profile:{name}"] = _sort_values(least, encoded.dictionary)
-    return found
+        if column in tables.clients.schema.names:
+            encoded = tables.clients.column(column).dictionary_encode()
+            codes = to_numbers(encoded)
+        else:
+            encoded, codes = _find_values(tables, settings.column, f"data.profile.{name}")
+        found[f"profile:{name}"] = _sort_values(codes, encoded.dictionary)
+    return replace(tables, clients=set_columns(tables.clients, found))
+
+
+def _find_values(tables: Assignment, column: str, where: str) -> tuple[pa.DictionaryArray, np.ndarray]:
+    """Return a column of the list, and the code of each client's value: int [clients]."""
+    encoded = tables.column(column, where)
+    encoded = encoded if pa.types.is_dictionary(encoded.type) else encoded.dictionary_encode()
+    client, ids = tables.codes("client"), tables.ids
+    client = client[client >= 0]  # the clips are sorted by client
+    codes, bounds = to_numbers(encoded)[: len(client)], np.searchsorted(client, np.arange(len(ids) + 1))
+    least, most = (extreme.reduceat(codes, bounds[:-1]) for extreme in (np.minimum, np.maximum))
+    for number in np.flatnonzero((least < 0) | (least < most))[:1].tolist():
+        values = encoded[bounds[number] : bounds[number + 1]].to_pylist()
+        _refuse(values, where, column, ids[number])
+    return encoded, least
 
 
 def _sort_values(codes: np.ndarray, values: pa.Array) -> pa.DictionaryArray:

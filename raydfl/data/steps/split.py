@@ -1,26 +1,19 @@
-"""The split of clips: held out for the server's test, for its validation, or trained on by clients."""
+"""Split: clips get roles, to be trained on or held out. ``hold_out`` draws the clips that each client holds out of its own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal, TypeGuard, cast
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from pydantic import BeforeValidator, Field, model_validator
 
 from raydfl.core.errors import DataError, nearest
 from raydfl.core.seeds import generator
 from raydfl.core.settings import Settings
-from raydfl.data.partition import without_groups
-
-_NO_CHOICE = ("clip", "path", "label", "split", "seconds")
-"""Columns by which nobody would hold out."""
-_USUAL = 0.2
-"""Share of the values or clips that is held out in a message's examples."""
-_WAYS = 3
-"""Such examples that it gives."""
+from raydfl.data.steps.listing import UNLABELLED, Assignment
+from raydfl.data.steps.suggestions import enough_of_each_label, suggest_split
+from raydfl.data.tables import ROLES, encode
 
 
 class HoldOutSettings(Settings):
@@ -171,64 +164,97 @@ class SplitSettings(Settings):
         return self.client_test is not None or self.as_published is not None
 
 
-@dataclass(frozen=True)
-class Split:
-    """Row numbers of a manifest, each ascending int64."""
-
-    train: np.ndarray
-    validation: np.ndarray
-    """The server's."""
-    test: np.ndarray
-
-
-def split_clips(manifest: pa.Table, settings: SplitSettings, seed: int) -> Split:
-    """Divide the clips of a manifest between clients and server.
-
-    Args:
-        manifest: columns ``clip``, ``label``, ``split`` (train, validation, test, or null everywhere) and the one that the
-            settings name.
-        seed: the run's.
+def split_clips(tables: Assignment, settings: SplitSettings, seed: int) -> Assignment:
+    """Add the column ``role``: trained on, or held out by the server or by a client because of a column's value.
 
     Raises:
         DataError: an unknown column, a value that no clip has, clips without a value, or nothing left to train or test on.
     """
-    official = _column(manifest, "split")
-    held_out = np.zeros(manifest.num_rows, bool) if settings.test is None else _held_out(manifest, settings.test, seed)
-    validation = (official == "validation") & ~held_out
-    train = ~held_out
+    official = tables.texts("split", "data.split")
+    test = np.zeros(len(official), bool) if settings.test is None else _choose_test(tables, settings.test, seed)
+    validation = (official == "validation") & ~test
+    role = np.where(test, ROLES.index("test"), ROLES.index("train")).astype(np.int8)
     if settings.official_validation != "train":
-        train &= ~validation
-    kept = validation.copy() if settings.official_validation == "validation" else np.zeros_like(validation)
+        role[validation] = ROLES.index("server_validation") if settings.official_validation == "validation" else -1
     if settings.server_validation is not None:
-        chosen = _chosen_for_server(manifest, np.flatnonzero(train), settings.server_validation, seed)
-        kept[chosen], train[chosen] = True, False
-    split = Split(np.flatnonzero(train), np.flatnonzero(kept), np.flatnonzero(held_out))
-    if not len(split.train):
+        chosen = _choose_validation(tables, np.flatnonzero(role == 0), settings.server_validation, seed)
+        role[chosen] = ROLES.index("server_validation")
+    if not (role == 0).any():
         raise DataError(
-            f"no clips are left to train on: {len(split.test)} of {manifest.num_rows} are the test set and "
-            f"{int(validation.sum())} the official validation set; {_another_way(manifest)}"
+            f"no clips are left to train on: {test.sum()} of {len(role)} are the test set and "
+            f"{validation.sum()} the official validation set; {suggest_split(tables)}"
         )
-    return split
+    if settings.as_published is not None:  # clients test on all their clips: these have two rows
+        rows = np.flatnonzero(role == 0)
+        role[rows[~as_published(tables.select(rows), settings.as_published, seed)]] = -1
+        tables = tables.select(np.concatenate([np.arange(len(role)), rows]))
+        role = np.concatenate([role, np.full(len(rows), ROLES.index("client_test"), np.int8)])
+    for name, how in _hold_outs(settings).items():
+        if _is_by_value(how):
+            rows = np.flatnonzero(role == 0)
+            role[rows[with_values(tables.select(rows), how, seed, f"data.split.{name}")]] = ROLES.index(name)
+    return tables.with_clips(role=encode(role, ROLES)).select(role >= 0)
 
 
-def _chosen_for_server(manifest: pa.Table, rows: np.ndarray, settings: ClientHoldOutSettings, seed: int) -> np.ndarray:
+def hold_out(tables: Assignment, settings: SplitSettings, seed: int) -> Assignment:
+    """Draw the clips that each client holds out, of every pool whose clips have labels."""
+    draws = {name: how for name, how in _hold_outs(settings).items() if how and (not _is_by_value(how) or how.others)}
+    if not draws:
+        return tables
+    role, pool, label, client = (tables.codes(name).copy() for name in ("role", "pool", "label", "client"))
+    ids = tables.ids
+    bounds = np.searchsorted(client[client >= 0], np.arange(len(ids) + 1))
+    labelled = [number for number, name in enumerate(tables.pools) if name != UNLABELLED]  # the others measure nothing
+    for client_id, first, stop in zip(ids, bounds[:-1], bounds[1:], strict=True):
+        for name, how in draws.items():
+            rng = generator(seed, 0, client_id, f"local {PURPOSES[name]}")
+            for number in labelled:
+                mine = first + np.flatnonzero((role[first:stop] == 0) & (pool[first:stop] == number))
+                role[mine[_draw(how, label[mine], rng)]] = ROLES.index(name)
+    pool = np.where(role == 0, pool, -1).astype(np.int8)
+    return tables.with_clips(role=encode(role, ROLES), pool=encode(pool, tables.pools))
+
+
+PURPOSES = {"client_test": "test", "validation": "validation"}
+"""What clients hold out, by role, in the order in which it is taken, with the names of the draws."""
+_HoldOut = float | ClientHoldOutSettings | None
+
+
+def _hold_outs(settings: SplitSettings) -> dict[str, _HoldOut]:
+    return {"client_test": settings.client_test, "validation": settings.validation}
+
+
+def _is_by_value(how: _HoldOut) -> TypeGuard[ClientHoldOutSettings]:
+    return isinstance(how, ClientHoldOutSettings) and how.by != "clip"
+
+
+def _draw(how: _HoldOut, labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Draw which of a client's clips it holds out: bool [clips]."""
+    if not isinstance(how, ClientHoldOutSettings):
+        return draw_share(len(labels), how or 0.0, rng)
+    if how.stratify:
+        return draw_share_of_each(labels, how.fraction or 0.0, rng)
+    return draw_share(len(labels), (how.others if _is_by_value(how) else how.fraction) or 0.0, rng)
+
+
+def _choose_validation(tables: Assignment, rows: np.ndarray, settings: ClientHoldOutSettings, seed: int) -> np.ndarray:
     """Return those of the clips ``rows`` that the server holds out for its validation."""
     where = "data.split.server_validation"
     rng, fraction = generator(seed, 0, "", where), settings.fraction or 0.0
-    if settings.by == "clip":  # nothing could be measured on clips without a label
-        rows = rows[[label is not None for label in _column(manifest, "label")[rows]]]
     if settings.by != "clip":
-        chosen = with_values(manifest, rows, settings, seed, where)
-    elif settings.stratify:
-        labels = np.array([str(label) for label in _column(manifest, "label")[rows]])
-        chosen = hold_out_of_each(np.unique(labels, return_inverse=True)[1], fraction, rng)
+        chosen = with_values(tables.select(rows), settings, seed, where)
     else:
-        chosen = hold_out(len(rows), fraction, rng)
+        labels = tables.texts("label", where)
+        rows = rows[labels[rows] != None]  # noqa: E711 - nothing could be measured on clips without a label
+        if settings.stratify:
+            chosen = draw_share_of_each(np.unique(labels[rows].astype(str), return_inverse=True)[1], fraction, rng)
+        else:
+            chosen = draw_share(len(rows), fraction, rng)
     found: np.ndarray = rows[chosen]
     return found
 
 
-def hold_out(count: int, fraction: float, rng: np.random.Generator) -> np.ndarray:
+def draw_share(count: int, fraction: float, rng: np.random.Generator) -> np.ndarray:
     """Draw which of a client's ``count`` clips are its validation: bool [count], round(fraction * count) of them, never all."""
     chosen = np.zeros(count, bool)
     number = min(count - 1, _rounded(fraction * count))
@@ -236,7 +262,7 @@ def hold_out(count: int, fraction: float, rng: np.random.Generator) -> np.ndarra
     return chosen
 
 
-def hold_out_of_each(labels: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
+def draw_share_of_each(labels: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
     """Draw which of a client's clips it holds out, the same share of every label: bool [clips].
 
     Of each label round(fraction * count), halves up; one clip at least is left.
@@ -255,66 +281,61 @@ def hold_out_of_each(labels: np.ndarray, fraction: float, rng: np.random.Generat
     return chosen
 
 
-def with_values(
-    manifest: pa.Table, rows: np.ndarray, settings: ClientHoldOutSettings, seed: int, where: str
-) -> np.ndarray:
-    """Return which clips are held out because of their value in a column: bool [rows].
+def with_values(tables: Assignment, settings: ClientHoldOutSettings, seed: int, where: str) -> np.ndarray:
+    """Return which clips are held out because of their value in a column: bool [clips].
 
     Args:
-        manifest: of all clips.
-        rows: int64: those to choose from.
-        settings: with a column.
-        seed: the run's: it draws the values where a share of them is wanted.
-        where: the settings' place, for messages.
+        tables: with the clips to choose from.
+        where: the place of the settings, for messages.
 
     Raises:
         DataError: there is no such column or value, or no other clip is left.
     """
-    there = manifest.take(pa.array(rows))
-    values = np.array([None if value is None else str(value) for value in _column(there, settings.by)], dtype=object)
+    values = tables.texts(settings.by, where)
     present = sorted({value for value in values if value is not None})
     if settings.fraction is None:
-        wanted = ("test",) if settings.values is None else tuple(map(str, settings.values))
-        for value in wanted:
-            if value not in present:
-                hint = nearest(value, present) if present else "the column is empty"
-                raise DataError(f"{where}: no clip that is left has {value!r} in column {settings.by!r} ({hint})")
+        wanted = _check_values(settings, present, f"{where}: no clip that is left", "")
     else:
         number = max(1, _rounded(settings.fraction * len(present)))
         order = generator(seed, 0, "", where).permutation(len(present))
-        wanted = tuple(present[index] for index in order[:number])
-    chosen: np.ndarray = np.isin(values.astype(str), wanted) & np.array([value is not None for value in values], bool)
+        wanted = [present[index] for index in order[:number]]
+    chosen = np.array([value in wanted for value in values], bool)
     if chosen.all():
-        raise DataError(f"{where}: by: {settings.by} holds out all {len(rows)} clips and leaves none to train on")
+        raise DataError(f"{where}: by: {settings.by} holds out all {len(values)} clips and leaves none to train on")
     return chosen
 
 
-def as_published(manifest: pa.Table, rows: np.ndarray, settings: PublishedSettings, seed: int) -> np.ndarray:
-    """Draw what is trained on by the leaking protocol: bool [rows], all normal clips and some anomalous ones of each group.
+def _check_values(
+    settings: HoldOutSettings | ClientHoldOutSettings, present: list[str], what: str, remedy: str
+) -> list[str]:
+    """Return the values to be held out, each of which some clip must have."""
+    wanted = ["test"] if settings.values is None else [*map(str, settings.values)]
+    for value in wanted:
+        if value not in present:
+            hint = nearest(value, present) if present else "the column is empty"
+            raise DataError(f"{what} has {value!r} in column {settings.by!r} ({hint}){remedy}")
+    return wanted
 
-    Args:
-        manifest: of all clips.
-        rows: int64: those to choose from.
-        settings: which clips are normal, and how many of the others are taken.
-        seed: the run's.
+
+def as_published(tables: Assignment, settings: PublishedSettings, seed: int) -> np.ndarray:
+    """Draw what is trained on by the leaking protocol: bool [clips], all normal clips and some anomalous ones of each group.
 
     Raises:
         DataError: there is no such column, or no clip is normal, or none is anomalous.
     """
-    there = manifest.take(pa.array(rows))
-    values = np.array([str(value) for value in _column(there, settings.column)])
+    where = "data.split.as_published"
+    values, groups = (tables.texts(name, where).astype(str) for name in (settings.column, "group"))
     chosen: np.ndarray = np.isin(values, [str(value) for value in settings.normal])
     if chosen.all() or not chosen.any():
         raise DataError(
-            f"data.split.as_published: {'all' if chosen.all() else 'none'} of {len(rows)} clips are normal, that is "
+            f"{where}: {'all' if chosen.all() else 'none'} of {len(values)} clips are normal, that is "
             f"{', '.join(map(str, settings.normal))} in column {settings.column!r}, and both kinds are needed; the values there "
             f"are {', '.join(sorted(set(values.tolist())))}"
         )
-    groups = np.array([str(group) for group in _column(there, "group")])
     for group in sorted(set(groups.tolist())):
         normal, strange = (np.flatnonzero((groups == group) & which) for which in (chosen, ~chosen))
         number = min(len(strange), _rounded(settings.anomalies * len(normal)))
-        rng = generator(seed, 0, group, "data.split.as_published")
+        rng = generator(seed, 0, group, where)
         chosen[rng.permutation(strange)[:number]] = True
     return chosen
 
@@ -323,44 +344,30 @@ def _rounded(value: float) -> int:
     return int(np.floor(value + 0.5))  # halves up, unlike round()
 
 
-def _column(manifest: pa.Table, name: str) -> np.ndarray:
-    """Object [clips]: the column's values, ``None`` where there is none."""
-    if name not in manifest.column_names:
-        raise DataError(f"the manifest has no column {name!r}; {nearest(name, manifest.column_names)}")
-    values: np.ndarray = np.array(manifest.column(name).to_pylist(), dtype=object)
-    return values
-
-
-def _held_out(manifest: pa.Table, settings: HoldOutSettings, seed: int) -> np.ndarray:
-    """Bool [clips]: the test set."""
-    rng = generator(seed, 0, "", "split test")
+def _choose_test(tables: Assignment, settings: HoldOutSettings, seed: int) -> np.ndarray:
+    """Return which clips are the server's test set: bool [clips]."""
+    rng, where = generator(seed, 0, "", "split test"), "data.split.test"
     if settings.by == "clip":
-        return _share_of_each_label(_column(manifest, "label"), cast(float, settings.fraction), rng)
-    column = _column(manifest, settings.by)
-    named = np.array([None if value is None else str(value) for value in column], dtype=object)
-    present = sorted({value for value in named if value is not None})
+        return _share_of_each_label(tables.texts("label", where), cast(float, settings.fraction), rng)
+    values = tables.texts(settings.by, where)
+    present = sorted({value for value in values if value is not None})
     if settings.fraction is None:
-        wanted = ("test",) if settings.values is None else tuple(map(str, settings.values))
-        for value in wanted:
-            if value not in present:
-                hint = nearest(value, present) if present else "the column is empty"
-                raise DataError(f"no clip has {value!r} in column {settings.by!r} ({hint}); {_another_way(manifest)}")
+        wanted = _check_values(settings, present, "no clip", f"; {suggest_split(tables)}")
     else:
-        missing = manifest.column("clip").filter(pa.array([value is None for value in named])).to_pylist()
+        missing = tables.clips.column("clip").filter(pa.array(values == None)).to_pylist()  # noqa: E711
         if missing:
             raise DataError(
                 f"{len(missing)} clips have no {settings.by!r} by which to hold them out: {', '.join(missing[:5])}"
-                f"{' ...' if len(missing) > 5 else ''}; fill the column, or {_another_way(manifest)}"
+                f"{' ...' if len(missing) > 5 else ''}; fill the column, or {suggest_split(tables)}"
             )
         number = max(1, _rounded(settings.fraction * len(present)))
         if number >= len(present):
             raise DataError(
-                f"data.split.test.fraction {settings.fraction} of {len(present)} values of column {settings.by!r} leaves none to "
-                f"train on; {_another_way(manifest)}"
+                f"{where}.fraction {settings.fraction} of {len(present)} values of column {settings.by!r} leaves none to "
+                f"train on; {suggest_split(tables)}"
             )
-        wanted = tuple(present[index] for index in rng.permutation(len(present))[:number])
-    chosen: np.ndarray = np.isin(named.astype(str), wanted) & np.array([value is not None for value in named], bool)
-    return chosen
+        wanted = [present[index] for index in rng.permutation(len(present))[:number]]
+    return np.array([value in wanted for value in values], bool)
 
 
 def _share_of_each_label(labels: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
@@ -370,7 +377,7 @@ def _share_of_each_label(labels: np.ndarray, fraction: float, rng: np.random.Gen
         number = min(len(members) - 1, _rounded(fraction * len(members)))
         chosen[rng.permutation(members)[:number]] = True
     if not chosen.any():
-        enough = _enough_of_each_label(labels)
+        enough = enough_of_each_label(labels)
         remedy = (
             "no label has more than one clip; hold out whole values of a column, or nothing with data.split.test=null"
             if enough is None
@@ -380,37 +387,3 @@ def _share_of_each_label(labels: np.ndarray, fraction: float, rng: np.random.Gen
             f"data.split.test.fraction {fraction} of {len(labels)} clips of {len(set(labels))} labels is no clip: {remedy}"
         )
     return chosen
-
-
-def _enough_of_each_label(labels: np.ndarray) -> float | None:
-    """Return a share of which every label with at least two clips gives one; ``None`` when there is no such label."""
-    known = labels[[label is not None for label in labels]]
-    counts = np.unique(known.astype(str), return_counts=True)[1]
-    several = counts[counts > 1]
-    return float(np.ceil(1000 * 0.5 / several.min()) / 1000) if len(several) else None
-
-
-def _leaves_every_label(manifest: pa.Table, column: str) -> bool:
-    """Return whether any usual share of a column's values can be held out so that clips of every label are left."""
-    values = manifest.column(column)
-    if values.null_count:
-        return False
-    number = max(1, _rounded(_USUAL * len(values.unique())))
-    of_labels = manifest.select(["label", column]).group_by("label").aggregate([(column, "count_distinct")])
-    return bool(pc.min(of_labels.column(f"{column}_count_distinct")).as_py() > number)
-
-
-def _another_way(manifest: pa.Table) -> str:
-    """Suggest what else data.split.test could be with these clips, and data.partition where nobody owns them."""
-    columns = [name for name in manifest.column_names if name not in _NO_CHOICE]
-    ways = [f"{{by: {name}, fraction: {_USUAL}}}" for name in columns if _leaves_every_label(manifest, name)]
-    enough = _enough_of_each_label(_column(manifest, "label"))
-    if enough is not None:
-        ways.insert(1, f"{{by: clip, fraction: {max(_USUAL, enough):g}}}")
-    said = "choose data.split.test differently"
-    if ways:
-        said += ", for example " + " or ".join(f"data.split.test='{way}'" for way in ways[:_WAYS])
-    if "group" not in columns or manifest.column("group").null_count:
-        other = without_groups(manifest.num_rows)
-        said += f". The clips have no groups to be clients: choose data.partition too, for example {other}"
-    return said
