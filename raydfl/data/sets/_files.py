@@ -15,7 +15,7 @@ import pyarrow as pa
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from raydfl.core.errors import DataError
+from raydfl.core.errors import DataError, nearest
 from raydfl.core.files import read_regular
 from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card, Dataset
@@ -39,6 +39,21 @@ SPLIT_OF = {
     "eval": "test",
 }
 """Split by name in lower case."""
+
+
+def known_split(value: object, where: str) -> str | None:
+    """Return the split that a list's word means.
+
+    Args:
+        value: the word; ``None``: no split.
+        where: the beginning of the message.
+
+    Raises:
+        DataError: it means none.
+    """
+    if value is not None and str(value).lower() not in SPLIT_OF:
+        raise DataError(f"{where} has the unknown split {value!r}; {nearest(str(value), SPLIT_OF)}")
+    return None if value is None else SPLIT_OF[str(value).lower()]
 
 
 def absolute(path: Path) -> Path:
