@@ -178,28 +178,13 @@ def test_a_test_root_that_is_no_archive(tree: Path) -> None:
 # The samples
 
 
-def test_the_sample_of_v1(recordings: Path) -> None:
-    dataset = SpeechCommands(root=recordings / "speech_commands_v0.01")
-    rows = dataset.manifest().to_pylist()
-    assert Counter(row["split"] for row in rows) == {"train": 60, "validation": 19, "test": 11}
-    assert {row["label"] for row in rows} == set(WORDS[:30])
-    assert len({row["group"] for row in rows}) == 24
-    for row in rows:
-        samples, rate = dataset.read(row)
-        assert rate == 16000
-        assert 0.7 < len(samples) / rate <= 1.0
-
-
-def test_the_sample_of_the_archive(recordings: Path) -> None:
-    dataset = SpeechCommands(root=recordings / "speech_commands_test_set_v0.02")
-    rows = dataset.manifest().to_pylist()
-    labels = Counter(row["label"] for row in rows)
-    assert labels.keys() == {*KEYWORDS, "_unknown_", "_silence_"}
-    assert (len(rows), labels["_unknown_"], labels["_silence_"]) == (479, 36, 12)
-    speakers = Counter(row["group"] for row in rows)
-    assert speakers.pop(None) == 12
-    assert (len(speakers), min(speakers.values()), max(speakers.values())) == (133, 1, 16)
-    assert {dataset.read(row)[0].shape for row in rows} == {(16000, 1)}
+def test_labels_of_the_samples(recordings: Path) -> None:
+    tree = SpeechCommands(root=recordings / "speech_commands_v0.01").manifest()
+    archive = SpeechCommands(root=recordings / "speech_commands_test_set_v0.02").manifest()
+    assert set(tree.column("label").to_pylist()) == set(WORDS[:30])
+    counts = Counter(archive.column("label").to_pylist())
+    assert counts.keys() == {*KEYWORDS, "_unknown_", "_silence_"}
+    assert (counts["_unknown_"], counts["_silence_"]) == (36, 12)
 
 
 def test_the_samples_together_are_the_12_class_task(recordings: Path) -> None:
