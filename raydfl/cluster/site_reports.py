@@ -9,12 +9,23 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raydfl.data import ClientIds, DataSettings, Population, Shard, Tables, encode, natural_order, no_clips
+from raydfl.core.settings import FIRST_VIEW
+from raydfl.data import (
+    ClientIds,
+    DataSettings,
+    Population,
+    Shard,
+    StoredView,
+    Tables,
+    encode,
+    natural_order,
+    no_clips,
+)
 
 
 @dataclass(frozen=True)
 class ViewReport:
-    """All that a site tells about a further view of its examples."""
+    """All that a site tells about a view of ``data.views``."""
 
     examples: int
     """Training examples that have it."""
@@ -42,7 +53,7 @@ class SiteReport:
     trained: tuple[str, ...]
     """Names of the classes of which some client has training examples."""
     views: Mapping[str, ViewReport] = field(default_factory=dict)
-    """Further views, by name."""
+    """Those of ``data.views``, by name."""
     columns: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Values of ``data.columns``, by name."""
     profile: Mapping[str, Sequence[Any]] = field(default_factory=dict)
@@ -64,17 +75,22 @@ class SiteReport:
         if whole:
             shards = {split: [(parts[0][0], parts[-1][1])] if parts else [] for split, parts in shards.items()}
         columns = {each: population.column(each) for each, own in data.profile.items() if own.column is not None}
+        first = population.views[FIRST_VIEW]
         return cls(
             name,
             tuple(population.num_examples(index) for index in range(len(population))),
-            population.bands,
-            population.length,
+            first.bands or 0,
+            first.length,
             shards,
             len(population.skipped),
             tuple(np.array(population.classes)[population.class_counts() > 0].tolist()),
             {
-                view: ViewReport(population.num_with_view(view), length, tuple(population.owners(view).tolist()))
-                for view, length in population.view_lengths.items()
+                view: ViewReport(
+                    population.num_with_view(view),
+                    population.views[view].length,
+                    tuple(population.owners(view).tolist()),
+                )
+                for view in data.views
             },
             {column: population.columns[column] for column in data.columns},
             {each: [values[code] for code in of.tolist()] for each, (values, of) in columns.items()},
@@ -120,17 +136,15 @@ def join_sites(reports: Sequence[SiteReport], classes: Sequence[str], separator:
         + (f", {report.left_out} clips cannot be read and are left out" if report.left_out else "")
         for report in reports
     ]
-    views = {view: (None, _common_length([report.views[view] for report in reports])) for view in reports[0].views}
+    views = {FIRST_VIEW: StoredView(lengths.pop() if len(lengths) == 1 else None, bands=reports[0].bands)}
+    views |= {view: StoredView(_common_length([own.views[view] for own in reports])) for view in reports[0].views}
     return Population(
         Tables(no_clips(columns), pa.record_batch(clients)),
         classes,
-        lengths.pop() if len(lengths) == 1 else None,
-        (),
+        views,
         messages=messages,
-        bands=reports[0].bands,
         shards=shards,
         separator=separator,
-        views=views,
     )
 
 

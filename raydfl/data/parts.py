@@ -11,8 +11,9 @@ from collections.abc import Mapping
 import numpy as np
 import pyarrow as pa
 
+from raydfl.core.settings import FIRST_VIEW
 from raydfl.data.client_ids import ClientIds
-from raydfl.data.population import Part, Population
+from raydfl.data.population import Part, Population, StoredView
 from raydfl.data.tables import Tables, encode, no_clips
 
 
@@ -34,14 +35,13 @@ def join_parts(populations: Mapping[str, Population]) -> Population:
         for part in parts
     ]
     place = {"place": encode(np.concatenate(codes).astype(np.int32), places)} if any(places) else {}
-    lengths = {population.length for population in populations.values()}
+    first = [population.views[FIRST_VIEW] for population in populations.values()]
+    lengths = {view.length for view in first}
     return Population(
         Tables(no_clips(), pa.record_batch({**ids.columns(), **place, "examples": pa.array(sizes)})),
         [f"{part.name}/{label}" for part in parts for label in part.population.classes],
-        lengths.pop() if len(lengths) == 1 else None,
-        (),
+        {FIRST_VIEW: StoredView(lengths.pop() if len(lengths) == 1 else None, bands=first[0].bands)},
         skipped=[(f"{part.name}/{clip}", reason) for part in parts for clip, reason in part.population.skipped],
         messages=[f"{part.name}: {message}" for part in parts for message in part.population.messages],
-        bands=parts[0].population.bands,
         parts=parts,
     )

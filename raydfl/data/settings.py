@@ -6,20 +6,19 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from raydfl.core.errors import ConfigError, InputError, nearest
 from raydfl.core.options import check_keys, explain, path_options, unknown_key
 from raydfl.core.remote import check_uri, is_uri
-from raydfl.core.settings import Settings
+from raydfl.core.settings import FIRST_VIEW, Settings
 from raydfl.data.dataset import find_dataset
 from raydfl.data.features.extraction import Source
 from raydfl.data.features.file import FileFeatures
 from raydfl.data.features.kinds import AnyFeatures, kind_of, make_features
 from raydfl.data.features.log_mel import FeatureSettings
-from raydfl.data.features.wave import BY_TRAINING_CLIPS
 from raydfl.data.label_sets import LabelSetSettings
 from raydfl.data.remote import local_copy
 from raydfl.data.segment import SegmentSettings
@@ -29,9 +28,7 @@ from raydfl.data.steps.listing import LABELLED, UNLABELLED
 from raydfl.data.steps.pools import PoolSettings, UnlabelledSettings
 from raydfl.data.steps.profile import KNOWN, ProfileSettings
 from raydfl.data.steps.split import SplitSettings
-
-if TYPE_CHECKING:  # a configuration is read without waiting for PyTorch where nothing is transformed
-    from raydfl.data.transforms import Pipeline
+from raydfl.data.views import Transforms, View, ViewSettings
 
 
 class SiteSettings(Settings):
@@ -67,70 +64,6 @@ class SiteSettings(Settings):
         return value
 
 
-class ViewSettings(Settings):
-    """A further view of the examples: another file of each, named in a column of the manifest."""
-
-    column: Annotated[
-        str,
-        Field(
-            min_length=1, description="Column of the manifest that names its files; null there: an example has none."
-        ),
-    ]
-    features: Annotated[
-        Any,
-        BeforeValidator(make_features),
-        Field(description="How a file becomes numbers: settings as in data.features, of any kind but file."),
-    ]
-    transforms: Annotated[
-        tuple[dict[str, Any], ...], Field(description="What is done to it in training: as data.transforms.")
-    ] = ()
-
-    @field_validator("transforms", mode="before")
-    @classmethod
-    def _list_of_transforms(cls, value: Any) -> Any:
-        """Accept names alone."""
-        return _transforms(value)
-
-    @model_validator(mode="after")
-    def _consistent(self) -> ViewSettings:
-        crop = self.pipeline.crop if self.transforms else None
-        if (
-            self.features.kind == "file"
-            or self.features.normalise in BY_TRAINING_CLIPS
-            or (crop and crop.test == "segments")
-        ):
-            raise ConfigError(
-                "a further view has features of the kind logmel, kaldi, pretrained, model or image, is not normalised "
-                "by group, client or part, and is not cut into segments, of which the first view alone decides; change its "
-                "features or transforms"
-            )
-        return self
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """The way of stored features into a batch; built now."""
-        from raydfl.data.transforms import make_transforms  # it imports PyTorch, which takes seconds
-
-        return make_transforms(self.transforms, self.features, "data.transforms")
-
-    @property
-    def stored_features(self) -> AnyFeatures:
-        """The features as the cache has them: see :attr:`DataSettings.stored_features`."""
-        found: AnyFeatures = self.features
-        return found if self.pipeline.late is None else found.model_copy(update={"normalise": "none"})
-
-    @property
-    def test_segments(self) -> None:
-        """No segments: a further view is measured on whole."""
-        return
-
-
-def _transforms(value: Any) -> list[Any]:
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise ValueError("write a list of transforms, like [{name: spec_augment}]")
-    return [{"name": each} if isinstance(each, str) else each for each in value]
-
-
 class DataSettings(Settings):
     """Recordings, features, who gets which, and what is held out. Every other key is an option of the data set (``root`` ...)."""
 
@@ -152,7 +85,7 @@ class DataSettings(Settings):
         SegmentSettings | None, Field(description="Cut long clips into segments. null: a clip is one example.")
     ] = None
     transforms: Annotated[
-        tuple[dict[str, Any], ...],
+        Transforms,
         Field(
             description="What is done to training examples, anew in every batch, in that order: a list of {name, options ...}. "
             "`raydfl methods` lists them."
@@ -160,12 +93,14 @@ class DataSettings(Settings):
     ] = ()
     views: Annotated[
         dict[str, ViewSettings],
-        Field(description="Further views of the examples, by name: models.NAME.view says which model reads one."),
+        Field(
+            description="Views of the examples beside features, by name: models.NAME.view says which model reads one."
+        ),
     ] = Field(default_factory=dict)
     missing: Annotated[
         dict[str, Annotated[float, Field(ge=0, le=1)]],
         Field(
-            description="Further views that some clients lack, by name the share of the clients, 0 to 1, drawn by the run's seed. "
+            description="Views that some clients lack, by name the share of the clients, 0 to 1, drawn by the run's seed. "
             "The server's data keep them."
         ),
     ] = Field(default_factory=dict)
@@ -277,12 +212,6 @@ class DataSettings(Settings):
                 )
         return value
 
-    @field_validator("transforms", mode="before")
-    @classmethod
-    def _list_of_transforms(cls, value: Any) -> Any:
-        """Accept names alone."""
-        return _transforms(value)
-
     @field_validator("sites")
     @classmethod
     def _names_of_sites(cls, value: dict[str, SiteSettings]) -> dict[str, SiteSettings]:
@@ -342,7 +271,7 @@ class DataSettings(Settings):
             raise ConfigError(
                 f"data.segment cuts clips of their own lengths: set data.features.{length} to null, or data.segment to null"
             )
-        crop = self.pipeline.crop if self.transforms else None
+        crop = self.first_view.pipeline.crop if self.transforms else None
         if self.segment is not None and crop is not None:
             raise ConfigError("data.segment and the transform random_crop both cut clips: leave one of them out")
         if isinstance(self.features, FileFeatures) and self.corrupt.noise is not None:
@@ -450,29 +379,17 @@ class DataSettings(Settings):
             )
 
     @property
-    def pipeline(self) -> Pipeline:
-        """The way of stored features into a batch; built now.
-
-        Raises:
-            ConfigError: transforms that are not known, or do not fit the features.
-        """
-        from raydfl.data.transforms import make_transforms  # it imports PyTorch, which takes seconds
-
-        return make_transforms(self.transforms, self.features, "data.transforms")
+    def all_views(self) -> dict[str, View]:
+        """The settings of every view by name, those of ``features`` first."""
+        found = {FIRST_VIEW: View("data", "path", self.features, self.transforms, self.segment)}
+        for name, view in self.views.items():
+            found[name] = View(f"data.views.{name}", view.column, view.features, view.transforms)
+        return found
 
     @property
-    def stored_features(self) -> AnyFeatures:
-        """The features as the cache has them: not normalised where a transform comes before that."""
-        late = self.pipeline.late
-        return self.features if late is None else self.features.model_copy(update={"normalise": "none"})
-
-    @property
-    def test_segments(self) -> SegmentSettings | None:
-        """The segments into which clips that are measured on are cut; ``None``: none."""
-        crop = self.pipeline.crop
-        if crop is None or crop.test != "segments":
-            return self.segment
-        return SegmentSettings(frames=crop.size, stride=crop.stride or crop.size)
+    def first_view(self) -> View:
+        """The settings of the first view."""
+        return self.all_views[FIRST_VIEW]
 
     def part(self, name: str) -> DataSettings:
         """Return the settings of one part: data's, with the part's own in their place.

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from raydfl.attacks import Attack
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.settings import FIRST_VIEW
 from raydfl.engine.former_options import find_former_tuning, take_former_options
 from raydfl.engine.groups import add_groups, find_group_rule
 from raydfl.engine.settings import FineTuneSettings
@@ -164,9 +165,9 @@ def _build(package: str, base: type[T], setting: Mapping[str, Any], what: str) -
 
 
 def split_view(options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the view that a model reads, empty for the first, and the options of its architecture."""
+    """Return the view that a model reads, and the options of its architecture."""
     own = dict(options)
-    return own.pop("view", ""), own
+    return own.pop("view", FIRST_VIEW), own
 
 
 def _models(

@@ -281,10 +281,7 @@ def _spec(
     width: int | None,
 ) -> ModelSpec:
     view, own = split_view({key: value for key, value in options.items() if key != INIT_FROM})
-    settings = data.views.get(view)
-    shape = data.pipeline.shape(population.bands)
-    if settings is not None:
-        shape = settings.pipeline.shape(settings.features.bands)
+    shape = population.shape(view, data)
     start = _frozen(options.get(INIT_FROM, {}))
     return ModelSpec(name, architecture, shape, len(population.classes), _frozen(own), width, start, view)
 

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from raydfl.core.options import plain
-from raydfl.data import DataSettings, ViewSettings
+from raydfl.core.settings import FIRST_VIEW
+from raydfl.data import DataSettings, View
 from raydfl.data.features import NEUTRAL
 
 _CAME_LATER: Mapping[tuple[str, ...], Any] = {
@@ -114,16 +115,15 @@ def _described(data: DataSettings) -> dict[str, Any]:
 
 def _with_all_options(data: DataSettings, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values of ``data`` with all the transforms' options, those that were not given too, and the pools in their order."""
-    found = {**values, "transforms": _transforms(data)}
-    found["views"] = {
-        name: {**values["views"][name], "transforms": _transforms(view)} for name, view in data.views.items()
-    }
+    views = data.all_views
+    found = {**values, "transforms": _transforms(views[FIRST_VIEW])}
+    found["views"] = {name: {**own, "transforms": _transforms(views[name])} for name, own in values["views"].items()}
     if data.pools:
         found["pools"] = [*values["pools"].items()]  # the first is what is trained on by default
     return found
 
 
-def _transforms(view: DataSettings | ViewSettings) -> list[dict[str, Any]]:
+def _transforms(view: View) -> list[dict[str, Any]]:
     if not view.transforms:
         return []
     return [

@@ -307,7 +307,7 @@ class Federation:
         self._ask_everywhere(lambda worker: worker.private.remove(segments), wait=False)
 
     def _views_of(self, client: str) -> str:
-        """Return a client's further views, as in ``video+depth``; ``none`` if it has the first view alone."""
+        """Return a client's ``data.views``, as in ``video+depth``; ``none`` if it has none of them."""
         return "+".join(self.clients.by_id(client).profile["views"]) or "none"
 
     def plan(self) -> list[Order]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from raydfl.core.errors import ConfigError, DataError, RaydflError
+from raydfl.core.settings import FIRST_VIEW
 from raydfl.core.types import Batch, ModelSpec
 from raydfl.core.users_code import FAILURES, place_of
 from raydfl.data import DataSettings, Population
@@ -42,8 +43,8 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
     for part, data in config.data.each.items():
         of_part = population.each[part].use(data)
         read = {spec.view: spec.inputs for specs in variants[part] for spec in specs}
-        for view, inputs in (read or {"": 0}).items():
-            length = of_part.view_lengths[view] if view else of_part.length
+        for view, inputs in (read or {FIRST_VIEW: 0}).items():
+            length = of_part.views[view].length
             method.objective.check(of_part.classes, None if isinstance(inputs, tuple) else length)
         if config.labels_needed and data.unseen == "stop":
             _check_classes(of_part)
@@ -86,18 +87,12 @@ def _batch(population: Population, data: DataSettings) -> tuple[Batch, bool]:
     examples = population.first_examples(2)
     if examples is not None:
         return next(examples.batches(len(examples), None)), True
-    x, lengths = _noise(population.pipeline.shape(population.bands), population.length)
-    views = {
-        name: _noise(view.pipeline.shape(view.features.bands), population.view_lengths[name])
-        for name, view in data.views.items()
-    }
+    views = {name: _noise(population.shape(name, data), view.length) for name, view in population.views.items()}
     batch = Batch(
-        x,
+        {name: x for name, (x, _) in views.items()},
         torch.zeros(2, dtype=torch.int64),
-        lengths,
-        views={name: of_view for name, (of_view, _) in views.items()},
-        view_lengths={name: own for name, (_, own) in views.items() if own is not None},
-        present={name: torch.ones(2, dtype=torch.bool) for name in views},
+        {name: lengths for name, (_, lengths) in views.items() if lengths is not None},
+        {name: torch.ones(2, dtype=torch.bool) for name in data.views},
     )
     return batch, False
 

@@ -21,6 +21,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.needs import Needs
+from raydfl.core.settings import FIRST_VIEW
 from raydfl.core.types import Batch, Client, Metrics, ModelSpec, Ratio, State, Task, Tensors, view_of
 from raydfl.data import Examples
 from raydfl.methods._layers import last_layer
@@ -61,7 +62,7 @@ class WithViews(Method):
 
     def client_models(self, models: Sequence[ModelSpec], profile: Mapping[str, Any]) -> tuple[ModelSpec, ...]:
         """Return the networks of the views that a client has, and ``fusion`` where these are all."""
-        has = ("", *profile.get("views", ()))
+        has = (FIRST_VIEW, *profile.get("views", ()))
         own = [spec for spec in models if spec.name == FUSION or spec.view in has]
         return tuple(own if len(own) == len(models) else (spec for spec in own if spec.name != FUSION))
 
@@ -122,10 +123,10 @@ class WithViews(Method):
 
     def alone(self, step: Step, name: str, batch: Batch) -> Tensor:
         """Return the loss of one network, over the examples that have its view."""
-        view = view_of(step.models[name])
-        if view:
-            present = batch.present[view].float()
-            batch = dataclasses.replace(batch, weight=present if batch.weight is None else present * batch.weight)
+        present = batch.present.get(view_of(step.models[name]))
+        if present is not None:
+            weight = present.float()
+            batch = dataclasses.replace(batch, weight=weight if batch.weight is None else weight * batch.weight)
         return self.objective.loss(step, name, batch)
 
     def apart(self, step: Step) -> Metrics:
@@ -159,9 +160,9 @@ def fused(models: Mapping[str, nn.Module], batch: Batch) -> Tensor:
     for name, network in models.items():
         if name == FUSION:
             continue
-        view, (x, lengths) = view_of(network), batch.input_of(network)
-        own = cast(Any, network).embed(x, lengths if lengths is None or not view else lengths.clamp_min(1))
-        features.append(own * batch.present[view].to(own.dtype).unsqueeze(1) if view else own)
+        present, (x, lengths) = batch.present.get(view_of(network)), batch.input_of(network)
+        own = cast(Any, network).embed(x, None if lengths is None else lengths.clamp_min(1))
+        features.append(own if present is None else own * present.to(own.dtype).unsqueeze(1))
     logits: Tensor = models[FUSION](torch.cat(features, dim=1))
     return logits.float()
 

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from raydfl.core import part_names
 from raydfl.core.cuts import Cuts, cut_tensors
 from raydfl.core.errors import InputError, RunDirectoryError, nearest
+from raydfl.core.settings import FIRST_VIEW
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import Batch, ModelSpec, Tensors
-from raydfl.data import DataSettings, Population, ViewSettings
+from raydfl.data import DataSettings, Population, View
 from raydfl.engine import KEPT_MODEL, SERVER, Clients, Config, best_of, build_models, fixed_of_whole, received_entries
 from raydfl.engine.storage import Commit, PrivateStore, RunStore, local_run, stored_config
 from raydfl.methods import Method, compute_logits
@@ -51,7 +52,9 @@ class RunModel:
     classes: tuple[str, ...]
     """Names of the outputs."""
     data: DataSettings
-    """The run's data: its ``features`` and ``segment`` say how a recording becomes the network's input."""
+    """The run's data."""
+    view: View
+    """The settings of the view that the network reads: they say how a recording or an image becomes its input."""
     length: int | None
     """Frames that every example of the run has; ``None`` when they differ, and the network is told the lengths."""
     statistics: np.ndarray | None = None
@@ -69,11 +72,6 @@ class RunModel:
         whose = f"of client {self.client!r}" if self.client else "shared by all clients"
         best = f" ({self.chosen})" if self.chosen else ""
         return f"{self.name} ({self.spec.architecture}) of {self.run_dir}, round {self.round}{best}, {whose}"
-
-    @property
-    def view(self) -> DataSettings | ViewSettings:
-        """The settings that say how a recording or an image becomes the network's input: of the view that it reads."""
-        return self.data.views[self.spec.view] if self.spec.view else self.data
 
     def logits(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         """Return the network's outputs float32 [batch, outputs]: those of a classifier, or what the objective makes of them.
@@ -335,10 +333,9 @@ class _Run:
 
     def _made(self, label: str, client_id: str, part: str, specs: Specs, name: str, network: nn.Module) -> RunModel:
         population, data = self.population.each[part], self.config.data.each[part]
-        inputs = data.pipeline.shape(population.bands)
+        inputs = population.shape(FIRST_VIEW, data)
         unnamed = ModelSpec(name, type(network).__name__, inputs, len(population.classes))
         spec = next((spec for spec in specs if spec.name == name), unnamed)
-        first = not spec.view
         statistics = population.statistics()
         if client_id:
             statistics = self.population.statistics(self.clients.index_of(client_id))
@@ -351,8 +348,9 @@ class _Run:
             spec,
             self.method.objective.names(population.classes),
             data,
-            population.length if first else population.view_lengths[spec.view],
-            statistics if first else None,
+            data.all_views[spec.view],
+            population.views[spec.view].length,
+            statistics if spec.view == FIRST_VIEW else None,
             self.method.objective,
             recorded_threshold(self.run_dir, label, client_id, self.commit.state.round_index)
             if self.method.objective.answers == "score"
