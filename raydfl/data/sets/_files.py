@@ -19,6 +19,7 @@ from raydfl.core.errors import DataError, nearest
 from raydfl.core.files import read_regular
 from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card, Dataset
+from raydfl.data.films import has_decoder
 from raydfl.data.manifest import FFMPEG_SUFFIXES, FILM_SUFFIXES, make_manifest, shown_name
 from raydfl.data.pictures import PICTURE_SUFFIXES
 
@@ -26,6 +27,8 @@ _NAMED = 3
 """Files that a message names."""
 _KINDS = 8
 """Kinds of files that it counts."""
+PACKED_SUFFIXES = (".tar", ".parquet", ".arrow")
+"""Endings of files that hold recordings."""
 
 SPLIT_OF = {
     "train": "train",
@@ -128,6 +131,31 @@ def list_recordings(folder: Path, pictures: bool = False, films: bool = False) -
     listed = set(found)
     others = [name for name in names if name not in listed]
     return found, _left_out(folder, others, found, "images" if pictures else "recordings")
+
+
+def list_contents(file: Path, pictures: bool = False) -> list[str]:
+    """List the recordings in a tar archive, or in a Parquet or Arrow file, by their addresses, in their order.
+
+    Args:
+        pictures: list the images of a tar archive in place of its recordings.
+
+    Raises:
+        DataError: the file cannot be read, or holds none, or a table holds several columns of them.
+    """
+    # Every set imports this module: libraries that only this function needs would slow down all of them.
+    from raydfl.data.sets._tables import open_table, readable_table
+    from raydfl.data.sets._tar import members
+
+    if file.suffix.lower() == ".tar":
+        sounds = (*AUDIO_SUFFIXES, *(FFMPEG_SUFFIXES if has_decoder() else ()))
+        wanted = (*PICTURE_SUFFIXES, *FILM_SUFFIXES) if pictures else sounds
+        found = [member.address for member in members(file) if member.name.lower().endswith(wanted)]
+        if not found:
+            raise DataError(f"{file}: there is no {'image' if pictures else 'recording'} of a kind that is read in it")
+        return found
+    table = open_table(file)
+    with readable_table(file):
+        return table.places(table.recordings(None))
 
 
 def check_name(name: str, folder: Path) -> None:
