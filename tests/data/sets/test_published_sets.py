@@ -508,6 +508,11 @@ def test_mimii_has_eight_channels_and_each_can_be_chosen(recordings: Path) -> No
         FeatureExtractor(FeatureSettings(channel=8)).wave(samples, rate)
 
 
+def test_the_sample_of_notmnist_is_read_as_mnist(recordings: Path) -> None:
+    manifest = dataset_of("mnist", recordings / "notmnist", {"names": tuple("ABCDEFGHIJ")}).manifest()
+    assert Counter(manifest.column("label").to_pylist()) == dict.fromkeys("ABCDEFGHIJ", 1000)
+
+
 def test_attributes_of_dcase_2023_are_columns(recordings: Path) -> None:
     root = recordings / "dcase2023_task2"
     assert (

@@ -47,11 +47,6 @@ def archive(tmp_path: Path, write_audio: WriteAudio) -> Path:
     return tmp_path / "test_set"
 
 
-def test_the_word_lists_are_those_of_the_published_sets() -> None:
-    assert len(KEYWORDS) == 10
-    assert len(set(WORDS)) == len(WORDS) == 35
-
-
 def test_all_words_with_the_official_split(tree: Path) -> None:
     rows = SpeechCommands(root=tree).manifest().to_pylist()
     assert len(rows) == 6
@@ -156,23 +151,19 @@ def test_the_test_archive_takes_the_place_of_the_testing_list(tree: Path, archiv
     assert all(len(dataset.read(row)[0]) for row in rows)
 
 
-def test_a_keyword_without_a_folder_names_the_nearest(tree: Path) -> None:
-    with pytest.raises(DataError, match=r"no folder for the keyword 'yess'; did you mean 'yes'\?"):
-        SpeechCommands(root=tree, task="keywords", keywords=("yess",)).manifest()
-
-
-def test_a_tree_without_lists_is_another_layout(tree: Path) -> None:
-    (tree / "testing_list.txt").unlink()
-    with pytest.raises(
-        DataError,
-        match=r"there is no testing_list\.txt in .*/v2\. Expected one folder for each word with .*Found: README\.md, ",
-    ):
-        SpeechCommands(root=tree).manifest()
-
-
-def test_a_test_root_that_is_no_archive(tree: Path) -> None:
-    with pytest.raises(DataError, match="test_root is not the test archive: no _unknown_ or _silence_"):
-        SpeechCommands(root=tree, test_root=tree).manifest()
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"task": "keywords", "keywords": ("yess",)}, r"no folder for the keyword 'yess'; did you mean 'yes'\?"),
+        ({"test_root": "."}, "test_root is not the test archive: no _unknown_ or _silence_"),
+        ({}, r"there is no testing_list\.txt in .*/v2\. Expected one folder for each word with .*Found: README\.md, "),
+    ],
+)
+def test_a_tree_that_does_not_fit(tree: Path, options: dict[str, Any], message: str) -> None:
+    if not options:
+        (tree / "testing_list.txt").unlink()
+    with pytest.raises(DataError, match=message):
+        SpeechCommands(root=tree, **options).manifest()
 
 
 # The samples

@@ -322,15 +322,6 @@ def test_speakers_share_variants_as_little_as_possible() -> None:
     assert set(variants.values()) == {1}
 
 
-def test_each_speaker_has_one_of_the_languages() -> None:
-    languages = ("en-us", "en-gb-scotland", "de")
-    dataset = SpokenWords(speakers=60, words=("yes",), takes=1, languages=languages)
-    rows = dataset.manifest().to_pylist()
-    assert Counter(row["language"] for row in rows).keys() == set(languages)
-    german = next(row for row in rows if row["language"] == "de")
-    assert dataset.read(german)[0].any()
-
-
 @pytest.mark.parametrize("snr_db", [0.0, 10.0, 30.0])
 def test_the_noise_has_the_level_that_was_asked_for(snr_db: float) -> None:
     options: dict[str, Any] = {"speakers": 8, "words": ("seven",), "takes": 1}
