@@ -121,13 +121,10 @@ def list_recordings(folder: Path, pictures: bool = False, films: bool = False) -
     wanted = PICTURE_SUFFIXES if pictures else AUDIO_SUFFIXES
     found = [name for name in names if name.lower().endswith(wanted)]
     if films:
-        stems = {name.rpartition(".")[0] for name in found}
-        found = [
-            name
-            for name in names
-            if name.lower().endswith(wanted)
-            or (name.lower().endswith(FILM_SUFFIXES) and name.rpartition(".")[0] not in stems)
-        ]
+        stems = {_stem(name) for name in found}
+        found = sorted(
+            found + [name for name in names if name.lower().endswith(FILM_SUFFIXES) and _stem(name) not in stems]
+        )
     listed = set(found)
     others = [name for name in names if name not in listed]
     return found, _left_out(folder, others, found, "images" if pictures else "recordings")
@@ -182,11 +179,11 @@ def _left_out(folder: Path, others: Sequence[str], found: Iterable[str], what: s
     counts += [f"{sum(count for _, count in kinds[_KINDS:])} of other kinds"] if len(kinds) > _KINDS else []
     names = ", ".join(shown_name(name) for name in others[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
     said = f"left out of {folder}, as no {what} of a kind that is read: {', '.join(counts)} ({len(others)} in all: {names})"
-    decoded = {name.rpartition(".")[0] for name in found}
+    decoded = {_stem(name) for name in found}
     foreign = {
         Path(name).suffix.lower()
         for name in others
-        if name.lower().endswith(FFMPEG_SUFFIXES) and name.rpartition(".")[0] not in decoded
+        if name.lower().endswith(FFMPEG_SUFFIXES) and _stem(name) not in decoded
     }
     if not foreign or what != "recordings":
         return said
@@ -196,6 +193,10 @@ def _left_out(folder: Path, others: Sequence[str], found: Iterable[str], what: s
         f"find {shlex.quote(str(folder))} -type f \\( {tests} \\) "
         """-exec sh -c 'for file; do ffmpeg -nostdin -i "$file" "${file%.*}.wav"; done' sh {} +"""
     )
+
+
+def _stem(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def list_files(folder: Path) -> list[str]:
