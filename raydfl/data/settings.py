@@ -29,6 +29,7 @@ from raydfl.data.steps.listing import LABELLED, UNLABELLED
 from raydfl.data.steps.pools import PoolSettings, UnlabelledSettings
 from raydfl.data.steps.profile import KNOWN, ProfileSettings
 from raydfl.data.steps.split import SplitSettings
+from raydfl.data.steps.user_tables import TableSettings
 
 if TYPE_CHECKING:  # a configuration is read without waiting for PyTorch where nothing is transformed
     from raydfl.data.transforms import Pipeline
@@ -186,6 +187,9 @@ class DataSettings(Settings):
     ] = ()
     split: Annotated[SplitSettings, Field(description="What is held out for tests and validation.")] = SplitSettings()
     partition: Annotated[PartitionSettings, Field(description="Which client has which clips.")] = PartitionSettings()
+    tables: Annotated[TableSettings, Field(description="Tables of clips and clients, in place of steps.")] = (
+        TableSettings()
+    )
     profile: Annotated[
         dict[str, ProfileSettings],
         Field(description="What else is said of clients, by name: dealt values, or a column of the manifest."),
@@ -371,6 +375,11 @@ class DataSettings(Settings):
 
     def _check_sites_and_views(self) -> None:
         """Refuse what cannot be done where the data lie, and views without a usable name."""
+        for name in ("clients", "clips") if self.sites else ():
+            if getattr(self.tables, name) is not None:
+                raise ConfigError(
+                    f"data.tables.{name}: the lists of clips are at the sites (data.sites); leave the file out"
+                )
         columns = [name for name, profile in self.profile.items() if profile.column is not None]
         if self.sites and columns:
             raise ConfigError(
@@ -420,6 +429,10 @@ class DataSettings(Settings):
             if any(pool is not None and pool.by == "table" for pool in pools):
                 raise ConfigError("data.pools: a pool's partition cannot be by: table; deal the pool in another way")
             return
+        if (self.partition.file is None) == (self.tables.clients is None):
+            raise ConfigError(
+                "data.partition.by: table needs one table of clients: set data.partition.file or data.tables.clients"
+            )
         wanted = {
             "data.pools": self.pools,
             "data.unlabelled": self.unlabelled,
